@@ -1,0 +1,95 @@
+# Two commands: `make compare` and `make test`. Both set up everything they need under .venv/.
+.DELETE_ON_ERROR:
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+CORE_019 := build/megatron-core-0.19.2
+# A machine whose Python already has torch with CUDA keeps that torch.
+HAS_CUDA := $(shell $(PYTHON) -c "import torch; print(torch.cuda.is_available())" 2>/dev/null)
+export TORCHDYNAMO_DISABLE := 1
+export OMP_NUM_THREADS := 1
+
+.PHONY: compare results test test-core-016 test-core-019 test-bridge lint megatron-lm-checks bridge-checks clean
+
+## Run Megatron under its own strategies and ours, on this machine; print the table.
+compare: $(INSTALLED)
+	$(BIN)/python scripts/compare_policies.py --output build/compare $(ARGS)
+
+## Measure again what the README quotes, and quote it.
+results: $(INSTALLED)
+	$(BIN)/python scripts/compare_policies.py --output benchmarks/results/cpu $(ARGS)
+	$(BIN)/python scripts/update_readme.py
+
+## Run all tests: lint and types, both supported versions of megatron-core, Megatron Bridge.
+test: lint test-core-016 test-core-019 test-bridge
+
+test-core-016: $(INSTALLED)
+	$(BIN)/python -m pytest tests $(ARGS)
+
+test-core-019: $(INSTALLED) $(CORE_019)
+	PYTHONPATH=$(CORE_019) $(BIN)/python -m pytest tests/integration $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# torch is pinned in the constraints: any other request for it would bring CUDA's packages along.
+$(INSTALLED): pyproject.toml constraints/cpu.txt
+ifeq ($(HAS_CUDA),True)
+	$(PYTHON) -m venv --system-site-packages $(VENV)
+else
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt torch
+endif
+	$(BIN)/python -m pip install --quiet --no-deps megatron-core==0.16.1
+	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev]'
+	touch $@
+
+# The 0.19.2 wheel asks for Python 3.12; its sources run on 3.11. triton is a module it imports.
+$(CORE_019): $(INSTALLED)
+	mkdir -p build
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints/cpu.txt triton
+	$(BIN)/python -m pip install --quiet --no-deps --no-binary megatron-core \
+	    --ignore-requires-python --target $@.part megatron-core==0.19.2
+	mv $@.part $@
+
+## The same checks with the real pretrain_gpt.py: make megatron-lm-checks MEGATRON_LM=path/to/checkout
+megatron-lm-checks: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt six regex pyyaml
+	MEGATRON_LM=$(abspath $(MEGATRON_LM)) $(BIN)/python -m pytest tests/pretrain $(ARGS)
+
+BRIDGE_SITE := build/megatron-bridge-0.3.1
+# Bridge's own tests that touch recompute, configs and callbacks, in a checkout of v0.3.1.
+BRIDGE_TESTS := $(addprefix tests/unit_tests/, training/test_callbacks.py \
+    training/test_comm_overlap.py training/test_config.py training/utils/test_omegaconf_utils.py \
+    utils/test_instantiate_utils.py recipes/test_llama_recipes.py peft/test_recompute.py)
+# These two fail without CUDA with or without this package.
+BRIDGE_KNOWN := $(addprefix --deselect=tests/unit_tests/training/test_config.py::, \
+    TestConfigContainerValidation::test_modelopt_requires_no_gradient_accumulation_fusion \
+    TestMixedPrecisionConsistencyValidation::test_validation_called_during_container_validate)
+
+## Test Megatron Bridge 0.3.1 with the field, on CPU.
+test-bridge: $(INSTALLED) $(BRIDGE_SITE)
+	PYTHONPATH=$(CURDIR)/$(BRIDGE_SITE) HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/bridge $(ARGS)
+
+## Run Bridge's own unit tests with the field in place: make bridge-checks BRIDGE=/path/to/checkout
+bridge-checks: $(INSTALLED) $(BRIDGE_SITE)
+	@test -d "$(BRIDGE)/tests/unit_tests" || { echo \
+	    "BRIDGE='$(BRIDGE)' is no checkout of Megatron-Bridge v0.3.1: make bridge-checks BRIDGE=PATH"; exit 2; }
+	cd $(BRIDGE) && PYTHONPATH=$(CURDIR)/tests/bridge:$(CURDIR)/$(BRIDGE_SITE) HF_HUB_OFFLINE=1 \
+	    $(CURDIR)/$(BIN)/python -m pytest -q -p with_field -p no:cacheprovider -o addopts= -W ignore \
+	    $(BRIDGE_KNOWN) $(BRIDGE_TESTS)
+
+# Without their dependencies: megatron-bridge asks for packages that compile CUDA code.
+$(BRIDGE_SITE): $(INSTALLED) constraints/bridge.txt
+	mkdir -p build
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints/cpu.txt triton
+	rm -rf $@.part $@
+	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints/bridge.txt --target $@.part
+	mv $@.part $@
+	touch $@
+
+clean:
+	rm -rf $(VENV) build

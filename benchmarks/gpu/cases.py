@@ -1,0 +1,240 @@
+"""The models that are measured, and how one is built on this machine.
+
+Dense GPTs with unfused attention need torch alone; Transformer Engine (TE) is needed on CUDA for
+fused layers, grouped experts and multi-latent attention. Off CUDA every case is made of local
+layers at a size that runs in seconds: a dry run of the benchmarks, no evidence.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata, util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from megatron_autorecompute.comparison import Shape
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model at one size, on one GPU."""
+
+    name: str
+    shape: Shape
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the TransformerConfig besides those of the shape."""
+    tiny_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Over `fields` in a dry run."""
+    layers: Literal["local", "te"] = "local"
+    """What its layers are made of on CUDA."""
+
+    def needs_te(self) -> bool:
+        """Whether it runs on CUDA with Transformer Engine only."""
+        return self.layers == "te"
+
+    def sized(self, tiny: bool) -> Case:
+        """Itself, or its likeness for a dry run."""
+        if not tiny:
+            return self
+        tiny_shape = replace(
+            self.shape,
+            num_layers=4,
+            hidden_size=64,
+            num_attention_heads=4,
+            seq_length=32,
+            micro_batch_size=2,
+            bf16=False,
+        )
+        return replace(
+            self, shape=tiny_shape, fields={**self.fields, **self.tiny_fields}, layers="local"
+        )
+
+    def configuration(self) -> dict[str, Any]:
+        """The whole training job, for the page."""
+        return {**asdict(self.shape), **self.fields, "layers": self.layers, "dropout": 0.1}
+
+
+def _shape(num_layers: int, hidden: int, heads: int, seq: int, micro_batch: int) -> Shape:
+    return Shape(num_layers, hidden, heads, seq, micro_batch, 2, 1, True)
+
+
+# Megatron's own recompute of `mlp` with linear biases never ends, and most models have none.
+_NO_BIAS = {"add_bias_linear": False}
+_MOE = {
+    **_NO_BIAS,
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 1024,
+    "moe_shared_expert_intermediate_size": 1024,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_grouped_gemm": True,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+}
+_MLA = {
+    **_NO_BIAS,
+    "multi_latent_attention": True,
+    "normalization": "LayerNorm",
+    "q_lora_rank": 768,
+    "kv_lora_rank": 256,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_type": "rope",
+}
+GPT3_760M = Case("gpt3-760m-48l", _shape(48, 1536, 16, 1024, 8))
+"""The Autodist document's model, linear biases and all."""
+DENSE = Case("gpt-350m-unfused", _shape(24, 1024, 16, 1024, 8), _NO_BIAS)
+DENSE_TE = Case("gpt-1.3b-te", _shape(24, 2048, 16, 2048, 4), _NO_BIAS, layers="te")
+MOE = Case(
+    "moe-8x350m",
+    _shape(16, 1024, 16, 2048, 4),
+    _MOE,
+    {
+        "moe_ffn_hidden_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+        "moe_grouped_gemm": False,
+    },
+    "te",
+)
+MLA = Case(
+    "mla-1b",
+    _shape(16, 2048, 16, 2048, 4),
+    _MLA,
+    {
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "te",
+)
+CURVES = (DENSE, DENSE_TE, MOE, MLA)
+"""Parts 2 and 3; part 5 takes those that are there too."""
+
+
+def has_te() -> bool:
+    """Whether Transformer Engine is installed."""
+    return util.find_spec("transformer_engine") is not None
+
+
+@contextmanager
+def started() -> Iterator[None]:
+    """A world of one rank in this process, Megatron's groups in it, on whatever is there."""
+    import torch
+    from megatron.core import parallel_state
+
+    from megatron_autorecompute import without_cuda
+
+    on_cuda = torch.cuda.is_available()
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "nccl" if on_cuda else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    with _names_without_te() if on_cuda else without_cuda.activate():
+        parallel_state.initialize_model_parallel()
+        yield
+        parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _names_without_te() -> Iterator[None]:
+    """What recompute of layernorm needs on CUDA where TE is missing.
+
+    Symptom: NameError: FP8GlobalStateManager in the first backward. Reference:
+    `CheckpointWithoutOutput` in megatron-core's tensor_parallel/random.py sets
+    `self.fp8 = fp8 is not None`, true for the default False. Remove when it reads `bool(fp8)`.
+    """
+    from megatron.core.tensor_parallel import random
+
+    names: dict[str, Any] = {
+        "activation_recompute_forward": lambda **_: nullcontext(),
+        "fp8_autocast": lambda **_: nullcontext(),
+        "FP8GlobalStateManager": SimpleNamespace(
+            is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None
+        ),
+    }
+    missing = {} if random.HAVE_TE else {n: v for n, v in names.items() if not hasattr(random, n)}
+    for name, value in missing.items():
+        setattr(random, name, value)
+    try:
+        yield
+    finally:
+        for name in missing:
+            delattr(random, name)
+
+
+def built(case: Case) -> Any:
+    """The case's `TrainingJob`, on the device that is there."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from megatron_autorecompute.workload import TrainingJob, Variant, read_text
+
+    make = (
+        gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
+        if case.layers == "te"
+        else gpt_layer_specs.get_gpt_layer_local_spec
+    )
+    variant = Variant(
+        case.fields,
+        lambda config: make(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            multi_latent_attention=config.multi_latent_attention,
+        ),
+    )
+    # A text may be shorter than one microbatch: it is read again and again.
+    text = read_text(TEXT)
+    least = (case.shape.seq_length + 1) * case.shape.micro_batch_size * 4
+    return TrainingJob(case.shape, text * (1 + least // len(text)), variant)
+
+
+def machine() -> dict[str, str]:
+    """Device, driver and versions of everything a figure depends on."""
+    import torch
+
+    on_cuda = torch.cuda.is_available()
+    packages = ("megatron-core", "transformer-engine", "flash-attn", "triton", "scipy")
+    said = {
+        "device": torch.cuda.get_device_name() if on_cuda else "CPU",
+        "memory_bytes": str(_memory_bytes()) if on_cuda else "0",
+        "driver": _driver() if on_cuda else "none",
+        "cuda": torch.version.cuda or "none",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    return {**said, **{name: _version(name) for name in packages}}
+
+
+def _memory_bytes() -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def _driver() -> str:
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"unknown ({error})"
+
+
+def _version(package: str) -> str:
+    if package == "megatron-core":
+        import megatron.core
+
+        return str(megatron.core.__version__)
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

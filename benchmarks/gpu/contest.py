@@ -1,0 +1,186 @@
+"""One job under one strategy after another: peaks, times, our profile and our plans.
+
+Used by every part that trains in this process. Budgets are bytes that torch may allocate.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.cases import Case, built
+from megatron_autorecompute import compat
+from megatron_autorecompute.apply import apply
+from megatron_autorecompute.cost_model import PolicyCost, evaluate
+from megatron_autorecompute.measure import Measurement, kinds
+from megatron_autorecompute.pipeline import Layout, Schedule
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import Model, Parallelism, Profile
+from megatron_autorecompute.solve import Planner
+
+CORRECTIONS = 4
+"""How often a plan that does not fit when run is corrected before it is reported as not fitting."""
+FRAGMENTS = 0.01
+"""Of the budget: what a plan gives back after running out of memory below its predicted peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes of one step under a strategy."""
+
+    policy: str
+    allocated_bytes: int
+    reserved_bytes: int | None
+    """What the allocator took from the device; None off CUDA."""
+    retries: int
+    """How often the allocator had to give memory back and ask again."""
+    out_of_memory: bool
+    seconds: float
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether the step went through within the budget."""
+        return not self.out_of_memory and self.allocated_bytes <= budget_bytes
+
+
+class Contest:
+    """A job and what is asked of it."""
+
+    def __init__(self, case: Case, tries: int = 3) -> None:
+        self.case, self.tries = case, tries
+        self.job = built(case)
+        self.num_layers = compat.num_policy_layers(self.job.config)
+        self.layout = Layout.even(case.shape.num_layers, 1)
+        self.schedule = Schedule(1, 1, case.shape.num_microbatches)
+        with self.job.strategy("megatron:uniform/1"):
+            for _ in range(2):  # allocates what stays: optimizer state, shared buffers
+                self.job.step()
+
+    def policy(self, text: str) -> RecomputePolicy:
+        """Policy text, Megatron's named strategies included."""
+        layout = compat.layout(self.job.config)
+        return RecomputePolicy.parse(text, num_layers=self.num_layers, layout=layout)
+
+    # --- Megatron's own settings ---
+
+    def counted_settings(self) -> list[str]:
+        """Every block/N and uniform/N that differs."""
+        count = self.case.shape.num_layers
+        return [f"megatron:block/{n}" for n in range(1, count)] + [
+            f"megatron:uniform/{n}" for n in range(1, count + 1) if count % n == 0
+        ]
+
+    def named_settings(self) -> list[str]:
+        """none, and selective with every set of modules that Megatron allows and the model has."""
+        every = (choice for kind in kinds(self.job.chunks) for choice in kind.choices)
+        sets = dict.fromkeys(str(choice) for choice in every if choice.granularity == "selective")
+        return ["megatron:none", *(f"megatron:{text}" for text in sets)]
+
+    # --- what a strategy takes ---
+
+    def peak(self, text: str) -> Peak:
+        """One step under a strategy, with whether the device ran out of memory."""
+        begin = time.perf_counter()
+        before = self._retries()
+        with self.job.strategy(text):
+            if self.job.on_cuda:
+                torch.cuda.empty_cache()
+            allocated, out_of_memory = self.job.peak_bytes()
+        reserved = torch.cuda.max_memory_reserved() if self.job.on_cuda else None
+        if out_of_memory:
+            compat.leave_interrupted_checkpoint()
+            torch.cuda.empty_cache()
+        seconds = time.perf_counter() - begin
+        retries = self._retries() - before
+        return Peak(text, allocated, reserved, retries, out_of_memory, seconds)
+
+    def _retries(self) -> int:
+        return torch.cuda.memory_stats()["num_alloc_retries"] if self.job.on_cuda else 0
+
+    def times_ms(self, text: str, steps: int | None = None) -> list[float]:
+        """Times of steps under a strategy, in a row."""
+        times = []
+        with self.job.strategy(text):
+            for _ in range(steps or self.tries):
+                begin = time.perf_counter()
+                self.job.step()
+                times.append((time.perf_counter() - begin) * 1e3)
+        return times
+
+    def in_turns(self, texts: list[str], rounds: int) -> dict[str, list[float]]:
+        """Times of strategies that take turns, every round beginning with the next one.
+
+        The first step of a turn is not counted: it settles the allocator after the switch.
+        """
+        times: dict[str, list[float]] = {text: [] for text in texts}
+        for number in range(rounds):
+            start = number % len(texts)
+            for text in texts[start:] + texts[:start]:
+                times[text] += self.times_ms(text, 2)[1:]
+        return times
+
+    # --- ours ---
+
+    def profile(self, memory: Callable[[], Any] | None = None) -> Profile:
+        """Every choice measured in ordinary steps: bytes, by `memory` or as usual, and times."""
+        job, shape = self.job, self.case.shape
+        memory = memory or job.memory
+        with apply(self.policy("full"), job.chunks, holder="the benchmark") as applied:
+            measurement = Measurement(job.chunks, applied)
+            for _ in measurement.policies():
+                with memory() as reader, measurement.watch(reader, times=job.on_cuda):
+                    job.step()
+            for _ in measurement.policies(self.tries):
+                with measurement.watch(None):
+                    job.step()
+            dtype = "bfloat16" if shape.bf16 else "float32"
+            return measurement.profile(
+                Model("GPT", shape.num_layers, facts=asdict(shape)),
+                Parallelism(shape.micro_batch_size, shape.seq_length, dtype=dtype),
+                job.static(),
+            )
+
+    def cost(self, profile: Profile, policy: RecomputePolicy) -> PolicyCost:
+        """What the planner predicts for any policy."""
+        return evaluate(profile, self.layout, self.schedule, policy)
+
+    def plan(self, profile: Profile, budget_bytes: int) -> dict[str, Any]:
+        """Our plan within a budget, run, and corrected while it does not fit when run.
+
+        Raises: InfeasibleError when not even the leanest policy is predicted to fit.
+        """
+        corrections = 0
+        while True:
+            solution = Planner(profile, self.layout, self.schedule).solve(budget_bytes)
+            predicted = solution.cost.stages[0].peak.bytes
+            peak = self.peak(solution.policy.format())
+            if peak.fits(budget_bytes) or corrections == CORRECTIONS:
+                break
+            corrections += 1
+            profile = _corrected(profile, predicted, peak, budget_bytes)
+        return {
+            **asdict(peak),
+            "predicted_bytes": predicted,
+            "predicted_ms": solution.cost.step_ms,
+            "fits": peak.fits(budget_bytes),
+            "corrections": corrections,
+        }
+
+    def rest_ms(self, profile: Profile) -> float:
+        """What a step takes besides forward and backward (the optimizer), measured under full."""
+        measured = statistics.median(self.times_ms("full", 5))
+        return measured - self.cost(profile, self.policy("full")).step_ms
+
+
+def _corrected(profile: Profile, predicted: int, peak: Peak, budget_bytes: int) -> Profile:
+    """The profile with what its prediction missed, or with room for the fragments it left out."""
+    missed = max(peak.allocated_bytes - predicted, 0)
+    if peak.out_of_memory:
+        missed = max(missed, int(FRAGMENTS * budget_bytes))
+    [stage] = profile.stages
+    stage = replace(stage, residual_bytes=stage.residual_bytes + missed)
+    return replace(profile, stages=(stage,))

@@ -1,0 +1,10 @@
+"""A pytest plugin: this package's field is in Megatron's configs, and nobody uses it."""
+
+from __future__ import annotations
+
+from megatron_autorecompute import config
+
+
+def pytest_configure() -> None:
+    """Before any test is imported."""
+    config.install()

@@ -1,0 +1,320 @@
+"""Pages from the results file alone: one Markdown file a model, `<model>_<hardware>_<date>.md`.
+
+    python -m benchmarks.gpu.page benchmarks/results/gpu/results.json
+
+Pure Python, so that pages can be made again anywhere. What has no figure says "not yet measured".
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import published
+from benchmarks.gpu.results import Results, Section, ratios, spread
+from megatron_autorecompute.errors import AutorecomputeError
+from megatron_autorecompute.records import write_atomically
+
+GIB = 1 << 30
+NOT_YET = "not yet measured"
+TITLES = {
+    1: "The Autodist experiment",
+    2: "The curve: ours against the best manual setting at every budget",
+    3: "Fidelity: predicted against measured",
+    4: "Equality, bit by bit",
+    5: "Overhead of our forward running Megatron's strategies",
+    6: "`--recompute-policy auto` in the job",
+    7: "Upstream's own tests",
+}
+
+
+def write(results: Results, folder: Path) -> list[Path]:
+    """Write a page for every model in the results; their paths."""
+    models = dict.fromkeys(section.model for section in results.sections.values())
+    paths = []
+    for model in models:
+        path = folder / name_of(model, results)
+        write_atomically(render(results, model), path)
+        paths.append(path)
+    return paths
+
+
+def name_of(model: str, results: Results) -> str:
+    """`gpt3-760m-48l_nvidia-h200_2026-11-21.md`; a dry run says so."""
+    hardware = re.sub(r"[^a-z0-9]+", "-", results.machine["device"].lower()).strip("-")
+    return f"{model}_{'tiny-' * results.tiny}{hardware}_{results.date}.md"
+
+
+def render(results: Results, model: str) -> str:
+    """The page of one model."""
+    sections = [s for s in results.sections.values() if s.model == model]
+    lines = [f"# {model} on {results.machine['device']}, {results.date}", ""]
+    if results.tiny:
+        lines += ["A dry run at a tiny size: it shows that the benchmark runs, nothing else.", ""]
+    for section in sorted(sections, key=lambda section: section.part):
+        lines += [f"## {section.part}. {TITLES[section.part]}", ""]
+        if not section.complete:
+            lines += [f"Not complete{f' ({section.stopped})' if section.stopped else ''}.", ""]
+        lines += [*_BODIES[section.part](section), ""]
+    configuration = next((s.configuration for s in sections if s.configuration), {})
+    lines += ["## Configuration and versions", ""]
+    lines += table(("what", "value"), [*configuration.items(), *results.machine.items()])
+    return "\n".join(lines) + "\n"
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """A Markdown table."""
+    body = [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows]
+    return [f"| {' | '.join(headings)} |", f"|{' --- |' * len(headings)}", *body]
+
+
+def _gib(count: int | None) -> str:
+    return "-" if count is None else f"{count / GIB:.3f}"
+
+
+def _ms(times: Sequence[float]) -> str:
+    """Median with the distance between the quartiles."""
+    return f"{statistics.median(times):.1f} ± {spread(times):.1f}" if times else "-"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:+.2f}%"
+
+
+# --- one function a part --------------------------------------------------------------------------
+
+
+def _autodist(section: Section) -> list[str]:
+    items = section.items
+    rounds = _numbered(items, "round")
+    published_rows = [
+        (
+            f"{row.name} (published)",
+            f"{1e3 * row.step_s:.0f}",
+            f"{row.peak_gb:.2f} GB",
+            "-",
+            "-" if row.search_s is None else f"{row.search_s:.0f}",
+            "OOM" if row.over else "yes",
+        )
+        for row in published.ROWS
+    ]
+    headings = ("strategy", "step ms", "allocated GiB", "reserved GiB", "search s", "fits")
+    if not rounds:
+        return [NOT_YET, "", *table(headings, published_rows)]
+    times = {name: [one[name] for one in rounds] for name in items["rows"]}
+    peaks = {
+        "selective": items[f"limited/{_SELECTIVE}"],
+        "full": items[f"limited/{_FULL}"],
+        "manual": items[f"manual/{items['rows']['manual']}"],
+        "ours": items["ours"]["value"],
+    }
+    ours = [
+        (
+            f"{name}: `{_short(peak['policy'])}`",
+            _ms(times.get(name, [])),
+            _gib(peak["allocated_bytes"]),
+            _gib(peak["reserved_bytes"]),
+            items["search_s"].get(name, "-"),
+            "OOM"
+            if peak["out_of_memory"]
+            else _yes(peak["allocated_bytes"] <= items["budget_bytes"]),
+        )
+        for name, peak in peaks.items()
+    ]
+    gain = statistics.median(ratios(times["manual"], times["ours"])) - 1
+    return [
+        f"Budget {_gib(items['budget_bytes'])} GiB, {published.BUDGET_FRACTION:.2f} of the way from"
+        " full to selective, enforced on the allocator on CUDA.",
+        f"Ours over the best manual setting: {_percent(gain)} (median of {len(rounds)} rounds; "
+        "aim at least +8%; the document's own rows give +5.4%).",
+        "",
+        *table(headings, [*ours, *published_rows]),
+    ]
+
+
+_FULL, _SELECTIVE = "megatron:uniform/1", "megatron:selective[core_attn]"
+
+
+def _curve(section: Section) -> list[str]:
+    budgets = _numbered(section.items, "budget")
+    if not budgets:
+        return [NOT_YET]
+    headings = (
+        "budget GiB",
+        "best manual",
+        "manual ms",
+        "ours ms",
+        "ours/manual (± quartiles)",
+        "ours GiB",
+        "fits",
+        "policy",
+    )
+    return table(headings, [_duel(duel) for duel in budgets])
+
+
+def _duel(duel: dict[str, Any]) -> tuple[Any, ...]:
+    start = (_gib(duel["budget_bytes"]), f"`{duel['manual']}`")
+    if "infeasible" in duel:
+        return (*start, "-", "-", "-", "-", "no plan", duel["infeasible"])
+    pairs, ours = ratios(duel["ours_ms"], duel["manual_ms"]), duel["ours"]
+    ratio = f"{statistics.median(pairs):.4f} ± {spread(pairs):.4f}"
+    shown = f"`{_short(ours['policy'])}`"
+    times = (_ms(duel["manual_ms"]), _ms(duel["ours_ms"]))
+    return (*start, *times, ratio, _gib(ours["allocated_bytes"]), _yes(ours["fits"]), shown)
+
+
+def _fidelity(section: Section) -> list[str]:
+    found = [one for one in _numbered(section.items, "policy") if not one["out_of_memory"]]
+    if not found:
+        return [NOT_YET]
+    bytes_off = [one["predicted_bytes"] / one["allocated_bytes"] - 1 for one in found]
+    ms_off = [one["predicted_ms"] / statistics.median(one["step_ms"]) - 1 for one in found]
+    worst = sorted(zip(bytes_off, ms_off, found, strict=True), key=lambda row: -abs(row[0]))
+    return [
+        f"{len(found)} policies. Errors of the prediction, absolute:",
+        "",
+        *table(
+            ("", "median", "worst", "aim (median, worst)"),
+            [
+                ("peak allocated", *_off(bytes_off), "1%, 3%"),
+                ("step time", *_off(ms_off), "2%, 5%"),
+            ],
+        ),
+        "",
+        *table(
+            ("policy", "peak off", "time off", "allocated GiB", "reserved GiB", "step ms"),
+            [
+                (
+                    f"`{_short(one['policy'])}`",
+                    _percent(peak),
+                    _percent(ms),
+                    _gib(one["allocated_bytes"]),
+                    _gib(one["reserved_bytes"]),
+                    _ms(one["step_ms"]),
+                )
+                for peak, ms, one in worst
+            ],
+        ),
+    ]
+
+
+def _off(errors: Sequence[float]) -> tuple[str, str]:
+    sizes = [abs(error) for error in errors]
+    return f"{100 * statistics.median(sizes):.2f}%", f"{100 * max(sizes):.2f}%"
+
+
+def _equality(section: Section) -> list[str]:
+    if "tests" not in section.items:
+        return [NOT_YET]
+    return table(("test", "outcome"), sorted(section.items["tests"].items()))
+
+
+def _overhead(section: Section) -> list[str]:
+    named = {k: v for k, v in section.items.items() if k.startswith("strategy/")}
+    if not named:
+        return [NOT_YET]
+    rows = []
+    for name, pair in named.items():
+        pairs = ratios(pair["ours_ms"], pair["megatron_ms"])
+        ratio = f"{statistics.median(pairs):.4f} ± {spread(pairs):.4f}"
+        times = (_ms(pair["megatron_ms"]), _ms(pair["ours_ms"]))
+        rows.append((f"`{name.removeprefix('strategy/')}`", *times, ratio))
+    return table(("strategy", "Megatron ms", "ours ms", "ours/Megatron (aim 1.00 ± 0.005)"), rows)
+
+
+def _auto(section: Section) -> list[str]:
+    if "auto" not in section.items:
+        return [NOT_YET]
+    job, plain = section.items["auto"], section.items["without us"]
+    same = job["losses"] == plain["losses"]
+    return [
+        *table(
+            ("what", "value"),
+            [
+                ("steps", len(job["losses"])),
+                (
+                    "losses and gradient norms identical to a run without us, digit by digit",
+                    _yes(same and bool(job["losses"])),
+                ),
+                ("budget GiB", f"{job['budget_gib']:.3f}"),
+                ("ran out of memory", _yes(job["out_of_memory"])),
+                ("wall time lost to measuring and deciding, s", f"{job['lost_s']:.2f}"),
+                ("step once decided, ms", _ms(job["settled_ms"])),
+                ("step without us under full, ms", _ms(plain["step_ms"][1:])),
+            ],
+        ),
+        "",
+        "```",
+        *job["said"],
+        "```",
+    ]
+
+
+def _upstream(section: Section) -> list[str]:
+    ways = [way for way in ("without us", "idle", "through ours") if way in section.items]
+    if not ways:
+        return [NOT_YET]
+    forwards = section.items.get("forwards, through ours", 0)
+    every = sorted({test for way in ways for test in section.items[way]})
+    outcomes = [[section.items[way].get(test, "missing") for way in ways] for test in every]
+    differing = [
+        (test, *row) for test, row in zip(every, outcomes, strict=True) if len(set(row)) > 1
+    ]
+    counts = [
+        (
+            way,
+            len(section.items[way]),
+            *(list(section.items[way].values()).count(o) for o in ("passed", "skipped", "failed")),
+        )
+        for way in ways
+    ]
+    return [
+        *table(("way", "tests", "passed", "skipped", "failed"), counts),
+        "",
+        f"Forwards of blocks that ran our policies: {forwards}.",
+        "Every test has the same outcome in all ways." if not differing else "Differing:",
+        *(table(("test", *ways), differing) if differing else []),
+    ]
+
+
+_BODIES: dict[int, Callable[[Section], list[str]]] = {
+    1: _autodist,
+    2: _curve,
+    3: _fidelity,
+    4: _equality,
+    5: _overhead,
+    6: _auto,
+    7: _upstream,
+}
+
+
+def _numbered(items: dict[str, Any], what: str) -> list[Any]:
+    return [item for name, item in items.items() if name.startswith(f"{what}/")]
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _short(policy: str) -> str:
+    """A policy as it fits a cell."""
+    return policy if len(policy) <= 80 else policy[:77] + "..."
+
+
+def main(arguments: Sequence[str]) -> Iterator[Path]:
+    """Make the pages of the named results files again, beside them."""
+    for name in arguments:
+        path = Path(name)
+        yield from write(Results.load(path), path.parent)
+
+
+if __name__ == "__main__":
+    try:
+        for written in main(sys.argv[1:]):
+            print(written)
+    except AutorecomputeError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,194 @@
+"""Parts 1, 2, 3 and 5: what trains in this process. Every item is saved before the next begins."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.contest import Contest, Peak
+from benchmarks.gpu.mixes import random_policies
+from benchmarks.gpu.published import BUDGET_FRACTION
+from benchmarks.gpu.results import Ledger, between
+from megatron_autorecompute.errors import InfeasibleError
+from megatron_autorecompute.profile import Profile
+
+FULL = "megatron:uniform/1"
+SELECTIVE = "megatron:selective[core_attn]"
+BUDGETS = 8
+POLICIES = 40
+
+
+def autodist(contest: Contest, ledger: Ledger, rounds: int) -> None:
+    """Part 1: the document's experiment, under a limit that the allocator enforces."""
+    peak = _peaks(contest, ledger)
+    free = {text: peak(f"free/{text}", text) for text in ("megatron:none", SELECTIVE, FULL)}
+    budget = ledger.item(
+        "budget_bytes",
+        lambda: between(
+            free[FULL]["allocated_bytes"], free[SELECTIVE]["allocated_bytes"], BUDGET_FRACTION
+        ),
+    )
+    _enforce(budget)
+    limited = {text: peak(f"limited/{text}", text) for text in (SELECTIVE, FULL)}
+    tried = _settings(contest, ledger, contest.counted_settings(), budget)
+    profile_seconds = _timed(ledger, "profile", lambda: _profile(contest))
+    plan_seconds = _timed(
+        ledger, "ours", lambda: contest.plan(_read(ledger.section.items["profile"]), budget)
+    )
+    ledger.item(
+        "search_s",
+        lambda: {"manual": _seconds(tried), "ours": _rounded(profile_seconds + plan_seconds)},
+    )
+    rows = {
+        "full": FULL,
+        "manual": _best(tried, budget),
+        "ours": ledger.section.items["ours"]["value"]["policy"],
+    }
+    rows |= {"selective": SELECTIVE} if Peak(**limited[SELECTIVE]).fits(budget) else {}
+    ledger.item("rows", lambda: rows)
+    for number in range(rounds):
+        ledger.item(f"round/{number}", lambda: _by_row(contest, rows))
+
+
+def curve(contest: Contest, ledger: Ledger, rounds: int) -> None:
+    """Part 2: ours against the best of Megatron's settings at every budget from full to none."""
+    names = [*contest.named_settings(), *contest.counted_settings()]
+    tried = _settings(contest, ledger, names, None)
+    profile = _read({"value": ledger.item("profile", lambda: _profile(contest))})
+    low, high = tried[FULL]["allocated_bytes"], tried["megatron:none"]["allocated_bytes"]
+    for number in range(BUDGETS):
+        budget = between(low, high, number / (BUDGETS - 1))
+        ledger.item(
+            f"budget/{number}", lambda budget=budget: _duel(contest, profile, tried, budget, rounds)
+        )
+
+
+def _duel(
+    contest: Contest, profile: Profile, tried: dict[str, Any], budget: int, rounds: int
+) -> dict[str, Any]:
+    manual = _best(tried, budget)
+    try:
+        ours = contest.plan(profile, budget)
+    except InfeasibleError as error:
+        return {"budget_bytes": budget, "manual": manual, "infeasible": str(error)}
+    times = contest.in_turns([manual, ours["policy"]], rounds)
+    return {
+        "budget_bytes": budget,
+        "manual": manual,
+        "manual_bytes": tried[manual]["allocated_bytes"],
+        "manual_ms": times[manual],
+        "ours": ours,
+        "ours_ms": times[ours["policy"]],
+    }
+
+
+def fidelity(contest: Contest, ledger: Ledger, rounds: int) -> None:
+    """Part 3: predicted against measured peak and step time of random mixed policies."""
+    profile = _read({"value": ledger.item("profile", lambda: _profile(contest))})
+    rest_ms = ledger.item("rest_ms", lambda: contest.rest_ms(profile))
+
+    def compared(text: str) -> dict[str, Any]:
+        cost = contest.cost(profile, contest.policy(text))
+        return {
+            **asdict(contest.peak(text)),
+            "predicted_bytes": cost.stages[0].peak.bytes,
+            "predicted_ms": cost.step_ms + rest_ms,
+            "step_ms": contest.times_ms(text, rounds + 1)[1:],
+        }
+
+    texts = [policy.format() for policy in random_policies(profile, POLICIES)]
+    for number, text in enumerate(texts):
+        ledger.item(f"policy/{number}", lambda text=text: compared(text))
+
+
+def overhead(contest: Contest, ledger: Ledger, rounds: int) -> None:
+    """Part 5: Megatron's strategies run by our forward, against Megatron's own path."""
+    half = contest.case.shape.num_layers // 2
+    for text in ("megatron:none", SELECTIVE, FULL, "megatron:uniform/2", f"megatron:block/{half}"):
+        ours = contest.policy(text).format()
+        ledger.item(
+            f"strategy/{text}",
+            lambda text=text, ours=ours: _pair(contest.in_turns([text, ours], 4 * rounds)),
+        )
+
+
+def _pair(times: dict[str, list[float]]) -> dict[str, Any]:
+    (_, megatron_ms), (ours, ours_ms) = times.items()
+    return {"policy": ours, "megatron_ms": megatron_ms, "ours_ms": ours_ms}
+
+
+# --- shared by the parts --------------------------------------------------------------------------
+
+
+def _peaks(contest: Contest, ledger: Ledger) -> Callable[[str, str], dict[str, Any]]:
+    return lambda name, text: ledger.item(name, lambda: asdict(contest.peak(text)))
+
+
+def _enforce(budget_bytes: int) -> None:
+    """From now on torch may reserve no more than the budget; what needs more runs out of memory."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(budget_bytes / total)
+
+
+def _settings(
+    contest: Contest, ledger: Ledger, names: Iterable[str], budget: int | None
+) -> dict[str, dict[str, Any]]:
+    """Peak of every setting of Megatron's own, and times of those within the budget."""
+
+    def tried(text: str) -> dict[str, Any]:
+        peak = contest.peak(text)
+        fits = peak.fits(budget) if budget else not peak.out_of_memory
+        times = contest.times_ms(text) if fits else []
+        return {**asdict(peak), "step_ms": times}
+
+    return {text: ledger.item(f"manual/{text}", lambda text=text: tried(text)) for text in names}
+
+
+def _best(tried: dict[str, dict[str, Any]], budget: int) -> str:
+    """The fastest setting within the budget, as the manual search would pick it."""
+    fitting = {
+        text: statistics.median(found["step_ms"])
+        for text, found in tried.items()
+        if found["step_ms"] and found["allocated_bytes"] <= budget
+    }
+    return min(fitting, key=fitting.__getitem__)
+
+
+def _seconds(tried: dict[str, dict[str, Any]]) -> float:
+    """What the manual search took: peaks and timed steps."""
+    return _rounded(sum(t["seconds"] + sum(t["step_ms"]) / 1e3 for t in tried.values()))
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 3)
+
+
+def _profile(contest: Contest) -> Any:
+    """A profile as it goes into the results: the text of its own file format."""
+    return contest.profile().to_json()
+
+
+def _read(item: dict[str, Any]) -> Profile:
+    return Profile.from_json(item["value"])
+
+
+def _timed(ledger: Ledger, name: str, make: Callable[[], Any]) -> float:
+    """Seconds that making an item took, whenever that was."""
+
+    def timed() -> dict[str, Any]:
+        begin = time.perf_counter()
+        return {"value": make(), "seconds": time.perf_counter() - begin}
+
+    return float(ledger.item(name, timed)["seconds"])
+
+
+def _by_row(contest: Contest, rows: dict[str, str]) -> dict[str, float]:
+    times = contest.in_turns(list(dict.fromkeys(rows.values())), 1)
+    return {name: times[text][0] for name, text in rows.items()}

@@ -1,0 +1,62 @@
+"""A Megatron-LM training script of a few lines: a GPT on synthetic tokens, on CUDA or CPU.
+
+Written against megatron.training 0.19 as its own scripts are, and knowing nothing of this package.
+Prints torch's peak at the end. Needs --dataloader-type external.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+
+def batches() -> Iterator[dict[str, torch.Tensor]]:
+    """GPTModel.forward's arguments, [b, s] each; goes on where a checkpoint left off."""
+    args = get_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = (args.micro_batch_size, args.seq_length)
+    mask = torch.ones(1, 1, shape[1], shape[1], dtype=torch.bool, device=device).triu(1)
+    number = args.consumed_train_samples // args.micro_batch_size
+    while True:
+        generator = torch.Generator().manual_seed(number)
+        number += 1
+        yield {
+            "input_ids": torch.randint(0, args.vocab_size, shape, generator=generator).to(device),
+            "position_ids": torch.arange(args.seq_length, device=device).expand(shape),
+            "attention_mask": mask,
+            "labels": torch.randint(0, args.vocab_size, shape, generator=generator).to(device),
+        }
+
+
+def datasets(_num_samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Megatron's train_valid_test_datasets_provider."""
+    return batches(), batches(), batches()
+
+
+datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
+    """Megatron's forward_step_func."""
+    output = model(**next(iterator))
+
+    def loss(per_token: torch.Tensor) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+        total = per_token.float().sum()
+        count = torch.tensor(per_token.numel(), device=per_token.device)
+        return total, count.int(), {"lm loss": torch.stack([total.detach(), count.float()])}
+
+    return output, loss
+
+
+if __name__ == "__main__":
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+    if torch.cuda.is_available():
+        print(f"peak allocated bytes: {torch.cuda.max_memory_allocated()}", flush=True)

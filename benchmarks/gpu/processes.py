@@ -1,0 +1,213 @@
+"""Parts 4, 6 and 7: what needs processes of its own, pytest's or a training script's."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.results import Ledger, between
+from megatron_autorecompute.errors import MachineError, OptionError
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("pretrain.py")
+AUTO_FRACTION = 0.3
+"""Where the tight budget of part 6 stands between full and none."""
+UPSTREAM = {
+    "transformer/test_transformer_block.py": "",
+    "ssm/test_hybrid_block.py": "recompute",
+    "transformer/test_attention.py": "checkpointed",
+    "transformer/test_multi_latent_attention.py": "",
+    "transformer/moe/test_moe_layer.py": "recompute",
+    "transformer/test_multi_token_prediction.py": "",
+    "tensor_parallel/test_random.py": "",
+}
+"""Upstream's tests of recompute below tests/unit_tests, each with the -k that picks them."""
+
+
+# --- 4: equality ----------------------------------------------------------------------------------
+
+
+def equality(ledger: Ledger, options: Namespace) -> None:
+    """tests/gpu, test by test."""
+    ledger.item("tests", lambda: _pytest([str(ROOT / "tests" / "gpu")], cwd=ROOT)["outcomes"])
+
+
+def _pytest(
+    arguments: Sequence[str], *, cwd: Path, plugin: str | None = None, path: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Outcome of every test (passed, skipped or failed), and the forwards that went through us.
+
+    Raises: MachineError when pytest itself did not run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
+        command += ["-p", plugin] if plugin else []
+        ended = _run(command, cwd, path)
+        if not report.exists():
+            raise MachineError(f"pytest wrote no report: {ended.stdout[-2000:]}")
+        counted = re.search(r"forwards through our policies: (\d+)", ended.stdout)
+        return {
+            "outcomes": outcomes(report.read_text(encoding="utf-8")),
+            "forwards": int(counted[1]) if counted else 0,
+        }
+
+
+def outcomes(junit: str) -> dict[str, str]:
+    """The tests of a JUnit report, with what became of each."""
+    found = {}
+    for case in ElementTree.fromstring(junit).iter("testcase"):
+        marks = {child.tag for child in case}
+        failed, skipped = marks & {"failure", "error"}, "skipped" in marks
+        outcome = "failed" if failed else "skipped" if skipped else "passed"
+        found[f"{case.get('classname')}::{case.get('name')}"] = outcome
+    return found
+
+
+def _run(command: Sequence[str], cwd: Path, path: Sequence[str]) -> Any:
+    paths = [*path, str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+# --- 6: auto in the job ---------------------------------------------------------------------------
+
+
+def auto(ledger: Ledger, options: Namespace) -> None:
+    """50 steps of a training script with `--recompute-policy auto`, against the same without us."""
+    steps = 20 if options.tiny else 50
+    flags = _flags(options.tiny, steps)
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    plain = ledger.item("without us", lambda: _job(flags + full, with_us=False))
+    loose = ledger.item("none", lambda: _job(_flags(options.tiny, 3), with_us=False))
+    # Off CUDA nothing tells the peak: the dry run has a budget that everything fits.
+    peaks = (plain["peak_bytes"], loose["peak_bytes"])
+    budget = between(*peaks, AUTO_FRACTION) if torch.cuda.is_available() else 1 << 30
+    budget_gib = budget / (1 << 30)
+    asked = f"--recompute-policy auto --recompute-memory-budget-gib {budget_gib:.6f} "
+    job = ledger.item(
+        "auto", lambda: {**_job(flags + asked, with_us=True), "budget_gib": budget_gib}
+    )
+    if len(job["losses"]) != steps or len(plain["losses"]) != steps:
+        raise MachineError(f"The job ended early; it said last:\n{job['end']}\n{plain['end']}")
+
+
+def _flags(tiny: bool, steps: int) -> str:
+    """A GPT of 350M parameters, or a tiny one; dropout is 0.1 by default."""
+    size = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+        "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 "
+        if tiny
+        else "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+        "--max-position-embeddings 1024 --micro-batch-size 8 --global-batch-size 16 --bf16 "
+    )
+    on_cuda = torch.cuda.is_available()
+    return (
+        f"{size}--train-iters {steps} --lr 1e-4 --lr-decay-iters 1000 --vocab-size 255 "
+        "--tokenizer-type NullTokenizer --position-embedding-type rope --disable-bias-linear "
+        f"--transformer-impl local --distributed-backend {'nccl' if on_cuda else 'gloo'} "
+        "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm "
+        "--no-bias-dropout-fusion --no-bias-gelu-fusion --no-rope-fusion --log-interval 1 "
+        "--eval-iters 0 --eval-interval 10000 --dataloader-type external --timing-log-level 0 "
+    )
+
+
+def _job(flags: str, *, with_us: bool) -> dict[str, Any]:
+    """Run the script with torchrun on one device; what it printed, step by step."""
+    on_cuda = torch.cuda.is_available()
+    launcher = ["-m", "megatron_autorecompute.pretrain"] if with_us else []
+    if not with_us and not on_cuda:
+        launcher = [str(ROOT / "tests" / "pretrain" / "without_us.py")]
+    cpu = ["--recompute-run-on-cpu"] if with_us and not on_cuda else []
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    command += [*launcher, str(SCRIPT), *flags.split(), *cpu]
+    begin = time.perf_counter()
+    ended = _run(command, ROOT, ())
+    return {"seconds": time.perf_counter() - begin, "flags": flags, **read_log(ended.stdout)}
+
+
+def read_log(text: str) -> dict[str, Any]:
+    """Losses, step times and what this package said, from a job's output.
+
+    The time lost is what the steps up to the decision took beyond the median of those after it.
+    """
+    steps = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+).*?(lm loss: \S+)", text)
+    norms = re.findall(r"grad norm: \S+", text)
+    times = [float(ms) for ms, _ in steps]
+    peak = re.search(r"peak allocated bytes: (\d+)", text)
+    settled = times[len(times) // 2 :]
+    usual = statistics.median(settled) if settled else 0.0
+    early = times[1 : len(times) // 2]  # the first step starts CUDA and allocates, with or without
+    return {
+        "losses": [f"{loss} {norm}" for (_, loss), norm in zip(steps, norms, strict=False)],
+        "step_ms": times,
+        "settled_ms": settled,
+        "lost_s": sum(max(0.0, ms - usual) for ms in early) / 1e3,
+        "peak_bytes": int(peak[1]) if peak else 0,
+        "out_of_memory": "OutOfMemoryError" in text or "out of memory" in text,
+        "said": [line for line in text.splitlines() if line.startswith("recompute auto")],
+        "end": text[-1500:],
+    }
+
+
+# --- 7: upstream's tests --------------------------------------------------------------------------
+
+
+def upstream(ledger: Ledger, options: Namespace) -> None:
+    """Upstream's tests of recompute without us, with us idle, and with policies through ours.
+
+    Raises: OptionError without a checkout.
+    """
+    if options.megatron_lm is None:
+        raise OptionError("Part 7 runs upstream's tests: give a checkout with --megatron-lm PATH.")
+    checkout = options.megatron_lm.resolve()
+    tests = checkout / "tests" / "unit_tests"
+    present = {name: k for name, k in UPSTREAM.items() if (tests / name).exists()}
+    if not present:
+        raise OptionError(f"{checkout} has none of {', '.join(UPSTREAM)} in tests/unit_tests.")
+    ways = {
+        "without us": None,
+        "idle": "benchmarks.gpu.idle",
+        "through ours": "benchmarks.gpu.through_ours",
+    }
+    for way, plugin in ways.items():
+        every: dict[str, str] = {}
+        forwards = 0
+        for name, picked in present.items():
+            ran = ledger.item(
+                f"{way}: {name}",
+                lambda name=name, picked=picked, plugin=plugin: _pytest(
+                    [
+                        str(tests / name),
+                        *(["-k", picked] if picked else []),
+                        "-p",
+                        "no:cacheprovider",
+                    ],
+                    cwd=checkout,
+                    plugin=plugin,
+                    path=[str(checkout)],
+                ),
+            )
+            every |= ran["outcomes"]
+            forwards += ran["forwards"]
+        ledger.item(way, lambda every=every: every)
+        if plugin:
+            ledger.item(f"forwards, {way}", lambda forwards=forwards: forwards)

@@ -1,0 +1,307 @@
+"""Predicted against real peaks: the cost model against Megatron's own schedule at real sizes.
+
+    python benchmarks/peak_fidelity.py [--policies N] [--only NAME]
+
+A profile is measured on a shard of a few layers in one pipeline stage, by the code that measures
+in a job, on meta tensors. From it the peaks of random mixed policies are predicted, and compared
+with the bytes that are alive in Megatron's own schedule of the whole pipeline, stage by stage, for
+policies that the profile never saw. Results are written as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from megatron_autorecompute import measure, without_cuda
+from megatron_autorecompute.apply import apply
+from megatron_autorecompute.cost_model import evaluate
+from megatron_autorecompute.dry_run import (
+    StepShape,
+    TokenStep,
+    _fake_ranks,
+    _meta_config,
+    build_chunks,
+    build_gpt,
+    dry_run_stage,
+    kept_between_steps,
+)
+from megatron_autorecompute.live_bytes import LiveBytes
+from megatron_autorecompute.pipeline import Layout, Schedule
+from megatron_autorecompute.policy import FULL, RecomputePolicy
+from megatron_autorecompute.profile import Model, Parallelism, Profile, StaticBytes
+
+RESULTS = Path(__file__).parent / "results" / "peak_fidelity.json"
+LOWEST, HIGHEST = -0.002, 0.005
+"""How far a prediction may lie from the real activation peak, as a share of it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    heads: int
+    tp: int
+    pp: int
+    num_microbatches: int
+    vp: int | None = None
+    query_groups: int | None = None
+    seq_length: int = 4096
+    gated: bool = True
+    dropout: float = 0.0
+    experts: int | None = None
+    ep: int = 1
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+LLAMA_7B = Case("llama 7b", 32, 4096, 11008, 32, tp=2, pp=4, num_microbatches=8)
+LLAMA_70B = Case("llama 70b", 80, 8192, 28672, 64, tp=8, pp=8, num_microbatches=16, query_groups=8)
+GPT_22B = Case("gpt 22b", 48, 6144, 24576, 64, 8, 4, 8, seq_length=2048, gated=False, dropout=0.1)
+MIXTRAL = Case("mixtral", 32, 4096, 14336, 32, 2, 4, 8, query_groups=8, experts=8, ep=4)
+OVERLAPPED = {"overlap_p2p_comm": True}
+PLAIN_P2P = {"overlap_p2p_comm": False}
+CASES = (
+    LLAMA_7B,
+    replace(LLAMA_7B, name="llama 7b, v=2", vp=2, fields=OVERLAPPED),
+    replace(LLAMA_7B, name="llama 7b, v=2, no overlap", vp=2, fields=PLAIN_P2P),
+    LLAMA_70B,
+    replace(LLAMA_70B, name="llama 70b, v=5", vp=5, fields=OVERLAPPED),
+    replace(LLAMA_70B, name="llama 70b, p=16", pp=16, num_microbatches=24),
+    replace(
+        LLAMA_70B, name="llama 70b, p=16, v=5", pp=16, vp=5, num_microbatches=32, fields=OVERLAPPED
+    ),
+    GPT_22B,
+    MIXTRAL,
+    replace(MIXTRAL, name="mixtral, v=2", vp=2, fields=OVERLAPPED),
+)
+
+
+def config(case: Case, **changed: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    values: dict[str, Any] = {
+        "num_layers": case.num_layers,
+        "hidden_size": case.hidden_size,
+        "ffn_hidden_size": case.ffn_hidden_size,
+        "num_attention_heads": case.heads,
+        "num_query_groups": case.query_groups,
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vp,
+        "sequence_parallel": case.tp > 1,
+        "attention_dropout": case.dropout,
+        "hidden_dropout": case.dropout,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm" if case.gated else "LayerNorm",
+        "gated_linear_unit": case.gated,
+        "activation_func": torch.nn.functional.silu if case.gated else torch.nn.functional.gelu,
+        "attention_softmax_in_fp32": False,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "batch_p2p_comm": False,
+        "deallocate_pipeline_outputs": True,
+    }
+    if case.experts:
+        values |= {
+            "num_moe_experts": case.experts,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": case.ffn_hidden_size,
+            "moe_token_dispatcher_type": "alltoall",
+            "expert_model_parallel_size": case.ep,
+            "expert_tensor_parallel_size": 1,
+        }
+    return TransformerConfig(**(values | dict(case.fields) | changed))
+
+
+def shape(case: Case, num_microbatches: int) -> StepShape:
+    ranks = case.ep if case.experts else 1
+    return StepShape(case.seq_length, 1, num_microbatches, 32000 // 128 * 128, ranks)
+
+
+def builder(case: Case) -> Any:
+    kind = "rope" if case.gated else "learned_absolute"
+    return functools.partial(build_gpt, position_embedding_type=kind)
+
+
+def measured_profile(case: Case) -> Profile:
+    """Bytes of every choice, measured on a shard of as many layers as there are choices."""
+    depth = measure.MAX_CHOICES + 2
+    serial = {"overlap_p2p_comm": False}
+    small = config(
+        case,
+        num_layers=depth,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+        **serial,
+    )
+    size = shape(case, 1)
+    small = _meta_config(small)
+    with without_cuda.activate(meta=True), _fake_ranks(small, 0, size):
+        models = build_chunks(small, size, builder(case), torch.device("meta"))
+        found = _measured(models, size, depth)
+    static = StaticBytes()
+    return replace(
+        found,
+        model=Model(case.name, case.num_layers),
+        kinds=(replace(found.kinds[0], layers=tuple(range(case.num_layers)), static=static),),
+        stages=(),
+        embedding_static=static,
+        head_static=static,
+        overlap_p2p_comm=bool(config(case).overlap_p2p_comm),
+    )
+
+
+def _measured(models: list[torch.nn.Module], size: StepShape, depth: int) -> Profile:
+    parameters = [p for model in models for p in model.parameters()]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    static = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+    step = TokenStep(size, torch.device("meta"))
+    static.append(step.mask)
+    policy = RecomputePolicy((FULL,) * depth)
+    with mock.patch.object(measure, "gathered", lambda mine: [mine]), apply(policy, models) as now:
+        measurement = measure.Measurement(models, now)
+        for _ in measurement.policies():
+            with (
+                LiveBytes(static) as live,
+                kept_between_steps(models, live),
+                measurement.watch(live),
+            ):
+                output, loss = step(None, models[0])
+                loss(output)[0].backward()
+                del output
+        return measurement.profile(
+            Model("shard", depth), Parallelism(1, size.seq_length), StaticBytes()
+        )
+
+
+def random_policy(
+    rng: random.Random, profile: Profile, layout: Layout, without: str | None
+) -> RecomputePolicy:
+    """Runs of random choices and checkpoints in every chunk; half of the time mostly full."""
+    recorded = [record.choice for record in profile.kinds[0].choices]
+    if without:
+        recorded = [choice for choice in recorded if choice != "full" and without not in choice]
+    share = 0.0 if without else rng.choice((0.8, 0.3))
+    parts: list[str] = []
+    for layers in layout.chunk_layers():
+        left = len(layers)
+        while left:
+            size = rng.randint(1, left)
+            group = rng.randint(1, min(size, 4))
+            if rng.random() < share:
+                size -= size % group
+                parts.append(f"full/{group}*{size}" if group > 1 else f"full*{size}")
+            else:
+                parts.append(f"{rng.choice(recorded)}*{size}")
+            left -= size
+    return RecomputePolicy.parse(",".join(parts), num_layers=layout.num_layers)
+
+
+@dataclass(frozen=True)
+class Point:
+    case: str
+    stage: int
+    policy: str
+    predicted_bytes: int
+    dry_run_bytes: int
+    moment: str
+
+    @property
+    def error(self) -> float:
+        return self.predicted_bytes / self.dry_run_bytes - 1
+
+
+def points(
+    case: Case, stages: Sequence[int], policies: int, *, seed: int = 0, without: str | None = None
+) -> Iterator[Point]:
+    """Compare random policies, and first full and none, one stage each in turn.
+
+    without: leave out choices that rerun this module, and full, which reruns all.
+    """
+    rng = random.Random(f"{case.name} {seed}")
+    profile = measured_profile(case)
+    layout = Layout.even(case.num_layers, case.pp, case.vp)
+    schedule = Schedule(case.pp, case.vp or 1, case.num_microbatches)
+    texts = ("none",) if without else ("full", "none")
+    chosen = [RecomputePolicy.parse(text, num_layers=case.num_layers) for text in texts]
+    chosen += [random_policy(rng, profile, layout, without) for _ in range(policies)]
+    for number, policy in enumerate(chosen):
+        cost = evaluate(profile, layout, schedule, policy)
+        stage = stages[number % len(stages)]
+        real = dry_run_stage(
+            config(case), stage, shape(case, case.num_microbatches), policy, builder(case)
+        )
+        peak = cost.stages[stage].peak
+        yield Point(case.name, stage, policy.format(), peak.bytes, real.peak_bytes, peak.moment)
+
+
+def stages_of(case: Case) -> tuple[int, ...]:
+    """First, middle, last but one, last."""
+    return tuple(dict.fromkeys((0, case.pp // 2, case.pp - 2, case.pp - 1)))
+
+
+def case_points(
+    case: Case, stages: Sequence[int], policies: int, without: str | None = None
+) -> list[Point]:
+    """`points` as a list, for a process of its own."""
+    torch.set_num_threads(1)
+    return list(points(case, stages, policies, without=without))
+
+
+def table(found: Sequence[Point]) -> Table:
+    shown = Table("case", "points", "peaks GiB", "lowest error", "highest error", box=None)
+    for name in dict.fromkeys(point.case for point in found):
+        mine = [point for point in found if point.case == name]
+        errors = [point.error for point in mine]
+        sizes = [point.dry_run_bytes / 2**30 for point in mine]
+        extent = f"{min(sizes):.1f} - {max(sizes):.1f}"
+        shown.add_row(name, str(len(mine)), extent, f"{min(errors):+.3%}", f"{max(errors):+.3%}")
+    return shown
+
+
+def write(found: Sequence[Point]) -> None:
+    data = [asdict(point) | {"error": round(point.error, 6)} for point in found]
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({"torch": torch.__version__, "points": data}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policies", type=int, default=8, help="random ones per case")
+    parser.add_argument("--only", default="", help="cases with this in their name; not written")
+    parsed = parser.parse_args()
+    found: list[Point] = []
+    cases = [case for case in CASES if parsed.only in case.name]
+    spawn = multiprocessing.get_context("spawn")
+    for case in track(cases, description="dry runs"):
+        with ProcessPoolExecutor(1, spawn) as pool:  # a dry run wants a process without a group
+            found += pool.submit(case_points, case, stages_of(case), parsed.policies).result()
+        if not parsed.only:
+            write(found)
+    Console().print(table(found))
+
+
+if __name__ == "__main__":
+    main()

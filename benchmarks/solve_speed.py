@@ -1,0 +1,192 @@
+"""How long the solver takes, and how that grows: printed, and written as JSON.
+
+    python benchmarks/solve_speed.py [--quick]
+
+One core, processor time, so that a busy machine does not show. Costs are those of unfused
+attention (Korthikanti et al. 2022) with selective sets around them; two kinds differ by 37%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy and HiGHS read it when imported
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from megatron_autorecompute.pipeline import Layout, Schedule
+from megatron_autorecompute.profile import (
+    ChoiceRecord,
+    LayerKind,
+    Model,
+    Parallelism,
+    Profile,
+    StaticBytes,
+)
+from megatron_autorecompute.solve import Planner
+
+RESULTS = Path(__file__).parent / "results" / "solve_speed.json"
+UNIT = 32 << 20  # bytes of sequence * micro-batch * hidden elements
+# choice, held, forward transient, backward transient (units), forward ms, backward ms
+CHOICES = (
+    ("none", 114.008, 10, 28, 10.0, 20.0),
+    ("full", 2, 34, 142.1, 10.0, 30.0),
+    ("selective[core_attn]", 34.01, 90, 112.3, 10.1, 23.1),
+    ("selective[layernorm]", 110.02, 12, 32, 10.05, 20.31),
+    ("selective[mlp]", 98.3, 20, 48.7, 10.02, 24.4),
+    ("selective[core_attn+layernorm]", 30.11, 92, 116.2, 10.15, 23.43),
+    ("selective[core_attn+mlp]", 18.4, 95, 130.2, 10.12, 27.52),
+    ("selective[core_attn+layernorm+mlp]", 14.2, 99, 134.1, 10.17, 27.83),
+    ("selective[moe]", 70.3, 40, 75, 10.03, 25.7),
+    ("selective[layernorm+mlp]", 94.2, 22, 52, 10.07, 24.75),
+    ("selective[moe_act]", 88.8, 15, 44, 10.01, 21.37),
+    ("selective[layernorm+moe_act]", 84.1, 17, 49, 10.06, 21.71),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    layers: int
+    stages: int
+    chunks: int = 1
+    choices: int = 8
+    kinds: int = 1
+    pareto_points: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    case: Case
+    setup_s: float
+    solve_s: tuple[float, ...]
+    """At budgets 1/8, 4/8 and 7/8 of the way from the leanest to the fastest need."""
+    worst_gap: float
+    pareto_s: float | None
+
+
+HEADLINE = Case(126, 16, 8, pareto_points=64)
+CASES = (
+    HEADLINE,
+    Case(32, 4),
+    Case(32, 4, 2),
+    Case(64, 8),
+    Case(128, 8),
+    Case(256, 8),
+    Case(512, 8),
+    Case(512, 16),
+    Case(512, 64, 1, 12, 2),
+    Case(512, 64, 4, 12, 2),
+    Case(96, 8, 4, 4),
+    Case(96, 8, 4, 8),
+    Case(96, 8, 4, 12),
+    Case(24, 1),
+    Case(48, 1),
+    Case(96, 1),
+    Case(128, 1, 1, 12),
+    Case(256, 1, 1, 12),
+    Case(512, 1, 1, 12),
+)
+QUICK = (HEADLINE, Case(32, 4), Case(48, 1))
+
+
+def profile(case: Case) -> Profile:
+    kinds = tuple(_kind(case, number) for number in range(case.kinds))
+    return Profile(
+        Model("synthetic", case.layers),
+        Parallelism(1, 4096),
+        kinds,
+        embedding=_record(("none", 2, 4, 4, 0.5, 0.5)),
+        head=_record(("none", 30, 20, 40, 5.0, 10.0)),
+        boundary_bytes=2 * UNIT,
+        embedding_static=StaticBytes(10 * UNIT),
+        head_static=StaticBytes(10 * UNIT),
+    )
+
+
+def _kind(case: Case, number: int) -> LayerKind:
+    size = 1 + 0.37 * number
+    choices = tuple(_record((name, *(size * x for x in costs))) for name, *costs in CHOICES)
+    layers = tuple(range(number, case.layers, case.kinds))
+    return LayerKind(f"kind{number}", layers, choices[: case.choices], static=StaticBytes(UNIT))
+
+
+def _record(costs) -> ChoiceRecord:
+    name, held, forward, backward, forward_ms, backward_ms = costs
+    sizes = (round(held * UNIT), round(forward * UNIT), round(backward * UNIT))
+    return ChoiceRecord(name, *sizes, round(forward_ms, 6), round(backward_ms, 6))
+
+
+def planner(case: Case) -> Planner:
+    ends = (case.layers + 2) % (case.stages * case.chunks) == 0
+    layout = Layout.even(
+        case.layers,
+        case.stages,
+        case.chunks,
+        account_for_embedding_in_pipeline_split=ends,
+        account_for_loss_in_pipeline_split=ends,
+    )
+    schedule = Schedule(case.stages, case.chunks, 4 * case.stages)
+    return Planner(profile(case), layout, schedule)
+
+
+def measure(case: Case) -> Result:
+    first = planner(case)
+    start = time.process_time()
+    low = max(choice.peak_bytes for choice in first.leanest)
+    high = max(choice.peak_bytes for choice in first.fastest)
+    setup_s = time.process_time() - start
+    times, gaps = [], []
+    for eighths in (1, 4, 7):
+        start = time.process_time()
+        solution = planner(case).solve(low + (high - low) * eighths // 8)
+        times.append(time.process_time() - start)
+        gaps.append(max(evidence.gap for evidence in solution.evidence))
+    pareto_s = None
+    if case.pareto_points:
+        start = time.process_time()
+        planner(case).pareto(case.pareto_points)
+        pareto_s = time.process_time() - start
+    return Result(case, setup_s, tuple(times), max(gaps), pareto_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="three cases, nothing written")
+    quick = parser.parse_args().quick
+    results = []
+    for case in track(QUICK if quick else CASES, description="solving"):
+        results.append(measure(case))
+        if not quick:  # as they come, so that an interrupted run leaves what it has
+            write(results)
+    Console().print(table(results))
+
+
+def write(results: list[Result]) -> None:
+    machine = {"python": platform.python_version(), "machine": platform.machine()}
+    RESULTS.parent.mkdir(exist_ok=True)
+    data = {"machine": machine, "cores": 1, "results": [asdict(result) for result in results]}
+    RESULTS.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def table(results: list[Result]) -> Table:
+    shown = Table("layers", "p", "v", "choices", "kinds", "solve s", "gap", "64 points s", box=None)
+    for result in results:
+        case = result.case
+        solve_s = " ".join(f"{seconds:.2f}" for seconds in result.solve_s)
+        pareto = "" if result.pareto_s is None else f"{result.pareto_s:.1f}"
+        numbers = (case.layers, case.stages, case.chunks, case.choices, case.kinds)
+        shown.add_row(*map(str, numbers), solve_s, f"{result.worst_gap:.0e}", pareto)
+    return shown
+
+
+if __name__ == "__main__":
+    main()

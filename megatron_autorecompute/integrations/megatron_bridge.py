@@ -1,0 +1,431 @@
+"""Megatron Bridge: `cfg.model.recompute_policy` in a recipe, on the command line and in YAML.
+
+    from megatron_autorecompute.integrations import megatron_bridge
+    megatron_bridge.install()                          # before megatron.bridge is imported
+    from megatron.bridge.recipes.llama import llama3_8b_pretrain_config
+    ...
+    cfg = llama3_8b_pretrain_config()
+    megatron_bridge.set_policy(cfg.model, "auto")
+    megatron_bridge.pretrain(cfg, forward_step)        # Bridge's own, with our callback
+
+`auto` is the same `AutoTuner` as in Megatron-LM; this module only tells it of the job and calls it
+around every step. Written against Bridge 0.3.1; what was read of and run with 0.6.0 is in
+docs/bridge.md. Importing this module imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from megatron_autorecompute.auto_options import AutoOptions
+from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
+from megatron_autorecompute.integrations.megatron_lm import PLAN_FILE
+from megatron_autorecompute.policy import FULL, LayerPolicy, RecomputePolicy
+
+HOLDER = "the recompute_policy of a Megatron Bridge config"
+FIELD = "recompute_policy"
+NATIVE = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": None,
+}
+"""Megatron's own recompute fields, with the values that ask for nothing."""
+
+
+def install() -> None:
+    """Make `recompute_policy` a field of every Bridge model config; call before importing Bridge.
+
+    Calling it again changes nothing.
+
+    Raises:
+        ApplyError: Bridge was imported first, so its classes were made without the field.
+        UnsupportedVersionError: a megatron-core whose sources are not known.
+    """
+    if "megatron.bridge" in sys.modules and not _has_field():
+        raise ApplyError(
+            "megatron.bridge was imported before recompute_policy was made a field, and its config "
+            "classes are without it. Move these two lines to the top of the program, above the "
+            "first import of megatron.bridge (also indirect, through a recipe):\n"
+            "    from megatron_autorecompute.integrations import megatron_bridge\n"
+            "    megatron_bridge.install()"
+        )
+    from megatron_autorecompute import config
+
+    config.install()
+
+
+def _has_field() -> bool:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return FIELD in TransformerConfig.__dataclass_fields__
+
+
+def set_policy(model: Any, policy: str | list[str] | dict[str, Any] | None) -> None:
+    """Give a recipe's model a policy in place of the recompute settings that the recipe made.
+
+    Args:
+        model: `cfg.model`, a provider or a ModelConfig.
+        policy: "auto", a policy's text, "@FILE", a list with one choice per layer, or None.
+
+    Raises:
+        ApplyError: the config's class is without the field, as `install()` was not called.
+    """
+    config = _core_config(model)
+    if FIELD not in type(config).__dataclass_fields__:
+        raise ApplyError(
+            f"{type(config).__name__} has no field recompute_policy: call "
+            "megatron_bridge.install() above the first import of megatron.bridge."
+        )
+    for name, value in {**NATIVE, FIELD: policy}.items():
+        setattr(config, name, value)
+
+
+def _core_config(model: Any) -> Any:
+    """What the layers are built from: a provider is one; a ModelConfig (since 0.4) holds one."""
+    return vars(model).get("transformer", model)
+
+
+# --- a policy in Megatron's own fields ------------------------------------------------------------
+
+
+def native_fields(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
+    """The same in Megatron's own fields, or None where they cannot say it or run it.
+
+    Args:
+        policy: one choice for every layer.
+        model: `cfg.model`; its pipeline layout says what `uniform` and `block` count in.
+    """
+    config = _core_config(model)
+    chunks = _chunks(config)
+    first = policy.layers[0]
+    if first.granularity == "selective":
+        return _native_selective(policy, config)
+    if policy.format() == f"none*{len(policy.layers)}":
+        return dict(NATIVE)
+    leading = max((_leading_full(policy, chunk) for chunk in chunks), default=0)
+    for method, number in (("uniform", first.group), ("block", leading)):
+        if _is_strategy(policy, chunks, method, number):
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": method,
+                "recompute_num_layers": number,
+                "recompute_modules": None,
+            }
+    return None
+
+
+def _native_selective(policy: RecomputePolicy, config: Any) -> dict[str, Any] | None:
+    modules = list(policy.layers[0].modules)
+    # With a linear bias Megatron's own mlp recompute never returns from backward; ours does.
+    if len(set(policy.layers)) > 1 or ("mlp" in modules and config.add_bias_linear):
+        return None
+    return {**NATIVE, "recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def _is_strategy(
+    policy: RecomputePolicy, chunks: Sequence[Sequence[int]], method: str, number: int
+) -> bool:
+    # `uniform` of 0.16 reads beyond the end of a chunk that is no multiple of N.
+    if number < 1 or (method == "uniform" and any(len(chunk) % number for chunk in chunks)):
+        return False
+    try:
+        strategy = RecomputePolicy.parse(
+            f"megatron:{method}/{number}", num_layers=len(policy.layers), layout=chunks
+        )
+    except PolicyError:  # uniform/N with multi-token prediction
+        return False
+    return strategy == policy
+
+
+def _leading_full(policy: RecomputePolicy, chunk: Sequence[int]) -> int:
+    others = (at for at, index in enumerate(chunk) if policy.layers[index] != FULL)
+    return next(others, len(chunk))
+
+
+def _chunks(config: Any) -> list[tuple[int, ...]]:
+    """Decoder layers of every pipeline chunk; needs no finalised config."""
+    from megatron_autorecompute import compat
+
+    chunks = compat.pipeline_layout(config).chunk_layers()
+    return [tuple(i for i in chunk if i < config.num_layers) for chunk in chunks]
+
+
+# --- before training ------------------------------------------------------------------------------
+
+
+def resolve(cfg: Any) -> RecomputePolicy | None:
+    """Check the policy in a config, and write it there in its lasting form.
+
+    A policy that Megatron's own fields can say is written in these alone, so that a saved config
+    and its checkpoint load without this package. Any other becomes a list with one choice per
+    layer, so that it outlives the file it came from. With PEFT it always stays a list: Megatron's
+    own recompute can leave adapters behind frozen layers without gradients, which Bridge's
+    `maybe_enable_recompute_inputs_grad` mends for `full` only.
+
+    Args:
+        cfg: Bridge's ConfigContainer, not yet given to Bridge's `pretrain`.
+
+    Returns:
+        The policy, or None when there is none or it is `auto`.
+
+    Raises:
+        PolicyError: it does not fit the model, Bridge or Megatron refuse it, or Megatron's own
+            recompute fields are set as well.
+        OptionError: `auto` together with CUDA graphs.
+    """
+    from megatron_autorecompute import compat
+    from megatron_autorecompute import config as field
+
+    config = _core_config(cfg.model)
+    value = getattr(config, FIELD, None)
+    if value is None:
+        return None
+    field.refuse_contradiction(config)
+    if value == "auto":
+        _refuse_graphs(config)
+        return None
+    policy = RecomputePolicy.from_config(
+        value, num_layers=compat.num_policy_layers(config), layout=_chunks(config)
+    )
+    for choice in dict.fromkeys(policy.layers):
+        _ask_bridge(cfg, choice)
+    native = None if cfg.peft is not None else native_fields(policy, config)
+    for name, value in (native or {}).items():
+        setattr(config, name, value)
+    setattr(config, FIELD, None if native is not None else policy.to_config())
+    return policy
+
+
+def _refuse_graphs(config: Any) -> None:
+    if config.cuda_graph_impl != "none":
+        raise OptionError(
+            "model.recompute_policy=auto was given with model.cuda_graph_impl="
+            f"{config.cuda_graph_impl}: auto measures by varying the choices, and a CUDA graph "
+            "keeps those it was captured with. Run auto for a few steps with "
+            "model.cuda_graph_impl=none, then give model.recompute_policy=@PLAN."
+        )
+
+
+def _ask_bridge(cfg: Any, choice: LayerPolicy) -> None:
+    """Bridge's own rules (CommOverlapConfig), which look at Megatron's fields only.
+
+    Raises:
+        PolicyError: with Bridge's reason, where the same config without recompute has none.
+    """
+    reason = _overlap_refusal(cfg, choice)
+    if reason is not None and _overlap_refusal(cfg, LayerPolicy()) is None:
+        raise PolicyError(f"Megatron Bridge refuses {choice} with this comm_overlap: {reason}")
+
+
+def _overlap_refusal(cfg: Any, choice: LayerPolicy) -> str | None:
+    if cfg.comm_overlap is None:
+        return None
+    trial = copy.copy(_core_config(cfg.model))
+    trial.recompute_granularity = None if choice.granularity == "none" else choice.granularity
+    trial.recompute_method = "uniform" if choice.granularity == "full" else None
+    trial.recompute_num_layers = choice.group if choice.granularity == "full" else None
+    trial.recompute_modules = list(choice.modules)
+    overlap = copy.copy(cfg.comm_overlap)
+    overlap.data_parallel_size = overlap.data_parallel_size or 1  # known once ranks have met
+    overlap.finalize()
+    overlap.user_comm_overlap_cfg = copy.copy(overlap.user_comm_overlap_cfg)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Bridge says the same again for the real config
+            overlap.setup(trial, copy.copy(cfg.optimizer), copy.copy(cfg.ddp))
+    except (AssertionError, ValueError) as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def apply_hook(policy: RecomputePolicy) -> Callable[[list[Any]], list[Any]]:
+    """A pre-wrap hook after which the policy is in force on every bare chunk.
+
+    Blocks built from a config with the field run it already, and this makes all ranks of a stage
+    compare it now; where a model built its blocks from a config of its own, this applies it.
+
+    Raises (the hook):
+        ApplyError: some blocks run it and others do not, or ranks disagree.
+        PolicyError: no block of this model can run a policy.
+    """
+
+    def hook(chunks: list[Any]) -> list[Any]:
+        from megatron_autorecompute import compat
+        from megatron_autorecompute.apply import HOLDER_KEY, agree_on, apply
+
+        sites = compat.block_sites(chunks)
+        if sites and all(HOLDER_KEY in vars(site.block) for site in sites):
+            agree_on(policy, lambda: None)
+        else:
+            apply(policy, chunks, holder=HOLDER)
+        return chunks
+
+    return hook
+
+
+def register(model: Any, hook: Callable[[list[Any]], list[Any]]) -> None:
+    """Add a pre-wrap hook to a provider, or to a ModelConfig (since 0.4)."""
+    if hasattr(model, "register_pre_wrap_hook"):
+        model.register_pre_wrap_hook(hook)
+    else:
+        model.pre_wrap_hooks.append(hook)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def pretrain(
+    cfg: Any,
+    forward_step_func: Callable[..., Any],
+    callbacks: Sequence[Any] = (),
+    *,
+    options: AutoOptions | None = None,
+) -> None:
+    """Bridge's `pretrain` with the policy in `cfg.model.recompute_policy`; with None just that.
+
+    Args:
+        cfg: Bridge's ConfigContainer.
+        forward_step_func: as Bridge takes it.
+        callbacks: Bridge callbacks of your own.
+        options: of `auto`; without a plan path the plan goes to the folder of `checkpoint.save`.
+
+    Raises:
+        AutorecomputeError: the policy or plan cannot work; before any model is built as far as
+            this can be known then.
+    """
+    from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
+
+    options = options or AutoOptions()
+    config = _core_config(cfg.model)
+    is_auto = getattr(config, FIELD, None) == "auto"
+    _check_options(options, is_auto)
+    policy = resolve(cfg)
+    if is_auto:
+        with claimed(), callback(options) as tuning:
+            bridge_pretrain(cfg, forward_step_func, [tuning, *callbacks])
+        return
+    if policy is not None and getattr(config, FIELD) is not None:  # not in native fields
+        register(cfg.model, apply_hook(policy))
+    bridge_pretrain(cfg, forward_step_func, list(callbacks))
+
+
+def _check_options(options: AutoOptions, is_auto: bool) -> None:
+    if options.recompute_dry_run and not is_auto:
+        raise OptionError(
+            "--recompute-dry-run was given, but model.recompute_policy is not auto: only auto "
+            "makes a plan. Leave it out, or set model.recompute_policy=auto."
+        )
+    if options.recompute_run_on_cpu:
+        raise OptionError(
+            "--recompute-run-on-cpu was given, but Megatron Bridge trains on CUDA devices only. "
+            "Leave it out; Megatron-LM runs on CPU with python -m megatron_autorecompute.pretrain."
+        )
+
+
+@contextmanager
+def claimed() -> Iterator[None]:
+    """Models built meanwhile may have `auto` in their field: somebody decides."""
+    from megatron_autorecompute import config
+
+    config.claim_auto(HOLDER)
+    try:
+        yield
+    finally:
+        config.release_auto(HOLDER)
+
+
+@contextmanager
+def callback(options: AutoOptions) -> Iterator[Any]:
+    """A Bridge callback that runs `auto`; at the end it takes its hands off model and optimizer.
+
+    The step in progress when training fails is told of the error, as a step by itself would be.
+    """
+    from megatron.bridge.training.callbacks import Callback
+
+    with ExitStack() as job, ExitStack() as step:
+
+        class AutorecomputeCallback(Callback):
+            """Measures, decides and watches in ordinary training steps; see `AutoTuner`."""
+
+            def on_train_start(self, context: Any) -> None:
+                self.tuner = _new_tuner(context, options)
+                job.callback(self.tuner.close)
+
+            def on_train_step_start(self, context: Any) -> None:
+                step.enter_context(self.tuner.step())
+
+            def on_train_step_end(self, context: Any) -> None:
+                step.close()
+
+            def on_train_end(self, context: Any) -> None:
+                _say_lines(self.tuner.applied.policy, context.state.cfg.model)
+
+        yield AutorecomputeCallback()
+
+
+def _new_tuner(context: Any, options: AutoOptions) -> Any:
+    from megatron_autorecompute.autotune import AutoTuner
+
+    save = context.state.cfg.checkpoint.save
+    if save is not None:
+        os.makedirs(save, exist_ok=True)  # the plan comes before the first checkpoint
+    if options.recompute_plan_path is None and save is not None:
+        options = replace(options, recompute_plan_path=os.path.join(save, PLAN_FILE))
+    return AutoTuner(context.model, context.optimizer, options, _facts(context.state))
+
+
+def _facts(state: Any) -> Any:
+    import torch
+    from megatron.bridge.utils.common_utils import print_rank_0
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    from megatron_autorecompute.autotune import JobFacts
+
+    return JobFacts(
+        parallelism=_parallelism(state.cfg),
+        num_microbatches=get_num_microbatches,
+        say=print_rank_0,
+        timers=state.timers,
+        writers=lambda: [w for w in (state.tensorboard_logger, state.wandb_logger) if w],
+        iteration=lambda: state.train_state.step,
+        without_cuda=not torch.cuda.is_available(),
+    )
+
+
+def _parallelism(cfg: Any) -> Any:
+    from megatron_autorecompute.profile import Parallelism
+
+    config = _core_config(cfg.model)
+    return Parallelism(
+        micro_batch_size=cfg.train.micro_batch_size,
+        seq_length=cfg.model.seq_length,
+        tensor_parallel=config.tensor_model_parallel_size,
+        context_parallel=config.context_parallel_size,
+        expert_parallel=config.expert_model_parallel_size,
+        expert_tensor_parallel=config.expert_tensor_parallel_size
+        or config.tensor_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        dtype=str(config.params_dtype).removeprefix("torch."),
+    )
+
+
+def _say_lines(policy: RecomputePolicy, model: Any) -> None:
+    from megatron.bridge.utils.common_utils import print_rank_0
+
+    lines = "\n".join(recipe_lines(policy, model))
+    print_rank_0(f"recompute auto: to keep this policy without measuring, in the recipe:\n{lines}")
+
+
+def recipe_lines(policy: RecomputePolicy, model: Any) -> list[str]:
+    """Python lines that set the policy in a recipe, in Megatron's own fields where they can."""
+    native = native_fields(policy, model)
+    fields = native if native is not None else {**NATIVE, FIELD: policy.format()}
+    return [f"cfg.model.{name} = {value!r}" for name, value in fields.items()]

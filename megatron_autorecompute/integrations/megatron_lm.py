@@ -1,0 +1,431 @@
+"""Megatron-LM's training job: the places where it meets this package, as decorators.
+
+Each decorator names the one upstream function it is for. The launcher (`pretrain`) puts them on at
+run time with `install()`; the files under `patches/` write the same decorators into Megatron's
+sources. Both ways therefore do the same. The decorated functions have had these names, and the
+arguments used here, from core_r0.16.0 to main of August 2026.
+
+Importing this module imports neither torch nor megatron: patched sources import it from within
+their own modules, before those are complete.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn, Protocol
+
+from megatron_autorecompute.auto_options import AutoOptions
+from megatron_autorecompute.errors import (
+    ApplyError,
+    AutorecomputeError,
+    MachineError,
+    OptionError,
+)
+from megatron_autorecompute.options import add_flags, from_flags
+
+Function = Callable[..., Any]
+
+HOLDER = "Megatron-LM's training job"
+PLAN_FILE = "recompute-plan.json"
+"""Name of the plan in the folder of `--save`."""
+
+LOST_STEP = ({}, 1, False, False, 0, None, None, 0)
+"""What `train_step` returns for a step that changed no weights: no losses, skipped_iter 1, neither
+checkpoint nor exit. The early return of `train_step` in all supported versions has this form."""
+
+RANK_0_SPEAKS_S = 10.0
+"""How long other ranks leave the word to rank 0. torchrun ends them within 0.1 s of its exit."""
+
+
+class Tuner(Protocol):
+    """What `autotune.AutoTuner` gives a training job."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around every training step; swallows the exception of a step that is lost."""
+
+    def close(self) -> None:
+        """At the end of training."""
+
+
+_MARK = "_autorecompute"
+_tuner: Tuner | None = None
+_on_cpu = False
+
+
+def _decorates(original: Function) -> Callable[[Function], Function]:
+    """`functools.wraps`, with a mark that tells a decorated function."""
+
+    def mark(wrapper: Function) -> Function:
+        setattr(wrapper, _MARK, True)
+        return functools.wraps(original)(wrapper)
+
+    return mark
+
+
+# --- decorators for megatron/training/arguments.py ------------------------------------------------
+
+
+def with_flags(add_megatron_arguments: Function) -> Function:
+    """For `add_megatron_arguments`: the flags of `AutoOptions`.
+
+    `--recompute-policy` itself comes from the field of TransformerConfig.
+    """
+
+    @_decorates(add_megatron_arguments)
+    def wrapper(parser: ArgumentParser) -> ArgumentParser:
+        parser = add_megatron_arguments(parser)
+        add_flags(parser, AutoOptions)
+        return parser
+
+    return wrapper
+
+
+def with_check(validate_args: Function) -> Function:
+    """For `validate_args`: refuse what cannot work before any model is built; claim `auto`."""
+
+    @_decorates(validate_args)
+    def wrapper(args: Namespace, *others: Any, **named: Any) -> Any:
+        validated = validate_args(args, *others, **named)
+        try:
+            check(args)
+        except AutorecomputeError as error:
+            end(error)
+        return validated
+
+    return wrapper
+
+
+def check(args: Namespace) -> None:
+    """Check parsed and validated arguments, and claim `auto` for the models built from now on.
+
+    Raises:
+        OptionError: an option of auto cannot be meant, or was given without auto.
+        MachineError: a run without CUDA was asked for and nobody prepared it.
+            Also auto together with CUDA graphs.
+        PolicyError: the policy does not fit the model, Megatron refuses it, or Megatron's own
+            recompute settings were given as well.
+    """
+    from megatron.training import arguments
+
+    from megatron_autorecompute import config
+
+    options = options_of(args)
+    policy = args.recompute_policy
+    if options.recompute_dry_run and policy != "auto":
+        raise OptionError(
+            f"--recompute-dry-run was given with --recompute-policy {policy}: only auto makes a "
+            "plan. Add --recompute-policy auto, or leave --recompute-dry-run out."
+        )
+    if options.recompute_run_on_cpu and not _on_cpu:
+        raise MachineError(
+            "--recompute-run-on-cpu was given, but Megatron was started without the launcher that "
+            "prepares it: start python -m megatron_autorecompute.pretrain SCRIPT with your flags."
+        )
+    if policy is None:
+        return
+    # Megatron builds the same config again for the model; here its rules cost no model.
+    model_config = arguments.core_transformer_config_from_args(args)
+    if policy == "auto":
+        _refuse_graphs(model_config)
+        config.claim_auto(HOLDER)
+
+
+def _refuse_graphs(model_config: Any) -> None:
+    if model_config.cuda_graph_impl != "none":
+        raise OptionError(
+            "--recompute-policy auto was given with --cuda-graph-impl "
+            f"{model_config.cuda_graph_impl}: auto measures by varying the choices, and a CUDA "
+            "graph keeps those it was captured with. Run auto for a few steps without CUDA graphs "
+            "and with --recompute-plan-path FILE, then give --recompute-policy @FILE."
+        )
+
+
+def options_of(args: Namespace) -> AutoOptions:
+    """The options in Megatron's arguments; the plan goes to the folder of `--save` by default."""
+    options = from_flags(AutoOptions, args)
+    if options.recompute_plan_path is None and args.save is not None:
+        options = replace(options, recompute_plan_path=os.path.join(args.save, PLAN_FILE))
+    return options
+
+
+# --- decorators for megatron/training/training.py -------------------------------------------------
+
+
+def with_tuner(train: Function) -> Function:
+    """For `train`: under auto, an `AutoTuner` that lives as long as training does.
+
+    Raises:
+        SystemExit: with the reason printed, when no part of this model can run a policy, or the
+            policy or plan turns out not to work.
+    """
+
+    @_decorates(train)
+    def wrapper(
+        forward_step_func: Any, model: Sequence[Any], optimizer: Any, *others: Any, **named: Any
+    ) -> Any:
+        try:
+            with _tuning(model, optimizer):
+                return train(forward_step_func, model, optimizer, *others, **named)
+        except AutorecomputeError as error:
+            end(error)
+
+    return wrapper
+
+
+@contextmanager
+def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
+    global _tuner
+    from megatron.training import get_args
+
+    args = get_args()
+    if args.recompute_policy is not None:
+        _check_blocks(model, args.recompute_policy)
+    if args.recompute_policy != "auto":
+        yield
+        return
+    _tuner = tuner = _new_tuner(model, optimizer, args)
+    try:
+        yield
+    finally:
+        _tuner = None
+        tuner.close()
+
+
+def with_step(train_step: Function) -> Function:
+    """For `train_step`: the tuner's context around every step; without a tuner nothing."""
+
+    @_decorates(train_step)
+    def wrapper(*args: Any, **named: Any) -> Any:
+        if _tuner is None:
+            return train_step(*args, **named)
+        result: Any = LOST_STEP
+        with _tuner.step():
+            result = train_step(*args, **named)
+        return result
+
+    return wrapper
+
+
+def _check_blocks(model: Sequence[Any], policy: str) -> None:
+    from megatron_autorecompute import compat
+
+    types = compat.constructed_types()
+    if not any(isinstance(module, types) for chunk in model for module in chunk.modules()):
+        raise ApplyError(
+            f"--recompute-policy {policy} was given, but no part of this model can run a policy: "
+            f"megatron-core {compat.version()} has layers of its own choice in "
+            f"{', '.join(kind.__name__ for kind in types)}. Leave the flag out for this model."
+        )
+
+
+def _new_tuner(model: Sequence[Any], optimizer: Any, args: Namespace) -> Tuner:
+    from megatron_autorecompute.autotune import AutoTuner
+
+    if args.save is not None:
+        os.makedirs(args.save, exist_ok=True)  # the plan comes before the first checkpoint
+    return AutoTuner(model, optimizer, options_of(args), _facts(args))
+
+
+def _facts(args: Namespace) -> Any:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.training import get_timers, print_rank_0
+
+    from megatron_autorecompute.autotune import JobFacts
+
+    return JobFacts(
+        parallelism=_parallelism(args),
+        num_microbatches=get_num_microbatches,
+        say=print_rank_0,
+        timers=get_timers(),
+        writers=_writers,
+        iteration=lambda: args.curr_iteration,
+        without_cuda=_on_cpu,
+    )
+
+
+def _parallelism(args: Namespace) -> Any:
+    from megatron_autorecompute.profile import Parallelism
+
+    return Parallelism(
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        tensor_parallel=args.tensor_model_parallel_size,
+        context_parallel=args.context_parallel_size,
+        expert_parallel=args.expert_model_parallel_size,
+        expert_tensor_parallel=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        dtype=str(args.params_dtype).removeprefix("torch."),
+    )
+
+
+def _writers() -> list[Any]:
+    """Megatron's TensorBoard writer and W&B module, where this rank has them."""
+    from megatron.training import get_tensorboard_writer
+    from megatron.training.global_vars import get_wandb_writer
+
+    return [writer for writer in (get_tensorboard_writer(), get_wandb_writer()) if writer]
+
+
+# --- decorators for megatron/core -----------------------------------------------------------------
+
+
+def with_policy_rules(post_init: Function) -> Function:
+    """For `TransformerConfig.__post_init__`: Megatron's own rules asked about every choice."""
+    return _lazily(post_init, "config", "checked_post_init")
+
+
+def with_policy(init: Function) -> Function:
+    """For `__init__` of TransformerBlock, HybridStack and MultiTokenPredictionLayer: run it."""
+    return _lazily(init, "config", "applying_init")
+
+
+def with_runner(checkpointed_forward: Function) -> Function:
+    """For `checkpointed_forward` (from 0.18 on): a block under a policy brings its own runner.
+
+    For the patch only: without it `compat` does the same while a policy is in force.
+    """
+    return _lazily(checkpointed_forward, "compat", "dispatching")
+
+
+def _lazily(original: Function, module: str, around: str) -> Function:
+    """`<module>.<around>(original)`, made at the first call: those modules import Megatron's."""
+    made: Function | None = None
+
+    @_decorates(original)
+    def wrapper(*args: Any, **named: Any) -> Any:
+        nonlocal made
+        if made is None:
+            ours = importlib.import_module(f"megatron_autorecompute.{module}")
+            made = getattr(ours, around)(original)
+        return made(*args, **named)
+
+    return wrapper
+
+
+# --- at run time ----------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Decorate an untouched Megatron-LM; one that is patched or decorated stays as it is.
+
+    Raises:
+        MachineError: there is no `megatron.training` on sys.path.
+        UnsupportedVersionError: a version of megatron-core whose sources are not known.
+    """
+    _require_training()
+    from megatron.training import arguments, training
+
+    if hasattr(training.train, _MARK):
+        return
+    from megatron_autorecompute import config
+
+    config.install()
+    _decorate(arguments.add_megatron_arguments, with_flags)
+    _decorate(arguments.validate_args, with_check)
+    _decorate(training.train, with_tuner)
+    _decorate(training.train_step, with_step)
+
+
+def prepare_cpu() -> None:
+    """What `--recompute-run-on-cpu` asks for; before `install`.
+
+    Raises:
+        MachineError: CUDA is available, or there is no `megatron.training` on sys.path.
+    """
+    global _on_cpu
+    _require_training()
+    from megatron_autorecompute import without_cuda
+
+    without_cuda.activate(training=True)
+    _skip_fused_kernels()
+    _keep_sent_outputs()
+    _on_cpu = True
+
+
+def leave_together() -> None:
+    """At the end of a run without CUDA; after `prepare_cpu` only, elsewhere nothing.
+
+    Symptom: SIGABRT after "training is done" now and then: a rank that is gone closes connections
+    on which gloo's threads in other ranks still wait. Upstream: no script of Megatron-LM destroys
+    the process group. Remove when they do.
+    """
+    import torch
+
+    if _on_cpu and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def _skip_fused_kernels() -> None:
+    """Symptom: "unsupported operand type(s) for +: 'NoneType' and 'str'" where nvcc is looked for.
+
+    Upstream: `_compile_dependencies` of megatron/training/initialize.py compiles
+    megatron/legacy/fused_kernels through 0.16. Remove when 0.16 is dropped.
+    """
+    from megatron.training import initialize
+
+    if hasattr(initialize, "fused_kernels"):
+        initialize.fused_kernels.load = lambda args: None
+
+
+def _keep_sent_outputs() -> None:
+    """Symptom: with several chunks per stage gradients differ from run to run on gloo, or are NaN.
+
+    Upstream: the schedule of 0.16 and 0.17 frees an output that gloo is still sending, and
+    `core_transformer_config_from_args` leaves no way to say `deallocate_pipeline_outputs=False`.
+    Remove when 0.17 is dropped.
+    """
+    from megatron.training import arguments
+
+    from megatron_autorecompute import compat
+
+    def keeping(config_from_args: Function) -> Function:
+        def wrapper(*args: Any, **named: Any) -> Any:
+            config = config_from_args(*args, **named)
+            config.deallocate_pipeline_outputs = False
+            return config
+
+        return wrapper
+
+    if compat.version().release < (0, 18):
+        _decorate(arguments.core_transformer_config_from_args, keeping)
+
+
+def _require_training() -> None:
+    try:
+        found = importlib.util.find_spec("megatron.training")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise MachineError(
+            "There is no megatron.training here: this is what a Megatron-LM checkout has beside "
+            "pretrain_gpt.py. Give the path of a script in a checkout, or set PYTHONPATH to one."
+        )
+
+
+def _decorate(original: Function, decorator: Callable[[Function], Function]) -> None:
+    """Put the decorated function wherever Megatron imported the original one by name."""
+    decorated, name = decorator(original), original.__name__
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith("megatron.") and vars(module).get(name) is original:
+            setattr(module, name, decorated)
+
+
+def end(error: AutorecomputeError) -> NoReturn:
+    """Print the error once and exit with its code.
+
+    Most errors come on all ranks alike: rank 0 says it, the others only if they live on.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(RANK_0_SPEAKS_S)
+    print(f"megatron-autorecompute: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(error.exit_code) from error

@@ -1,0 +1,184 @@
+"""Bytes of the tensors that are alive, at every moment, on any device and on meta tensors.
+
+Counts storages, each once whatever views it, from the operation that first returns them until the
+last reference ends. Exact for what the program keeps; three things it does not know: temporaries
+inside one operation's kernel (the CPU profiler's allocator peak is 0.7 - 1.5% higher for a GPT
+layer), the allocator's rounding and fragmentation, and storages that no operation ever returned.
+Tensors made before it starts count from the first operation that returns a view of them; name those
+that should not in `static`.
+"""
+
+import weakref
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+_running: list["LiveBytes"] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What happened under one label: bytes alive when it began, and the most during it."""
+
+    label: Hashable
+    start_bytes: int
+    peak_bytes: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    storage: "weakref.ref[torch.UntypedStorage]"
+    size_bytes: int
+    counted_bytes: int  # 0 while the same memory is counted under another storage
+    heir: "_Entry | None" = None  # the entry that counts 0 because of this one
+
+
+class LiveBytes(TorchDispatchMode):
+    """Tracker to run code under: ``with LiveBytes(static=parameters) as live: step()``.
+
+    static: tensors whose storages are never counted (parameters, gradients, buffers).
+    ``mark(label)`` ends the running span and begins one with that label; see ``spans()``.
+    """
+
+    def __init__(self, static: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self._excluded: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._live: dict[int, _Entry] = {}
+        self._spans: list[Span] = []
+        self._open: tuple[Hashable, int] = (None, 0)
+        self._span_peak_bytes = 0
+        for tensor in static:
+            self.exclude(tensor)
+
+    def reset_peak(self) -> None:
+        """Start the peak anew from the bytes alive now."""
+        self.peak_bytes = self.current_bytes
+
+    def mark(self, label: Hashable) -> None:
+        """End the running span and begin the one called label."""
+        name, start_bytes = self._open
+        self._spans.append(Span(name, start_bytes, self._span_peak_bytes))
+        self._open = (label, self.current_bytes)
+        self._span_peak_bytes = self.current_bytes
+
+    def spans(self) -> tuple[Span, ...]:
+        """All spans in order, the running one last; before the first mark the label is None."""
+        name, start_bytes = self._open
+        return (*self._spans, Span(name, start_bytes, self._span_peak_bytes))
+
+    def exclude(self, tensor: torch.Tensor) -> None:
+        """Treat the tensor's storage as static from now on."""
+        storage = tensor.untyped_storage()
+        key = _key(storage)
+        if key in self._live:
+            self._drop(key)
+        # An address may be used again once its storage is gone.
+        self._excluded[key] = weakref.ref(storage, lambda _: self._excluded.pop(key))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf.untyped_storage())
+        return result
+
+    def __enter__(self) -> "LiveBytes":
+        if not _running:
+            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+        _running.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, value, trace)
+        _running.remove(self)
+        if not _running:
+            torch.UntypedStorage.resize_ = _original_resize  # type: ignore[method-assign]
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = _key(storage)
+        if key in self._excluded:
+            return
+        size_bytes = storage.nbytes()
+        entry = self._live.get(key)
+        if entry is None:
+            # Weakly: a strong reference would keep alive what the program lets go.
+            reference = weakref.ref(storage, lambda _: self._drop(key))
+            self._live[key] = _Entry(reference, size_bytes, size_bytes)
+            self._count(size_bytes)
+        elif entry.size_bytes != size_bytes:
+            self._resized(entry, size_bytes)
+
+    def _resized(self, entry: _Entry, size_bytes: int) -> None:
+        # Memory counted elsewhere stays there until it is dropped or this storage is emptied.
+        if entry.counted_bytes == entry.size_bytes:
+            self._count(size_bytes - entry.counted_bytes)
+            entry.counted_bytes = size_bytes
+        entry.size_bytes = size_bytes
+
+    def _count(self, change_bytes: int) -> None:
+        self.current_bytes += change_bytes
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        self._span_peak_bytes = max(self._span_peak_bytes, self.current_bytes)
+
+    def _drop(self, key: int) -> None:
+        entry = self._live.pop(key, None)
+        if entry is None:  # excluded meanwhile
+            return
+        self.current_bytes -= entry.counted_bytes
+        heir = entry.heir
+        if heir is not None and heir.storage() is not None:
+            self.current_bytes += heir.size_bytes
+            heir.counted_bytes = heir.size_bytes
+
+    def _share(self, target: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+        self._see(source)
+        self._see(target)
+        heir, entry = self._live.get(_key(target)), self._live.get(_key(source))
+        if heir is not None and entry is not None:
+            self._count(-heir.counted_bytes)
+            heir.size_bytes, heir.counted_bytes = source.nbytes(), 0
+            entry.heir = heir
+
+
+def count_once(target: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+    """Say, before target is filled with a copy of source, that a device would share the memory.
+
+    Every running LiveBytes then counts it under source, and under target once source is gone.
+    """
+    for tracker in _running:
+        tracker._share(target, source)
+
+
+_original_resize = torch.UntypedStorage.resize_
+
+
+def _resize(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+    # resize_ is no operation of the dispatcher; Megatron frees checkpointed outputs with it.
+    result = _original_resize(storage, size_bytes)
+    for tracker in _running:
+        if _key(storage) in tracker._live:
+            tracker._see(storage)
+    return result
+
+
+def _key(storage: torch.UntypedStorage) -> int:
+    return int(storage._cdata)

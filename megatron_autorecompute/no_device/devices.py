@@ -1,0 +1,92 @@
+"""What a device can do at most, and the share of it that is assumed to be reached.
+
+Peaks come from `devices.json`, each with its source. The shares are assumptions, printed with every
+result; nothing here is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+
+from megatron_autorecompute.errors import OptionError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of the peaks that kernels reach, assumed; choices are compared on the same basis."""
+
+    gemm: float = 0.6
+    """Matrix products."""
+    attention: float = 0.5
+    """Fused attention."""
+    bandwidth: float = 0.8
+    """Device memory, for kernels that mostly move bytes."""
+    communication: float = 0.7
+    """Links between devices."""
+
+    def scaled(self, name: str, factor: float) -> Efficiency:
+        """The same with one share times `factor`."""
+        return replace(self, **{name: getattr(self, name) * factor})
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU. Rates are peaks, per second."""
+
+    name: str
+    memory_bytes: int
+    flops: Mapping[str, float]
+    """By precision: bf16, fp8, fp4; a precision the device lacks is missing."""
+    bandwidth_bytes: float
+    link_bytes: float
+    """One direction, within a group of `link_domain` GPUs."""
+    link_domain: int
+    network_bytes: float
+    """One direction, beyond."""
+    source: str
+
+    def rate(self, precision: str) -> float:
+        """Peak of matrix products; raises OptionError where the device lacks the precision."""
+        if precision not in self.flops:
+            raise OptionError(
+                f"{self.name} has no {precision} arithmetic; it has {', '.join(self.flops)}. "
+                "Choose another precision or --gpu."
+            )
+        return self.flops[precision]
+
+
+def devices() -> dict[str, Device]:
+    """Every device of devices.json by its name."""
+    text = resources.files(__package__).joinpath("devices.json").read_text()
+    return {name: _device(name, d) for name, d in json.loads(text).items() if name != "units"}
+
+
+def device(name: str) -> Device:
+    """One device; raises OptionError with the known names."""
+    known = devices()
+    if name not in known:
+        raise OptionError(f"Unknown GPU {name!r}. Known: {', '.join(known)}.")
+    return known[name]
+
+
+def _device(name: str, data: Mapping[str, object]) -> Device:
+    def number(key: str) -> float:
+        return float(str(data[key]))
+
+    tflops = data["tflops"]
+    assert isinstance(tflops, dict), "devices.json is ours"
+    return Device(
+        name,
+        round(number("memory_gib") * GIB),
+        {precision: value * 1e12 for precision, value in tflops.items()},
+        number("bandwidth") * 1e9,
+        number("link") * 1e9,
+        int(number("link_domain")),
+        number("network") * 1e9,
+        str(data["source"]),
+    )

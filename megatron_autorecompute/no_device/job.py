@@ -1,0 +1,203 @@
+"""What is to be trained, and on what: the job description that stands in for a launch.
+
+Fields have Megatron's own names, so that what is in a launch script can be copied. This module
+reads YAML and knows neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.pipeline import Layout, Schedule
+
+Count = Annotated[int, Field(ge=1)]
+Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One training job; `config` holds fields of Megatron's TransformerConfig by their names."""
+
+    name: str
+    """For people."""
+    config: dict[str, Any]
+    """num_layers, hidden_size, tensor_model_parallel_size, num_moe_experts, ..."""
+    num_gpus: Count
+    """World size."""
+    seq_length: Count
+    """Tokens per sample."""
+    micro_batch_size: Count = 1
+    """Samples per microbatch and data-parallel rank."""
+    global_batch_size: Count
+    """Samples per step."""
+    vocab_size: Count
+    """Before padding."""
+    make_vocab_size_divisible_by: Count = 128
+    """Megatron pads the vocabulary to a multiple of this times tp."""
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
+    """local: Megatron's own layers with unfused attention, run as they are."""
+    precision: Literal["bf16", "fp8", "fp8_block", "mxfp8", "nvfp4"] = "bf16"
+    """Of matrix products inside layers. fp8: one scale per tensor (current or delayed)."""
+    fp8_param_gather: bool = True
+    """Weights kept in fp8 only; otherwise in bf16 with quantised copies beside them."""
+    disable_parameter_transpose_cache: bool = False
+    """As the config's field of that name: fp8 weights are kept once, not rowwise and columnwise."""
+    position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
+    """As --position-embedding-type."""
+    untie_embeddings_and_output_weights: bool = True
+    """Whether the output layer has weights of its own."""
+    accumulate_allreduce_grads_in_fp32: bool = True
+    """Main gradients in fp32 (4 bytes), otherwise in bf16 (2)."""
+    use_distributed_optimizer: bool = True
+    """Optimizer state divided over data-parallel ranks."""
+    use_precision_aware_optimizer: bool = False
+    """With the three dtypes below; otherwise all three are fp32."""
+    main_params_dtype: Dtype = "fp32"
+    """fp32 beside bf16 weights takes 2 bytes with store_param_remainders."""
+    store_param_remainders: bool = True
+    """Masters keep only the 2 bytes that bf16 weights lack, as OptimizerConfig's default."""
+    exp_avg_dtype: Dtype = "fp32"
+    """Adam's first moment."""
+    exp_avg_sq_dtype: Dtype = "fp32"
+    """Adam's second moment."""
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+    """Over 0: base weights frozen, one adapter of this rank on every linear layer but experts'."""
+    moe_imbalance: dict[str, float] = field(default_factory=dict)
+    """Percentile of microbatches on the fullest rank -> factor on a MoE layer's bytes. Assumed."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that hold the same weights, context parallel ranks not counted."""
+        ranks = self.size("tensor") * self.size("pipeline") * self.size("context")
+        if self.num_gpus % ranks:
+            raise OptionError(
+                f"{self.name}: {self.num_gpus} GPUs cannot be divided into groups of {ranks} "
+                "(tensor x pipeline x context parallel). Change num_gpus or a parallel size."
+            )
+        holders = self.size("pipeline") * self.size("expert") * self.expert_tensor_parallel
+        if self.config.get("num_moe_experts") and self.num_gpus % holders:
+            raise OptionError(
+                f"{self.name}: {self.num_gpus} GPUs cannot be divided into groups of {holders} "
+                "(expert x expert tensor x pipeline parallel), which initialize_model_parallel "
+                "refuses. Change num_gpus or a parallel size."
+            )
+        return self.num_gpus // ranks
+
+    def size(self, what: str) -> int:
+        """A parallel size: tensor, pipeline, context, or expert."""
+        name = {"context": "context_parallel_size"}.get(what, f"{what}_model_parallel_size")
+        return int(self.config.get(name) or 1)
+
+    @property
+    def expert_tensor_parallel(self) -> int:
+        """Megatron's default is the tensor parallel size."""
+        return int(self.config.get("expert_tensor_parallel_size") or self.size("tensor"))
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of one data-parallel rank in a step."""
+        samples = self.micro_batch_size * self.data_parallel
+        if self.global_batch_size % samples:
+            raise OptionError(
+                f"{self.name}: global_batch_size {self.global_batch_size} is no multiple of "
+                f"micro_batch_size {self.micro_batch_size} x {self.data_parallel} data-parallel "
+                "ranks. Change one of them."
+            )
+        return self.global_batch_size // samples
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """As `vocab_size_with_padding` in Megatron's training/tokenizer code."""
+        multiple = self.make_vocab_size_divisible_by * self.size("tensor")
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return int(self.config["num_layers"])
+
+    @property
+    def mtp_num_layers(self) -> int:
+        """Multi-token-prediction depths."""
+        return int(self.config.get("mtp_num_layers") or 0)
+
+    def moe_pattern(self) -> tuple[bool, ...]:
+        """Which decoder layers are MoE layers, as `moe_layer_freq` says."""
+        freq = self.config.get("moe_layer_freq", 1)
+        if not self.config.get("num_moe_experts"):
+            return (False,) * self.num_layers
+        if isinstance(freq, int):
+            return tuple(index % freq == 0 for index in range(self.num_layers))
+        if len(freq) != self.num_layers:
+            raise OptionError(
+                f"{self.name}: moe_layer_freq has {len(freq)} entries for {self.num_layers} "
+                "layers. Give one for each."
+            )
+        return tuple(bool(one) for one in freq)
+
+    def layout(self) -> Layout:
+        """Which stage holds which layers."""
+        names = (
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "pipeline_model_parallel_layout",
+        )
+        given = {name: self.config[name] for name in names if self.config.get(name)}
+        chunks = self.config.get("virtual_pipeline_model_parallel_size")
+        return Layout.even(
+            self.num_layers,
+            self.size("pipeline"),
+            chunks,
+            mtp_num_layers=self.mtp_num_layers,
+            **given,
+        )
+
+    def schedule(self) -> Schedule:
+        """The order of a step."""
+        layout = self.layout()
+        return Schedule(
+            layout.num_stages,
+            layout.num_chunks,
+            self.num_microbatches,
+            self.config.get("microbatch_group_size_per_vp_stage"),
+            bool(self.config.get("overlap_moe_expert_parallel_comm")),
+        )
+
+
+def load_job(path: str | Path) -> Job:
+    """Read a job from YAML (or JSON). Raises OptionError naming each bad field."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise OptionError(f"Cannot read the job {path}: {error}.") from error
+    return job_from(data, str(path))
+
+
+def job_from(data: Any, source: str) -> Job:
+    """Check a job given as plain data. Raises OptionError naming each bad field."""
+    try:
+        job = TypeAdapter(Job).validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        lines = "\n".join(
+            f"  {'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}"
+            for item in error.errors(include_url=False)
+        )
+        raise OptionError(f"{source} is no job description. Correct:\n{lines}") from error
+    missing = [
+        n for n in ("num_layers", "hidden_size", "num_attention_heads") if n not in job.config
+    ]
+    if missing:
+        raise OptionError(f"{source}: config lacks {', '.join(missing)}; give Megatron's values.")
+    return job

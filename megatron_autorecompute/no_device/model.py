@@ -1,0 +1,238 @@
+"""One rank of the job's model on meta tensors: a few layers of every sort it has.
+
+Layers of one sort are equal, so measuring takes as many of each as it has choices, whatever the
+model's depth, in one pipeline stage with embedding and head. The process group is the fake one with
+all ranks of a stage; tensor, expert and context parallel sizes are the job's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_autorecompute import compat, without_cuda
+from megatron_autorecompute.dry_run import StepShape, _fake_ranks, _meta_config, build_gpt
+from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.no_device import kernels
+from megatron_autorecompute.no_device.job import Job
+
+MAX_CHOICES = 48
+"""Choices tried per sort of layer, and layers built of it; MLA with MoE has 41 sets of modules."""
+
+LEFT_OUT = {
+    **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_scope", "cuda_graph_impl")},
+    **{name: False for name in ("moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap")},
+    **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
+    **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
+    **{name: None for name in ("recompute_granularity", "recompute_method", "recompute_modules")},
+    **{name: None for name in ("recompute_num_layers", "recompute_policy")},
+    **{name: "alltoall" for name in ("moe_token_dispatcher_type",)},
+}
+"""Fields of the config that need a device or are what is asked; the model is built without them."""
+
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+
+
+@dataclass(frozen=True, slots=True)
+class Sort:
+    """Layers of the whole model that Megatron builds alike."""
+
+    is_moe: bool
+    windowed: bool
+    layers: tuple[int, ...]
+
+
+def sorts(job: Job) -> tuple[Sort, ...]:
+    """Every sort of decoder layer, in the order of its first layer."""
+    found: dict[tuple[bool, bool], list[int]] = {}
+    for index, is_moe in enumerate(job.moe_pattern()):
+        found.setdefault((is_moe, _windowed(job, index)), []).append(index)
+    return tuple(Sort(*key, tuple(layers)) for key, layers in found.items())
+
+
+def _windowed(job: Job, index: int) -> bool:
+    skip = job.config.get("window_attn_skip_freq")
+    if not job.config.get("window_size"):
+        return False
+    if isinstance(skip, list):
+        return bool(skip[index])
+    return skip is None or (index + 1) % int(skip) != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The built model and which sort each of its layers stands for."""
+
+    model: torch.nn.Module
+    sort_of: dict[int, Sort]
+    """By layer index in the built model; MTP depths follow, without a sort."""
+    tokens: tuple[int, int]
+    """[micro-batch, sequence] of one rank."""
+
+
+def _refuse_unknown_specs(config: Any) -> None:
+    """Since 0.17 MLA's specs name Transformer Engine's classes directly, past the stand-ins."""
+    if config.multi_latent_attention and compat.version().release >= (0, 17):
+        raise MachineError(
+            f"Multi-latent attention without a device needs megatron-core 0.16; {compat.version()} "
+            "is installed. Profile there, or measure on a device."
+        )
+
+
+@contextlib.contextmanager
+def shard(job: Job, copies: int = MAX_CHOICES) -> Iterator[Shard]:
+    """Build the shard; Megatron's parallel state is set up meanwhile.
+
+    Args:
+        job: of which model.
+        copies: how many layers of each sort.
+
+    Raises OptionError for a config that Megatron refuses, and MachineError as without_cuda does.
+    """
+    settings = kernels.Settings(precision=job.precision, lora_rank=job.lora_rank)
+    # Megatron's config asks for some of the kernels already.
+    with without_cuda.activate(meta=True), kernels.stand_ins(settings), _quiet_environment():
+        config, sort_of = _config(job, copies)
+        _refuse_unknown_specs(config)
+        shape = StepShape(
+            seq_length=job.seq_length,
+            micro_batch_size=job.micro_batch_size,
+            num_microbatches=1,
+            vocab_size=job.padded_vocab_size,
+            data_parallel_size=job.data_parallel,
+        )
+        with _fake_ranks(config, 0, shape):
+            model = _built(job, config, shape)
+            tokens = (job.micro_batch_size, job.seq_length // job.size("context"))
+            yield Shard(model, sort_of, tokens)
+
+
+def _quiet_environment() -> Any:
+    # Megatron warns under sequence parallelism where it is not set; nothing runs on a device here.
+    return mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+
+
+def _built(job: Job, config: Any, shape: StepShape) -> torch.nn.Module:
+    if job.transformer_impl == "local":
+        if job.lora_rank or job.precision != "bf16":
+            raise OptionError(
+                f"{job.name}: transformer_impl local with lora_rank {job.lora_rank} and precision "
+                f"{job.precision}: both need the stand-ins. Use transformer_engine."
+            )
+        build: Any = build_gpt
+    else:
+        build = _build_with_stand_ins
+    with torch.device("meta"):
+        model = build(
+            config,
+            True,
+            True,
+            None,
+            shape,
+            position_embedding_type=job.position_embedding_type,
+            share_embeddings_and_output_weights=not job.untie_embeddings_and_output_weights,
+        )
+    if job.lora_rank:
+        for parameter in (*model.embedding.parameters(), *model.output_layer.parameters()):
+            parameter.requires_grad_(False)
+        # As on every stage but the first, and as Bridge's peft/recompute.py sees to on that one.
+        model.embedding.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
+    return model.to(config.params_dtype).train()
+
+
+def _build_with_stand_ins(
+    config: Any, pre: bool, post: bool, vp_stage: int | None, shape: StepShape, **more: Any
+) -> torch.nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
+
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    mtp = get_gpt_mtp_block_spec(config, spec, True) if config.mtp_num_layers else None
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.seq_length,
+        mtp_block_spec=mtp,
+        **more,
+    )
+
+
+def _config(job: Job, copies: int) -> tuple[Any, dict[int, Sort]]:
+    """Megatron's config of the shard, and the sort of each of its layers."""
+    # A single copy is for the MTP depths, which are built like the last layer.
+    wanted = sorts(job) if copies > 1 else sorts(job)[-1:]
+    sort_of = dict(enumerate(sort for sort in wanted for _ in range(copies)))
+    fields = {
+        **_defaults(job),
+        **{name: value for name, value in job.config.items() if name not in LEFT_OUT},
+        **_pattern(job, sort_of),
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "pipeline_model_parallel_layout": None,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "microbatch_group_size_per_vp_stage": None,
+    }
+    if isinstance(fields.get("activation_func"), str):
+        fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
+    fields["num_layers"] = len(sort_of)
+    config = _meta_config(_constructed(job, fields))
+    # Megatron-LM's default; the stand-in adds a weight's gradient in the product itself.
+    config.gradient_accumulation_fusion = True
+    return config, sort_of
+
+
+def _constructed(job: Job, fields: dict[str, Any]) -> Any:
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
+
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    known = {field.name for field in dataclasses.fields(kind)}
+    unknown = sorted(set(job.config) - known - set(LEFT_OUT))
+    if unknown:
+        raise OptionError(
+            f"{job.name}: config names {', '.join(unknown)}, which {kind.__name__} of the "
+            "installed megatron-core does not have. Correct the names or leave them out."
+        )
+    try:
+        return kind(**fields)
+    except (AssertionError, ValueError) as error:
+        raise OptionError(f"{job.name}: Megatron refuses this config: {error}") from error
+
+
+def _defaults(job: Job) -> dict[str, Any]:
+    """What Megatron-LM's arguments set where TransformerConfig's own default differs."""
+    fused = job.transformer_impl == "transformer_engine"
+    return {
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "apply_rope_fusion": fused and job.position_embedding_type in ("rope", "yarn"),
+        "bias_activation_fusion": fused and bool(job.config.get("gated_linear_unit")),
+        "moe_grouped_gemm": fused and bool(job.config.get("num_moe_experts")),
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _pattern(job: Job, sort_of: dict[int, Sort]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if job.config.get("num_moe_experts"):
+        fields["moe_layer_freq"] = [int(sort.is_moe) for sort in sort_of.values()]
+    if job.config.get("window_size"):
+        fields["window_attn_skip_freq"] = [int(sort.windowed) for sort in sort_of.values()]
+    return fields

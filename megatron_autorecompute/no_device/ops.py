@@ -1,0 +1,117 @@
+"""Fused kernels as single operations on meta tensors, with the arithmetic each of them does.
+
+An operation here has shapes and a cost, no result: what a device would do in one kernel is one
+operation, so that neither temporaries that never reach memory nor extra traffic are counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("megatron_autorecompute", "DEF")
+
+FLOPS: dict[str, Callable[..., int]] = {}
+"""Floating-point operations of an operation, from its arguments; none where it only moves bytes."""
+
+
+def _define(schema: str, meta: Callable[..., Any], flops: Callable[..., int] | None = None) -> Any:
+    name = _LIBRARY.define(schema).split("::")[-1]
+    _LIBRARY.impl(name, meta, "Meta")
+    if flops:
+        FLOPS[name] = flops
+    return getattr(torch.ops.megatron_autorecompute, name)
+
+
+def _gemm_flops(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
+    # Every token meets one weight matrix, also where weight holds one for each expert.
+    return 2 * x.numel() * weight.shape[-2]
+
+
+def _attention_flops(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any
+) -> int:
+    """Two matrix products; a causal mask skips half, a window all outside it."""
+    scale, window = more[-2], more[-1]
+    sequence, batch, heads, width = query.shape
+    keys = key.shape[0]
+    pairs = sequence * min(window, keys) if window else sequence * keys * scale
+    return int(2 * batch * heads * pairs * (width + value.shape[3]))
+
+
+gemm = _define(
+    "gemm(Tensor x, Tensor weight, str precision) -> Tensor",
+    lambda x, weight, precision: x.new_empty(*x.shape[:-1], weight.shape[-2]),
+    _gemm_flops,
+)
+"""y = x weight^T; a weight of three dimensions is a grouped product, rows already in order."""
+
+gemm_data_gradient = _define(
+    "gemm_data_gradient(Tensor gradient, Tensor weight, str precision) -> Tensor",
+    lambda gradient, weight, precision: gradient.new_empty(*gradient.shape[:-1], weight.shape[-1]),
+    lambda gradient, weight, *_: 2 * gradient.numel() * weight.shape[-1],
+)
+gemm_weight_gradient = _define(
+    "gemm_weight_gradient(Tensor gradient, Tensor x, Tensor weight, str precision) -> ()",
+    lambda gradient, x, weight, precision: None,
+    lambda gradient, x, weight, *_: 2 * gradient.numel() * weight.shape[-1],
+)
+"""Added to main_grad in the product itself (gradient_accumulation_fusion): no temporary."""
+
+quantize = _define(
+    "quantize(Tensor x, float element_bytes) -> Tensor",
+    lambda x, element_bytes: x.new_empty(math.ceil(x.numel() * element_bytes), dtype=torch.uint8),
+)
+norm = _define(
+    "norm(Tensor x, Tensor weight) -> (Tensor, Tensor)",
+    lambda x, weight: (torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
+)
+norm_backward = _define(
+    "norm_backward(Tensor gradient, Tensor x, Tensor statistics) -> Tensor",
+    lambda gradient, x, statistics: torch.empty_like(x),
+)
+attention = _define(
+    "attention(Tensor q, Tensor k, Tensor v, float share, int window) -> (Tensor, Tensor)",
+    lambda q, k, v, share, window: (
+        q.new_empty(*q.shape[:3], v.shape[3]),
+        q.new_empty(q.shape[1], q.shape[2], q.shape[0], dtype=torch.float32),
+    ),
+    _attention_flops,
+)
+attention_backward = _define(
+    "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, "
+    "Tensor gradient, float share, int window) -> (Tensor, Tensor, Tensor)",
+    lambda q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+    # The scores once more, and four products: 5 of the forward's 2 (Dao 2023).
+    lambda q, k, v, *rest: _attention_flops(q, k, v, *rest) * 5 // 2,
+)
+rotate = _define("rotate(Tensor x) -> Tensor", torch.empty_like)
+gated = _define(
+    "gated(Tensor x, Tensor? weights) -> Tensor",
+    lambda x, weights: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+)
+gated_backward = _define(
+    "gated_backward(Tensor gradient, Tensor x, Tensor? weights) -> (Tensor, Tensor)",
+    lambda gradient, x, weights: (
+        torch.empty_like(x),
+        x.new_empty(0) if weights is None else torch.empty_like(weights),
+    ),
+)
+mla_rotate = _define(
+    "mla_rotate(Tensor kv, Tensor k_position, int k_width, int v_width) -> (Tensor, Tensor)",
+    lambda kv, k_position, k_width, v_width: (
+        kv.new_empty(*kv.shape[:-1], k_width + k_position.shape[-1]),
+        kv.new_empty(*kv.shape[:-1], v_width),
+    ),
+)
+mla_rotate_backward = _define(
+    "mla_rotate_backward(Tensor dk, Tensor dv, Tensor kv, Tensor k_position) -> (Tensor, Tensor)",
+    lambda dk, dv, kv, k_position: (torch.empty_like(kv), torch.empty_like(k_position)),
+)
+cross_entropy = _define(
+    "cross_entropy(Tensor logits) -> Tensor",
+    lambda logits: logits.new_empty(logits.shape[:-1], dtype=torch.float32),
+)

@@ -1,0 +1,299 @@
+"""What every layer recomputes: `LayerPolicy` for one layer, `RecomputePolicy` for all of them.
+
+Layer indices are 0-based and global over the whole model; multi-token-prediction depth d is layer
+`num_layers + d`. This module knows the words and the grammar, not the model: which module names
+exist and which choices are allowed is asked of the installed Megatron (see `compat`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_autorecompute.errors import PolicyError
+
+Granularity = Literal["none", "selective", "full"]
+
+_CHOICE = re.compile(r"none|full(?:/(?P<group>\d+))?|selective\[(?P<modules>[^\]]*)\]")
+_RUN = re.compile(r"(?P<choice>[a-z]+(?:/\d+|\[[^\]]*\])?)(?:\*(?P<count>\d+))?")
+_MODULE = re.compile(r"[a-z][a-z0-9_]*")
+_MEGATRON = re.compile(
+    r"megatron:(?:none|selective(?:\[(?P<modules>[^\]]*)\])?|(?P<method>uniform|block)/(?P<n>\d+))"
+)
+GRAMMAR = (
+    "a policy is a comma-separated list of CHOICE*COUNT, CHOICE being none, full, full/N "
+    "(one checkpoint around N layers) or selective[MODULE+MODULE]; or one CHOICE for all layers; "
+    "or megatron:none, megatron:selective[MODULE+…], megatron:block/N, megatron:uniform/N; "
+    "or @FILE"
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LayerPolicy:
+    """What one layer recomputes in its backward; `str()` gives the text that `parse` reads."""
+
+    granularity: Granularity = "none"
+    """Megatron's `recompute_granularity`, with `none` for no recompute."""
+
+    modules: tuple[str, ...] = ()
+    """Megatron's `recompute_modules`, sorted; not empty exactly when selective."""
+
+    group: int = 1
+    """How many consecutive full layers share one checkpoint; 1 unless granularity is full."""
+
+    def __post_init__(self) -> None:
+        if self.granularity not in ("none", "selective", "full"):
+            raise PolicyError(f"Unknown granularity {self.granularity!r}: none, selective or full.")
+        if (self.granularity == "selective") != bool(self.modules):
+            raise PolicyError(
+                f"Granularity {self.granularity!r} with modules {list(self.modules)}: modules go "
+                "with selective and only with selective; to recompute nothing write none."
+            )
+        if self.group < 1 or (self.group > 1 and self.granularity != "full"):
+            raise PolicyError(
+                f"Group {self.group} with granularity {self.granularity!r}: a group is 1 or more "
+                "layers and goes with full."
+            )
+        for module in self.modules:
+            if not _MODULE.fullmatch(module):
+                raise PolicyError(f"{module!r} is not a module name such as core_attn.")
+        object.__setattr__(self, "modules", tuple(sorted(set(self.modules))))
+
+    @classmethod
+    def parse(cls, text: str) -> LayerPolicy:
+        """Read one choice; raises `PolicyError` with the grammar for anything else."""
+        match = _CHOICE.fullmatch(text)
+        if match is None:
+            raise PolicyError(f"Cannot read {text!r} as a choice: {GRAMMAR}.")
+        if match["modules"] is not None:
+            return cls("selective", tuple(m.strip() for m in match["modules"].split("+")))
+        if text.startswith("full"):
+            return cls("full", group=int(match["group"] or 1))
+        return cls()
+
+    def __str__(self) -> str:
+        if self.granularity == "selective":
+            return f"selective[{'+'.join(self.modules)}]"
+        return self.granularity if self.group == 1 else f"{self.granularity}/{self.group}"
+
+
+NONE = LayerPolicy()
+FULL = LayerPolicy("full")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive layers with the same policy; a run of `full/g` is `count // g` checkpoints."""
+
+    start: int
+    count: int
+    policy: LayerPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputePolicy:
+    """A choice for every layer of a model, in layer order."""
+
+    layers: tuple[LayerPolicy, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        for run in self.runs():
+            if run.count % run.policy.group:
+                raise PolicyError(
+                    f"{run.policy}*{run.count}: {run.count} layers from layer {run.start} cannot "
+                    f"be cut into checkpoints of {run.policy.group}; give the rest its own group, "
+                    f"for example {_with_rest(run)}."
+                )
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        *,
+        num_layers: int,
+        layout: Sequence[Sequence[int]] | None = None,
+    ) -> RecomputePolicy:
+        """Read the text form, the inverse of `format`.
+
+        Args:
+            text: the grammar in `GRAMMAR`; `@FILE` reads a policy file or a plan file.
+            num_layers: layers the policy must cover, multi-token-prediction depths included.
+            layout: layer indices of every pipeline chunk, which `megatron:block/N` and
+                `megatron:uniform/N` count in; one chunk of all layers when not given. Layers it
+                leaves out are multi-token-prediction depths.
+
+        Raises:
+            PolicyError: unreadable text, or a count that does not match `num_layers`.
+        """
+        text = text.strip()
+        if text == "auto":
+            raise PolicyError("'auto' is not a policy: it must be measured and solved first.")
+        if text.startswith("@"):
+            return cls.load(text[1:], num_layers=num_layers, layout=layout)
+        if text.startswith("megatron:"):
+            return cls(_megatron_strategy(text, num_layers, layout or [range(num_layers)]))
+        runs = [_parse_run(part, text) for part in re.split(r",(?![^\[]*\])", text)]
+        if len(runs) == 1 and runs[0][1] is None:
+            return cls((runs[0][0],) * num_layers)
+        layers = tuple(choice for choice, count in runs for _ in range(_count(count)))
+        return cls(layers).checked_length(num_layers, text)
+
+    @classmethod
+    def from_config(
+        cls,
+        value: str | Sequence[str] | Mapping[str, Any],
+        *,
+        num_layers: int,
+        layout: Sequence[Sequence[int]] | None = None,
+    ) -> RecomputePolicy:
+        """Read the value of a config field: text, a list of choices, or a policy or plan as dict.
+
+        Raises:
+            PolicyError: the value is of none of these forms or covers another number of layers.
+        """
+        if isinstance(value, str):
+            return cls.parse(value, num_layers=num_layers, layout=layout)
+        if isinstance(value, Mapping):
+            value = value.get("recompute_policy", value.get("policy", value))
+            if isinstance(value, str):
+                return cls.parse(value, num_layers=num_layers, layout=layout)
+        if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+            raise PolicyError(
+                f"recompute_policy is {value!r:.80}: expected text, a list with one choice per "
+                'layer such as ["full", "none"], or a dict with the key "recompute_policy".'
+            )
+        policy = cls(tuple(LayerPolicy.parse(item) for item in value))
+        return policy.checked_length(num_layers, f"a list of {len(value)} choices")
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        num_layers: int,
+        layout: Sequence[Sequence[int]] | None = None,
+    ) -> RecomputePolicy:
+        """Read a JSON file (a policy or a plan) or a text file in the policy grammar.
+
+        Raises:
+            PolicyError: the file cannot be read, or what is in it is no policy of this size.
+        """
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise PolicyError(f"Cannot read the policy file {path}: {error.strerror}.") from error
+        if text.lstrip()[:1] not in ("{", "["):
+            return cls.parse(text, num_layers=num_layers, layout=layout)
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PolicyError(f"{path} is not whole JSON: {error}.") from error
+        return cls.from_config(value, num_layers=num_layers, layout=layout)
+
+    def format(self) -> str:
+        """The text form: one CHOICE*COUNT for each run of equal layers."""
+        return ",".join(f"{run.policy}*{run.count}" for run in self.runs())
+
+    def to_config(self) -> list[str]:
+        """The canonical JSON and config form: one choice per layer."""
+        return [str(layer) for layer in self.layers]
+
+    def digest(self) -> str:
+        """Twelve hex digits that differ when the policy differs; what ranks compare."""
+        return hashlib.sha256(self.format().encode()).hexdigest()[:12]
+
+    def runs(self) -> tuple[Run, ...]:
+        """The maximal runs of equal layers, in layer order."""
+        return tuple(_runs(self.layers))
+
+    def checked_length(self, num_layers: int, asked: str) -> RecomputePolicy:
+        """This policy when it covers `num_layers` layers, otherwise `PolicyError`."""
+        if len(self.layers) != num_layers:
+            raise PolicyError(
+                f"{asked} covers {len(self.layers)} layers, the model has {num_layers} "
+                "(multi-token-prediction depths included): give every layer a choice."
+            )
+        return self
+
+    def chunk_runs(self, layers: Sequence[int]) -> tuple[Run, ...]:
+        """The runs within one pipeline chunk, `start` counted from the chunk's first layer.
+
+        Raises:
+            PolicyError: a group of full layers does not end where the chunk ends.
+        """
+        runs = tuple(_runs([self.layers[index] for index in layers]))
+        for run in runs:
+            if run.count % run.policy.group:
+                raise PolicyError(
+                    f"{run.policy} from layer {layers[run.start]}: the pipeline chunk with layers "
+                    f"{layers[0]} to {layers[-1]} gives it {run.count} layers, which is no "
+                    f"multiple of {run.policy.group}; a checkpoint cannot span two chunks. "
+                    f"Use for example {_with_rest(run)} there."
+                )
+        return runs
+
+
+def _runs(layers: Sequence[LayerPolicy]) -> Iterator[Run]:
+    start = 0
+    for policy, members in itertools.groupby(layers):
+        count = len(list(members))
+        yield Run(start, count, policy)
+        start += count
+
+
+def _with_rest(run: Run) -> str:
+    whole, rest = run.count - run.count % run.policy.group, run.count % run.policy.group
+    parts = [f"{run.policy}*{whole}"] if whole else []
+    return ",".join([*parts, f"{LayerPolicy('full', group=rest)}*{rest}"])
+
+
+def _parse_run(part: str, text: str) -> tuple[LayerPolicy, str | None]:
+    match = _RUN.fullmatch(part.strip())
+    if match is None:
+        raise PolicyError(f"Cannot read {part.strip()!r} in {text!r}: {GRAMMAR}.")
+    if match["count"] is not None and int(match["count"]) < 1:
+        raise PolicyError(f"Count {match['count']} in {text!r}: a run has at least one layer.")
+    return LayerPolicy.parse(match["choice"]), match["count"]
+
+
+def _count(count: str | None) -> int:
+    return 1 if count is None else int(count)
+
+
+def _megatron_strategy(
+    text: str, num_layers: int, layout: Sequence[Sequence[int]]
+) -> tuple[LayerPolicy, ...]:
+    """Expand a Megatron strategy the way its block counts: afresh in every pipeline chunk."""
+    match = _MEGATRON.fullmatch(text)
+    if match is None:
+        raise PolicyError(f"Cannot read {text!r}: {GRAMMAR}.")
+    if match["method"] is None:
+        modules = "core_attn" if match["modules"] is None else match["modules"]
+        selective = text.startswith("megatron:selective") and modules != ""
+        return (LayerPolicy.parse(f"selective[{modules}]") if selective else NONE,) * num_layers
+    n = int(match["n"])
+    if n < 1 and match["method"] == "uniform":
+        raise PolicyError(f"{text!r}: uniform needs at least one layer in a checkpoint.")
+    chosen = dict.fromkeys(range(num_layers), NONE)
+    if match["method"] == "block":
+        # MultiTokenPredictionLayer skips recompute under block, with a warning.
+        chosen.update((index, FULL) for chunk in layout for index in list(chunk)[:n])
+        return tuple(chosen.values())
+    for chunk in layout:
+        whole = len(chunk) - len(chunk) % n
+        for position, index in enumerate(chunk):
+            group = n if position < whole else len(chunk) % n
+            chosen[index] = LayerPolicy("full", group=group)
+    depths = set(range(num_layers)) - {index for chunk in layout for index in chunk}
+    if depths and n != 1:
+        # MultiTokenPredictionLayer asserts recompute_num_layers == 1 under uniform.
+        raise PolicyError(f"{text!r}: Megatron allows only uniform/1 with multi-token prediction.")
+    chosen.update((index, FULL) for index in depths)
+    return tuple(chosen.values())

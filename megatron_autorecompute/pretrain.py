@@ -1,0 +1,100 @@
+"""Run an untouched Megatron-LM training script with `--recompute-policy`.
+
+    torchrun --nproc-per-node 8 -m megatron_autorecompute.pretrain \\
+        path/to/pretrain_gpt.py <its usual flags> --recompute-policy auto
+
+Everything after the script's path is the script's own command line. What is put in place at run
+time, and where, is `integrations.megatron_lm`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from megatron_autorecompute.auto_options import AutoOptions
+from megatron_autorecompute.errors import AutorecomputeError, MachineError, OptionError
+from megatron_autorecompute.integrations import megatron_lm
+from megatron_autorecompute.options import add_flags
+from megatron_autorecompute.policy import GRAMMAR
+
+RUN_ON_CPU = "--recompute-run-on-cpu"
+POLICY_HELP = f"what every layer recomputes: auto measures and solves; otherwise {GRAMMAR}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the script named first in `arguments` (default: `sys.argv[1:]`) as `__main__`.
+
+    Raises:
+        SystemExit: with the reason printed and the exit code of an `AutorecomputeError`.
+    """
+    command = list(sys.argv[1:] if arguments is None else arguments)
+    if command[:1] in (["-h"], ["--help"]):
+        _parser().print_help()
+        return
+    try:
+        script = _script(command)
+        # As `python script.py` does; the checkout's own megatron comes before an installed one.
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        _prepare_device(command)
+        megatron_lm.install()
+        sys.argv = command
+        _run(script)
+        megatron_lm.leave_together()
+    except AutorecomputeError as error:
+        megatron_lm.end(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Our own flags alone, for their help; with a script it is Megatron that parses."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_autorecompute.pretrain",
+        usage="%(prog)s SCRIPT [flags of the script] [the flags below]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--recompute-policy", metavar="POLICY", help=POLICY_HELP)
+    add_flags(parser, AutoOptions)
+    return parser
+
+
+def _run(script: str) -> None:
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):  # --exit-interval and --recompute-dry-run end with 0
+            raise
+
+
+def _script(command: Sequence[str]) -> str:
+    if not command or command[0].startswith("-"):
+        raise OptionError(
+            f"The first argument is {command[0] if command else 'missing'}; it must be the path of "
+            "a Megatron-LM script: python -m megatron_autorecompute.pretrain pretrain_gpt.py FLAGS."
+        )
+    if not os.path.isfile(command[0]):
+        raise OptionError(
+            f"There is no file {command[0]}: give the path of a Megatron-LM script such as "
+            "pretrain_gpt.py first, then its flags."
+        )
+    return command[0]
+
+
+def _prepare_device(command: Sequence[str]) -> None:
+    if RUN_ON_CPU in command:
+        megatron_lm.prepare_cpu()
+        return
+    import torch
+
+    if not torch.cuda.is_available() and not {"-h", "--help"} & set(command):
+        raise MachineError(
+            "Megatron needs CUDA and there is no CUDA device here. To try a small model on CPU add "
+            f"{RUN_ON_CPU} and --distributed-backend gloo --transformer-impl local."
+        )
+
+
+if __name__ == "__main__":
+    main()

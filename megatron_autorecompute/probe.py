@@ -1,0 +1,248 @@
+"""Watching: time and bytes at every boundary between two layers, in ordinary training steps.
+
+Only hooks on modules and on the hidden states between them, so what runs is what always runs. It
+does not know what was recomputed, nor what the figures are for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+import torch
+
+from megatron_autorecompute import compat
+
+Place = int | Literal["embedding", "head", "output"]
+"""What lies between two boundaries: a layer (0-based global index), what comes before the first
+(embedding) and after the last (head); `output` is only the boundary behind everything."""
+
+
+class Memory(Protocol):
+    """Bytes alive now and at most since `reset_peak`; `LiveBytes` is one, `CudaBytes` the other."""
+
+    current_bytes: int
+    peak_bytes: int
+
+    def reset_peak(self) -> None:
+        """Start the peak anew from the bytes alive now."""
+
+
+class CudaBytes:
+    """torch's own allocator counters; reading them does not synchronise."""
+
+    @property
+    def current_bytes(self) -> int:
+        """Allocated now."""
+        return torch.cuda.memory_allocated()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Allocated at most since `reset_peak`."""
+        return torch.cuda.max_memory_allocated()
+
+    def reset_peak(self) -> None:
+        """Start the peak anew."""
+        torch.cuda.reset_peak_memory_stats()
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment on a boundary. In forward the place begins here, in backward it ends here."""
+
+    place: Place
+    at: Any
+    current_bytes: int
+    peak_bytes: int
+    inputs: int = 0
+    """Forward only: how many of the hidden states at earlier boundaries are still alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The boundaries of one forward or backward of one chunk and microbatch, in order of time."""
+
+    phase: Literal["forward", "backward"]
+    chunk: int
+    marks: list[Mark]
+    kept: set[Place] = field(default_factory=set)
+    """Forward only: places whose input was alive at the end. An unfused RMSNorm, for one, saves a
+    copy in fp32 and lets its input go, but what another stage has sent stays."""
+
+    @property
+    def first_place(self) -> Place:
+        """The first layer, or head, of the chunk."""
+        return self.marks[1].place if self.phase == "forward" else self.marks[-2].place
+
+
+class Probe:
+    """Notes every boundary between layers while it is entered; costs nothing before and after.
+
+    Args:
+        chunks: this rank's model chunks, wrapped or bare.
+        memory: where bytes are read, or None to note times only.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], memory: Memory | None) -> None:
+        self.passes: list[Pass] = []
+        self.boundary_bytes = 0
+        self._chunks = chunks
+        self._memory = memory
+        self._handles: list[Any] = []
+        self._open: Pass | None = None
+        self._inputs: dict[Place, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __enter__(self) -> Probe:
+        for number, chunk in enumerate(self._chunks):
+            self._watch(number, chunk)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def peak_bytes(self) -> int:
+        """The most bytes alive from the first boundary to the last."""
+        return max((mark.peak_bytes for one in self.passes for mark in one.marks), default=0)
+
+    def _watch(self, number: int, chunk: torch.nn.Module) -> None:
+        model = compat.unwrapped(chunk)
+
+        def model_begins(*_: Any) -> None:
+            self._begin("forward", number)
+            self._mark("embedding")
+
+        def model_ends(_: Any, __: Any, output: torch.Tensor) -> None:
+            self._mark("output")
+            self._end_forward()
+            self._on_gradient(output, lambda: self._begin_backward(number))
+
+        self._handles.append(model.register_forward_pre_hook(model_begins))
+        for site in compat.block_sites([chunk]):
+            for layer, index in zip(site.block.layers, site.layers, strict=True):
+                self._watch_layer(layer, index)
+            self._watch_end(site.block)
+        for mtp in compat.mtp_sites([chunk]):
+            self._watch_layer(mtp.mtp, mtp.index)
+            self._handles.append(mtp.mtp.register_forward_hook(self._after_mtp))
+        self._handles.append(model.register_forward_hook(model_ends))
+
+    def _watch_layer(self, layer: torch.nn.Module, index: int) -> None:
+        def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not _recomputing():
+                hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+                self.boundary_bytes = hidden_states.untyped_storage().nbytes()
+                self._boundary(index, hidden_states)
+
+        self._handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
+
+    def _watch_end(self, block: torch.nn.Module) -> None:
+        norm = compat.final_norm(block)
+        if norm is not None:
+            hook = norm.register_forward_pre_hook(lambda _, args: self._boundary("head", args[0]))
+        else:
+            hook = block.register_forward_hook(lambda *call: self._boundary("head", _tensor(call)))
+        self._handles.append(hook)
+
+    def _after_mtp(self, *call: Any) -> None:
+        self._boundary("head", _tensor(call))
+
+    def _end_forward(self) -> None:
+        assert self._open is not None, "the end of no pass"
+        self._open.kept.update(self._alive())
+        self._inputs.clear()
+
+    def _alive(self) -> dict[Place, weakref.ref[torch.UntypedStorage]]:
+        self._inputs = {place: ref for place, ref in self._inputs.items() if ref() is not None}
+        return self._inputs
+
+    def _boundary(self, place: Place, hidden_states: torch.Tensor) -> None:
+        self._mark(place)
+        self._inputs[place] = weakref.ref(hidden_states.untyped_storage())
+        self._on_gradient(hidden_states, lambda: self._mark(place))
+
+    def _on_gradient(self, tensor: torch.Tensor, do: Callable[[], None]) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: do())
+
+    def _begin_backward(self, chunk: int) -> None:
+        self._begin("backward", chunk)
+        self._mark("output")
+        # The engine calls this when the backward it is in has finished, embedding included.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._mark("embedding"))
+
+    def _begin(self, phase: Literal["forward", "backward"], chunk: int) -> None:
+        self._open = Pass(phase, chunk, [])
+        self.passes.append(self._open)
+
+    def _mark(self, place: Place) -> None:
+        assert self._open is not None, "a boundary outside any pass"
+        memory = self._memory
+        current, peak = (memory.current_bytes, memory.peak_bytes) if memory else (0, 0)
+        self._open.marks.append(Mark(place, _now(), current, peak, len(self._alive())))
+        if memory:
+            memory.reset_peak()
+
+
+def _tensor(call: tuple[Any, ...]) -> torch.Tensor:
+    output = call[-1]
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _recomputing() -> bool:
+    """Whether this forward runs inside a backward, as recompute does."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _now() -> Any:
+    if not torch.cuda.is_available():
+        # Time this thread ran: other processes on the machine do not count as the layer's.
+        return time.thread_time()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _ms_between(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return (end - begin) * 1e3
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """One place in one pass: bytes where it begins and ends, the most between, and the time."""
+
+    place: Place
+    begin_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    ms: float
+    inputs_let_go: int = 0
+    """Forward only: hidden states of this and earlier boundaries that died meanwhile."""
+
+
+def stretches(one: Pass) -> Iterator[Stretch]:
+    """What lies between each two boundaries of a pass; backward runs them the other way round."""
+    for begin, end in itertools.pairwise(one.marks):
+        place = begin.place if one.phase == "forward" else end.place
+        yield Stretch(
+            place,
+            begin.current_bytes,
+            max(end.peak_bytes, begin.current_bytes),
+            end.current_bytes,
+            _ms_between(begin.at, end.at),
+            begin.inputs + (place != "embedding") - end.inputs if one.phase == "forward" else 0,
+        )

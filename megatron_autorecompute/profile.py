@@ -1,0 +1,297 @@
+"""What each recompute choice costs on each kind of layer: records only, no measuring.
+
+Definitions, the same for every record. Let *base* be all live bytes that do not belong to the
+layer: parameters, other layers' held bytes, and so on. A layer's input hidden state belongs to the
+layer, whoever saves it; its output belongs to the next one.
+
+- held_bytes: what stays from the end of the layer's forward to the start of its backward, input
+  included, output excluded unless the layer itself saves it.
+- forward_transient_bytes: max over the layer's forward of (live - base) - held_bytes, output
+  included.
+- backward_transient_bytes: max over the layer's backward of (live - base) - held_bytes, incoming
+  and outgoing gradient and everything recomputed included.
+
+This module does not know where the numbers come from, nor what a policy made of them costs:
+that is `cost_model`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from megatron_autorecompute import records
+
+SCHEMA_VERSION = 1
+
+Bytes = Annotated[int, Field(ge=0)]
+Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRecord:
+    """Cost of one choice on one layer of a kind, for one microbatch."""
+
+    choice: str
+    """`str(LayerPolicy)`: none, full, full/2, selective[core_attn+mlp]. A record of `full/g`
+    with g > 1 is about one whole checkpoint of g consecutive layers, not about one of them."""
+    held_bytes: Bytes
+    """Kept from the end of forward to the start of backward, input included."""
+    forward_transient_bytes: Bytes
+    """Highest during forward, on top of held_bytes, output included."""
+    backward_transient_bytes: Bytes
+    """Highest during backward, on top of held_bytes, gradients and recomputed tensors included."""
+    forward_ms: Milliseconds
+    """Forward time, median."""
+    backward_ms: Milliseconds
+    """Backward time, median, recompute included."""
+    spread_ms: Milliseconds = 0.0
+    """Half the width of the interval that forward_ms + backward_ms lies in."""
+    uncertainty_bytes: Bytes = 0
+    """Each of the three byte figures may be higher or lower by this much."""
+    input_kept: bool = True
+    """Whether held_bytes counts the layer's input. False where nothing saves it, so that it is let
+    go; a chunk's first layer then holds `Profile.boundary_bytes` more: what was sent stays."""
+    source: str = "measured"
+    """Where the figures come from: measured, dry-run, counted, assumed, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imbalance:
+    """How much more a MoE layer holds when routing is uneven."""
+
+    percentile: Annotated[float, Field(ge=0, le=100)]
+    """Of the microbatches on the fullest rank, in percent."""
+    factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """Multiplies held and transient bytes of the kind; 1 is what was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBytes:
+    """Bytes that live through the whole step, by what they are."""
+
+    parameter_bytes: Bytes = 0
+    """Weights as the forward uses them."""
+    gradient_bytes: Bytes = 0
+    """Gradient buffers."""
+    optimizer_state_bytes: Bytes = 0
+    """Master weights and moments, this rank's shard."""
+    buffer_bytes: Bytes = 0
+    """Everything else: masks, rotary tables, communication buffers inside torch."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All four parts together."""
+        return (
+            self.parameter_bytes
+            + self.gradient_bytes
+            + self.optimizer_state_bytes
+            + self.buffer_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers of equal structure, shapes and config: measured once, planned together."""
+
+    name: str
+    """For people: dense, moe, mtp, ..."""
+    layers: tuple[Index, ...]
+    """0-based global indices; MTP depth d is num_layers + d."""
+    choices: tuple[ChoiceRecord, ...]
+    """One record per choice that may be planned."""
+    inert: dict[str, str] = field(default_factory=dict)
+    """Choice that changes nothing here, and the choice it equals; never planned."""
+    imbalance: tuple[Imbalance, ...] = ()
+    """MoE only. Without an entry for the percentile asked for, the factor is 1."""
+    static: StaticBytes | None = None
+    """Static bytes of one such layer; needed only when a layout other than the measured one
+    is planned."""
+
+    def __post_init__(self) -> None:
+        names = [record.choice for record in self.choices]
+        if not names:
+            raise ValueError(f"kind {self.name!r} has no choices; give at least one record")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"kind {self.name!r} has two records for {name!r}; keep one")
+        for name, equal in self.inert.items():
+            if name in names:
+                raise ValueError(f"kind {self.name!r}: {name!r} is both inert and a choice")
+            if equal not in names:
+                raise ValueError(f"kind {self.name!r}: inert {name!r} equals unknown {equal!r}")
+
+    def record(self, choice: str) -> ChoiceRecord | None:
+        """The record of a choice, through `inert`; None where it was not measured."""
+        choice = self.inert.get(choice, choice)
+        return next((record for record in self.choices if record.choice == choice), None)
+
+    def imbalance_factor(self, percentile: float | None) -> float:
+        """Multiplier on bytes at a percentile: that of the nearest recorded one at or above it.
+
+        A percentile above all recorded ones gets the largest; None, or nothing recorded, gets 1.
+        """
+        if percentile is None or not self.imbalance:
+            return 1.0
+        points = sorted(self.imbalance, key=lambda point: point.percentile)
+        return next((p.factor for p in points if p.percentile >= percentile), points[-1].factor)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleOverhead:
+    """What is alive besides static bytes, layers, and the boundary tensors `boundary` counts."""
+
+    forward_bytes: Bytes
+    """Live while a layer's forward runs, at most: masks, token ids, what `forward_step` keeps."""
+    backward_bytes: Bytes
+    """Live while a layer's backward runs, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """What one pipeline stage needs besides its layers' activations."""
+
+    layers: tuple[Index, ...]
+    """Layers the stage had when measured, all chunks; another layout does not use this record."""
+    static: StaticBytes
+    """Parameters, gradients, optimizer state, buffers of the stage."""
+    optimizer_step_peak_bytes: Bytes = 0
+    """Highest during the optimizer step, on top of static, when no activation is alive."""
+    overhead: ScheduleOverhead | None = None
+    """Measured; None is nothing. Boundary tensors are counted for any schedule without it."""
+    residual_bytes: int = 0
+    """Measured minus predicted activation peak; added to the prediction. May be negative."""
+    uncertainty_bytes: Bytes = 0
+    """Half the width of what the residual leaves open."""
+    residual_ms: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Measured minus predicted time of one microbatch on this stage. May be negative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Which model the shard belongs to."""
+
+    name: str
+    """For people."""
+    num_layers: Index
+    """Decoder layers of the whole model, MTP excluded."""
+    mtp_num_layers: Index = 0
+    """MTP depths; depth d is layer num_layers + d."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Anything worth knowing: hidden_size, num_attention_heads, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """The shapes the shard was measured at. Bytes and times hold for these only."""
+
+    micro_batch_size: Positive
+    """Samples per microbatch on one data-parallel rank."""
+    seq_length: Positive
+    """Tokens per sample."""
+    tensor_parallel: Positive = 1
+    """tp"""
+    context_parallel: Positive = 1
+    """cp"""
+    expert_parallel: Positive = 1
+    """ep"""
+    expert_tensor_parallel: Positive = 1
+    """etp"""
+    sequence_parallel: bool = False
+    """Whether activations between layers are split over tp."""
+    dtype: str = "bfloat16"
+    """Of the hidden states."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Everything the planner knows about a model on a machine. See docs/profile.md."""
+
+    model: Model
+    """Which model."""
+    parallelism: Parallelism
+    """At which shapes."""
+    kinds: tuple[LayerKind, ...]
+    """Every layer belongs to exactly one kind."""
+    embedding: ChoiceRecord
+    """Pseudo-layer in front of the first layer; its choice is none."""
+    head: ChoiceRecord
+    """Pseudo-layer after the last layer (final norm, output layer, loss); its choice is none."""
+    boundary_bytes: Bytes
+    """One tensor between two stages: sequence * micro-batch * hidden * element size, per rank."""
+    stages: tuple[StageRecord, ...] = ()
+    """Stage facts, first stage first, for the layout they were measured at; may be empty."""
+    embedding_static: StaticBytes | None = None
+    """Static bytes of the embedding, for planning other layouts."""
+    head_static: StaticBytes | None = None
+    """Static bytes of final norm and output layer, for planning other layouts."""
+    deallocate_pipeline_outputs: bool = True
+    """Megatron's setting of that name: outputs sent on are freed at once."""
+    overlap_p2p_comm: bool = True
+    """Megatron's setting of that name, for interleaved schedules: tensors are received early."""
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    """Versions, device, config digest: a plan is used again only where all of it is equal."""
+    assumptions: tuple[str, ...] = ()
+    """One sentence each; printed with every result that rests on the profile."""
+    schema_version: int = SCHEMA_VERSION
+    """Major version of this schema; added fields do not raise it."""
+
+    def __post_init__(self) -> None:
+        _check_coverage(self)
+        for where, record in (("embedding", self.embedding), ("head", self.head)):
+            if record.choice != "none":
+                raise ValueError(f"{where}.choice is {record.choice!r}; it must be 'none'")
+
+    @property
+    def num_layers(self) -> int:
+        """All layers with an index: decoder layers and MTP depths."""
+        return self.model.num_layers + self.model.mtp_num_layers
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """The kind of a global 0-based layer index."""
+        return next(kind for kind in self.kinds if layer in kind.layers)
+
+    def to_json(self) -> str:
+        """JSON text, checked against the schema."""
+        return records.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "The profile") -> Profile:
+        """Read and check; raises ProfileError with the path of each bad field."""
+        return records.from_json(cls, text, source=source, major=SCHEMA_VERSION)
+
+    def save(self, path: str | Path) -> None:
+        """Write atomically."""
+        records.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a file; raises ProfileError."""
+        return records.load(cls, path, major=SCHEMA_VERSION)
+
+
+def scaled_bytes(count_bytes: int, factor: float) -> int:
+    """Bytes times an imbalance factor, rounded up so that a budget stays met."""
+    return count_bytes if factor == 1.0 else math.ceil(count_bytes * factor)
+
+
+def _check_coverage(profile: Profile) -> None:
+    owners: dict[int, str] = {}
+    for kind in profile.kinds:
+        for layer in kind.layers:
+            if layer in owners:
+                raise ValueError(
+                    f"layer {layer} is in kind {owners[layer]!r} and again in {kind.name!r}"
+                )
+            owners[layer] = kind.name
+    expected = set(range(profile.num_layers))
+    if missing := sorted(expected - set(owners)):
+        raise ValueError(f"layers {missing} are in no kind; the model has {profile.num_layers}")
+    if extra := sorted(set(owners) - expected):
+        raise ValueError(f"kinds name layers {extra}; the model has {profile.num_layers}")

@@ -1,0 +1,850 @@
+"""Exact search for the fastest choices of one stage under its memory limits.
+
+Constraints. For every binding moment k (kind, running chunk r, microbatches in flight n[k, c]):
+
+    constant[k] + sum over chunks c of n[k, c] * H[c] + M[r, kind] <= budget
+
+where H[c] is what chunk c holds and M[c, kind] the highest point of its forward or backward:
+max over its units of (held of the units up to it + its transient). Prepending a unit (h, x) to a
+suffix of a chunk gives H' = H + h and M' = h + max(x, M). So all that matters of a suffix is a
+*label* (time, H, M forward, M backward), and of two labels of the same suffix the one that is not
+better in anything is dropped. Chunks are then combined the same way, a label being the time and
+the load on every moment.
+
+What keeps the labels few is a Lagrangian bound: multipliers lambda[k] >= 0 of a linear relaxation
+(`scipy.optimize.linprog`, HiGHS) price the bytes, and a label whose time plus priced bytes cannot
+get below the best known solution is dropped. Any multipliers give a valid bound, so rounding in
+them costs speed, never exactness: bytes and times are compared as integers. A MILP solver alone
+would not do: its tolerance of 1e-6 is 80 kB at 80 GB. Rounds of growing width find the best known
+solution; the round in which nothing had to be cut off proves it.
+
+Equal times: the lower peak wins; equal both: the fewest runs of equal policy, counted per chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+
+from megatron_autorecompute.boundary import Load
+from megatron_autorecompute.cost_model import Checkpoints, CostTable, StageBase, Unit
+from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.pipeline import Chunk
+from megatron_autorecompute.policy import LayerPolicy
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+WIDTHS = (64, 256, 1024, 4096, 16_384, 131_072)
+"""Labels kept per position in successive rounds; the last bounds memory to about 100 MB."""
+MOST_WORK = 6e8
+"""Width times squared layers of a chunk, beyond which no wider round is begun: about 30 s on one
+core for 512 layers of 12 choices in one chunk. What is left open is the gap of the answer."""
+_SLACK = 1e-9  # relative; the bound is a float sum of about 1e3 terms, wrong by at most 1e-12
+_NO_LIMIT = np.int64(1) << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Singles:
+    """Choices of one layer by itself, `[choice]`."""
+
+    policies: tuple[LayerPolicy, ...]
+    held: Ints
+    forward: Ints
+    backward: Ints
+    time: Ints
+    keeps: Ints
+    """1 where the choice is a checkpoint; see `Unit.keeps_output_gradient`."""
+
+
+@dataclass(frozen=True)
+class ChunkProblem:
+    """What may be chosen in one chunk. Independent of budget and schedule."""
+
+    layers: tuple[int, ...]
+    before: tuple[Unit, ...]
+    after: tuple[Unit, ...]
+    singles: tuple[Singles, ...]
+    """Per position in the chunk."""
+    groups: tuple[Checkpoints, ...]
+    """Per position: one checkpoint around the g layers from there, `[g - 1]`."""
+    output_gradient_bytes: int
+    """In the backward of every unit, but of a checkpoint that is the chunk's last."""
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """Per position, what tells layers of different cost apart."""
+        return tuple(tuple(tuple(column.tolist()) for column in _numbers(s)) for s in self.singles)
+
+    def covering(self, price: float, timed: bool) -> Floats:
+        """Least time + price * held over the ways to cover the layers before each position.
+
+        `[position]` for 0 .. number of layers, `before` included.
+        """
+        cost = np.zeros(len(self.layers) + 1)
+        cost[0] = sum(u.time_ps * timed + price * u.held_bytes for u in self.before)
+        cost[1:] = np.inf
+        for i, single in enumerate(self.singles):
+            alone = (single.time * timed + price * single.held).min()
+            cost[i + 1] = min(cost[i + 1], cost[i] + alone)
+            group = self.groups[i]
+            if len(group.held_bytes) > 1:
+                together = (group.forward_ps + group.backward_ps) * timed + price * group.held_bytes
+                reached = cost[i + 2 : i + 1 + len(together)]
+                np.minimum(reached, cost[i] + together[1:], out=reached)
+        return cost
+
+    @cached_property
+    def least_ps(self) -> int:
+        """Time when every layer has its fastest choice."""
+        return _time_ps(self, [s.policies[int(s.time.argmin())] for s in self.singles])
+
+    @cached_property
+    def least_held(self) -> Ints:
+        """Least bytes held by the layers before each position, `before` included."""
+        return np.floor(self.covering(1.0, timed=False)).astype(np.int64)
+
+    @cached_property
+    def least_total(self) -> int:
+        """Least bytes the whole chunk can hold."""
+        return int(self.least_held[-1]) + sum(unit.held_bytes for unit in self.after)
+
+    @cached_property
+    def forward_is_below_backward_by(self) -> int:
+        """Least (backward transient - forward transient) over all units; negative if above."""
+        pairs = [
+            (u.forward_transient_bytes, u.backward_transient_bytes)
+            for u in (*self.before, *self.after)
+        ]
+        gaps = [b - f for f, b in pairs]
+        gaps += [int((s.backward - s.forward).min()) for s in self.singles]
+        gaps += [
+            int((g.backward_transient_bytes - g.forward_transient_bytes)[1:].min())
+            for g in self.groups
+            if len(g.held_bytes) > 1
+        ]
+        return min(gaps)
+
+
+def _numbers(single: Singles) -> tuple[Ints, ...]:
+    return single.held, single.forward, single.backward, single.time
+
+
+def chunk_problem(
+    table: CostTable,
+    chunk: Chunk,
+    base: StageBase,
+    allowed: frozenset[str] | None = None,
+) -> ChunkProblem:
+    """Collect the options of a chunk; `allowed` restricts choices, None allows all recorded."""
+    before, after = table.pseudo_layers(chunk)
+    layers = chunk.layers
+    grouped = allowed is None or "full/N" in allowed
+    groups = [table.checkpoints(layers[i:] if grouped else ()) for i in range(len(layers))]
+    return ChunkProblem(
+        layers,
+        tuple(before),
+        tuple(after),
+        tuple(
+            _singles(table, layer, allowed, received=layer == layers[0] and not chunk.embedding)
+            for layer in layers
+        ),
+        tuple(groups),
+        0 if chunk.head else base.boundary_bytes,
+    )
+
+
+def _singles(
+    table: CostTable, layer: int, allowed: frozenset[str] | None, received: bool
+) -> Singles:
+    policies = tuple(p for p in table.choices(layer) if allowed is None or str(p) in allowed)
+    if not policies:
+        raise ProfileError(
+            f"None of the allowed choices {sorted(allowed or ())} has a record for layer {layer}, "
+            f"which has {', '.join(map(str, table.choices(layer)))}. Allow one of these."
+        )
+    units = [table.layer(layer, policy, received) for policy in policies]
+    columns = [
+        np.array([getattr(unit, name) for unit in units], np.int64)
+        for name in (
+            "held_bytes",
+            "forward_transient_bytes",
+            "backward_transient_bytes",
+            "time_ps",
+            "keeps_output_gradient",
+        )
+    ]
+    return Singles(policies, *columns)
+
+
+@dataclass(frozen=True)
+class StageProblem:
+    """One stage: its chunks and its binding moments, `[moment]`."""
+
+    chunks: tuple[ChunkProblem, ...]
+    counts: Ints
+    """`[moment, chunk]` microbatches in flight."""
+    running: Ints
+    """Chunk that runs."""
+    is_forward: NDArray[np.bool_]
+    constant: Ints
+    """Bytes alive whatever is chosen."""
+    floor_bytes: int
+    """Peak outside forwards and backwards: static bytes and the optimizer step."""
+
+
+def stage_problem(
+    chunks: Sequence[ChunkProblem], moments: Sequence[Load], base: StageBase
+) -> StageProblem:
+    """Put chunks and moments together, without the moments that others imply."""
+    kept = [moment for moment in moments if not _implied(moment, moments, chunks, base)]
+    return StageProblem(
+        tuple(chunks),
+        np.array([moment.in_flight for moment in kept], np.int64).reshape(len(kept), len(chunks)),
+        np.array([moment.chunk for moment in kept], np.int64),
+        np.array([moment.kind == "forward" for moment in kept], np.bool_),
+        np.array([base.constant_bytes(load.kind, load.extra) for load in kept], np.int64),
+        base.static.total_bytes + base.optimizer_step_peak_bytes,
+    )
+
+
+def _implied(
+    moment: Load, moments: Sequence[Load], chunks: Sequence[ChunkProblem], base: StageBase
+) -> bool:
+    """Whether a forward never needs more than some backward of the same chunk."""
+    if moment.kind == "backward":
+        return False
+    constant = base.constant_bytes("forward", moment.extra)
+    below = chunks[moment.chunk].forward_is_below_backward_by
+    return any(
+        other.kind == "backward"
+        and other.chunk == moment.chunk
+        and constant <= base.constant_bytes("backward", other.extra) + below
+        and all(n >= k for n, k in zip(other.in_flight, moment.in_flight, strict=True))
+        for other in moments
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """The best choices of a stage, and the proof."""
+
+    policies: tuple[tuple[LayerPolicy, ...], ...]
+    """`[chunk][position]`."""
+    time_ps: int
+    """Forward plus backward of one microbatch through all chunks."""
+    peak_bytes: int
+    runs: int
+    """Runs of equal policy, counted per chunk."""
+    bound_ps: int
+    """No choices that fit are faster than this."""
+
+    @property
+    def gap(self) -> float:
+        """(time - bound) / time; 0 is proven optimal."""
+        return (self.time_ps - self.bound_ps) / self.time_ps if self.time_ps else 0.0
+
+
+def search(
+    problem: StageProblem, budget_bytes: int, known: StageChoice | None = None
+) -> StageChoice | None:
+    """Fastest choices whose peak is at most the budget; None when no choices fit.
+
+    `known` choices that fit, such as those of a smaller budget, only make it quicker.
+    """
+    if problem.floor_bytes > budget_bytes:
+        return None
+    run = _Run(problem, budget_bytes)
+    least_ps = sum(chunk.least_ps for chunk in problem.chunks)
+    if run.bound_ps <= least_ps:
+        # Where memory is no limit the fastest choices are the answer, and this finds them at once.
+        found, cut = run.round(least_ps, WIDTHS[0])
+        if found is not None and found.time_ps == least_ps and not cut:
+            return found
+        known = _better(known, found)
+    best = known
+    for width in _affordable(problem):
+        found, cut = run.round(best.time_ps if best else None, width)
+        best = _better(best, found)
+        if not cut:
+            return best
+        if best is None:
+            lean = leanest(problem)
+            if lean.peak_bytes > budget_bytes:
+                return None
+            best = lean
+    assert best is not None  # the leanest choices fit
+    bound = min(best.time_ps, run.bound_ps)
+    return StageChoice(best.policies, best.time_ps, best.peak_bytes, best.runs, bound)
+
+
+def _affordable(problem: StageProblem) -> tuple[int, ...]:
+    longest = max(len(chunk.layers) for chunk in problem.chunks)
+    wider = (width for width in WIDTHS[1:] if width * longest**2 <= MOST_WORK)
+    return (WIDTHS[0], *wider)
+
+
+def leanest(problem: StageProblem) -> StageChoice:
+    """The choices with the lowest peak, whatever their time."""
+    run = _Run(problem, None)
+    for width in WIDTHS:
+        found, cut = run.round(None, width)
+        if not cut:
+            break
+    assert found is not None  # without a budget everything fits
+    return found
+
+
+def _better(one: StageChoice | None, other: StageChoice | None) -> StageChoice | None:
+    if one is None or other is None:
+        return one or other
+    return min(one, other, key=lambda c: (c.time_ps, c.peak_bytes, c.runs))
+
+
+_COLUMNS = ("time", "held", "forward", "backward", "runs", "first", "parent", "position", "option")
+
+
+class _Labels:
+    """Labels of all positions searched so far, in one growing table `[label, column]`."""
+
+    def __init__(self) -> None:
+        self.data = np.zeros((256, len(_COLUMNS)), np.int64)
+        self.stops: dict[int, int] = {}
+        self.size = 0
+
+    def append(self, rows: Ints, position: int) -> None:
+        while self.size + len(rows) > len(self.data):
+            self.data = np.concatenate([self.data, np.zeros_like(self.data)])
+        self.data[self.size : self.size + len(rows)] = rows
+        self.size += len(rows)
+        self.stops[position] = self.size
+
+    def of(self, first: int, last: int) -> tuple[Ints, int]:
+        """Labels of positions `first` .. `last`, and the index of the first one."""
+        start = self.stops.get(last + 1, 0)
+        return self.data[start : self.stops[first]], start
+
+
+_TIME, _HELD, _FORWARD, _BACKWARD, _RUNS, _FIRST, _PARENT, _POSITION, _OPTION = range(9)
+_GROUP_IDS = 1 << 20  # ids of groups lie above those of single choices
+
+
+class _Run:
+    """The rounds of one search: same problem, same budget, same multipliers."""
+
+    def __init__(self, problem: StageProblem, budget_bytes: int | None) -> None:
+        self.problem = problem
+        self.timed = budget_bytes is not None
+        limit = np.full(len(problem.constant), _NO_LIMIT)
+        self.limit = limit if budget_bytes is None else budget_bytes - problem.constant
+        self.price = _multipliers(problem, self.limit) if self.timed else np.zeros(len(limit))
+        self.ids: dict[LayerPolicy, int] = {}
+        self.chunk_bounds = [self._unsearched_bound(c) for c in range(len(problem.chunks))]
+
+    @property
+    def budget_price(self) -> float:
+        """What the limits are worth at the multipliers."""
+        return float(self.price @ self.limit) if self.timed else 0.0
+
+    @property
+    def bound_ps(self) -> int:
+        """Lower bound on the time of any choices that fit."""
+        value = sum(self.chunk_bounds) - self.budget_price
+        return max(0, int(np.floor(value - _SLACK * abs(value))))
+
+    def _prices(self, c: int) -> tuple[float, float, float]:
+        """Prices of a byte of H, of M forward and of M backward of a chunk."""
+        runs, forward = self.problem.running == c, self.problem.is_forward
+        return (
+            float(self.price @ self.problem.counts[:, c]),
+            float(self.price[runs & forward].sum()),
+            float(self.price[runs & ~forward].sum()),
+        )
+
+    def _unsearched_bound(self, c: int) -> float:
+        chunk, price = self.problem.chunks[c], sum(self._prices(c))
+        after = sum(u.time_ps * self.timed + price * u.held_bytes for u in chunk.after)
+        return float(chunk.covering(price, self.timed)[-1]) + after
+
+    def round(self, upper_ps: int | None, width: int) -> tuple[StageChoice | None, bool]:
+        """One pass; returns the best found and whether any label was cut off for width."""
+        cut = False
+        options: list[tuple[_Labels, Ints]] = []
+        for c in range(len(self.problem.chunks)):
+            labels, final, was_cut = self._search_chunk(c, upper_ps, width)
+            cut = cut or was_cut
+            if not len(final):
+                return None, cut
+            if not was_cut:
+                self.chunk_bounds[c] = max(
+                    self.chunk_bounds[c], float(self._priced(final, c).min())
+                )
+            options.append((labels, final))
+        chosen, was_cut = self._combine([final for _, final in options], upper_ps, width)
+        if chosen is None:
+            return None, cut or was_cut
+        return self._choice(options, chosen), cut or was_cut
+
+    def _priced(self, rows: Ints, c: int) -> Floats:
+        held, forward, backward = self._prices(c)
+        priced: Floats = (
+            rows[:, _TIME]
+            + held * rows[:, _HELD]
+            + forward * rows[:, _FORWARD]
+            + backward * rows[:, _BACKWARD]
+        )
+        return priced
+
+    def _search_chunk(self, c: int, upper_ps: int | None, width: int) -> tuple[_Labels, Ints, bool]:
+        """Labels of one chunk from its last position to its first; final ones are returned."""
+        chunk = self.problem.chunks[c]
+        filters = _Filters(self, c, upper_ps, width)
+        labels = _Labels()
+        rows = np.zeros((1, len(_COLUMNS)), np.int64)
+        rows[:, _FIRST] = rows[:, _PARENT] = -1
+        rows[:, _POSITION] = len(chunk.layers)
+        for unit in reversed(chunk.after):
+            rows = self._prepend_unit(rows, unit)
+        labels.append(rows, len(chunk.layers))
+        for position in reversed(range(len(chunk.layers))):
+            rows = np.concatenate(
+                [self._alone(chunk, labels, position), self._together(c, labels, position)]
+            )
+            rows[:, _POSITION] = position
+            labels.append(filters(rows, position), position)
+        final, start = labels.of(0, 0)
+        final = final.copy()
+        final[:, _PARENT] = start + np.arange(len(final))
+        for unit in reversed(chunk.before):
+            final = self._prepend_unit(final, unit, chunk.output_gradient_bytes)
+        return labels, final, filters.cut
+
+    def _prepend_unit(self, rows: Ints, unit: Unit, output_gradient_bytes: int = 0) -> Ints:
+        held = np.int64(unit.held_bytes)
+        rows = rows.copy()
+        rows[:, _TIME] += unit.time_ps * self.timed
+        rows[:, _HELD] += held
+        backward = unit.backward_transient_bytes + output_gradient_bytes
+        rows[:, _FORWARD] = held + np.maximum(rows[:, _FORWARD], unit.forward_transient_bytes)
+        rows[:, _BACKWARD] = held + np.maximum(rows[:, _BACKWARD], backward)
+        return rows
+
+    def _alone(self, chunk: ChunkProblem, labels: _Labels, position: int) -> Ints:
+        """Every choice of one layer before every label of the next position."""
+        single = chunk.singles[position]
+        later, start = labels.of(position + 1, position + 1)
+        pick = np.repeat(np.arange(len(single.policies)), len(later))
+        ids = np.array([self._id(policy) for policy in single.policies], np.int64)
+        last = position + 1 == len(chunk.layers)
+        gradient = chunk.output_gradient_bytes * (1 - single.keeps[pick] * last)
+        return _prepend(
+            np.tile(later, (len(single.policies), 1)),
+            np.tile(np.arange(start, start + len(later)), len(single.policies)),
+            (single.held[pick], single.forward[pick], single.backward[pick] + gradient),
+            single.time[pick] * self.timed,
+            ids[pick],
+        )
+
+    def _together(self, c: int, labels: _Labels, position: int) -> Ints:
+        """Every checkpoint of two or more layers before the labels where it ends."""
+        chunk = self.problem.chunks[c]
+        group = chunk.groups[position]
+        # Mostly the longer the higher, so this spares looking at what can never fit.
+        reach = group.held_bytes + group.backward_transient_bytes
+        own = (self.problem.running == c) & ~self.problem.is_forward
+        fitting = np.flatnonzero(reach <= self.limit[own].max(initial=0))
+        most = int(fitting[-1]) + 1 if len(fitting) else 0
+        if most < 2:
+            return np.zeros((0, len(_COLUMNS)), np.int64)
+        later, start = labels.of(position + 2, position + most)
+        pick = later[:, _POSITION] - position - 1
+        not_last = later[:, _POSITION] < len(chunk.layers)
+        backward = group.backward_transient_bytes[pick] + chunk.output_gradient_bytes * not_last
+        return _prepend(
+            later.copy(),
+            np.arange(start, start + len(later)),
+            (group.held_bytes[pick], group.forward_transient_bytes[pick], backward),
+            (group.forward_ps + group.backward_ps)[pick] * self.timed,
+            _GROUP_IDS + pick + 1,
+        )
+
+    def _id(self, policy: LayerPolicy) -> int:
+        return self.ids.setdefault(policy, len(self.ids))
+
+    def _combine(
+        self, finals: Sequence[Ints], upper_ps: int | None, width: int
+    ) -> tuple[tuple[int, ...] | None, bool]:
+        """Pick one final label per chunk; returns their indices and whether width cut any off."""
+        loads = [self._load(c, final) for c, final in enumerate(finals)]
+        priced = [f[:, _TIME] + load @ self.price for f, load in zip(finals, loads, strict=True)]
+        table = _Combined.empty(len(self.problem.constant))
+        cut = False
+        for c, final in enumerate(finals):
+            rest = sum((load.min(axis=0) for load in loads[c + 1 :]), np.zeros_like(self.limit))
+            rest_price = sum(float(price.min()) for price in priced[c + 1 :])
+            parts = []
+            for block in table.blocks(len(final)):
+                part = block.times(final, loads[c])
+                keep = np.all(part.load + rest <= self.limit, axis=1)
+                price = part.time + part.load @ self.price + rest_price
+                parts.append(part.pick(keep & self._may_win(price, upper_ps)))
+            table = _Combined.joined(parts)
+            if c + 1 < len(finals) and len(table.time) > WIDTHS[0]:
+                decided = self._decided(c)
+                table, was_cut = table.thinned(decided, self.price, width)
+                cut = cut or was_cut
+            if not len(table.time):
+                return None, cut
+        peak = np.maximum(
+            (table.load + self.problem.constant).max(axis=1, initial=0), self.problem.floor_bytes
+        )
+        best = np.lexsort((table.runs, peak, table.time))[0]
+        return tuple(table.trail[best].tolist()), cut
+
+    def _decided(self, c: int) -> NDArray[np.intp]:
+        """One of each set of moments that are equal as far as chunks 0 .. c go."""
+        problem = self.problem
+        runs = np.where(problem.running <= c, problem.running, -1)
+        rows = np.column_stack([problem.counts[:, : c + 1], runs, problem.is_forward & (runs >= 0)])
+        return np.unique(rows, axis=0, return_index=True)[1]
+
+    def _may_win(self, priced: Floats, upper_ps: int | None) -> NDArray[np.bool_]:
+        """Whether the bound leaves room for a time of at most `upper_ps`."""
+        if upper_ps is None:
+            return np.ones(len(priced), np.bool_)
+        ceiling = upper_ps + self.budget_price
+        allowed: NDArray[np.bool_] = priced <= ceiling + _SLACK * max(abs(ceiling), upper_ps)
+        return allowed
+
+    def _load(self, c: int, final: Ints) -> Ints:
+        """`[label, moment]` bytes that a chunk puts on every moment."""
+        own = self.problem.running == c
+        load = final[:, [_HELD]] * self.problem.counts[:, c]
+        load[:, own & self.problem.is_forward] += final[:, [_FORWARD]]
+        load[:, own & ~self.problem.is_forward] += final[:, [_BACKWARD]]
+        return np.asarray(load, np.int64)
+
+    def _choice(
+        self, options: Sequence[tuple[_Labels, Ints]], chosen: Sequence[int]
+    ) -> StageChoice:
+        rows = [final[index] for (_, final), index in zip(options, chosen, strict=True)]
+        loads = [self._load(c, row[None]) for c, row in enumerate(rows)]
+        peak = int((sum(loads)[0] + self.problem.constant).max())  # type: ignore[index]
+        policies = tuple(
+            self._policies(c, labels, int(row[_PARENT]))
+            for c, ((labels, _), row) in enumerate(zip(options, rows, strict=True))
+        )
+        time = sum(
+            _time_ps(chunk, p) for chunk, p in zip(self.problem.chunks, policies, strict=True)
+        )
+        return StageChoice(
+            policies,
+            time,
+            max(peak, self.problem.floor_bytes),
+            sum(int(row[_RUNS]) for row in rows),
+            time,
+        )
+
+    def _policies(self, c: int, labels: _Labels, index: int) -> tuple[LayerPolicy, ...]:
+        names = {number: policy for policy, number in self.ids.items()}
+        found: list[LayerPolicy] = []
+        while labels.data[index, _PARENT] >= 0:
+            option = int(labels.data[index, _OPTION])
+            if option >= _GROUP_IDS:
+                size = option - _GROUP_IDS
+                found += [LayerPolicy("full", group=size)] * size
+            else:
+                found.append(names[option])
+            index = int(labels.data[index, _PARENT])
+        return tuple(found)
+
+
+def _time_ps(chunk: ChunkProblem, policies: Sequence[LayerPolicy]) -> int:
+    """Time of one microbatch through a chunk under the given policies."""
+    time = sum(unit.time_ps for unit in (*chunk.before, *chunk.after))
+    position = 0
+    while position < len(policies):
+        policy = policies[position]
+        if policy.group > 1:
+            group = chunk.groups[position]
+            index = policy.group - 1
+            time += int(group.forward_ps[index] + group.backward_ps[index])
+        else:
+            single = chunk.singles[position]
+            time += int(single.time[single.policies.index(policy)])
+        position += policy.group
+    return time
+
+
+def _prepend(
+    rows: Ints, parents: Ints, costs: tuple[Ints, Ints, Ints], time: Ints, ids: Ints
+) -> Ints:
+    """Put one unit before each row, in place; `costs` is held, forward and backward transient."""
+    held, forward, backward = costs
+    rows[:, _TIME] += time
+    rows[:, _HELD] += held
+    rows[:, _FORWARD] = held + np.maximum(rows[:, _FORWARD], forward)
+    rows[:, _BACKWARD] = held + np.maximum(rows[:, _BACKWARD], backward)
+    rows[:, _RUNS] += rows[:, _FIRST] != ids
+    rows[:, _FIRST] = rows[:, _OPTION] = ids
+    rows[:, _PARENT] = parents
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Combined:
+    """Labels of the first few chunks together."""
+
+    time: Ints
+    runs: Ints
+    load: Ints
+    """`[label, moment]` bytes."""
+    trail: Ints
+    """`[label, chunk]` index of the chunk's own label."""
+
+    @classmethod
+    def empty(cls, moments: int) -> _Combined:
+        one = np.zeros(1, np.int64)
+        return cls(one, one, np.zeros((1, moments), np.int64), np.zeros((1, 0), np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Combined]) -> _Combined:
+        return cls(
+            np.concatenate([part.time for part in parts]),
+            np.concatenate([part.runs for part in parts]),
+            np.concatenate([part.load for part in parts]),
+            np.concatenate([part.trail for part in parts]),
+        )
+
+    def blocks(self, factor: int, most: int = 1 << 18) -> Iterator[_Combined]:
+        """Slices that, times `factor`, are not much more than `most` labels."""
+        step = max(1, most // factor)
+        for start in range(0, len(self.time), step):
+            yield self.pick(np.arange(start, min(start + step, len(self.time))))
+
+    def pick(self, which: NDArray[Any]) -> _Combined:
+        return _Combined(self.time[which], self.runs[which], self.load[which], self.trail[which])
+
+    def times(self, final: Ints, load: Ints) -> _Combined:
+        """Every label with every label of the next chunk."""
+        left = np.repeat(np.arange(len(self.time)), len(final))
+        right = np.tile(np.arange(len(final)), len(self.time))
+        return _Combined(
+            self.time[left] + final[right, _TIME],
+            self.runs[left] + final[right, _RUNS],
+            self.load[left] + load[right],
+            np.column_stack([self.trail[left], right]),
+        )
+
+    def thinned(
+        self, moments: NDArray[np.intp], price: Floats, width: int
+    ) -> tuple[_Combined, bool]:
+        """Without labels dominated at `moments`, at most `width`; and whether that cut any off."""
+        dims = np.column_stack([self.time, self.load[:, moments]])
+        kept = _front(dims, self.runs, np.zeros(len(self.time), np.int64))
+        if len(kept) <= width:
+            return self.pick(kept), False
+        cheapest = np.argsort((self.time + self.load @ price)[kept], kind="stable")[:width]
+        return self.pick(kept[cheapest]), True
+
+
+class _Filters:
+    """Drops the labels of one chunk that cannot be part of the answer."""
+
+    def __init__(self, run: _Run, c: int, upper_ps: int | None, width: int) -> None:
+        problem = run.problem
+        self.run, self.c, self.upper_ps, self.width, self.cut = run, c, upper_ps, width, False
+        chunk = problem.chunks[c]
+        held, forward, backward = run._prices(c)
+        self.before_price = chunk.covering(held + forward + backward, run.timed)
+        self.others_price = sum(b for i, b in enumerate(run.chunk_bounds) if i != c)
+        self.least_held = chunk.least_held
+        self.counts = problem.counts[:, c]
+        self.own = problem.running == c
+        least = np.array([other.least_total for other in problem.chunks], np.int64)
+        least_others = problem.counts @ least - self.counts * least[c]
+        room = run.limit - least_others - np.where(self.own, 0, least[problem.running])
+        # Per (microbatches in flight, column of M if this chunk runs else 0) the least room.
+        column = np.where(self.own, np.where(problem.is_forward, _FORWARD, _BACKWARD), 0)
+        self.rooms: dict[tuple[int, int], int] = {}
+        for *key, bytes_left in zip(self.counts, column, room, strict=True):
+            pair = (int(key[0]), int(key[1]))
+            self.rooms[pair] = min(int(bytes_left), self.rooms.get(pair, int(_NO_LIMIT)))
+
+    def __call__(self, rows: Ints, position: int) -> Ints:
+        """Keep what fits, may win, and is not dominated; at most `width` labels."""
+        rows = rows[self._fits(rows, position)]
+        price = self.run._priced(rows, self.c) + self.before_price[position] + self.others_price
+        may_win = self.run._may_win(price, self.upper_ps)
+        rows, price = rows[may_win], price[may_win]
+        kept = _front(self._dims(rows), rows[:, _RUNS], rows[:, _FIRST])
+        if len(kept) > self.width:
+            self.cut = True
+            kept = kept[_spread(price[kept], rows[kept, _HELD], self.width)]
+        return rows[kept]
+
+    def _fits(self, rows: Ints, position: int) -> NDArray[np.bool_]:
+        """At every moment, with the least that the layers before and other chunks can hold."""
+        before = self.least_held[position]
+        fits = np.ones(len(rows), np.bool_)
+        for (count, column), room in self.rooms.items():
+            highest = rows[:, column] + before if column else 0
+            fits &= count * (rows[:, _HELD] + before) + highest <= room
+        return fits
+
+    def _dims(self, rows: Ints) -> Ints:
+        """What a label must not be worse in: time, H where it waits, count * H + M where it runs.
+
+        Not M itself: a label that holds less may run higher by what its other microbatches in
+        flight save. Of several counts the least is the strictest.
+        """
+        columns = [rows[:, _TIME]]
+        if self.counts.any():
+            columns.append(rows[:, _HELD])
+        for forward, column in ((True, _FORWARD), (False, _BACKWARD)):
+            mine = self.own & (self.run.problem.is_forward == forward)
+            if mine.any():
+                columns.append(self.counts[mine].min() * rows[:, _HELD] + rows[:, column])
+        return np.column_stack(columns)
+
+
+def _spread(price: Floats, held: Ints, width: int) -> NDArray[np.intp]:
+    """At most `width` labels: half the cheapest, half the cheapest of equal ranges of held bytes.
+
+    The cheapest alone would not do: along a mixture of two choices the price stands still, so
+    they may all hold too much or too little for what is to come.
+    """
+    half = width // 2
+    step = max(1, -(-int(held.max() - held.min() + 1) // max(half, 1)))
+    ranges = (held - held.min()) // step
+    order = np.lexsort((price, ranges))
+    first = order[np.unique(ranges[order], return_index=True)[1]]
+    return np.union1d(np.argsort(price, kind="stable")[: width - half], first[:half])
+
+
+def _front(dims: Ints, runs: Ints, first: Ints, block: int = 256) -> NDArray[np.intp]:
+    """Indices of the labels that no other makes superfluous.
+
+    Column 0 of `dims` is the time. A label makes another superfluous when it is nowhere worse and
+    either faster, or sure to end with no more runs: its runs may grow by one against the other's
+    where their first choices differ.
+    """
+    order = np.lexsort((runs, *dims.T[::-1]))
+    runs, first = runs[order].astype(np.int32), first[order].astype(np.int32)
+    # Only the order matters, and ranks of two bytes are compared four times as fast.
+    narrow = np.int16 if len(order) < 1 << 15 else np.int32
+    ranks = np.empty((dims.shape[1], len(order)), narrow)
+    for rank, column in zip(ranks, dims[order].T, strict=True):
+        rank[:] = np.unique(column, return_inverse=True)[1]
+    kept = np.zeros(0, np.intp)
+    for start in range(0, len(order), block):
+        fresh = np.arange(start, min(start + block, len(order)))
+        fresh = fresh[~_dominated(ranks, runs, first, kept, fresh).any(axis=0)]
+        inside = _dominated(ranks, runs, first, fresh, fresh)
+        inside &= fresh[:, None] < fresh[None, :]
+        # A dominated label's dominator may itself be dominated, by one that dominates both.
+        kept = np.concatenate([kept, fresh[~inside.any(axis=0)]])
+    return order[kept]
+
+
+def _dominated(
+    ranks: NDArray[Any],
+    runs: NDArray[Any],
+    first: NDArray[Any],
+    by: NDArray[np.intp],
+    what: NDArray[np.intp],
+) -> NDArray[np.bool_]:
+    """`[by, what]` whether the one makes the other superfluous; `ranks` is `[column, label]`."""
+    result: NDArray[np.bool_] = (ranks[0, by][:, None] < ranks[0, what]) | (
+        runs[by][:, None] + (first[by][:, None] != first[what]) <= runs[what]
+    )
+    for rank in ranks[1:]:
+        result &= rank[by][:, None] <= rank[what]
+    return result
+
+
+def _multipliers(problem: StageProblem, limit: Ints) -> Floats:
+    """Price of a byte at every moment, in picoseconds: duals of a linear relaxation.
+
+    Legend: x[c, i, o] share of layer class i of chunk c that takes option o; s[k] bytes missing.
+    Minimise the time, bytes missing being dearer than any choice.
+    """
+    columns, classes = _relaxed_columns(problem)
+    if not columns:
+        return np.zeros(len(limit))
+    time = np.array([column[0] for column in columns], np.float64)
+    held = np.array([column[1] for column in columns], np.float64)
+    chunk = np.array([column[2] for column in columns])
+    owner = np.array([column[3] for column in columns])
+    room = limit - problem.counts @ _fixed_held(problem) - _fixed_reach(problem)
+    scale_bytes, scale_time = max(float(held.max()), 1.0), max(float(time.max()), 1.0)
+    weight = problem.counts[:, chunk] + (problem.running[:, None] == chunk)
+    # [Constraint] every layer of a class takes some option
+    shares = (owner == np.arange(len(classes))[:, None]).astype(np.float64)
+    # [Constraint] at every moment the bytes held fit, or are missing
+    moments = np.hstack([weight * held / scale_bytes, -np.eye(len(limit))])
+    found = linprog(
+        np.concatenate([time / scale_time, np.full(len(limit), 1e3)]),
+        A_ub=moments,
+        b_ub=room / scale_bytes,
+        A_eq=np.hstack([shares, np.zeros((len(classes), len(limit)))]),
+        b_eq=np.array(classes, np.float64),
+        method="highs",
+    )
+    if found.status != 0:  # a bound without prices is still valid
+        return np.zeros(len(limit))
+    prices: Floats = np.maximum(-found.ineqlin.marginals, 0.0) * scale_time / scale_bytes
+    return prices
+
+
+def _fixed_held(problem: StageProblem) -> Ints:
+    return np.array(
+        [sum(u.held_bytes for u in (*c.before, *c.after)) for c in problem.chunks], np.int64
+    )
+
+
+def _fixed_reach(problem: StageProblem) -> Ints:
+    """What the running chunk reaches besides its layers' held bytes, at least."""
+    held, reach = _fixed_held(problem), []
+    for c, forward in zip(problem.running, problem.is_forward, strict=True):
+        chunk = problem.chunks[c]
+        if chunk.after:
+            unit = chunk.after[-1]
+            tail = unit.forward_transient_bytes if forward else unit.backward_transient_bytes
+        elif chunk.singles:
+            last = chunk.singles[-1]
+            tail = int((last.forward if forward else last.backward).min())
+        else:
+            tail = 0
+        reach.append(int(held[c]) + tail)
+    return np.array(reach, np.int64)
+
+
+def _relaxed_columns(
+    problem: StageProblem,
+) -> tuple[list[tuple[int, float, int, int]], list[int]]:
+    """(time, held, chunk, class) of every option per layer, and the layers in every class."""
+    columns: list[tuple[int, float, int, int]] = []
+    classes: list[int] = []
+    for c, chunk in enumerate(problem.chunks):
+        seen: dict[Any, int] = {}
+        for position, key in enumerate(chunk.signature):
+            if key in seen:
+                classes[seen[key]] += 1
+                continue
+            seen[key] = len(classes)
+            single = chunk.singles[position]
+            pairs = zip(single.time.tolist(), single.held.tolist(), strict=True)
+            columns += [(time, held, c, len(classes)) for time, held in pairs]
+            group = chunk.groups[position]
+            if (size := len(group.held_bytes)) > 1:
+                time = int(group.forward_ps[0] + group.backward_ps[0])
+                columns.append((time, group.held_bytes[-1] / size, c, len(classes)))
+            classes.append(1)
+    return columns, classes

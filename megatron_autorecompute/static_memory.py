@@ -1,0 +1,75 @@
+"""Bytes a rank keeps through the whole step, by object: no allocator is asked.
+
+Works for any device and any of Megatron's optimizers, whose parts it reads by the names that 0.16
+to 0.19 share. Storages count once, whoever views them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_autorecompute import compat
+from megatron_autorecompute.profile import StaticBytes
+
+
+def tensors(chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[torch.Tensor]:
+    """Parameters, gradient buffers, optimizer state and shared buffers of this rank."""
+    return [
+        *_parameters(chunks),
+        *_gradients(chunks),
+        *_optimizer_state(optimizer),
+        *compat.global_buffers(),
+    ]
+
+
+def static_bytes(chunks: Sequence[torch.nn.Module], optimizer: Any) -> StaticBytes:
+    """The same by what it is; complete once the optimizer has made its first step."""
+    parameters, gradients = _parameters(chunks), _gradients(chunks)
+    state = _optimizer_state(optimizer)
+    parameter_bytes = _size_bytes(parameters)
+    gradient_bytes = _size_bytes(parameters + gradients) - parameter_bytes
+    # In fp32 the optimizer works on the parameters themselves.
+    everything = _size_bytes(parameters + gradients + state)
+    return StaticBytes(
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_state_bytes=everything - parameter_bytes - gradient_bytes,
+        buffer_bytes=_size_bytes(compat.global_buffers()),
+    )
+
+
+def _parameters(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for chunk in chunks:
+        found += chunk.parameters()
+        found += compat.unwrapped(chunk).buffers()
+    return found
+
+
+def _gradients(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    """DistributedDataParallel's contiguous buffers, or plain `.grad` without it."""
+    found = [p.grad for chunk in chunks for p in chunk.parameters() if p.grad is not None]
+    for chunk in chunks:
+        names = ("buffers", "expert_parallel_buffers")
+        lists = [getattr(chunk, name, ()) for name in names]
+        # torch's own Module.buffers is a method: only DDP's attribute is a list.
+        buffers = [buffer for part in lists if isinstance(part, list) for buffer in part]
+        found += [buffer.grad_data for buffer in buffers]
+        found += [b.param_data for b in buffers if getattr(b, "param_data", None) is not None]
+    return found
+
+
+def _optimizer_state(optimizer: Any) -> list[torch.Tensor]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    inner = [part.optimizer for part in parts if getattr(part, "optimizer", None) is not None]
+    state = [value for part in inner for entry in part.state.values() for value in entry.values()]
+    masters = [p for part in inner for group in part.param_groups for p in group["params"]]
+    return [value for value in state + masters if isinstance(value, torch.Tensor)]
+
+
+def _size_bytes(found: Iterable[torch.Tensor]) -> int:
+    storages = (tensor.untyped_storage() for tensor in found)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

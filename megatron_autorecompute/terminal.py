@@ -1,0 +1,198 @@
+"""A plan as text for a terminal of 80 columns. Reads plans, computes nothing."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megatron_autorecompute.cost_model import PolicyCost
+from megatron_autorecompute.pipeline import Chunk
+from megatron_autorecompute.plan import CurvePoint, Plan
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+
+GIB = 1 << 30
+
+
+def gib(size_bytes: float) -> str:
+    """Bytes as GiB with two digits."""
+    return f"{size_bytes / GIB:.2f}"
+
+
+def legend(policy: RecomputePolicy) -> dict[LayerPolicy, str]:
+    """One character per choice: `.` none, `F` full, letters for selective sets in order."""
+    letters = iter(string.ascii_lowercase)
+    symbols: dict[LayerPolicy, str] = {}
+    for choice in policy.layers:
+        if choice not in symbols:
+            symbols[choice] = {"none": ".", "full": "F"}.get(choice.granularity) or next(letters)
+    return symbols
+
+
+def strip(policy: RecomputePolicy, chunks: Sequence[Chunk]) -> str:
+    """One character per layer, `|` between chunks, `(FFF)` around each checkpoint of several."""
+    symbols = legend(policy)
+    return "|".join(_chunk_strip(policy, chunk, symbols) for chunk in chunks)
+
+
+def _chunk_strip(policy: RecomputePolicy, chunk: Chunk, symbols: dict[LayerPolicy, str]) -> str:
+    parts = ["E" * chunk.embedding]
+    for run in policy.chunk_runs(chunk.layers):
+        group = run.policy.group
+        whole = symbols[run.policy] * run.count
+        parts.append(
+            whole if group == 1 else f"({symbols[run.policy] * group})" * (run.count // group)
+        )
+    return "".join([*parts, "L" * chunk.head])
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """Header, one row per stage, legend, evidence and assumptions."""
+    return Group(_header(plan), _stages(plan), _legend(plan.policy), _footer(plan))
+
+
+def _header(plan: Plan) -> Text:
+    shape, model = plan.profile.parallelism, plan.profile.model
+    schedule = plan.schedule
+    lines = [
+        f"{model.name}: {plan.profile.num_layers} layers, micro-batch {shape.micro_batch_size}, "
+        f"sequence {shape.seq_length}, tp {shape.tensor_parallel}",
+        f"{schedule.num_stages} stages of {schedule.num_chunks} chunks, "
+        f"{schedule.num_microbatches} microbatches: {plan.cost.step_ms:.1f} ms a step, "
+        f"{plan.cost.recompute_ms:.1f} ms of it recompute",
+    ]
+    if plan.best_manual is not None:
+        gain = 100 * (1 - plan.cost.step_ms / plan.best_manual.step_ms)
+        lines.append(
+            f"Megatron's best own setting that fits: {plan.best_manual.name}, "
+            f"{plan.best_manual.step_ms:.1f} ms; this plan takes {gain:.1f}% less"
+        )
+    else:
+        lines.append("None of Megatron's own settings fits the budget")
+    return Text("\n".join(lines))
+
+
+def _stages(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("stage", justify="right")
+    table.add_column("policy", overflow="fold", ratio=1)
+    for name in ("peak GiB", "budget", "recompute ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    policy = plan.policy
+    for stage, chunks in enumerate(plan.layout.stages):
+        cost = plan.cost.stages[stage]
+        table.add_row(
+            str(stage),
+            Text(strip(policy, chunks)),
+            gib(cost.peak_high_bytes),
+            gib(plan.budget_bytes[stage]),
+            f"{cost.recompute_ms:.1f}",
+        )
+    return table
+
+
+def _legend(policy: RecomputePolicy) -> Text:
+    symbols = {symbol: choice for choice, symbol in legend(policy).items() if choice.group == 1}
+    lines = [f"{symbol} {choice}" for symbol, choice in sorted(symbols.items())]
+    if any(choice.group > 1 for choice in policy.layers):
+        lines.append("(FF) full, one checkpoint around these layers")
+    lines.append("E embedding, L head and loss, | next chunk")
+    return Text("\n".join(lines))
+
+
+def _footer(plan: Plan) -> Text:
+    gap = max(evidence.gap for evidence in plan.evidence)
+    proof = "proven optimal" if gap == 0 else f"within {100 * gap:.3f}% of the optimum"
+    lines = [f"Each stage's choices are {proof} in this model."]
+    lines += [f"Set {name} {value}" for name, value in plan.megatron_flags.items()]
+    lines += [*plan.notes, *(f"Assumes: {text}" for text in plan.profile.assumptions)]
+    return Text("\n".join(lines))
+
+
+def stages_explained(plan: Plan) -> RenderableType:
+    """Per stage: what binds, and the peak by what it is made of."""
+    parts: list[RenderableType] = []
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    for name in ("stage", "static", "in flight", "running", "transient", "emb+head", "overhead"):
+        table.add_column(name, justify="right")
+    table.add_column("peak GiB", justify="right")
+    for cost in plan.cost.stages:
+        split = cost.peak.breakdown
+        values = (
+            split.static_bytes,
+            split.in_flight_bytes,
+            split.running_bytes,
+            split.transient_bytes,
+            split.embedding_head_bytes,
+            split.overhead_bytes,
+            split.total_bytes,
+        )
+        table.add_row(str(cost.stage), *map(gib, values))
+    parts.append(table)
+    for evidence, cost in zip(plan.evidence, plan.cost.stages, strict=True):
+        parts.append(
+            Text(
+                f"stage {evidence.stage}: peak {gib(cost.peak_low_bytes)} to "
+                f"{gib(cost.peak_high_bytes)} GiB of {gib(evidence.budget_bytes)}; "
+                f"bound by {evidence.binding}"
+            )
+        )
+    return Group(*parts)
+
+
+def neighbours_view(
+    plan: Plan, layer: int, stage: int, found: Iterable[tuple[LayerPolicy, PolicyCost]]
+) -> RenderableType:
+    """One row per other choice of a layer."""
+    chosen = plan.policy.layers[layer]
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("instead", overflow="fold")
+    for name in ("step ms", "stage ms", "peak GiB", "fits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in neighbour_rows(plan, stage, found):
+        table.add_row(
+            Text(str(row["choice"])),
+            f"{row['step_ms']:+.3f}",
+            f"{row['stage_busy_ms']:+.3f}",
+            f"{float(row['peak_bytes']) / GIB:+.3f}",
+            "yes" if row["fits"] else "no",
+        )
+    evidence = plan.evidence[stage]
+    title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
+    return Group(Text(title), table, Text(f"The stage is bound by {evidence.binding}."))
+
+
+def neighbour_rows(
+    plan: Plan, stage: int, found: Iterable[tuple[LayerPolicy, PolicyCost]]
+) -> list[dict[str, str | float | bool]]:
+    """What each choice changes: step_ms, stage_busy_ms, peak_bytes (high end); whether it fits."""
+    now = plan.cost.stages[stage]
+    return [
+        {
+            "choice": str(choice),
+            "step_ms": cost.step_ms - plan.cost.step_ms,
+            "stage_busy_ms": cost.stages[stage].busy_ms - now.busy_ms,
+            "peak_bytes": cost.stages[stage].peak_high_bytes - now.peak_high_bytes,
+            "fits": cost.stages[stage].peak_high_bytes <= plan.budget_bytes[stage],
+        }
+        for choice, cost in found
+    ]
+
+
+def curve_view(points: Sequence[CurvePoint]) -> RenderableType:
+    """One row per distinct time."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1), expand=True)
+    for name in ("budget GiB", "step ms", "peak GiB"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=10)
+    table.add_column("policy", overflow="ellipsis", no_wrap=True, ratio=1)
+    for point in points:
+        table.add_row(
+            gib(point.budget_bytes),
+            f"{point.step_ms:.1f}",
+            gib(point.peak_high_bytes),
+            Text(point.recompute_policy),
+        )
+    return table

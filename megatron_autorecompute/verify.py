@@ -1,0 +1,199 @@
+"""A plan's predicted peaks against Megatron's own schedule, stage by stage, without a device.
+
+The model is rebuilt on meta tensors from what the profile says of it (`compat.model_facts`), so the
+check holds on any machine. It knows Megatron's local layers only: where the profile was made of
+Transformer Engine's, what runs here is not what was measured, and it refuses.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from megatron_autorecompute import compat
+from megatron_autorecompute.cost_model import evaluate
+from megatron_autorecompute.dry_run import StageDryRun, StepShape, build_gpt, dry_run
+from megatron_autorecompute.errors import ProfileError, VerificationError
+from megatron_autorecompute.pipeline import Layout
+from megatron_autorecompute.plan import Plan
+from megatron_autorecompute.solve import GIB
+
+TOLERANCE = 0.005
+"""How far a predicted activation peak may lie from the dry run's, as a share of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCheck:
+    """One stage: activations at their peak, predicted and run, and what they add up to."""
+
+    stage: int
+    predicted_bytes: int
+    """Activation peak by the cost model: static bytes and optimizer step left out."""
+    dry_run_bytes: int
+    """The same by Megatron's own schedule."""
+    static_bytes: int
+    """As the profile has it."""
+    budget_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over run, less one."""
+        return self.predicted_bytes / self.dry_run_bytes - 1 if self.dry_run_bytes else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether static bytes and the dry run's peak are within the budget."""
+        return self.static_bytes + self.dry_run_bytes <= self.budget_bytes
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the prediction is within TOLERANCE."""
+        return abs(self.error) <= TOLERANCE
+
+
+def verify(
+    plan: Plan, progress: Callable[[StageDryRun], None] = lambda _: None
+) -> tuple[StageCheck, ...]:
+    """Run every stage of a plan on meta tensors, one process at a time.
+
+    Args:
+        plan: what is checked.
+        progress: called with each stage's run as it is done.
+
+    Raises: ProfileError where the profile does not say how to build the model, MachineError where
+    the model's code needs a device.
+    """
+    config, build = rebuilt(plan)
+    runs = dry_run(config, _shape(plan), policy=plan.policy, build=build, done=progress)
+    # The optimizer step is no part of the schedule: without it, the peak is one of activations.
+    stages = tuple(replace(s, optimizer_step_peak_bytes=0) for s in plan.profile.stages)
+    profile = replace(plan.profile, stages=stages)
+    cost = evaluate(profile, plan.layout, plan.schedule, plan.policy)
+    return tuple(
+        StageCheck(
+            run.stage,
+            stage.peak.bytes - stage.peak.breakdown.static_bytes,
+            run.peak_bytes,
+            stage.peak.breakdown.static_bytes,
+            budget_bytes,
+        )
+        for run, stage, budget_bytes in zip(runs, cost.stages, plan.budget_bytes, strict=True)
+    )
+
+
+def require_verified(checks: tuple[StageCheck, ...]) -> None:
+    """Raise VerificationError for the worst stage that exceeds its budget or differs too much."""
+    over = [check for check in checks if not check.fits]
+    apart = [check for check in checks if not check.agrees]
+    if over:
+        worst = max(over, key=lambda c: c.static_bytes + c.dry_run_bytes - c.budget_bytes)
+        raise VerificationError(
+            f"Stage {worst.stage} needs {(worst.static_bytes + worst.dry_run_bytes) / GIB:.2f} GiB "
+            f"in Megatron's own schedule; its budget is {worst.budget_bytes / GIB:.2f} GiB. Plan "
+            "again with a smaller budget, or measure the profile anew."
+        )
+    if apart:
+        worst = max(apart, key=lambda c: abs(c.error))
+        raise VerificationError(
+            f"Stage {worst.stage}: {worst.predicted_bytes / GIB:.3f} GiB of activations were "
+            f"predicted, Megatron's own schedule has {worst.dry_run_bytes / GIB:.3f} GiB "
+            f"({worst.error:+.1%}; at most {TOLERANCE:.1%} is allowed). The profile is not of this "
+            "model or these shapes, or a layer's record is off: measure it anew."
+        )
+
+
+def table(checks: Iterable[StageCheck]) -> Table:
+    """One row per stage, in 80 columns."""
+    shown = Table(box=None)
+    for name in ("stage", "predicted GiB", "Megatron GiB", "error", "total GiB", "budget GiB", ""):
+        shown.add_column(name, justify="right")
+    for check in checks:
+        remark = "" if check.fits and check.agrees else "differs" if check.fits else "over budget"
+        sizes = (check.static_bytes + check.dry_run_bytes, check.budget_bytes)
+        shown.add_row(
+            str(check.stage),
+            f"{check.predicted_bytes / GIB:.3f}",
+            f"{check.dry_run_bytes / GIB:.3f}",
+            f"{check.error:+.2%}",
+            *(f"{size / GIB:.2f}" for size in sizes),
+            remark,
+        )
+    return shown
+
+
+def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
+    """The config of the plan's model and the function that builds one chunk of it."""
+    facts = plan.profile.model.facts
+    lacking = [name for name in compat.MODEL_FACTS if name not in facts]
+    if lacking:
+        raise ProfileError(
+            f"To verify a plan its model is built again, but the profile's model.facts lack "
+            f"{', '.join(lacking)}. Profiles measured in a job have them; for one written by hand, "
+            "see docs/plan.md."
+        )
+    if facts["transformer_impl"] != "local":
+        raise ProfileError(
+            f"The profile was made with transformer_impl {facts['transformer_impl']!r}; without a "
+            "device only Megatron's local layers run, whose bytes are others. Verify on the "
+            "device with --recompute-policy @PLAN, or profile with --transformer-impl local."
+        )
+    config = compat.rebuilt_config(facts["transformer_config"], _pipeline_fields(plan))
+    build = functools.partial(
+        build_gpt,
+        position_embedding_type=facts["position_embedding_type"],
+        share_embeddings_and_output_weights=facts["share_embeddings_and_output_weights"],
+    )
+    return config, build
+
+
+def _pipeline_fields(plan: Plan) -> dict[str, Any]:
+    """The plan's pipeline, which need not be the measured one, as Megatron's config fields."""
+    layout, schedule = plan.layout, plan.schedule
+    several = layout.num_chunks > 1
+    fields: dict[str, Any] = {
+        "pipeline_model_parallel_size": layout.num_stages,
+        "virtual_pipeline_model_parallel_size": layout.num_chunks if several else None,
+        "pipeline_model_parallel_layout": None if _is_even(layout) else layout_names(layout),
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "overlap_p2p_comm": several and plan.profile.overlap_p2p_comm,
+        "deallocate_pipeline_outputs": plan.profile.deallocate_pipeline_outputs,
+        "overlap_moe_expert_parallel_comm": schedule.overlap_moe_expert_parallel_comm,
+    }
+    if several:
+        fields["microbatch_group_size_per_vp_stage"] = schedule.group_size
+    return fields
+
+
+def _is_even(layout: Layout) -> bool:
+    sizes = {len(layers) for layers in layout.chunk_layers()}
+    return len(sizes) == 1 and not layout.mtp_num_layers
+
+
+def layout_names(layout: Layout) -> list[list[str]]:
+    """A layout as Megatron's `pipeline_model_parallel_layout` takes it: a list per chunk."""
+    rows = []
+    for chunk in (chunk for chunks in zip(*layout.stages, strict=True) for chunk in chunks):
+        kinds = ["decoder" if layer < layout.num_layers else "mtp" for layer in chunk.layers]
+        rows.append(["embedding"] * chunk.embedding + kinds + ["loss"] * chunk.head)
+    return rows
+
+
+def _shape(plan: Plan) -> StepShape:
+    parallel, facts = plan.profile.parallelism, plan.profile.model.facts
+    experts = parallel.expert_parallel * parallel.expert_tensor_parallel
+    ranks = parallel.tensor_parallel * parallel.context_parallel
+    return StepShape(
+        seq_length=parallel.seq_length,
+        micro_batch_size=parallel.micro_batch_size,
+        num_microbatches=plan.schedule.num_microbatches,
+        vocab_size=facts["vocab_size"],
+        data_parallel_size=math.lcm(experts, ranks) // ranks,
+    )

@@ -1,0 +1,9 @@
+#!/usr/bin/env python3
+"""Compare Megatron's own recompute strategies with ours; see --help."""
+
+import sys
+
+from megatron_autorecompute.compare import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,448 @@
+"""Hold NVIDIA's hand-tuned recipes against the planner, without a device; write a page.
+
+python scripts/nvidia_recipes.py [--only NAME] [--output docs/nvidia-recipes.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE and Apex
+
+from rich.progress import track  # noqa: E402
+
+from megatron_autorecompute.cost_model import PolicyCost  # noqa: E402
+from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
+from megatron_autorecompute.no_device.command import default_budget_bytes  # noqa: E402
+from megatron_autorecompute.no_device.devices import GIB, device  # noqa: E402
+from megatron_autorecompute.no_device.job import Job, job_from  # noqa: E402
+from megatron_autorecompute.no_device.sensitivity import planner  # noqa: E402
+from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
+from megatron_autorecompute.solve import Planner  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "benchmarks" / "data" / "nvidia_tuned_recipes.csv"
+
+LLAMA: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "cross_entropy_loss_fusion": True,
+    "cross_entropy_fusion_impl": "te",
+}
+MLA: dict[str, Any] = {
+    **LLAMA,
+    "qk_layernorm": True,
+    "multi_latent_attention": True,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-4,
+}
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """Dimensions of a public model, and what they were checked against."""
+
+    config: dict[str, Any]
+    vocab_size: int
+    checked: str
+    more: dict[str, Any]
+
+
+BF16_MOMENTS = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+}
+MODELS = {
+    "llama3_8b": KnownModel(
+        {
+            **LLAMA,
+            "num_layers": 32,
+            "hidden_size": 4096,
+            "ffn_hidden_size": 14336,
+            "num_attention_heads": 32,
+            "num_query_groups": 8,
+        },
+        128256,
+        "config.json of meta-llama/Meta-Llama-3-8B, from memory; agrees with the table",
+        {},
+    ),
+    "llama3_70b": KnownModel(
+        {
+            **LLAMA,
+            "num_layers": 80,
+            "hidden_size": 8192,
+            "ffn_hidden_size": 28672,
+            "num_attention_heads": 64,
+            "num_query_groups": 8,
+        },
+        128256,
+        "config.json of meta-llama/Meta-Llama-3-70B, from memory; agrees with the table",
+        {},
+    ),
+    "deepseek_v3": KnownModel(
+        {
+            **MLA,
+            "num_layers": 61,
+            "hidden_size": 7168,
+            "ffn_hidden_size": 18432,
+            "num_attention_heads": 128,
+            "q_lora_rank": 1536,
+            "num_moe_experts": 256,
+            "moe_router_topk": 8,
+            "moe_ffn_hidden_size": 2048,
+            "moe_shared_expert_intermediate_size": 2048,
+            "moe_layer_freq": [0] * 3 + [1] * 58,
+            "moe_router_num_groups": 8,
+            "moe_router_group_topk": 4,
+            "moe_router_topk_scaling_factor": 2.5,
+        },
+        129280,
+        "config.json of deepseek-ai/DeepSeek-V3, from memory; agrees with the table",
+        BF16_MOMENTS,
+    ),
+    "gpt_oss_120b": KnownModel(
+        {
+            **LLAMA,
+            "num_layers": 36,
+            "hidden_size": 2880,
+            "ffn_hidden_size": 2880,
+            "num_attention_heads": 64,
+            "num_query_groups": 8,
+            "kv_channels": 64,
+            "num_moe_experts": 128,
+            "moe_router_topk": 4,
+            "moe_ffn_hidden_size": 2880,
+            "window_size": [127, 0],
+            "window_attn_skip_freq": 2,
+        },
+        201088,
+        "GptOssConfig's defaults in transformers (36 layers, 2880, 64/8 heads of 64, 128 experts, "
+        "4 active, window 128); agrees. Its biases, sink and clamped SwiGLU are left out",
+        {},
+    ),
+    "moonlight_16b": KnownModel(
+        {
+            **MLA,
+            "num_layers": 27,
+            "hidden_size": 2048,
+            "ffn_hidden_size": 11264,
+            "num_attention_heads": 16,
+            "q_lora_rank": None,
+            "num_moe_experts": 64,
+            "moe_router_topk": 6,
+            "moe_ffn_hidden_size": 1408,
+            "moe_shared_expert_intermediate_size": 2816,
+            "moe_layer_freq": [0] + [1] * 26,
+            "moe_router_topk_scaling_factor": 2.446,
+            "apply_rope_fusion": False,
+        },
+        163840,
+        "config.json of moonshotai/Moonlight-16B-A3B, from memory",
+        BF16_MOMENTS,
+    ),
+}
+PRECISIONS = {
+    "bf16": "bf16",
+    "fp8_cs": "fp8",
+    "fp8_sc": "fp8_block",
+    "fp8_mx": "mxfp8",
+    "nvfp4": "nvfp4",
+}
+DEVICES = {"h100": "h100-80gb", "b200": "b200-180gb"}
+LORA_RANK = 16
+
+
+def number(text: str) -> int | None:
+    """An integer, None where the cell is empty."""
+    return int(text) if text else None
+
+
+def uncovered(row: dict[str, str]) -> str | None:
+    """Why a recipe is not covered, or None."""
+    if row["cpu_offloading_num_layers"]:
+        return "cpu_offloading of layers is not modelled"
+    if row["megatron_fsdp"] == "True":
+        return "Megatron FSDP shards weights and gradients, which is not modelled"
+    return None
+
+
+def job(row: dict[str, str]) -> Job:
+    """The recipe as a job."""
+    known = MODELS[row["model"]]
+    sizes = {
+        "tensor_model_parallel_size": number(row["tp"]),
+        "pipeline_model_parallel_size": number(row["pp"]),
+        "virtual_pipeline_model_parallel_size": number(row["vpp"]),
+        "context_parallel_size": number(row["cp"]),
+        "expert_model_parallel_size": number(row["ep"]),
+        "expert_tensor_parallel_size": number(row["etp"]) or (1 if row["ep"] != "1" else None),
+        "sequence_parallel": row["sp"] == "True",
+        "mtp_num_layers": number(row["mtp_layers"]),
+        "pipeline_model_parallel_layout": row["pp_layout"] or None,
+        "overlap_moe_expert_parallel_comm": row["ep_a2a_overlap"] == "True",
+    }
+    precision = PRECISIONS[row["dtype"]]
+    data = {
+        "name": row["recipe"].removesuffix("_config"),
+        "config": {**known.config, **sizes},
+        "num_gpus": number(row["num_gpus"]),
+        "seq_length": number(row["seq"]),
+        "micro_batch_size": number(row["mbs"]),
+        "global_batch_size": number(row["gbs"]),
+        "vocab_size": known.vocab_size,
+        "precision": precision,
+        "fp8_param_gather": precision != "fp8_block",
+        "accumulate_allreduce_grads_in_fp32": False,
+        "disable_parameter_transpose_cache": row["task"] in ("sft", "peft"),
+        "store_param_remainders": row.get("masters") != "whole",
+        "lora_rank": LORA_RANK if row["task"] == "peft" else 0,
+        **known.more,
+    }
+    return job_from(data, row["recipe"])
+
+
+def setting(row: dict[str, str]) -> str:
+    """NVIDIA's recompute setting in the policy grammar."""
+    if row["recompute_granularity"] == "full":
+        return f"megatron:{row['recompute_method']}/{row['recompute_num_layers']}"
+    if row["recompute_granularity"] == "selective":
+        return f"megatron:selective[{row['recompute_modules']}]"
+    return "megatron:none"
+
+
+def evaluated(model: Planner, text: str) -> PolicyCost:
+    """The cost of a Megatron setting on the planner's layout."""
+    layers = model.profile.model.num_layers
+    chunks = [[i for i in chunk if i < layers] for chunk in model.layout.chunk_layers()]
+    policy = RecomputePolicy.parse(text, num_layers=model.profile.num_layers, layout=chunks)
+    return model.evaluate(policy)
+
+
+def peak_bytes(cost: PolicyCost) -> int:
+    """Of the fullest stage."""
+    return max(stage.peak_high_bytes for stage in cost.stages)
+
+
+def compared(row: dict[str, str]) -> list[str]:
+    """One line of the table."""
+    asked = job(row)
+    gpu = device(DEVICES[row["gpu"]])
+    budget = default_budget_bytes(gpu, None)
+    model = planner(asked, gpu)
+    theirs = evaluated(model, setting(row))
+    ours = model.attempt(budget)
+    fits = peak_bytes(theirs) <= budget
+    cells = [
+        asked.name,
+        setting(row).removeprefix("megatron:"),
+        f"{budget / GIB:.1f}",
+        f"{peak_bytes(theirs) / GIB:.1f}",
+        "yes" if fits else "no",
+        f"{theirs.step_ms / 1e3:.2f}",
+    ]
+    if ours is None:
+        lean = max(choice.peak_bytes for choice in model.leanest)
+        return [*cells, f"{lean / GIB:.1f}", "no", "", "", "nothing fits"]
+    gain = 1 - ours.cost.step_ms / theirs.step_ms
+    verdict = f"{gain:+.1%}" if fits else "theirs does not fit"
+    return [
+        *cells,
+        f"{peak_bytes(ours.cost) / GIB:.1f}",
+        "yes",
+        f"{ours.cost.step_ms / 1e3:.2f}",
+        verdict,
+        summary(ours.policy),
+    ]
+
+
+def summary(policy: RecomputePolicy) -> str:
+    """Layers per choice."""
+    counts: dict[str, int] = {}
+    for choice in policy.layers:
+        counts[str(choice)] = counts.get(str(choice), 0) + 1
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{choice} x{count}" for choice, count in ordered)
+
+
+HEADER = (
+    *("recipe", "NVIDIA's setting", "budget GiB", "their peak", "fits", "their step s"),
+    *("our peak", "fits", "our step s", "ours takes less by", "our layers"),
+)
+
+
+def table(header: tuple[str, ...], rows: list[list[str]]) -> str:
+    """Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+MEASURED_LLAMA = (
+    ("core_attn", 4, 4, 5, 58.8),
+    ("mlp", 4, 4, 5, 55.6),
+    ("mlp+core_attn", 4, 4, 5, 55.6),
+    ("core_attn", 4, 8, 5, 53.2),
+    ("core_attn", 8, 4, 5, 50.2),
+)
+"""Modules, tp, pp, vpp, GB that NVIDIA measured; Llama3-70B SFT in fp8 on 32 H100."""
+MEASURED_MOONLIGHT = (
+    ("", 36.618),
+    ("core_attn", 36.614),
+    ("mla_up_proj", 35.902),
+    ("mla_up_proj+mlp", 35.917),
+    ("moe_act", 35.941),
+    ("layernorm+moe_act", 35.949),
+)
+
+
+def measured_rows() -> list[list[str]]:
+    """Predicted against what NVIDIA measured, in GB (10^9 bytes)."""
+    rows = []
+    for modules, tp, pp, vpp, measured_gb in MEASURED_LLAMA:
+        sizes = {"tp": str(tp), "pp": str(pp), "vpp": str(vpp), "cp": "1", "ep": "1", "etp": ""}
+        row = base_row("llama3_70b", "fp8_cs", 32, "32", sizes)
+        rows.append(measured_row(f"Llama3-70B SFT tp{tp} pp{pp}", row, modules, measured_gb))
+    sizes = {"tp": "2", "pp": "1", "vpp": "", "cp": "1", "ep": "8", "etp": "1"}
+    for masters in ("remainders", "whole"):
+        for modules, measured_gb in MEASURED_MOONLIGHT:
+            row = base_row("moonlight_16b", "bf16", 8, "4", {**sizes, "masters": masters})
+            name = f"Moonlight-16B, {masters} as masters"
+            rows.append(measured_row(name, row, modules, measured_gb))
+    return rows
+
+
+def base_row(model: str, dtype: str, gpus: int, gbs: str, sizes: dict[str, str]) -> dict[str, str]:
+    """A row as in the CSV for the runs NVIDIA measured."""
+    return {
+        "recipe": model,
+        "model": model,
+        "gpu": "h100",
+        "dtype": dtype,
+        "task": "sft",
+        "num_gpus": str(gpus),
+        "sp": "True",
+        "mbs": "1",
+        "gbs": gbs,
+        "seq": "4096",
+        "mtp_layers": "",
+        "pp_layout": "",
+        "ep_a2a_overlap": "False",
+        **sizes,
+    }
+
+
+def measured_row(name: str, row: dict[str, str], modules: str, measured_gb: float) -> list[str]:
+    """One line: predicted, measured, difference."""
+    try:
+        model = planner(job(row), device("h100-80gb"))
+    except AutorecomputeError as error:
+        return [name, f"[{modules}]", "", f"{measured_gb:.2f}", str(error).split(".")[0]]
+    text = f"megatron:selective[{modules}]" if modules else "megatron:none"
+    predicted_gb = peak_bytes(evaluated(model, text)) / 1e9
+    difference = predicted_gb / measured_gb - 1
+    shown = [f"{predicted_gb:.2f}", f"{measured_gb:.2f}", f"{difference:+.1%}"]
+    return [name, f"[{modules}]", *shown]
+
+
+def page(only: str | None) -> str:
+    """The whole page."""
+    with open(RECIPES, newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if not only or only in row["recipe"]]
+    reasons = [(row, uncovered(row)) for row in rows]
+    lines, failed = [], []
+    for row, reason in track(reasons, description="recipes"):
+        if reason is None:
+            try:
+                lines.append(compared(row))
+            except AutorecomputeError as error:
+                reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            failed.append([row["recipe"], reason])
+    parts = [INTRODUCTION, counted(rows, lines), table(HEADER, lines)]
+    parts += ["## Not covered\n", table(("recipe", "reason"), failed)]
+    parts += ["## Dimensions\n", dimensions()]
+    parts += ["## Against measured peaks\n", MEASURED_TEXT]
+    parts += [table(("run", "modules", "predicted GB", "measured GB", "off by"), measured_rows())]
+    parts += [MEASURED_EXPLAINED]
+    return "\n".join(parts)
+
+
+def counted(rows: list[dict[str, str]], lines: list[list[str]]) -> str:
+    """The result in one paragraph."""
+    both = [line for line in lines if line[4] == "yes"]
+    better = [line for line in both if line[9] and not line[9].startswith("-")]
+    share = len(lines) / max(len(rows), 1)
+    ours = sum(line[7] == "yes" for line in lines)
+    return (
+        f"{len(lines)} of {len(rows)} recipes covered ({share:.1%}). "
+        f"NVIDIA's setting fits in {len(both)}; ours fits in {ours}. Where theirs fits, ours takes "
+        f"no longer in {len(better)} of {len(both)}.\n"
+    )
+
+
+def dimensions() -> str:
+    """What the models' dimensions were checked against."""
+    return table(("model", "checked against"), [[n, m.checked] for n, m in MODELS.items()])
+
+
+INTRODUCTION = """# NVIDIA's hand-tuned recipes, seen from a laptop
+
+Written by `python scripts/nvidia_recipes.py` from `benchmarks/data/nvidia_tuned_recipes.csv`.
+**Nothing on this page but the column "measured GB" is measured.** Bytes are those of Megatron's
+code on meta tensors, times a roofline at assumed shares of the device's peaks; see
+[no-device.md](no-device.md) for all assumptions. Steps compare choices on the same basis; they
+do not predict throughput.
+
+Assumed for every recipe besides: gradients in bf16 (`grad_reduce_in_fp32=False`, as Bridge's
+performance recipes set it), bf16 Adam moments for DeepSeek-V3 and Moonlight (their recipes'
+precision-aware optimizer), even routing, no bytes for CUDA graphs' pools and DeepEP's or
+HybridEP's buffers, LoRA of rank 16 on all linear layers for PEFT, quantised weights kept twice
+(rowwise and columnwise), but once for SFT and PEFT (`disable_parameter_transpose_cache=True` in
+their recipes). Budget: the device's memory less 2 GiB and 5%.
+"""
+MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100 80 GB, in GB (taken as 10^9 bytes),
+beside what this model predicts. The reports give no figure for weights, gradients or optimizer
+state.
+"""
+MEASURED_EXPLAINED = """What the differences may come from; none of it was verified on a device:
+
+- **Moonlight.** The difference is nearly the same whatever is recomputed, so it lies outside the
+  layers. The recipe asks for the precision-aware optimizer with bf16 gradients and moments. Whole
+  fp32 masters instead of their lower halves (`store_param_remainders`) are 4 GB of it; the rest may
+  be routing that is not even (mock data), the dispatcher's buffers, and all-gather buffers.
+  `core_attn` changes nothing in both.
+- **Llama3-70B.** The runs use Transformer Engine's CUDA graphs over the MLP, whose pools share and
+  pin what the MLP keeps: that recomputing it gives back 3 GB there and 13 GB here fits this. What
+  stays is within 10% but for 8 stages (12%).
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="recipes whose name contains this")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "nvidia-recipes.md")
+    args = parser.parse_args()
+    args.output.write_text(page(args.only), encoding="utf-8")
+    print(f"Written to {args.output}.")
+
+
+if __name__ == "__main__":
+    main()

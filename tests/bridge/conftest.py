@@ -1,0 +1,53 @@
+"""Bridge with the field and without CUDA in the test process; nothing to collect without Bridge."""
+
+import importlib.util
+import warnings
+
+import pytest
+import torch
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+collect_ignore_glob = [] if _is_installed("megatron.bridge") else ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items):
+    # Bridge, transformers, pydantic inside them and modelopt warn of one another on import and use.
+    for item in items:
+        if item.nodeid.startswith("tests/bridge"):
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="session")
+def bridge():
+    """megatron.bridge with the field, imported for good: a process cannot import it twice."""
+    from tests.bridge import launch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        launch.prepare(patch=lambda *args: None)
+        import megatron.bridge
+
+    return megatron.bridge
+
+
+@pytest.fixture(scope="module")
+def one_rank(bridge):
+    """Megatron without CUDA and a world of one."""
+    from megatron_autorecompute import without_cuda
+    from tests.support import start_parallel
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    with without_cuda.activate():
+        start_parallel()
+        yield
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,105 @@
+"""Recipes of the kinds Bridge ships, small enough for a CPU; made like Bridge's own."""
+
+import warnings
+
+import torch
+
+SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float32",
+}
+
+
+def tiny_llama_pretrain_config():
+    """Bridge's Llama recipe with a tiny Llama in it, in fp32 on gloo."""
+    from transformers import LlamaConfig
+
+    return _recipe(LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]))
+
+
+def tiny_moe_pretrain_config():
+    """The same with a Qwen3-MoE."""
+    from transformers import Qwen3MoeConfig
+
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    return _recipe(Qwen3MoeConfig(**SIZES, **moe, architectures=["Qwen3MoeForCausalLM"]))
+
+
+def _recipe(hf_config):
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.recipes.common import _pretrain_common
+
+    cfg = _pretrain_common()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bridge = AutoBridge.from_hf_config(hf_config)
+    cfg.model = bridge.to_megatron_provider(load_weights=False)
+    for_cpu(cfg)
+    return cfg
+
+
+def for_cpu(cfg):
+    """What a recipe has to say to run on gloo without TE, fused kernels, bf16 or a data set."""
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+
+    local = {
+        "transformer_layer_spec": local_layer_spec,
+        "transformer_impl": "local",
+        "attention_backend": None,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "cross_entropy_loss_fusion": False,
+        "cross_entropy_fusion_impl": "native",
+        "persist_layer_norm": False,
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "moe_router_fusion": False,
+        "seq_length": 32,
+        "bf16": False,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+        "batch_p2p_comm": False,
+        "deallocate_pipeline_outputs": False,
+        "cuda_graph_impl": "none",
+    }
+    for name, value in local.items():
+        assert hasattr(cfg.model, name), name
+        setattr(cfg.model, name, value)
+    cfg.mixed_precision = None
+    cfg.comm_overlap = None
+    cfg.tokenizer.tokenizer_type = "NullTokenizer"
+    cfg.tokenizer.tokenizer_model = None
+    cfg.tokenizer.vocab_size = 127
+    cfg.model.vocab_size = None
+    cfg.dataset.seq_length = 32
+    cfg.dataset.num_workers = 0
+    cfg.dataset.persistent_workers = False
+    cfg.dataset.skip_getting_attention_mask_from_dataset = False
+    cfg.train.train_iters = 3
+    cfg.train.micro_batch_size = 2
+    cfg.train.global_batch_size = 8
+    cfg.train.eval_iters = 0
+    cfg.train.eval_interval = 1000
+    cfg.train.manual_gc = False
+    cfg.scheduler.lr_warmup_iters = 0
+    cfg.scheduler.lr_decay_iters = 100
+    cfg.logger.log_interval = 1
+    cfg.logger.tensorboard_dir = None
+    cfg.checkpoint.save = None
+    cfg.checkpoint.load = None
+    cfg.dist.distributed_backend = "gloo"
+    cfg.ddp.data_parallel_sharding_strategy = "no_shard"
+    cfg.optimizer.bf16 = False
+    cfg.optimizer.params_dtype = torch.float32
+    cfg.optimizer.use_precision_aware_optimizer = False

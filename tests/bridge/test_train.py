@@ -1,0 +1,139 @@
+"""Bridge's own `pretrain` on CPU through scripts/bridge_pretrain.py, with and without a policy."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from megatron_autorecompute.plan import Plan
+from tests.bridge import recipes
+
+RECIPE = "tests/bridge/recipes.py:"
+LLAMA, MOE = RECIPE + "tiny_llama_pretrain_config", RECIPE + "tiny_moe_pretrain_config"
+STEPS = "train.train_iters=20"
+AUTO = ("model.recompute_policy=auto", "--recompute-memory-budget-gib")
+
+
+def train(recipe, *arguments, ranks=1):
+    """What the run printed; an error of the run is an error here."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    launcher += ["--master-port", str(port)]
+    command = ["-m", "tests.bridge.launch", "scripts/bridge_pretrain.py", "--recipe", recipe]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *launcher, *command, STEPS, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def learned(output):
+    """Loss and gradient norm of every step as printed, and the digest of all weights."""
+    losses = re.findall(r"iteration +\d+/.*lm loss: (\S+) .*grad norm: (\S+)", output)
+    weights = sorted(re.findall(r"weights of rank \d+: \S+", output))
+    assert len(losses) == 20
+    assert weights
+    return losses, weights
+
+
+@pytest.fixture(scope="module")
+def without():
+    return learned(train(LLAMA))
+
+
+def test_a_mixed_policy_trains_to_the_same_bits(without):
+    output = train(LLAMA, "model.recompute_policy=none,full,selective[core_attn+mlp],none")
+    assert learned(output) == without
+    assert "recompute_policy: ['none', 'full', 'selective[core_attn+mlp]', 'none']" in output
+
+
+def test_auto_measures_decides_and_learns_the_same_bits(without, tmp_path):
+    path = tmp_path / "plan.json"
+    keep = ("--recompute-plan-path", str(path))
+    output = train(LLAMA, *AUTO, "0.0036", *keep)
+    assert learned(output) == without
+    assert "recompute auto: measuring" in output
+    assert "to keep this policy without measuring" in output
+    plan = Plan.load(path)
+    assert plan.fingerprint["model"] == "GPTModel"
+    assert "full" in plan.policy.format() or "selective" in plan.policy.format()
+    again = train(LLAMA, *AUTO, "0.0036", *keep)
+    assert learned(again) == without
+    assert "running the plan" in again
+    assert "recompute auto: measuring" not in again
+    fixed = train(LLAMA, f"model.recompute_policy=@{path}")
+    assert learned(fixed) == without
+
+
+def test_a_dry_run_prints_the_plan_and_stops(tmp_path):
+    save = f"checkpoint.save={tmp_path}"
+    output = train(LLAMA, *AUTO, "1", "--recompute-dry-run", save)
+    assert "iteration       20/" not in output
+    assert "ms a step" in output
+    assert (tmp_path / "recompute-plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "budget_gib"), [(LLAMA, "0.0026"), (MOE, "0.006")], ids=["llama", "moe"]
+)
+def test_auto_on_two_pipeline_stages_learns_the_same_bits(recipe, budget_gib):
+    two = "model.pipeline_model_parallel_size=2"
+    plain = learned(train(recipe, two, ranks=2))
+    output = train(recipe, two, *AUTO, budget_gib, ranks=2)
+    assert learned(output) == plain
+    assert "recompute auto: running a plan for all of the slack" in output
+
+
+# --- what is refused, in this process -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--recipe", "llama3_9b_pretrain_config"], 9, "llama3_8b_pretrain_config"),
+        (["--recipe", "nowhere.py:recipe"], 9, "There is no recipe file nowhere.py"),
+        (["--recipe", RECIPE + "recipe"], 9, "tiny_moe_pretrain_config"),
+        (["--recipe", LLAMA, "--peft_scheme", "lora"], 9, "takes none"),
+        (["--recipe", LLAMA, "--mode", "finetune"], 9, "checkpoint.pretrained_checkpoint=PATH"),
+        (["--recipe", LLAMA, "--recompute-dry-run"], 9, "only auto makes a plan"),
+        (["--recipe", LLAMA, "--recompute-run-on-cpu"], 9, "on CUDA devices only"),
+        (["--recipe", LLAMA, "model.recompute_policy=full*3"], 2, "the model has 4"),
+        (["--recipe", LLAMA, "model.recompute_policy=@no.json"], 2, "Cannot read the policy file"),
+        (["--recipe", LLAMA, "--tp", "2"], 2, "neither a flag nor an override"),
+    ],
+)
+def test_bad_input_ends_with_one_message_and_its_code(
+    bridge, arguments, code, said, capsys, monkeypatch
+):
+    from scripts.bridge_pretrain import main
+
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == code
+    assert said in capsys.readouterr().err
+
+
+def test_with_no_policy_bridges_pretrain_is_called_with_nothing_added(bridge, monkeypatch):
+    from megatron.bridge.training import pretrain
+
+    from megatron_autorecompute.integrations import megatron_bridge
+
+    seen = []
+    monkeypatch.setattr(pretrain, "pretrain", lambda *args: seen.append(args))
+    cfg = recipes.tiny_llama_pretrain_config()
+    before = repr(cfg)
+    megatron_bridge.pretrain(cfg, train)
+    assert seen == [(cfg, train, [])]
+    assert repr(cfg) == before
+    assert cfg.model.pre_wrap_hook is None

@@ -1,0 +1,77 @@
+"""Small models of every sort that CPU cannot run, and a short training run of one."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.cases import DENSE, DENSE_TE, MLA, MOE, Case, built
+from megatron_autorecompute import compat
+
+STEPS = 2
+
+
+def small(case: Case, seq_length: int = 128, **fields: Any) -> Case:
+    """The case in four layers; tiny, and of local layers, off CUDA."""
+    if not torch.cuda.is_available():
+        return replace(case.sized(True), fields={**case.fields, **case.tiny_fields, **fields})
+    shape = replace(
+        case.shape,
+        num_layers=4,
+        hidden_size=256,
+        num_attention_heads=4,
+        seq_length=seq_length,
+        micro_batch_size=2,
+    )
+    return replace(case, shape=shape, fields={**case.fields, **fields})
+
+
+def fp8(case: Case, recipe: str) -> Case:
+    return small(case, fp8="hybrid", fp8_recipe=recipe)
+
+
+LOCAL = {
+    "dense, unfused attention": lambda: small(DENSE),
+    "dense with linear biases": lambda: small(DENSE, add_bias_linear=True),
+}
+TE = {
+    "TE dense": lambda: small(DENSE_TE),
+    "TE dense with RMSNorm": lambda: small(DENSE_TE, normalization="RMSNorm"),
+    "TE grouped experts": lambda: small(MOE),
+    "TE multi-latent attention": lambda: small(MLA),
+    "TE fp8 with current scaling": lambda: fp8(DENSE_TE, "tensorwise"),
+    "TE fp8 with blocks": lambda: fp8(DENSE_TE, "blockwise"),
+    "TE fp8 with delayed scaling": lambda: fp8(DENSE_TE, "delayed"),
+    "TE fp8 experts": lambda: fp8(MOE, "tensorwise"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Losses of all steps; the last step's gradients and the weights after it."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+    def differences(self, other: "Run") -> list[str]:
+        """What differs by as much as one bit."""
+        found = [] if self.losses == other.losses else [f"losses {self.losses} {other.losses}"]
+        for what in ("gradients", "weights"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            assert mine.keys() == theirs.keys()
+            found += [f"{what} {n}" for n in mine if not torch.equal(mine[n], theirs[n])]
+        return found
+
+
+def trained(case: Case, policy: str) -> Run:
+    """A few steps from the same seed under a policy, dropout 0.1."""
+    job = built(case)
+    with job.strategy(policy):
+        losses = [job.step() for _ in range(STEPS)]
+    named = dict(compat.unwrapped(job.chunks[0]).named_parameters())
+    return Run(
+        losses,
+        {name: parameter.main_grad.clone() for name, parameter in named.items()},
+        {name: parameter.detach().clone() for name, parameter in named.items()},
+    )

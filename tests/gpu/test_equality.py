@@ -1,0 +1,93 @@
+"""A policy changes no bit of a training run, for what CPU cannot run."""
+
+import random
+from dataclasses import replace
+from importlib import util
+
+import pytest
+
+from megatron_autorecompute import compat
+from megatron_autorecompute.measure import kinds
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from tests.gpu.models import LOCAL, TE, small, trained
+
+pytestmark = [pytest.mark.requires_gpu, pytest.mark.usefixtures("one_gpu")]
+MODELS = [
+    *(pytest.param(make, id=name) for name, make in LOCAL.items()),
+    *(pytest.param(make, id=name, marks=pytest.mark.requires_te) for name, make in TE.items()),
+]
+
+
+def policies(case, mixes=6):
+    """Every choice that all layers have, on all of them; then random mixes, groups among them."""
+    from benchmarks.gpu.cases import built
+
+    job = built(case)
+    found = kinds(job.chunks)
+    choices = [c for c in found[0].choices if all(c in kind.choices for kind in found)]
+    num_layers = compat.num_policy_layers(job.config)
+    uniform = [RecomputePolicy((choice,) * num_layers) for choice in choices]
+    chance = random.Random(1)
+    mixed = [
+        RecomputePolicy(
+            (
+                *(LayerPolicy("full", group=2),) * 2,
+                *(chance.choice(choices) for _ in range(num_layers - 2)),
+            )
+        )
+        for _ in range(mixes)
+    ]
+    return [policy.format() for policy in (*uniform, *mixed)]
+
+
+def different(case):
+    """What differs from a run without recompute, by policy."""
+    reference = trained(case, "megatron:none")
+    found = {text: trained(case, text).differences(reference) for text in policies(case)}
+    assert len(found) > 2
+    return {text: what for text, what in found.items() if what}
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_the_same_run_gives_the_same_bits_twice(make):
+    assert trained(make(), "megatron:none").differences(trained(make(), "megatron:none")) == []
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_no_choice_and_no_mix_changes_a_bit(make):
+    assert different(make()) == {}
+
+
+@pytest.mark.requires_te
+@pytest.mark.parametrize("backend", ["flash", "fused", "unfused"])
+def test_no_choice_changes_a_bit_under_each_attention_kernel(backend):
+    if backend == "flash" and util.find_spec("flash_attn") is None:
+        pytest.skip("flash-attn is not installed")
+    from megatron.core.transformer.enums import AttnBackend
+
+    from benchmarks.gpu.cases import DENSE_TE
+
+    # TE remembers its choice of kernel by shape: another length makes it choose again.
+    length = {"flash": 256, "fused": 384, "unfused": 512}[backend]
+    assert different(small(DENSE_TE, length, attention_backend=AttnBackend[backend])) == {}
+
+
+@pytest.mark.requires_te
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("TE grouped experts", "moe_act"),
+        ("TE grouped experts", "shared_experts"),
+        ("TE multi-latent attention", "mla_up_proj"),
+        ("TE fp8 experts", "moe_act"),
+        ("TE fp8 experts", "layernorm"),
+    ],
+)
+def test_the_choices_that_cpu_could_not_run_are_among_those_compared(name, module):
+    assert any(module in text for text in policies(TE[name](), mixes=0))
+
+
+def test_the_comparison_sees_another_policy_of_dropout():
+    case = LOCAL["dense, unfused attention"]()
+    without_dropout = replace(case, fields={**case.fields, "hidden_dropout": 0.0})
+    assert trained(case, "megatron:none").differences(trained(without_dropout, "megatron:none"))

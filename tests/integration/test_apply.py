@@ -1,0 +1,682 @@
+"""Applying, switching and undoing a policy: what runs, what is held, what comes back."""
+
+import copy
+import gc
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_autorecompute.errors import ApplyError, PolicyError, UnsupportedVersionError
+from megatron_autorecompute.live_bytes import LiveBytes
+from megatron_autorecompute.policy import RecomputePolicy
+from tests.support import (
+    RankError,
+    build_gpt,
+    microbatch,
+    one_step,
+    run_ranks,
+    set_weights,
+    start_parallel,
+    tiny_config,
+    tiny_gpt,
+)
+
+pytestmark = [
+    # TransformerConfig warns of its own default (0.16), and of core_attn without fused attention.
+    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
+    # Importing megatron-core 0.19 warns of a model that nobody here uses.
+    pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The legacy GroupedMLP will be deprecated:UserWarning"),
+    pytest.mark.usefixtures("one_rank"),
+]
+
+SHARED_EXPERTS = {"moe_shared_expert_intermediate_size": 64}
+
+
+def policy_of(text, num_layers=4):
+    return RecomputePolicy.parse(text, num_layers=num_layers)
+
+
+def apply(text, model, num_layers=4):
+    from megatron_autorecompute.apply import apply as apply_policy
+
+    return apply_policy(policy_of(text, num_layers), model)
+
+
+def is_core(minor):
+    """Whether the installed megatron-core is 0.`minor` or newer."""
+    import megatron.core
+
+    return tuple(map(int, megatron.core.__version__.split(".")[:2])) >= (0, minor)
+
+
+# --------------------------------------------------- the same operations as Megatron's own path
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one microbatch costs: operations counted, and bytes of live tensors."""
+
+    forward_flops: int
+    total_flops: int
+    held_bytes: int
+    peak_bytes: int
+
+
+def counts(model):
+    """One forward and backward of a model, counted from its second step on.
+
+    The least of three: about one count in eighty has 256 bytes too many, with and without a policy.
+    """
+    one_step([model], num_microbatches=1)
+    return min((counts_once(model) for _ in range(3)), key=lambda c: (c.held_bytes, c.peak_bytes))
+
+
+def counts_once(model):
+    flops = FlopCounterMode(display=False)
+    static = [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]
+    gc.collect()
+    gc.disable()  # tensors in reference cycles would go at different moments
+    with flops, LiveBytes(static) as live:
+        loss = model(**microbatch()).mean()
+        forward_flops, held_bytes = flops.get_total_flops(), live.current_bytes
+        loss.backward()
+    gc.enable()
+    return Counts(forward_flops, flops.get_total_flops(), held_bytes, live.peak_bytes)
+
+
+def megatron_counts(kind="dense", **fields):
+    return counts(tiny_gpt(tiny_config(kind, **fields))[0])
+
+
+def our_counts(text, kind="dense", **fields):
+    config = tiny_config(kind, **fields)
+    models = tiny_gpt(config)
+    with apply(text, models, config.num_layers):
+        return counts(models[0])
+
+
+def uniform(count):
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": count,
+    }
+
+
+def block(count):
+    return {**uniform(count), "recompute_method": "block"}
+
+
+def selective(*modules):
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+STRATEGIES = {
+    "megatron:uniform/1": ("dense", uniform(1)),
+    "megatron:uniform/2": ("dense", uniform(2)),
+    "megatron:uniform/4": ("dense", uniform(4)),
+    "megatron:uniform/3": ("dense", uniform(3)),
+    "megatron:block/1": ("dense", block(1)),
+    "megatron:block/3": ("dense", block(3)),
+    "megatron:block/4": ("dense", block(4)),
+    "megatron:selective": ("dense", selective("core_attn")),
+    "megatron:selective[layernorm]": ("dense", selective("layernorm")),
+    "megatron:selective[mlp]": ("dense", selective("mlp")),
+    "megatron:selective[core_attn+layernorm+mlp]": (
+        "dense",
+        selective("core_attn", "layernorm", "mlp"),
+    ),
+    "megatron:selective[moe]": ("moe", selective("moe")),
+    "megatron:selective[shared_experts]": ("moe", selective("shared_experts")),
+    "megatron:selective[layernorm+shared_experts]": (
+        "moe",
+        selective("layernorm", "shared_experts"),
+    ),
+    "megatron:selective[mla_up_proj]": ("mla", selective("mla_up_proj")),
+}
+
+
+@pytest.mark.parametrize("text", STRATEGIES)
+def test_a_megatron_strategy_runs_the_same_operations_and_holds_the_same_bytes(text):
+    if text == "megatron:uniform/3" and not is_core(17):
+        pytest.skip("before 0.17 Megatron's own uniform/3 of 4 layers is an IndexError")
+    kind, fields = STRATEGIES[text]
+    model = SHARED_EXPERTS if kind == "moe" else {}
+    assert our_counts(text, kind, **model) == megatron_counts(kind, **model, **fields)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "mla"])
+def test_no_recompute_as_a_policy_costs_what_it_costs_without_us(kind):
+    assert our_counts("none", kind) == megatron_counts(kind)
+
+
+def test_full_recompute_runs_every_layers_forward_once_more():
+    none, full = our_counts("none", num_layers=4), our_counts("full", num_layers=4)
+    head_flops = 2 * 64 * 64 * 128  # 2 tokens x hidden x vocabulary of the output layer
+    assert none.total_flops == 3 * none.forward_flops
+    assert full.total_flops == none.total_flops + none.forward_flops - head_flops
+    assert full.held_bytes < none.held_bytes
+
+
+def test_a_mix_costs_the_sum_of_what_its_layers_cost():
+    none, full = our_counts("none"), our_counts("full")
+    mixed = our_counts("full,none,full/2*2")
+    one_layer_flops = (full.total_flops - none.total_flops) // 4
+    assert mixed.total_flops == none.total_flops + 3 * one_layer_flops
+
+
+# -------------------------------------------------------- the flags Megatron's constructors set
+
+
+def plain_attributes(layer):
+    """Every flag and number of every module in a layer."""
+    return {
+        (path, name): value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | str | None)
+    }
+
+
+def assert_flags_as_megatron_sets_them(build, modules):
+    from megatron_autorecompute import compat
+
+    switched = build()
+    for module in modules:
+        built = build(**selective(module))
+        for ours, theirs in zip(switched.decoder.layers, built.decoder.layers, strict=True):
+            compat.set_modules(ours, (module,))
+            assert plain_attributes(ours) == plain_attributes(theirs), module
+            compat.set_modules(ours, ())
+    for ours, plain in zip(switched.decoder.layers, build().decoder.layers, strict=True):
+        assert plain_attributes(ours) == plain_attributes(plain)
+
+
+LAYER_TYPES = {
+    "dense": ("dense", {}, ["core_attn", "layernorm", "mlp"]),
+    "MoE with shared experts": (
+        "moe",
+        SHARED_EXPERTS,
+        ["core_attn", "layernorm", "mlp", "moe", "shared_experts"],
+    ),
+    "MoE without shared experts": ("moe", {}, ["core_attn", "layernorm", "mlp", "moe"]),
+    "MLA": ("mla", {}, ["core_attn", "layernorm", "mlp", "mla_up_proj"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYER_TYPES)
+def test_flags_equal_those_of_megatrons_constructors(name):
+    kind, fields, modules = LAYER_TYPES[name]
+
+    def build(**more):
+        return tiny_gpt(tiny_config(kind, **fields, **more))[0]
+
+    assert_flags_as_megatron_sets_them(build, modules)
+
+
+def test_every_module_that_megatron_allows_has_a_flag():
+    from megatron_autorecompute import compat
+
+    assert set(compat.allowed_modules()) <= set(compat.MODULE_FLAGS)
+
+
+@pytest.fixture
+def grouped_gemm(monkeypatch):
+    """GroupedMLP of 0.16 with a loop in place of the grouped GEMM kernel, which needs CUDA."""
+    if is_core(17):
+        pytest.skip("since 0.17 grouped experts are Transformer Engine's: needs a GPU")
+    from megatron.core.transformer.moe import grouped_gemm_util
+
+    def gmm(rows, weights, rows_per_expert, trans_b=False):
+        parts = rows.split(rows_per_expert.tolist())
+        return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+
+    monkeypatch.setattr(grouped_gemm_util, "grouped_gemm", types.SimpleNamespace())
+    monkeypatch.setattr(grouped_gemm_util, "ops", types.SimpleNamespace(gmm=gmm))
+
+
+GROUPED = {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True, "bf16": True}
+
+
+def test_moe_act_of_grouped_experts_has_megatrons_flag_and_changes_no_bit(grouped_gemm):
+    def build(**more):
+        return tiny_gpt(tiny_config("moe", **GROUPED, **more))[0]
+
+    assert_flags_as_megatron_sets_them(build, ["moe_act"])
+    model = build()
+    without = one_step([model])
+    with apply("selective[moe_act],full,selective[layernorm+moe_act],none", model):
+        assert one_step([model]).same_bits(without)
+
+
+@pytest.fixture
+def gated_delta_net(monkeypatch):
+    """Build GPTs with GatedDeltaNet attention, whose kernels have torch equivalents in Megatron."""
+    if not is_core(19):
+        pytest.skip("gdn_norm_out came with 0.19")
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, common
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    monkeypatch.setattr(common, "HAVE_FLA", True)
+    monkeypatch.setattr(common, "l2norm", lambda x: torch.nn.functional.normalize(x, dim=-1))
+    attention = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+        ),
+    )
+
+    def layer_spec(**options):
+        spec = copy.deepcopy(get_gpt_layer_local_spec(**options))
+        spec.submodules.self_attention = attention
+        return spec
+
+    def build(**more):
+        config = tiny_config(**GATED_DELTA_NET, **more)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec", layer_spec
+            )
+            model = build_gpt(config, 0, seq_length=32, vocab_size=128)
+        set_weights(model)
+        return model
+
+    return build
+
+
+GATED_DELTA_NET = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": [1, 1, 1, 1],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "deterministic_mode": True,
+    "activation_func": torch.nn.functional.silu,
+}
+
+
+def test_gated_delta_net_has_megatrons_flag_and_changes_no_bit(gated_delta_net):
+    assert_flags_as_megatron_sets_them(gated_delta_net, ["gdn_norm_out", "layernorm", "mlp"])
+    model = gated_delta_net()
+    without = one_step([model])
+    with apply("selective[gdn_norm_out],full/2*2,selective[gdn_norm_out+layernorm+mlp]", model):
+        assert one_step([model]).same_bits(without)
+
+
+# ------------------------------------------------------------------------------- frozen inputs
+
+
+def freeze_embedding(model):
+    model.embedding.requires_grad_(False)
+
+
+def train_only(*names):
+    """As LoRA does: everything is frozen but what stands in for the adapters."""
+
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(part in name for part in names))
+
+    return freeze
+
+
+FROZEN = {
+    "embedding": freeze_embedding,
+    "all but linear_qkv and linear_proj": train_only("linear_qkv", "linear_proj"),
+    "all but the MLP": train_only("mlp."),
+    "all but the norms": train_only("layernorm"),
+    "all but layers 2 and 3": train_only("layers.2", "layers.3"),
+}
+FROZEN_POLICIES = {
+    "dense": [
+        "full",
+        "full/2",
+        "full/4",
+        "full,none*3",
+        "none,full*3",
+        "selective[core_attn]",
+        "selective[layernorm]",
+        "selective[mlp]",
+        "selective[core_attn+layernorm+mlp]",
+        "selective[mlp]*2,full/2*2",
+    ],
+    "moe": ["full", "selective[moe]", "selective[shared_experts]", "selective[layernorm]"],
+    "mla": ["full", "selective[mla_up_proj]", "selective[core_attn+mla_up_proj]"],
+}
+
+
+def frozen_model(kind, freeze):
+    fields = {"dense": {}, "moe": SHARED_EXPERTS, "mla": {"normalization": "LayerNorm"}}
+    model = tiny_gpt(tiny_config(kind, **fields[kind]))[0]
+    freeze(model)
+    return model
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("kind", FROZEN_POLICIES)
+def test_every_trainable_parameter_gets_its_gradient_behind_frozen_ones(kind, frozen):
+    model = frozen_model(kind, FROZEN[frozen])
+    without = one_step([model])
+    assert without.gradients
+    for text in FROZEN_POLICIES[kind]:
+        with apply(text, model):
+            run = one_step([model])
+        assert sorted(run.gradients) == sorted(without.gradients), text
+        assert run.same_bits(without), text
+
+
+@pytest.mark.parametrize(
+    ("text", "trained"),
+    [
+        ("full", "layernorm"),
+        ("full/2", "mlp."),
+        ("selective[layernorm]", "layernorm"),
+        ("selective[mlp]", "mlp."),
+    ],
+)
+def test_frozen_inputs_lose_gradients_unless_they_are_made_to_require_them(
+    text, trained, monkeypatch
+):
+    model = frozen_model("dense", train_only(trained))
+    without = one_step([model])
+    monkeypatch.setattr(
+        "megatron_autorecompute.apply._with_gradient", lambda hidden_states, layers: hidden_states
+    )
+    with apply(text, model):
+        assert len(one_step([model]).gradients) < len(without.gradients)
+
+
+# --------------------------------------------------------------------- Megatron's own weak spots
+
+
+def step_with_mlp_recompute(with_our_hook):
+    from megatron_autorecompute import apply as apply_module
+
+    start_parallel()
+    models = tiny_gpt(tiny_config(add_bias_linear=True))
+    without = one_step(models)
+    if not with_our_hook:
+        apply_module._copy_bias = lambda module, args, output: output
+    with apply("selective[mlp]", models):
+        return one_step(models).same_bits(without)
+
+
+def test_mlp_recompute_with_linear_biases_returns_and_is_exact():
+    assert run_ranks(step_with_mlp_recompute, 1, True, timeout_s=60, memory_bytes=8 << 30) == [True]
+
+
+def test_mlp_recompute_with_linear_biases_never_returns_in_megatrons_own_form():
+    with pytest.raises(RankError):
+        run_ranks(step_with_mlp_recompute, 1, False, timeout_s=20, memory_bytes=5 << 30)
+
+
+@pytest.mark.parametrize("text", ["full,none*3", "none,full/2*2,none", "selective[moe]*2,full*2"])
+def test_the_padding_mask_reaches_every_layer_of_a_mix(text):
+    fields = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
+    model = tiny_gpt(tiny_config("moe", **fields, dropout=0.0))[0]
+    batch = microbatch()
+    padding_mask = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+    padding_mask[:, 20:] = True
+
+    def gradients(**masks):
+        model.zero_grad(set_to_none=True)
+        model(**batch, **masks).mean().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    without_us, unmasked = gradients(padding_mask=padding_mask), gradients()
+    router = "decoder.layers.1.mlp.router.weight"
+    assert not torch.equal(without_us[router], unmasked[router])  # the mask has an effect
+    with apply(text, model):
+        with_policy = gradients(padding_mask=padding_mask)
+    assert [n for n, g in with_policy.items() if not torch.equal(g, without_us[n])] == []
+
+
+@pytest.mark.parametrize("text", ["none", "full", "full,none*2,full", "none,full,selective[mlp]*2"])
+def test_features_of_asked_layers_equal_those_without_recompute(text):
+    if not is_core(17):
+        pytest.skip("extract_layer_indices came with 0.17")
+    model = tiny_gpt(tiny_config(dropout=0.0))[0]
+    mask = microbatch()["attention_mask"]
+    torch.manual_seed(0)
+    hidden_states = torch.randn(32, 2, 64, requires_grad=True)
+
+    def run():
+        return model.decoder(hidden_states, mask, extract_layer_indices={0, 2, 3})
+
+    output, features = run()
+    with apply(text, model):
+        output_again, features_again = run()
+    assert torch.equal(output, output_again)
+    assert len(features) == len(features_again) == 3
+    assert all(torch.equal(a, b) for a, b in zip(features, features_again, strict=True))
+
+
+@pytest.mark.parametrize("text", ["full", "full/2", "none,full,selective[core_attn+layernorm]*2"])
+def test_evaluation_under_a_policy_equals_evaluation_without(text):
+    model = tiny_gpt(tiny_config())[0]
+
+    def evaluate():
+        model.eval()
+        with torch.no_grad():
+            output = model(**microbatch())
+        model.train()
+        return output
+
+    output, without = evaluate(), one_step([model])
+    with apply(text, model):
+        assert torch.equal(evaluate(), output)
+        assert one_step([model]).same_bits(without)
+        assert torch.equal(evaluate(), output)
+
+
+# ------------------------------------------------------------------------------ apply and undo
+
+
+def seam():
+    """The objects through which Megatron's blocks reach full recompute."""
+    from megatron.core.transformer import transformer_block
+
+    if hasattr(transformer_block.TransformerBlock, "_checkpointed_forward"):
+        return [transformer_block.TransformerBlock._checkpointed_forward]
+    from megatron.core.models.hybrid import hybrid_block
+
+    return [transformer_block.checkpointed_forward, hybrid_block.checkpointed_forward]
+
+
+# What Megatron's own layers leave on themselves in every forward.
+LEFT_BY_FORWARD = ("current_microbatch", "input_layernorm_checkpoint", "pre_mlp_norm_checkpoint")
+
+
+def everything(model):
+    """Every attribute of every module, hooks included."""
+    return {
+        (path, name): dict(value) if isinstance(value, dict) else value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in LEFT_BY_FORWARD
+    }
+
+
+def assert_identical(before, after):
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        if isinstance(value, dict):
+            assert [id(v) for v in value.values()] == [id(v) for v in after[key].values()], key
+        else:
+            assert value is after[key], key
+
+
+MIX = "full/2*2,selective[core_attn+layernorm+mlp],none"
+
+
+def test_undo_restores_the_identical_objects():
+    model = tiny_gpt(tiny_config(add_bias_linear=True))[0]
+    model.requires_grad_(True)
+    before, functions, config = everything(model), seam(), vars(model.config).copy()
+    applied = apply(MIX, model)
+    assert model.decoder.config is not model.config
+    one_step([model])
+    applied.switch(policy_of("full"))
+    applied.undo()
+    assert_identical(before, everything(model))
+    assert vars(model.config) == config
+    assert all(a is b for a, b in zip(functions, seam(), strict=True))
+    applied.undo()
+    assert_identical(before, everything(model))
+
+
+def test_the_policy_ends_with_the_block_even_when_a_step_fails():
+    model = tiny_gpt(tiny_config())[0]
+    before, functions = everything(model), seam()
+    with pytest.raises(ZeroDivisionError), apply(MIX, model):
+        raise ZeroDivisionError
+    assert_identical(before, everything(model))
+    assert all(a is b for a, b in zip(functions, seam(), strict=True))
+
+
+def test_one_models_policy_leaves_another_model_alone():
+    first, second = tiny_gpt(tiny_config())[0], tiny_gpt(tiny_config())[0]
+    before, without = everything(second), counts(second)
+    with apply("full", first), apply("none,full*3", second):
+        pass
+    with apply("full", first):
+        assert counts(second) == without
+    assert_identical(before, everything(second))
+
+
+def test_later_changes_of_the_shared_config_are_seen_under_a_policy():
+    model = tiny_gpt(tiny_config())[0]
+    with apply("full", model):
+        model.config.hidden_dropout = 0.75
+        assert model.decoder.config.hidden_dropout == 0.75
+        model.decoder.config.hidden_dropout = 0.5
+        detached = copy.deepcopy(model.decoder.config)
+        detached.hidden_dropout = 0.25
+    assert model.config.hidden_dropout == 0.5
+    assert isinstance(detached, type(model.config))
+
+
+def test_applying_twice_is_refused_and_names_the_holder():
+    from megatron_autorecompute.apply import apply as apply_policy
+
+    model = tiny_gpt(tiny_config())[0]
+    with (
+        apply_policy(policy_of("full"), model, holder="my trainer"),
+        pytest.raises(ApplyError, match=r"applied by my trainer: undo\(\) it or switch\(\)"),
+    ):
+        apply("none", model)
+
+
+def test_an_undone_policy_cannot_be_switched():
+    applied = apply("full", tiny_gpt(tiny_config())[0])
+    applied.undo()
+    with pytest.raises(ApplyError, match="was undone"):
+        applied.switch(policy_of("none"))
+
+
+def test_a_refused_switch_leaves_the_policy_in_force():
+    model = tiny_gpt(tiny_config())[0]
+    with apply("full", model) as applied:
+        with pytest.raises(PolicyError, match="covers 3 layers, the model has 4"):
+            applied.switch(policy_of("none", 3))
+        assert applied.policy == policy_of("full")
+        assert counts(model) == our_counts("full")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("selective[attention]", "Unknown module attention.*core_attn"),
+        ("selective[mla_up_proj]", "mla_up_proj.*only supported with.*multi_latent_attention"),
+        ("selective[moe_act]", "moe_act.*only supported with moe_grouped_gemm"),
+    ],
+)
+def test_a_choice_that_megatron_refuses_is_refused_with_its_reason(text, message):
+    with pytest.raises(PolicyError, match=message):
+        apply(text, tiny_gpt(tiny_config())[0])
+
+
+def test_a_model_with_megatrons_own_recompute_is_refused_with_the_translation():
+    model = tiny_gpt(tiny_config(**block(3)))[0]
+    with pytest.raises(PolicyError, match="'megatron:block/3'"):
+        apply("full", model)
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(PolicyError, match="No TransformerBlock"):
+        apply("full", torch.nn.Linear(2, 2))
+
+
+def test_two_blocks_that_number_alike_are_refused_with_the_way_out():
+    encoder_and_decoder = torch.nn.ModuleDict(
+        {side: tiny_gpt(tiny_config())[0].decoder for side in ("encoder", "decoder")}
+    )
+    with pytest.raises(PolicyError, match=r"apply\(policy, model.decoder\)"):
+        apply("full", encoder_and_decoder)
+    with apply("full", encoder_and_decoder["decoder"]):
+        pass
+
+
+@pytest.mark.parametrize("found", ["0.15.3", "0.21.0", "1.0.0"])
+def test_an_unknown_megatron_stops_with_found_and_supported_versions(found, monkeypatch):
+    model = tiny_gpt(tiny_config())[0]
+    monkeypatch.setattr("megatron.core.__version__", found)
+    with pytest.raises(UnsupportedVersionError, match=rf"{found} is installed.*0\.16\.1.*0\.19\.2"):
+        apply("full", model)
+
+
+# ------------------------------------------------------------------------------ ranks that differ
+
+
+def refusals(texts_by_rank, with_field):
+    """What apply, switch and perhaps the config field say in this rank to its policy."""
+    from megatron_autorecompute import config as config_field
+
+    sizes = {"tensor_model_parallel_size": 2}
+    start_parallel(**sizes)
+    text = texts_by_rank[torch.distributed.get_rank()]
+    model = tiny_gpt(tiny_config(**sizes))[0]
+    said = {"apply": refusal_of(lambda: apply(text, model))}
+    with apply("full", model) as applied:
+        said["switch"] = refusal_of(lambda: applied.switch(policy_of(text)))
+        said["still full"] = applied.policy.format()
+        one_step([model])
+    if with_field:
+        config_field.install()
+        built = tiny_gpt(tiny_config(**sizes, recompute_policy=text))[0]
+        said["field"] = refusal_of(lambda: one_step([built]))
+    return said
+
+
+def refusal_of(action):
+    try:
+        action()
+    except (ApplyError, PolicyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_ranks_of_a_stage_with_different_policies_are_an_error_on_both_not_a_hang():
+    for said in run_ranks(refusals, 2, ("full", "full,none*3"), True, timeout_s=60):
+        for way in ("apply", "switch", "field"):
+            assert said[way].startswith("ApplyError: The ranks of this pipeline stage were given")
+            assert "rank 0: " in said[way]
+            assert "rank 1: " in said[way]
+        assert said["still full"] == "full*4"
+
+
+def test_a_wrong_policy_on_one_rank_is_an_error_on_both():
+    right, wrong = run_ranks(refusals, 2, ("full", "selective[nonsense]"), False, timeout_s=60)
+    for way in ("apply", "switch"):
+        assert wrong[way].startswith("PolicyError: Unknown module nonsense")
+        assert right[way].startswith("ApplyError: The ranks of this pipeline stage")
+        assert "rank 1: refused: Unknown module nonsense" in right[way]

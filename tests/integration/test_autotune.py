@@ -1,0 +1,349 @@
+"""`auto` in a job of two pipeline ranks: its course, its plan file, and running out of memory."""
+
+import json
+import multiprocessing
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_autorecompute.comparison import Shape
+from megatron_autorecompute.oom import StepGuard
+from megatron_autorecompute.plan import Plan
+from tests.support import RankError, run_ranks
+
+TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
+SHAPE = Shape(
+    num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=128, num_microbatches=4
+)
+STEPS = 24
+BUDGET_GIB = 0.016
+"""Between what full recompute (0.009) and no recompute (0.029) need on the first stage."""
+
+
+def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **changes):
+    """Train with auto (without it where the budget is None); what each rank saw and holds."""
+    from megatron.core import parallel_state
+
+    from megatron_autorecompute.apply import HOLDER_KEY
+    from megatron_autorecompute.auto_options import AutoOptions
+    from megatron_autorecompute.autotune import AutoTuner, JobFacts
+    from megatron_autorecompute.profile import Parallelism
+    from megatron_autorecompute.workload import TrainingJob
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=shape.pipeline_stages)
+    job = TrainingJob(shape, TEXT)
+    said, losses, peaks, policies, weights = [], [], [], [], []
+    if budget_gib is None:
+        for _ in range(STEPS):
+            losses.append(job.step())
+        return {"losses": losses, "weights": checksum(job)}
+    options = AutoOptions(
+        recompute_memory_budget_gib=budget_gib,
+        recompute_plan_path=plan_path,
+        recompute_dry_run=changes.get("dry_run", False),
+    )
+    microbatches = changes.get("microbatches", lambda step: shape.num_microbatches)
+    enforced = Enforced(job, fails_in, said)
+    facts = JobFacts(
+        Parallelism(shape.micro_batch_size, shape.seq_length, dtype="float32"),
+        lambda: microbatches(len(losses)),
+        said.append,
+        without_cuda=True,
+        memory=enforced.reading if fails_in else None,
+    )
+    tuner = AutoTuner(job.chunks, job.optimizer, options, facts)
+    for _ in range(STEPS):
+        job.shape = replace(job.shape, num_microbatches=microbatches(len(losses)))
+        with tuner.step():
+            losses.append(job.step())
+        policies.append(tuner.applied.policy.format())
+        peaks.append(tuner.peak_bytes)
+        weights.append(checksum(job))
+    tuner.close()
+    held = [HOLDER_KEY in chunk.module.decoder.__dict__ for chunk in job.chunks]
+    return {
+        "said": said,
+        "losses": losses,
+        "policies": policies,
+        "peaks": peaks,
+        "weights": weights[-1],
+        "unchanged": [step for step in range(1, STEPS) if weights[step] == weights[step - 1]],
+        "held": held,
+    }
+
+
+def checksum(job):
+    import hashlib
+
+    parameters = [p for chunk in job.chunks for p in chunk.parameters()]
+    data = b"".join(p.detach().numpy().tobytes() for p in parameters)
+    return hashlib.sha256(data).hexdigest()
+
+
+class Enforced:
+    """A device that runs out of memory once, on rank 0, while climbing or when the plan stands."""
+
+    def __init__(self, job, fails_in, said):
+        self.job, self.fails_in, self.said, self.failed = job, fails_in, said, False
+        self.after = "all of the slack" if fails_in == "climb" else "recompute auto: the plan"
+
+    @contextmanager
+    def reading(self):
+        import torch
+
+        from megatron_autorecompute.live_bytes import LiveBytes
+        from megatron_autorecompute.static_memory import tensors
+
+        owner = self
+
+        class Device(LiveBytes):
+            def _count(self, change_bytes):
+                super()._count(change_bytes)
+                if owner.is_due(self.current_bytes):
+                    owner.failed = True
+                    raise torch.OutOfMemoryError("the enforced budget is used up")
+
+        with Device(tensors(self.job.chunks, self.job.optimizer)) as device:
+            yield device
+
+    def is_due(self, current_bytes):
+        import torch
+
+        in_backward = torch._C._current_graph_task_id() != -1
+        return (
+            not self.failed
+            and torch.distributed.get_rank() == 0
+            and any(self.after in line for line in self.said)
+            and in_backward == (self.fails_in == "backward")
+            and current_bytes > 2_000_000
+        )
+
+
+@pytest.fixture(scope="module")
+def auto(tmp_path_factory):
+    path = tmp_path_factory.mktemp("auto") / "plan.json"
+    return path, run_ranks(trained, 2, SHAPE, str(path))
+
+
+def test_losses_and_weights_are_those_of_a_run_without_us(auto):
+    without = run_ranks(trained, 2, SHAPE, None, None)
+    for ours, theirs in zip(auto[1], without, strict=True):
+        assert ours["losses"] == theirs["losses"]
+        assert ours["weights"] == theirs["weights"]
+
+
+def test_measuring_starts_lean_and_ends_within_twelve_steps(auto):
+    policies = auto[1][0]["policies"]
+    assert policies[0] == "full*8"
+    # Two settling steps, twelve of measuring, one for half of the slack: then the plan stands.
+    assert len(set(policies[15:])) == 1
+
+
+def test_ranks_agree_on_every_policy(auto):
+    first, second = auto[1]
+    assert first["policies"] == second["policies"]
+
+
+def test_the_plan_in_the_file_is_the_one_that_runs_and_keeps_the_budget(auto):
+    path, ranks = auto
+    plan = Plan.load(path)
+    assert plan.policy.format() == ranks[0]["policies"][-1]
+    assert plan.policy.format() != "full*8"
+    for stage, rank in enumerate(ranks):
+        assert max(rank["peaks"]) <= plan.budget_bytes[stage]
+        assert plan.cost.stages[stage].peak.bytes == pytest.approx(rank["peaks"][-1], rel=0.02)
+
+
+def test_a_restart_uses_the_plan_at_once_and_measures_nothing(auto):
+    path, ranks = auto
+    again = run_ranks(trained, 2, SHAPE, str(path))
+    assert set(again[0]["policies"]) == {ranks[0]["policies"][-1]}
+    assert not any("measuring" in line for line in again[0]["said"])
+
+
+def test_a_plan_of_another_job_is_said_to_be_and_measured_anew(auto, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(auto[0].read_text())
+    ranks = run_ranks(trained, 2, replace(SHAPE, hidden_size=32), str(path))
+    assert "Changed: " in ranks[0]["said"][0]
+    assert "hidden_size: 64, now 32" in ranks[0]["said"][0]
+    assert ranks[0]["policies"][0] == "full*8"
+    assert Plan.load(path).fingerprint["hidden_size"] == "32"
+
+
+def _with_first_choice(text, choice):
+    plan = json.loads(text)
+    plan["recompute_policy"][0] = choice
+    return json.dumps(plan)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "is not whole JSON"),
+        (lambda text: json.dumps({**json.loads(text), "schema_version": 99}), "schema_version 99"),
+        (lambda text: _with_first_choice(text, "selective[magic]"), "Unknown module magic"),
+    ],
+)
+def test_a_damaged_plan_file_is_an_error_on_every_rank(auto, tmp_path, content, message):
+    path = tmp_path / "plan.json"
+    path.write_text(content(auto[0].read_text()))
+    with pytest.raises(RankError, match=message):
+        run_ranks(trained, 2, SHAPE, str(path), timeout_s=60)
+
+
+def test_an_unwritable_plan_path_is_an_error_before_training():
+    with pytest.raises(RankError, match=r"Cannot write /proc/plan\.json"):
+        run_ranks(trained, 2, SHAPE, "/proc/plan.json", timeout_s=60)
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_out_of_memory_on_one_rank_costs_one_step_and_steps_down(tmp_path, fails_in):
+    path = tmp_path / "plan.json"
+    first, second = run_ranks(trained, 2, SHAPE, str(path), BUDGET_GIB, fails_in)
+    assert first["policies"] == second["policies"]
+    assert len(first["unchanged"]) == 1
+    assert first["unchanged"] == second["unchanged"]
+    failed = first["unchanged"][0]
+    assert first["policies"][failed + 1] != first["policies"][failed]
+    assert first["peaks"][-1] < first["peaks"][failed - 1]
+    assert Plan.load(path).policy.format() == first["policies"][-1]
+    assert any("went down" in note for note in Plan.load(path).notes)
+
+
+def test_out_of_memory_while_climbing_costs_one_step_and_steps_down(tmp_path):
+    path = tmp_path / "plan.json"
+    first, second = run_ranks(trained, 2, SHAPE, str(path), BUDGET_GIB, "climb")
+    assert first["policies"] == second["policies"]
+    assert len(first["unchanged"]) == 1
+    failed = first["unchanged"][0]
+    assert first["policies"][failed + 1] != first["policies"][failed]
+    assert Plan.load(path).policy.format() == first["policies"][-1]
+    assert any("went down" in note for note in Plan.load(path).notes)
+
+
+def test_out_of_memory_in_an_evaluation_is_raised_and_no_loss_made_up():
+    model, optimizer = Failing(), SimpleNamespace(step=lambda: True, zero_grad=lambda: None)
+    guard = StepGuard([model], optimizer, lambda: False)
+    ones = torch.ones(1, 2)
+    with guard.step():
+        assert model(ones).all()
+        assert optimizer.step()
+    model.fails = True
+    with pytest.raises(torch.OutOfMemoryError):
+        model(ones)
+    with guard.step():
+        assert not model(ones).any()
+        assert optimizer.step() == (False, None, None)
+    model.fails = False
+    assert model(ones).all()
+    guard.close()
+
+
+class Failing(torch.nn.Module):
+    fails = False
+
+    def forward(self, ones):
+        if self.fails:
+            raise torch.OutOfMemoryError("nothing left")
+        return ones
+
+
+def ramp_up(step):
+    return 1 if step < 19 else 4
+
+
+def test_more_microbatches_in_flight_are_planned_for_before_they_come(tmp_path):
+    ranks = run_ranks(ramped, 2, SHAPE, str(tmp_path / "plan.json"))
+    policies, peaks = ranks[0]["policies"], ranks[0]["peaks"]
+    assert policies[18] != policies[19]
+    assert any("4 microbatches" in line for line in ranks[0]["said"])
+    assert max(peaks) <= BUDGET_GIB * (1 << 30)
+
+
+def ramped(shape, path):
+    return trained(shape, path, microbatches=ramp_up)
+
+
+def dry(shape):
+    try:
+        trained(shape, dry_run=True)
+    except SystemExit as ended:
+        return ended.code
+    return "trained on"
+
+
+def test_dry_run_ends_the_job_on_all_ranks():
+    assert run_ranks(dry, 2, SHAPE) == [0, 0]
+
+
+def killed_at(moment, rank, store, plan_path):
+    """A rank of a job in which rank 1 (rank 0 while writing) is killed at a moment."""
+    import os
+    import signal
+    from datetime import timedelta
+
+    from megatron_autorecompute import records, without_cuda
+    from megatron_autorecompute.apply import AppliedPolicy
+    from megatron_autorecompute.measure import Measurement
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.FileStore(store, 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    owner, name, calls, victim = {
+        "measuring": (Measurement, "watch", 3, 1),
+        "switching": (AppliedPolicy, "switch", 4, 1),
+        "writing": (records.os, "fsync", 1, 0),
+    }[moment]
+    original, seen = getattr(owner, name), []
+
+    def deadly(*args, **kwargs):
+        seen.append(name)
+        if rank == victim and len(seen) == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    # Past the check that the path can be written, which comes before training.
+    setattr(owner, name, deadly)
+    with without_cuda.activate():
+        trained(SHAPE, plan_path)
+
+
+@pytest.mark.parametrize("moment", ["measuring", "switching", "writing"])
+def test_a_killed_rank_ends_the_job_and_leaves_no_half_plan(auto, tmp_path, moment):
+    path = tmp_path / "plan.json"
+    if moment == "writing":  # an older plan is there, of a job of another size
+        path.write_text(auto[0].read_text().replace('"seq_length": "128"', '"seq_length": "64"'))
+    context = multiprocessing.get_context("spawn")
+    arguments = [(moment, rank, str(tmp_path / "store"), str(path)) for rank in (0, 1)]
+    processes = [context.Process(target=killed_at, args=given) for given in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+    codes = sorted(process.exitcode for process in processes)
+    # One was killed, the other ended by itself with an error: nobody waits for ever.
+    assert codes == [-9, 1]
+    if path.exists():
+        assert Plan.load(path).recompute_policy
+
+
+def test_ranks_that_start_with_different_plan_files_follow_the_first(auto, tmp_path):
+    other = tmp_path / "plan.json"
+    other.write_text(json.dumps({**json.loads(auto[0].read_text()), "recompute_policy": ["x"]}))
+    first, second = run_ranks(with_own_path, 2, str(auto[0]), str(other))
+    assert first["policies"] == second["policies"] == auto[1][0]["policies"][-1:] * STEPS
+
+
+def with_own_path(first, second):
+
+    return trained(SHAPE, (first, second)[torch.distributed.get_rank()])

@@ -1,0 +1,56 @@
+"""What `compat` says of the installed Megatron, against Megatron itself."""
+
+import pytest
+
+from megatron_autorecompute import compat
+from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.policy import RecomputePolicy
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def test_every_module_that_megatron_allows_has_its_flags():
+    unknown = set(compat.allowed_modules()) - set(compat.MODULE_FLAGS)
+    assert not unknown
+    assert ("gdn_norm_out" in compat.allowed_modules()) == (compat.version().minor >= 19)
+
+
+def test_a_policy_counts_in_the_chunks_of_the_configs_layout():
+    from tests.support import tiny_config
+
+    config = tiny_config(
+        num_layers=6,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout="Et|t*2|t|t*2L",
+        mtp_num_layers=None,
+    )
+    assert compat.layout(config) == [[0], [1, 2], [3], [4, 5]]
+    policy = RecomputePolicy.parse("megatron:block/1", num_layers=6, layout=compat.layout(config))
+    assert policy.format() == "full*2,none*1,full*2,none*1"
+
+
+def test_without_a_compiler_the_modules_that_need_one_are_refused(monkeypatch):
+    from megatron.core.tensor_parallel import random
+
+    from megatron_autorecompute import without_cuda
+
+    if not hasattr(random, "_get_share_storage"):
+        pytest.skip("before 0.17 nothing is compiled at run time")
+    activation = without_cuda._active
+    originals = {name: held for owner, name, held in activation.originals if owner is random}
+    monkeypatch.setattr(random, "_get_share_storage", originals["_get_share_storage"])
+    monkeypatch.setenv("PATH", "")
+    needs = RecomputePolicy.parse("selective[layernorm]", num_layers=1)
+    with pytest.raises(MachineError, match=r"layernorm .* compiles .* g\+\+ and ninja cannot be"):
+        compat.check_compiler(needs)
+    compat.check_compiler(RecomputePolicy.parse("selective[core_attn]", num_layers=1))
+
+
+def test_without_transformer_engine_the_modules_that_need_it_are_refused(monkeypatch):
+    from megatron.core.tensor_parallel import random
+
+    monkeypatch.delattr(random, "FP8GlobalStateManager")
+    with pytest.raises(MachineError, match=r"Recomputing layernorm .* needs Transformer Engine"):
+        compat.check_compiler(RecomputePolicy.parse("selective[layernorm]", num_layers=1))
+    compat.check_compiler(RecomputePolicy.parse("selective[core_attn+mlp]", num_layers=1))

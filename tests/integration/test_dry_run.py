@@ -1,0 +1,318 @@
+"""The dry run on meta tensors against the same step on real tensors in real gloo ranks.
+
+RMSNorm in the exact comparisons: fused LayerNorm keeps its statistics in fp32 on CUDA and meta but
+in bf16 on CPU, 4 bytes per token and norm that only the real ranks save.
+"""
+
+import dataclasses
+import functools
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+
+from megatron_autorecompute import without_cuda
+from megatron_autorecompute.dry_run import (
+    StageDryRun,
+    StepShape,
+    boundary_tensors,
+    build_chunks,
+    build_gpt,
+    dry_run,
+    dry_run_stage,
+    trace_step,
+)
+from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.pipeline import Event, Schedule
+from megatron_autorecompute.policy import RecomputePolicy
+from tests.support import run_ranks, start_parallel, tiny_config
+
+SHAPE = StepShape(seq_length=128, micro_batch_size=2, num_microbatches=6, vocab_size=512)
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+BLOCK_1 = {
+    "recompute_granularity": "full",
+    "recompute_method": "block",
+    "recompute_num_layers": 1,
+}
+CAPACITY = {
+    "moe_expert_capacity_factor": 1.0,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_token_drop_policy": "probs",
+}
+
+
+def small_config(kind: str, fields: dict):
+    sizes = {"num_layers": 8, "hidden_size": 128, "num_attention_heads": 4}
+    usual = {"attention_softmax_in_fp32": False, "normalization": "RMSNorm", "bf16": True}
+    return tiny_config(kind, **{**sizes, **usual, **fields})
+
+
+def parse(text: str | None) -> RecomputePolicy | None:
+    return text and RecomputePolicy.parse(text, num_layers=8)
+
+
+def after_gloo_let_go(function):
+    """Before function, time for gloo's thread to drop the tensor it has sent or received."""
+
+    def wrapper(*args, **kwargs):
+        time.sleep(0.01)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def real_stage(kind: str, fields: dict, policy: str | None) -> StageDryRun:
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_autorecompute.apply import apply
+
+    schedules.forward_step = after_gloo_let_go(schedules.forward_step)
+    schedules.backward_step = after_gloo_let_go(schedules.backward_step)
+    start_parallel(**{n: v for n, v in fields.items() if n.endswith("parallel_size")})
+    models = build_chunks(small_config(kind, fields), SHAPE, build_gpt, torch.device("cpu"))
+    if policy is None:
+        return trace_step(models, SHAPE, torch.device("cpu"))
+    with apply(parse(policy), models):
+        return trace_step(models, SHAPE, torch.device("cpu"))
+
+
+def meta_stages(kind: str, fields: dict, policy: str | None) -> list[StageDryRun]:
+    config = small_config(kind, fields)
+    stages = range(config.pipeline_model_parallel_size)
+    return [dry_run_stage(config, stage, SHAPE, parse(policy)) for stage in stages]
+
+
+@pytest.fixture(scope="module")
+def fresh_process():
+    """Runs functions in one other process: dry runs want no process group and no activation."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=240)
+
+
+def both(fresh_process, kind: str, fields: dict, policy: str | None = None):
+    tensor_ranks = fields.get("tensor_model_parallel_size", 1)
+    ranks = tensor_ranks * fields.get("pipeline_model_parallel_size", 1)
+    real = run_ranks(real_stage, ranks, kind, fields, policy, timeout_s=240)[::tensor_ranks]
+    return real, fresh_process(meta_stages, kind, fields, policy)
+
+
+MIXED = "none,full/2*2,selective[core_attn],full/3*3,none"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "policy"),
+    [
+        ("dense", PP2, None),
+        ("dense", PP2, "full*8"),
+        ("dense", PP2, "selective[core_attn+layernorm+mlp]*8"),
+        ("dense", PP2, MIXED),
+        ("dense", {**PP2, "deallocate_pipeline_outputs": False}, MIXED),
+        ("mla", PP2, "selective[mla_up_proj]*4,none*4"),
+        ("moe", {**PP2, **CAPACITY}, "none*8"),
+        ("moe", PP2, "full*4,selective[moe]*4"),
+        ("dense", {**PP2, "mtp_num_layers": 1}, None),
+        ("dense", {**PP2, **BLOCK_1}, None),
+    ],
+)
+def test_every_layer_has_the_bytes_of_real_ranks(fresh_process, kind, fields, policy):
+    real, meta = both(fresh_process, kind, fields, policy)
+    for r, m in zip(real, meta, strict=True):
+        assert (m.peak_bytes, m.parameter_bytes) == (r.peak_bytes, r.parameter_bytes)
+        assert m.buffer_bytes == r.buffer_bytes
+        assert [s for s in m.spans if s.where.layer is not None] == [
+            s for s in r.spans if s.where.layer is not None
+        ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "policy"),
+    [(VPP2, None), (VPP2, "full*2,none*2,full/2*2,selective[mlp]*2"), (TP2_SP, "none*4,full*4")],
+)
+def test_peak_has_the_bytes_of_real_ranks_where_gloo_holds_tensors_longer(
+    fresh_process, fields, policy
+):
+    # A handle of gloo, or its thread, keeps a tensor a little longer than the fake group does.
+    boundary_bytes = 2 * SHAPE.seq_length * SHAPE.micro_batch_size * 128
+    real, meta = both(fresh_process, "dense", fields, policy)
+    for r, m in zip(real, meta, strict=True):
+        assert 0 <= r.peak_bytes - m.peak_bytes <= boundary_bytes
+        assert [s.where for s in m.spans] == [s.where for s in r.spans]
+        assert (m.parameter_bytes, m.buffer_bytes) == (r.parameter_bytes, r.buffer_bytes)
+
+
+def test_layernorm_statistics_are_all_that_meta_counts_more_than_cpu(fresh_process):
+    real, meta = both(fresh_process, "dense", {**PP2, "normalization": "LayerNorm"})
+    # Stage 0, 4 layers: 2 microbatches in flight, 2 norms a layer, mean and 1/std, 2 bytes more.
+    tokens = SHAPE.seq_length * SHAPE.micro_batch_size
+    assert meta[0].peak_bytes - real[0].peak_bytes == 2 * 4 * 2 * 2 * 2 * tokens
+
+
+# ------------------------------------------------------------------------ 80 layers, tp 8, pp 8
+
+LARGE = StepShape(seq_length=2048, micro_batch_size=1, num_microbatches=16, vocab_size=51200)
+# Ten layers' activations of one microbatch as Korthikanti et al. 2022 count them, over tp.
+TEN_LAYERS_BYTES = 10 * 2048 * 8192 / 8 * (34 + 5 * 64 * 2048 / 8192)
+
+
+def large_stage(stage: int, chunks: int | None, text: str) -> StageDryRun:
+    config = tiny_config(
+        bf16=True,
+        num_layers=80,
+        hidden_size=8192,
+        num_attention_heads=64,
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=8,
+        virtual_pipeline_model_parallel_size=chunks,
+        sequence_parallel=True,
+        deallocate_pipeline_outputs=True,
+        attention_softmax_in_fp32=False,
+    )
+    build = functools.partial(build_gpt, position_embedding_type="learned_absolute")
+    policy = RecomputePolicy.parse(text, num_layers=80)
+    return dry_run_stage(config, stage, LARGE, policy, build)
+
+
+@pytest.mark.parametrize(
+    ("stage", "chunks", "policy", "expected"),
+    [
+        (0, None, "none*80", 8),  # microbatches in flight under 1F1B: p - stage
+        (3, None, "none*80", 5),
+        (7, None, "none*80", 1),
+        (0, 5, "none*80", (2 * 7 + 4 * 8 + 1) * 2 / 10),  # interleaved: chunks of 2 layers
+        (0, None, "full*80", (8 * 10 * 2 / 114 + 1) / 10),  # inputs, and one layer recomputed
+    ],
+)
+def test_peak_at_70b_scale_is_the_papers_bytes_times_microbatches_in_flight(
+    fresh_process, stage, chunks, policy, expected
+):
+    result = fresh_process(large_stage, stage, chunks, policy)
+    assert result.peak_bytes / TEN_LAYERS_BYTES == pytest.approx(expected, abs=0.1)
+
+
+# ---------------------------------------------------------------------------------- what it tells
+
+
+@pytest.mark.parametrize("fields", [PP2, VPP2], ids=["1f1b", "interleaved"])
+def test_events_come_in_the_order_of_the_schedule_replay(fresh_process, fields):
+    chunks = fields.get("virtual_pipeline_model_parallel_size", 1)
+    schedule = Schedule(num_stages=2, num_chunks=chunks, num_microbatches=6)
+    for stage, result in enumerate(fresh_process(meta_stages, "dense", fields, None)):
+        seen = [Event(*event.where[:3]) for event in result.events()]
+        assert tuple(seen) == schedule.events(stage)
+
+
+def test_peak_span_and_events_agree_with_the_peak(fresh_process):
+    for result in fresh_process(meta_stages, "dense", PP2, MIXED):
+        assert result.peak_span.peak_bytes == result.peak_bytes
+        assert max(event.peak_bytes for event in result.events()) == result.peak_bytes
+
+
+def test_moe_experts_share_tokens_evenly_across_expert_parallel_ranks(fresh_process):
+    # Two ranks with half the experts each receive what they send: the activations of one rank.
+    one = fresh_process(expert_peak_bytes, 1)
+    two = fresh_process(expert_peak_bytes, 2)
+    assert two == pytest.approx(one, rel=0.02)
+
+
+def expert_peak_bytes(expert_ranks: int) -> int:
+    config = small_config("moe", {"expert_model_parallel_size": expert_ranks})
+    shape = dataclasses.replace(SHAPE, data_parallel_size=expert_ranks)
+    return dry_run_stage(config, 0, shape).peak_bytes
+
+
+def test_stages_in_processes_of_their_own_give_the_same(fresh_process):
+    both_stages = fresh_process(meta_stages, "dense", PP2, None)
+    assert fresh_process(stages_in_own_processes, [1, 0]) == both_stages[::-1]
+
+
+def stages_in_own_processes(stages: list[int]) -> list[StageDryRun]:
+    config = small_config("dense", PP2)
+    config.timers = lambda: None  # a running job's callbacks must not keep it from travelling
+    return list(dry_run(config, SHAPE, stages=stages))
+
+
+def test_process_with_a_process_group_is_told_what_to_call():
+    run_ranks(refused_dry_run, 1, activate=False)
+
+
+def refused_dry_run() -> None:
+    with pytest.raises(MachineError, match=r"Call dry_run\("):
+        dry_run_stage(small_config("dense", {}), 0, SHAPE)
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "flex"])
+def test_config_that_needs_a_device_is_refused_with_its_setting(fresh_process, dispatcher):
+    with pytest.raises(MachineError, match=rf"moe_token_dispatcher_type='{dispatcher}'"):
+        fresh_process(meta_stages, "moe", {"moe_token_dispatcher_type": dispatcher}, None)
+
+
+def test_dry_run_leaves_neither_process_group_nor_stand_ins(fresh_process):
+    fresh_process(meta_stages, "dense", {}, None)
+    assert fresh_process(torch.distributed.is_initialized) is False
+    fresh_process(activate_and_deactivate)
+
+
+def activate_and_deactivate() -> None:
+    without_cuda.activate().deactivate()
+
+
+# ------------------------------------------------------------------------------ boundary tensors
+
+
+def counts(fields: dict, num_microbatches: int = 8) -> list[tuple[list[int], list[int]]]:
+    """Per stage: extra tensors at each forward, and at each backward."""
+    config = small_config("dense", fields)
+    per_stage = []
+    for stage in range(config.pipeline_model_parallel_size):
+        found = boundary_tensors(config, stage, num_microbatches)
+        kinds = ("forward", "backward")
+        per_stage.append(tuple([b.extra for b in found if b.kind == kind] for kind in kinds))
+    return per_stage
+
+
+def test_one_f_one_b_keeps_three_tensors_at_a_middle_stages_forward(fresh_process):
+    first, middle, _, last = fresh_process(counts, {"pipeline_model_parallel_size": 4})
+    assert first == ([0, 0, 0, 0, 1, 1, 1, 1], [0] * 8)
+    assert middle == ([0, 0, 0, 3, 3, 3, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1])
+    assert last == ([0, 2, 2, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1])
+
+
+def test_outputs_kept_by_the_schedule_add_one_tensor_per_microbatch_in_flight(fresh_process):
+    fields = {"pipeline_model_parallel_size": 4}
+    freed = fresh_process(counts, fields)
+    kept = fresh_process(counts, {**fields, "deallocate_pipeline_outputs": False})
+    in_flight = [4, 3, 2, 0]  # at a steady backward; the last stage's output is the loss
+    assert [max(k[1]) - max(f[1]) for k, f in zip(kept, freed, strict=True)] == in_flight
+
+
+def full_stage_excess(fields: dict, stage: int) -> list[tuple[str, int]]:
+    """Per event of a GPT of full layers: tensors beyond its layers' inputs and one gradient."""
+    config = small_config("dense", {"hidden_size": 512, "dropout": 0.0, **fields})
+    shape = StepShape(seq_length=64, micro_batch_size=1, num_microbatches=8, vocab_size=512)
+    build = functools.partial(build_gpt, position_embedding_type="learned_absolute")
+    result = dry_run_stage(config, stage, shape, parse("full*8"), build)
+    starts = {}  # of the first layer that runs in each event
+    for span in result.spans:
+        if span.where.layer is not None:
+            starts.setdefault(span.where[:3], span.start_bytes)
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    layers_per_chunk = 8 // (config.pipeline_model_parallel_size * chunks)
+    inputs, excess = 0, []
+    for (kind, _, _), start_bytes in starts.items():
+        excess.append((kind, round(start_bytes / (64 * 512 * 2)) - inputs - 1))
+        inputs += layers_per_chunk if kind == "forward" else -layers_per_chunk
+    return excess
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("fields", [PP2, VPP2], ids=["1f1b", "interleaved"])
+def test_counts_are_those_of_a_real_gpt(fresh_process, fields, stage):
+    forwards, backwards = fresh_process(counts, fields)[stage]
+    excess = fresh_process(full_stage_excess, fields, stage)
+    assert [extra for kind, extra in excess if kind == "forward"] == forwards
+    assert [extra for kind, extra in excess if kind == "backward"] == backwards

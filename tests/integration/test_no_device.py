@@ -1,0 +1,372 @@
+"""Profiles without a device, against formulas, Megatron's schedule on meta, and the commands."""
+
+import importlib.util
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.no_device.devices import Efficiency, device
+from megatron_autorecompute.no_device.job import job_from, load_job
+from megatron_autorecompute.no_device.profiling import profile_job
+from megatron_autorecompute.no_device.recipe import job_from_recipe
+from megatron_autorecompute.no_device.sensitivity import sensitivity
+from megatron_autorecompute.plan import Plan
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.solve import Planner
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "no_device"
+H100 = device("h100-80gb")
+SEQUENCE, HIDDEN, FFN, HEADS, GROUPS = 512, 256, 1024, 8, 2
+UNIT = SEQUENCE * HIDDEN
+DENSE = {
+    "num_layers": 4,
+    "hidden_size": HIDDEN,
+    "ffn_hidden_size": FFN,
+    "num_attention_heads": HEADS,
+    "num_query_groups": GROUPS,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+MOE = {
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 512,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_aux_loss_coeff": 0.01,
+    "moe_router_load_balancing_type": "aux_loss",
+}
+LOCAL = {
+    **DENSE,
+    "normalization": "LayerNorm",
+    "gated_linear_unit": False,
+    "activation_func": "gelu",
+    "num_query_groups": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_metrics_of_other_models(monkeypatch):
+    """Megatron keeps auxiliary losses by layer for the first model's number of layers."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
+        monkeypatch.setattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {})
+        return
+    from megatron.core.transformer.moe import moe_logging
+
+    monkeypatch.setattr(moe_logging, "_MOE_METRICS_TRACKER", None)
+
+
+def job(config=None, **fields):
+    data = {
+        "name": "tiny",
+        "config": {**DENSE, **(config or {})},
+        "num_gpus": 8,
+        "seq_length": SEQUENCE,
+        "global_batch_size": 32,
+        "vocab_size": 1000,
+        **fields,
+    }
+    return job_from(data, "this job")
+
+
+def records(config=None, kind=0, **fields):
+    found = profile_job(job(config, **fields), H100).kinds[kind]
+    return {record.choice: record for record in found.choices}
+
+
+def dense_held_bytes(linear_input=2.0, tensor=1):
+    """What kernels.py says a dense layer keeps, tensor by tensor, with sequence parallelism."""
+    token_bytes = 4 * SEQUENCE // tensor
+    keys = UNIT * GROUPS / HEADS
+    split = [
+        2 * UNIT,  # the layer's input, read by the first norm
+        2 * UNIT,  # input of the second norm
+        2 * linear_input * UNIT,  # both norms' outputs, for the weight gradients
+        2 * UNIT,  # q
+        2 * 2 * keys,  # k, v
+        2 * UNIT,  # attention's output
+        4 * HEADS * SEQUENCE,  # log-sum-exp
+        2 * 2 * SEQUENCE * FFN,  # SwiGLU's input
+        linear_input * SEQUENCE * FFN,  # its output
+    ]
+    if linear_input < 2:
+        split.append(linear_input * UNIT)  # the projection's input is no longer attention's output
+    return sum(split) / tensor + 2 * token_bytes  # both norms' statistics
+
+
+# ------------------------------------------------------------------------------------- held bytes
+
+
+def test_dense_layer_holds_the_stated_tensors():
+    assert records()["none"].held_bytes == dense_held_bytes()
+
+
+def test_fp8_keeps_one_byte_of_linear_inputs():
+    assert records(precision="fp8")["none"].held_bytes == dense_held_bytes(1.0)
+
+
+def test_tensor_and_sequence_parallelism_split_all_of_it():
+    found = records({"tensor_model_parallel_size": 2, "sequence_parallel": True})
+    assert found["none"].held_bytes == dense_held_bytes(tensor=2)
+
+
+def test_context_parallelism_splits_all_of_it():
+    found = records({"context_parallel_size": 2})
+    assert found["none"].held_bytes == dense_held_bytes() / 2
+
+
+def test_full_recompute_holds_the_input_alone():
+    assert records()["full"].held_bytes == 2 * UNIT
+
+
+def test_core_attn_is_nothing_to_gain_under_fused_attention():
+    kind = profile_job(job(), H100).kinds[0]
+    assert kind.inert["selective[core_attn]"] == "none"
+
+
+def test_core_attn_saves_the_scores_under_unfused_attention():
+    found = records(LOCAL, transformer_impl="local")
+    saved = found["none"].held_bytes - found["selective[core_attn]"].held_bytes
+    assert saved > 2 * HEADS * SEQUENCE**2  # one 16-bit score per head and pair at the least
+
+
+def test_mlp_is_inert_on_a_moe_layer():
+    dense, moe = profile_job(job(MOE), H100).kinds
+    assert (dense.name, moe.name) == ("dense", "moe")
+    assert dense.record("selective[mlp]").held_bytes < dense.record("none").held_bytes
+    assert moe.inert["selective[mlp]"] == "none"
+    assert moe.inert["selective[layernorm+mlp]"] == "selective[layernorm]"
+
+
+def test_experts_hold_their_tokens_as_stated():
+    found = records(MOE, kind=1)
+    rows = 2 * SEQUENCE  # two experts for each token
+    # moe_act gives back the activation's output, 2 bytes for each row and width.
+    saved = found["none"].held_bytes - found["selective[moe_act]"].held_bytes
+    # The first layer to run also shows the aux losses' tracker, 4 bytes for each layer built.
+    assert saved - 2 * rows * MOE["moe_ffn_hidden_size"] in (0, 4 * 96)
+
+
+def test_frozen_weights_keep_no_inputs():
+    assert records(lora_rank=4)["none"].held_bytes > 0  # the first layer has one, too
+    frozen = records(lora_rank=4)["none"].held_bytes
+    # Adapters read the same inputs and keep them; what they add is rank columns for each layer.
+    extra = 4 * 2 * SEQUENCE * 4
+    assert frozen == dense_held_bytes() + extra
+
+
+def test_logits_are_held_in_16_bit_by_te_and_in_32_bit_unfused():
+    fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+    logits = SEQUENCE * 1024
+    te, unfused = (profile_job(job(config), H100).head.held_bytes for config in (fused, {}))
+    assert 2 * logits <= te < 4 * logits <= unfused
+
+
+# -------------------------------------------------------------------- against Megatron's schedule
+
+
+def dry_run_peaks(asked, policy=None):
+    """Activation peak and parameter bytes of every stage, from Megatron's own schedule."""
+    import torch
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_autorecompute.dry_run import StepShape, dry_run_stage
+
+    config = TransformerConfig(
+        **{**asked.config, "activation_func": torch.nn.functional.gelu},
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        deallocate_pipeline_outputs=True,
+    )
+    shape = StepShape(
+        asked.seq_length,
+        asked.micro_batch_size,
+        asked.num_microbatches,
+        asked.padded_vocab_size,
+        asked.data_parallel,
+    )
+    stages = range(asked.size("pipeline"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about an environment variable for communication speed
+        runs = [dry_run_stage(config, stage, shape, policy) for stage in stages]
+    return [run.peak_bytes for run in runs], [run.parameter_bytes for run in runs]
+
+
+@pytest.mark.parametrize("text", ["none", "full", "full*2,none*2", "selective[core_attn]"])
+def test_peaks_agree_with_megatrons_own_schedule(text):
+    asked = job({**LOCAL, "pipeline_model_parallel_size": 2}, transformer_impl="local")
+    policy = RecomputePolicy.parse(text, num_layers=4)
+    peaks, _ = dry_run_peaks(asked, policy)
+    planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
+    for stage, peak in zip(planner.evaluate(policy).stages, peaks, strict=True):
+        static = planner.profile.stages[stage.stage].static.total_bytes
+        # The dry run adds weight gradients apart: at most one matrix more is alive there.
+        assert stage.peak.bytes - static == pytest.approx(peak, rel=0.05)
+
+
+def test_parameters_of_every_stage_are_megatrons():
+    config = {**LOCAL, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}
+    asked = job(config, transformer_impl="local")
+    _, expected = dry_run_peaks(asked)
+    found = profile_job(asked, H100).stages
+    assert [stage.static.parameter_bytes for stage in found] == expected
+
+
+# ------------------------------------------------------------------------------------------ times
+
+
+def test_forward_time_is_the_layers_arithmetic_where_bandwidth_is_free():
+    boundless = replace(H100, bandwidth_bytes=1e30)
+    layer = profile_job(job(), boundless, Efficiency(gemm=1, attention=1)).kinds[0].record("none")
+    weights = HIDDEN * (HIDDEN + 2 * HIDDEN * GROUPS // HEADS) + HIDDEN**2 + 3 * HIDDEN * FFN
+    products = 2 * SEQUENCE * weights
+    attention = 4 * SEQUENCE**2 * HIDDEN / 2  # causal: half of all pairs
+    expected_ms = (products + attention) / H100.rate("bf16") * 1e3
+    assert layer.forward_ms == pytest.approx(expected_ms, rel=1e-6)
+    backward_ms = (2 * products + 2.5 * attention) / H100.rate("bf16") * 1e3
+    assert layer.backward_ms == pytest.approx(backward_ms, rel=1e-6)
+
+
+def test_full_recompute_adds_exactly_one_forward():
+    found = records()
+    assert found["full"].backward_ms == pytest.approx(
+        found["none"].backward_ms + found["none"].forward_ms
+    )
+
+
+def test_fp8_takes_the_products_at_its_own_rate():
+    boundless = replace(H100, bandwidth_bytes=1e30)
+    bf16, fp8 = (
+        profile_job(job(precision=precision), boundless).kinds[0].record("none")
+        for precision in ("bf16", "fp8")
+    )
+    saved_ms = bf16.forward_ms - fp8.forward_ms
+    weights = HIDDEN * (HIDDEN + 2 * HIDDEN * GROUPS // HEADS) + HIDDEN**2 + 3 * HIDDEN * FFN
+    slower_s = 1 / H100.rate("bf16") - 1 / H100.rate("fp8")
+    assert saved_ms == pytest.approx(2 * SEQUENCE * weights / 0.6 * slower_s * 1e3)
+
+
+def test_tensor_parallelism_pays_for_its_communication():
+    sharded = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    slow = replace(H100, link_bytes=1e6)
+    fast, slowed = (
+        profile_job(job(sharded), gpu).kinds[0].record("none").forward_ms for gpu in (H100, slow)
+    )
+    # Two gathers and two reduce-scatters of 2 bytes for each element, half of it received.
+    moved = 4 * 2 * UNIT / 2
+    expected_ms = moved / 0.7 * (1 / 1e6 - 1 / H100.link_bytes) * 1e3
+    assert slowed - fast == pytest.approx(expected_ms, rel=1e-6)
+
+
+def test_sensitivity_moves_every_share_both_ways():
+    asked = job({"pipeline_model_parallel_size": 2})
+    planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
+    lean = max(choice.peak_bytes for choice in planner.leanest)
+    fast = max(choice.peak_bytes for choice in planner.fastest)
+    lines = sensitivity(asked, H100, Efficiency(), (lean + fast) // 2)
+    assert len(lines) == 8
+    assert lines[0].startswith("gemm share x 0.8: ")
+    assert all("keeping the plan costs" in line for line in lines)
+
+
+# ------------------------------------------------------------------------------ what is said of it
+
+
+def test_assumptions_travel_with_the_profile():
+    text = " ".join(profile_job(job(MOE, precision="mxfp8"), H100).assumptions)
+    for said in ("Nothing here is measured", "gemm 60%", "stand-ins", "mxfp8", "equally many"):
+        assert said in text
+
+
+def test_stated_imbalance_is_on_moe_layers_only():
+    dense, moe = profile_job(job(MOE, moe_imbalance={"99": 1.3}), H100).kinds
+    assert dense.imbalance == ()
+    assert moe.imbalance_factor(99) == 1.3
+
+
+def test_an_unknown_field_of_the_config_is_named():
+    with pytest.raises(OptionError, match="config names num_layer"):
+        profile_job(job({"num_layer": 3}), H100)
+
+
+def test_what_megatron_refuses_is_refused_with_its_reason():
+    with pytest.raises(OptionError, match=r"Megatron refuses this config: .*num_query_groups"):
+        profile_job(job({"num_query_groups": 3, "tensor_model_parallel_size": 2}), H100)
+
+
+def test_a_recipe_needs_bridge():
+    if importlib.util.find_spec("megatron.bridge") is not None:
+        pytest.skip("Megatron Bridge is installed")
+    with pytest.raises(MachineError, match="--recipe llama3_8b asks for Megatron Bridge"):
+        job_from_recipe("llama3_8b")
+
+
+def command(*words, **options):
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megatron_autorecompute.cli", *words],
+        capture_output=True,
+        text=True,
+        **options,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_flags_of_pretrain_gpt_give_the_same_layers_as_yaml(tmp_path):
+    if importlib.util.find_spec("megatron.training") is None:
+        pytest.skip("this megatron-core wheel carries no megatron.training")
+    flags = (
+        f"--num-layers 4 --hidden-size {HIDDEN} --ffn-hidden-size {FFN} "
+        f"--num-attention-heads {HEADS} --group-query-attention --num-query-groups {GROUPS} "
+        "--swiglu --normalization RMSNorm --disable-bias-linear --hidden-dropout 0 "
+        f"--attention-dropout 0 --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} "
+        "--position-embedding-type rope --untie-embeddings-and-output-weights --bf16 "
+        "--micro-batch-size 1 --global-batch-size 32 --vocab-size 1000 --train-iters 1 --lr 1e-4 "
+        "--tokenizer-type NullTokenizer --mock-data --use-distributed-optimizer"
+    )
+    path = tmp_path / "p.json"
+    words = ("profile", "--no-device", "--gpu", "h100-80gb", "--num-gpus", "8", "-o", str(path))
+    command(*words, "--", *flags.split())
+    found = Profile.load(path).kinds[0]
+    assert {r.choice: r.held_bytes for r in found.choices} == {
+        choice: record.held_bytes for choice, record in records().items()
+    }
+
+
+@pytest.mark.parametrize("name", ["llama3-70b", "llama31-405b", "deepseek-v3"])
+def test_examples_take_under_a_minute_and_4_gib(name, tmp_path):
+    from megatron_autorecompute import compat
+
+    if name == "deepseek-v3" and compat.version().release >= (0, 17):
+        pytest.skip("multi-latent attention without a device needs megatron-core 0.16")
+    path, plan_path = tmp_path / "profile.json", tmp_path / "plan.json"
+    example = EXAMPLES / f"{name}.yaml"
+    begin = time.monotonic()
+    out = command("profile", "--no-device", "--gpu", "h100-80gb", str(example), "-o", str(path))
+    assert time.monotonic() - begin < 60
+    # ru_maxrss of the largest child so far, in KiB.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 << 20
+    assert "modelled, not measured" in out
+    asked = load_job(example)
+    assert [stage.layers for stage in Profile.load(path).stages] == [
+        tuple(sorted(layer for chunk in chunks for layer in chunk.layers))
+        for chunks in asked.layout().stages
+    ]
+    planning = out.splitlines()[-1].replace('"', "").split()
+    assert planning[:2] == ["megatron-autorecompute", "plan"]
+    command(*planning[1:], "-o", str(plan_path))
+    assert Plan.load(plan_path).evidence[0].gap == 0

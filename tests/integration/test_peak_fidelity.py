@@ -1,0 +1,115 @@
+"""The cost model's peaks against Megatron's own schedule on meta tensors, at real sizes.
+
+The profile comes from a shard of a few layers, by the code that measures in a job; the policies
+are random mixes that it never saw. `benchmarks/peak_fidelity.py` runs many more of both.
+"""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from benchmarks.peak_fidelity import CASES, HIGHEST, LOWEST, case_points, stages_of
+from megatron_autorecompute.boundary import extra_tensors
+from megatron_autorecompute.dry_run import boundary_tensors
+from megatron_autorecompute.pipeline import Schedule
+from tests.support import tiny_config
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def fresh_process():
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=280)
+
+
+def out_of_bounds(points):
+    return [point for point in points if not LOWEST <= point.error <= HIGHEST]
+
+
+@pytest.mark.parametrize(
+    ("name", "policies"),
+    [
+        ("llama 7b", 6),
+        ("llama 7b, v=2", 6),
+        ("llama 7b, v=2, no overlap", 3),
+        ("llama 70b", 4),
+        ("gpt 22b", 4),
+    ],
+)
+def test_predicted_peaks_are_those_of_megatrons_schedule(fresh_process, name, policies):
+    case = BY_NAME[name]
+    assert out_of_bounds(fresh_process(case_points, case, stages_of(case), policies)) == []
+
+
+@pytest.mark.parametrize("name", ["llama 70b, p=16, v=5"])
+def test_predicted_peaks_hold_on_sixteen_interleaved_stages(fresh_process, name):
+    assert out_of_bounds(fresh_process(case_points, BY_NAME[name], (0, 15), 1)) == []
+
+
+@pytest.mark.parametrize("name", ["mixtral", "mixtral, v=2"])
+def test_predicted_peaks_of_moe_layers_that_do_not_rerun_their_experts(fresh_process, name):
+    case = BY_NAME[name]
+    assert out_of_bounds(fresh_process(case_points, case, stages_of(case), 4, "moe")) == []
+
+
+# p, v, microbatches, group size
+SCHEDULES = [
+    (2, 1, 4, None),
+    (4, 1, 8, None),
+    (4, 1, 2, None),
+    (2, 2, 4, None),
+    (3, 2, 6, None),
+    (4, 2, 8, None),
+    (2, 3, 2, None),
+    (2, 3, 5, 3),
+    (4, 2, 8, 8),
+    (3, 2, 7, 4),
+    (4, 2, 4, None),
+    (4, 5, 12, None),
+]
+
+
+def counted(schedule, stage, overlap, deallocated):
+    """`boundary_tensors` without the kept outputs of microbatches in flight, the loss excepted."""
+    several = schedule.num_chunks > 1
+    config = tiny_config(
+        num_layers=schedule.num_stages * schedule.num_chunks,
+        pipeline_model_parallel_size=schedule.num_stages,
+        virtual_pipeline_model_parallel_size=schedule.num_chunks if several else None,
+        microbatch_group_size_per_vp_stage=schedule.group_size if several else None,
+        overlap_p2p_comm=overlap,
+        deallocate_pipeline_outputs=deallocated,
+        bf16=True,
+    )
+    found = []
+    for tensors, in_flight in zip(
+        boundary_tensors(config, stage, schedule.num_microbatches),
+        schedule.in_flight(stage).tolist(),
+        strict=True,
+    ):
+        in_flight[tensors.chunk] += tensors.kind == "backward"
+        if stage == schedule.num_stages - 1:
+            in_flight[-1] = 0
+        found.append(tensors.extra - (0 if deallocated else sum(in_flight)))
+    return tuple(found)
+
+
+def differing(p, v, m, group):
+    """Settings and stages where the replay counts other tensors than Megatron's schedule has."""
+    schedule = Schedule(p, v, m, group)
+    return [
+        (stage, overlap, deallocated)
+        for overlap in ((True, False) if v > 1 else (False,))
+        for deallocated in (True, False)
+        for stage in range(p)
+        if counted(schedule, stage, overlap, deallocated)
+        != extra_tensors(schedule, stage, overlap_p2p=overlap, deallocated=deallocated)
+    ]
+
+
+@pytest.mark.parametrize(("p", "v", "m", "group"), SCHEDULES)
+def test_replayed_boundary_tensors_are_those_of_megatrons_schedule(fresh_process, p, v, m, group):
+    assert fresh_process(differing, p, v, m, group) == []

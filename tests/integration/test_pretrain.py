@@ -1,0 +1,358 @@
+"""The launcher on a small training script of ours, through megatron.training as it is released."""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron_autorecompute.auto_options import AutoOptions
+from megatron_autorecompute.plan import Plan
+from megatron_autorecompute.terminal import strip
+from tests.pretrain.jobs import FOUR_RANKS, MODEL, ROOT, WITHOUT_US, Job, run, run_many
+
+if importlib.util.find_spec("megatron.training") is None:
+    pytest.skip("megatron-core before 0.17 carries no megatron.training", allow_module_level=True)
+
+SCRIPT = Path(ROOT, "tests", "pretrain", "pretrain_tiny.py")
+FLAGS = MODEL + "--dataloader-type external "
+MIXED = "full*1,selective[core_attn]*1,none*1,selective[core_attn+layernorm]*1"
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The same job without this package in it."""
+    return run(SCRIPT, FLAGS, way_in=WITHOUT_US)
+
+
+def test_a_fixed_policy_leaves_losses_and_weights_bit_identical_on_four_ranks():
+    without = run(SCRIPT, FLAGS + FOUR_RANKS, ranks=4, way_in=WITHOUT_US)
+    with_policy = run(SCRIPT, FLAGS + FOUR_RANKS + f"--recompute-policy {MIXED}", ranks=4)
+    assert len(without.losses) == 4, without.text
+    assert len(without.weights) == 4
+    assert with_policy.losses == without.losses, with_policy.text
+    assert with_policy.weights == without.weights
+
+
+def test_auto_trains_like_no_recompute_and_a_restart_measures_nothing(plain, tmp_path):
+    path = tmp_path / "plan.json"
+    auto = f"--recompute-policy auto --recompute-memory-budget-gib 1 --recompute-plan-path {path} "
+    # argparse takes the last one.
+    first = run(SCRIPT, FLAGS + auto + "--train-iters 20 ")
+    assert first.losses[:4] == plain.losses, first.text
+    assert json.loads(path.read_text())["recompute_policy"] == ["none"] * 4
+    again = run(SCRIPT, FLAGS + auto)
+    assert again.weights == plain.weights, again.text
+    assert "measuring" in first.text
+    assert "measuring" not in again.text
+
+
+def test_a_dry_run_ends_well_before_the_training_does(tmp_path):
+    auto = "--recompute-policy auto --recompute-memory-budget-gib 1 --recompute-dry-run "
+    job = run(SCRIPT, FLAGS + auto + "--train-iters 500 ")
+    assert job.returncode == 0, job.text
+    assert 0 < len(job.losses) < 30
+    assert not job.weights  # the script's last line was not reached
+
+
+def test_the_users_own_selective_flags_are_refused_once_with_the_translation():
+    job = run(SCRIPT, FLAGS + "--recompute-policy full --recompute-granularity selective", ranks=2)
+    assert job.returncode != 0
+    assert len(job.said) == 1, job.text
+    assert "'megatron:selective[core_attn]'" in job.said[0]
+    assert "megatron_lm.py" not in job.text  # no traceback of ours on any rank
+
+
+AUTO = "--recompute-policy auto --recompute-memory-budget-gib {budget} "
+EVALUATED = "--train-iters 22 --eval-interval 4 --eval-iters 1 "
+SAVED = "--save {folder} --ckpt-format torch --save-interval 1000 "
+SEPARATE = {
+    # MoE routing differs from microbatch to microbatch, and from rank to rank.
+    "moe": (
+        "--train-iters 20 --num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 "
+        "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none ",
+        2,
+        0.02,
+    ),
+    "mtp": ("--train-iters 18 --mtp-num-layers 1 ", 1, 0.006),
+    "interleaved": (
+        "--train-iters 18 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer "
+        "--overlap-grad-reduce ",
+        4,
+        0.0045,
+    ),
+}
+"""Flags, ranks and a budget in GiB."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def jobs(folder):
+    """What the jobs of the tests below printed, by name; one start of Python for all."""
+    auto = FLAGS + AUTO.format(budget=0.006)
+    saved = auto + SAVED.format(folder=folder / "saved")
+    cut = auto + SAVED.format(folder=folder / "cut")
+    grown = FLAGS.replace("--global-batch-size 8 ", "") + (
+        "--train-iters 20 --pipeline-model-parallel-size 2 --step-batch-size-schedule 0:4,2240:12 "
+    )
+    by_name = {
+        "plain": Job(FLAGS + EVALUATED, with_us=False),
+        "auto": Job(auto + EVALUATED + f"--tensorboard-dir {folder / 'events'} "),
+        "until 18": Job(saved + EVALUATED + "--exit-interval 18 "),
+        "from 18": Job(
+            saved
+            + EVALUATED
+            + f"--load {folder / 'saved'} --timing-log-level 1 --tensorboard-dir {folder / 'later'}"
+        ),
+        "cut short": Job(cut + "--train-iters 22 --exit-interval 6 "),
+        "cut again": Job(cut + f"--train-iters 22 --load {folder / 'cut'} --exit-interval 8 "),
+        "level 2": Job(auto + "--train-iters 18 --timing-log-level 2 "),
+        "grown plain": Job(grown, ranks=2, with_us=False),
+        "grown": Job(grown + AUTO.format(budget=0.006), ranks=2),
+    }
+    pair = FLAGS + "--tensor-model-parallel-size 2 --sequence-parallel "
+    planned = pair + AUTO.format(budget=0.0045) + "--recompute-plan-path " + str(folder)
+    by_name |= {
+        "pair plain": Job(pair, 2, with_us=False),
+        "pair even": Job(planned + "/even.json --recompute-dry-run --train-iters 20 ", 2),
+        "pair fails": Job(planned + "/pair.json --train-iters 20 ", 2, before="uneven_ranks.py"),
+        "pair again": Job(planned + "/pair.json ", 2),
+    }
+    for name, (flags, ranks, budget) in SEPARATE.items():
+        plan = f"--recompute-plan-path {folder / name} "
+        by_name[f"{name} plain"] = Job(FLAGS + flags, ranks, with_us=False)
+        by_name[name] = Job(FLAGS + flags + AUTO.format(budget=budget) + plan, ranks)
+    outputs = run_many(SCRIPT, list(by_name.values()))
+    return dict(zip(by_name, outputs, strict=True))
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_auto_changes_no_digit_of_losses_and_weights(jobs, folder, name):
+    assert jobs[name].losses == jobs[f"{name} plain"].losses, jobs[name].text
+    assert jobs[name].weights == jobs[f"{name} plain"].weights
+    assert Plan.load(folder / name).fingerprint["num_layers"] == "4"
+
+
+def test_evaluation_while_measuring_and_after_changes_nothing(jobs):
+    assert len(jobs["auto"].losses) == 22, jobs["auto"].text
+    assert jobs["auto"].losses == jobs["plain"].losses
+    assert jobs["auto"].validation_losses == jobs["plain"].validation_losses
+    assert len(jobs["plain"].validation_losses) == 7  # every 4th step, and two at the end
+
+
+def test_a_resumed_job_continues_the_curve_and_measures_nothing(jobs):
+    assert jobs["until 18"].losses == jobs["plain"].losses[:18], jobs["until 18"].text
+    resumed, without = jobs["from 18"].losses, jobs["plain"].losses[18:]
+    # In the second step after a resume Megatron itself prints the mean loss of both.
+    assert resumed[:1] + resumed[2:] == without[:1] + without[2:], jobs["from 18"].text
+    assert jobs["from 18"].weights == jobs["plain"].weights
+    assert "running the plan in" in jobs["from 18"].text
+    assert "measuring" not in jobs["from 18"].text
+
+
+def test_a_job_that_ends_while_measuring_leaves_no_plan_and_the_next_measures_anew(jobs, folder):
+    assert len(jobs["cut short"].losses) == 6, jobs["cut short"].text
+    assert len(jobs["cut again"].losses) == 2, jobs["cut again"].text
+    assert "measuring" in jobs["cut again"].text
+    assert not (folder / "cut" / "recompute-plan.json").exists()
+
+
+def test_a_batch_that_grows_is_planned_for_at_the_step_it_grows(jobs):
+    assert jobs["grown"].losses == jobs["grown plain"].losses, jobs["grown"].text
+    assert jobs["grown"].text.count("a plan for 6 microbatches") == 1
+
+
+def test_tensorboard_gets_peaks_and_recompute_time_per_stage_at_megatrons_iteration(jobs, folder):
+    assert jobs["auto"].returncode == 0
+    names = {
+        "recompute/measured_peak_gib/stage0",
+        "recompute/predicted_peak_gib/stage0",
+        "recompute/recompute_ms/stage0",
+    }
+    for run_folder, first in (("events", 0), ("later", 18)):
+        lines = (folder / run_folder / "events.jsonl").read_text().splitlines()
+        events = {name: (value, step) for name, value, step in map(json.loads, lines)}
+        ours = {name: event for name, event in events.items() if name.startswith("recompute/")}
+        assert set(ours) == names
+        assert all(first <= step < 22 for _, step in ours.values())
+        measured, predicted = (
+            ours[f"recompute/{n}_peak_gib/stage0"][0]
+            for n in (
+                "measured",
+                "predicted",
+            )
+        )
+        assert measured == pytest.approx(predicted, rel=0.02)
+
+
+def test_timers_that_only_measuring_needed_do_not_run_afterwards(jobs):
+    # Megatron prints the timers that ran in a step: at level 0 and 1 none of level 2 may.
+    for name in ("auto", "from 18"):
+        last_step = jobs[name].text.rsplit("lm loss:", 2)[-2]
+        assert "forward-compute" not in last_step
+    assert jobs["from 18"].text.count("forward-backward ...") >= 3
+    assert jobs["level 2"].text.count("forward-compute ...") == 18
+
+
+def test_ranks_of_a_stage_are_planned_for_the_one_that_holds_most(jobs, folder):
+    assert jobs["pair even"].returncode == 0, jobs["pair even"].text
+    even, uneven = (_held_bytes(Plan.load(folder / f"{name}.json")) for name in ("even", "pair"))
+    more_bytes = 1 << 18  # what uneven_ranks has each layer of rank 1, and of no other, hold
+    assert uneven["none"] - even["none"] == pytest.approx(more_bytes, rel=0.1)
+    assert uneven["full"] - even["full"] < 0.1 * more_bytes
+
+
+def _held_bytes(plan):
+    return {record.choice: record.held_bytes for record in plan.profile.kinds[0].choices}
+
+
+def test_out_of_memory_inside_a_tensor_parallel_group_ends_the_job_and_the_next_needs_less(
+    jobs, folder
+):
+    failed, again, plan = jobs["pair fails"], jobs["pair again"], Plan.load(folder / "pair.json")
+    assert failed.returncode == 1
+    assert len(failed.losses) == 16, failed.text
+    assert "A restart begins with less" in failed.text
+    assert "step 16: stage 0 short of memory" in plan.notes[0]
+    row = f"0  {strip(plan.policy, plan.layout.stages[0])} "
+    assert row not in failed.text
+    assert row in again.text, again.text
+    assert again.losses == jobs["pair plain"].losses
+    assert "measuring" not in again.text
+
+
+def test_two_jobs_that_share_a_plan_path_each_run_a_whole_plan_of_their_own(tmp_path):
+    path, ended = tmp_path / "plan.json", threading.Event()
+    auto = AUTO.format(budget=0.006) + f"--recompute-plan-path {path} --train-iters 18 "
+    jobs = [Job(FLAGS + auto), Job(FLAGS + auto + "--hidden-size 32 ")]
+    seen = []
+
+    def read_all_the_time():
+        while not ended.is_set():
+            if path.exists():
+                seen.append(Plan.load(path).fingerprint["hidden_size"])  # raises at half a file
+            ended.wait(0.01)
+
+    with ThreadPoolExecutor(3) as pool:
+        reader = pool.submit(read_all_the_time)
+        # Two sizes at a time: each job finds nothing, its own plan, or the other's.
+        try:
+            outputs = list(pool.map(lambda order: run_many(SCRIPT, order), (jobs, jobs[::-1])))
+        finally:
+            ended.set()
+        reader.result()
+    (wide, narrow), (narrow_too, wide_too) = outputs
+    for one, other in ((wide, wide_too), (narrow, narrow_too)):
+        assert one.returncode == other.returncode == 0, one.text + other.text
+        assert one.weights == other.weights
+    # Whichever wrote last, the other size found it to be of another job and said so.
+    assert "Changed: " in narrow.text + wide_too.text
+    assert set(seen) == {"32", "64"}
+
+
+def test_what_auto_says_is_short(jobs):
+    said = [line for line in jobs["auto"].text.splitlines() if line.startswith("recompute auto:")]
+    assert len([line for line in said if "measuring" in line]) <= 13
+    rest = [line for line in said if "measuring" not in line]
+    assert [line[:30] for line in rest] == [
+        "recompute auto: running a plan",
+        "recompute auto: running a plan",
+        "recompute auto: the plan",
+        "recompute auto: predicted step",
+    ]
+    assert max(map(len, said)) <= 140
+
+
+PARSE = """
+import sys
+from megatron_autorecompute.integrations import megatron_lm
+megatron_lm.prepare_cpu()
+megatron_lm.install()
+from megatron.training.arguments import parse_args, validate_args
+for number, flags in enumerate(sys.stdin.read().splitlines()):
+    sys.argv = ["pretrain", *flags.split()]
+    try:
+        validate_args(parse_args())
+        print("ends", number, "accepted", flush=True)
+    except SystemExit as end:
+        print("ends", number, end.code, flush=True)
+"""
+
+REFUSED_BEFORE_A_MODEL_IS_BUILT = {
+    "--recompute-policy full*3": (2, "the model has 4"),
+    "--recompute-policy selective[nothing]": (2, "Unknown module nothing"),
+    "--recompute-policy full,,": (2, "Cannot read"),
+    "--recompute-policy @no/such/file": (2, "Cannot read the policy file"),
+    "--recompute-policy selective[moe_act]": (2, "moe_act"),
+    "--recompute-policy full --cpu-offloading-num-layers 1": (2, "offloading"),
+    "--recompute-policy full --recompute-dry-run": (9, "only auto makes a plan"),
+    "--recompute-policy auto --recompute-memory-budget-gib 0": (9, "above 0"),
+    "--recompute-policy auto --cuda-graph-impl local": (9, "CUDA graphs"),
+    "--recompute-policy none --recompute-granularity full --recompute-method block "
+    "--recompute-num-layers 2": (2, "megatron:block/2"),
+}
+
+
+@pytest.fixture(scope="module")
+def parsed():
+    """Exit code and printed text for each line of flags; one process for all."""
+    lines = [FLAGS + flags for flags in (*REFUSED_BEFORE_A_MODEL_IS_BUILT, *ACCEPTED)]
+    job = subprocess.run(
+        [sys.executable, "-c", PARSE],
+        input="\n".join(line.strip() for line in lines),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    ends = {line.split()[1]: line.split()[2] for line in job.stdout.splitlines() if "ends" in line}
+    assert len(ends) == len(lines), job.stderr
+    said = iter(line for line in job.stderr.splitlines() if "megatron-autorecompute:" in line)
+    results = {}
+    names = (*REFUSED_BEFORE_A_MODEL_IS_BUILT, *ACCEPTED)
+    for number, name in enumerate(names):
+        code = ends[str(number)]
+        results[name] = (code, "" if code == "accepted" else next(said))
+    return results
+
+
+ACCEPTED = (
+    "",
+    "--recompute-policy auto",
+    "--recompute-policy megatron:block/2",
+    "--recompute-policy megatron:uniform/2",
+    "--recompute-policy megatron:selective[core_attn+layernorm]",
+    "--recompute-policy full/2*2,none*2",
+    "--recompute-policy none --cuda-graph-impl local",
+)
+
+
+@pytest.mark.parametrize("flags", REFUSED_BEFORE_A_MODEL_IS_BUILT)
+def test_what_cannot_work_is_refused_before_a_model_is_built(parsed, flags):
+    code, text = REFUSED_BEFORE_A_MODEL_IS_BUILT[flags]
+    assert parsed[flags][0] == str(code)
+    assert text in parsed[flags][1]
+
+
+@pytest.mark.parametrize("flags", ACCEPTED)
+def test_what_megatron_allows_is_accepted(parsed, flags):
+    assert parsed[flags][0] == "accepted"
+
+
+def test_help_lists_the_grammar_megatrons_strategies_and_every_option():
+    command = [sys.executable, "-m", "megatron_autorecompute.pretrain", "--help"]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    words = " ".join(job.stdout.split())
+    for word in ("--recompute-policy", "megatron:block/N", "megatron:uniform/N", "CHOICE*COUNT"):
+        assert word in words, job.stderr
+    for option in dataclasses.fields(AutoOptions):
+        assert f"--{option.name.replace('_', '-')}" in words

@@ -1,0 +1,116 @@
+"""The choices that are planned are those Megatron's own validator allows, under every rule of it.
+
+Megatron checks recompute against FP8, offloading, CUDA graphs and overlap only when its own
+recompute settings are set. Here each choice is set so, and a config constructed from nothing.
+"""
+
+import itertools
+
+import pytest
+from megatron.core.transformer import transformer_config
+
+from megatron_autorecompute import compat
+from megatron_autorecompute.measure import choices
+from megatron_autorecompute.policy import FULL, NONE, LayerPolicy
+from tests.support import tiny_config, tiny_gpt
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of settings tried and refused
+
+
+@pytest.fixture
+def with_transformer_engine(one_rank, monkeypatch):
+    """The rules for FP8 ask for a recent Transformer Engine first; here they find one."""
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_, **__: True)
+
+
+RULES = {
+    "fp8 delayed": ("dense", {"fp8": "e4m3", "fp8_recipe": "delayed"}),
+    "fp8 tensorwise": ("dense", {"fp8": "e4m3", "fp8_recipe": "tensorwise"}),
+    "fp8 delayed, experts": ("moe", {"fp8": "e4m3", "fp8_recipe": "delayed"}),
+    "expert-parallel overlap": (
+        "moe",
+        {
+            "overlap_moe_expert_parallel_comm": True,
+            "expert_model_parallel_size": 2,
+            "moe_shared_expert_intermediate_size": 64,
+        },
+    ),
+    "shared expert overlap": (
+        "moe",
+        {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 64},
+    ),
+    "fine-grained offload": (
+        "dense",
+        {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
+    ),
+    "fine-grained offload of experts": (
+        "moe",
+        {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]},
+    ),
+    "layer-wise offload": ("dense", {"cpu_offloading": True, "cpu_offloading_num_layers": 1}),
+    "CUDA graphs": ("dense", {"cuda_graph_impl": "local"}),
+    "CUDA graphs of experts": ("moe", {"cuda_graph_impl": "local"}),
+    "CUDA graphs by TE": ("moe", {"cuda_graph_impl": "transformer_engine"}),
+    "latent attention": ("mla", {}),
+    "tensor parallelism": ("dense", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+}
+"""Kind of tiny model and the setting whose rules are asked for; shapes as Megatron wants them."""
+
+STRICTER = {
+    # Not refused upstream, and wrong or without effect there: compat._check_own_rules says why.
+    ("fine-grained offload", "full"),
+    ("fine-grained offload", "full/2"),
+    ("fine-grained offload of experts", "full"),
+    ("fine-grained offload of experts", "full/2"),
+    ("CUDA graphs of experts", "selective[moe]"),
+}
+
+
+def megatrons_refusal(kind, fields, choice):
+    """Why Megatron cannot be constructed with a choice as its own setting, or None."""
+    own = {"recompute_granularity": None if choice == NONE else choice.granularity}
+    if choice.granularity == "full":
+        own |= {"recompute_method": "uniform", "recompute_num_layers": choice.group}
+    if choice.granularity == "selective":
+        own |= {"recompute_modules": list(choice.modules)}
+    try:
+        tiny_config(kind, bf16=True, **fields, **own)
+    except (AssertionError, ValueError) as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+@pytest.mark.parametrize("setting", RULES)
+def test_allowed_is_exactly_what_megatron_can_be_constructed_with(with_transformer_engine, setting):
+    kind, fields = RULES[setting]
+    assert megatrons_refusal(kind, fields, NONE) is None, "the setting alone is refused"
+    config = tiny_config(kind, bf16=True, **fields)
+    modules = [name for name in compat.allowed_modules() if name in compat.MODULE_FLAGS]
+    sets = [*((name,) for name in modules), *itertools.combinations(modules, 2)]
+    choices = [NONE, FULL, LayerPolicy("full", group=2)]
+    choices += [LayerPolicy("selective", names) for names in sets]
+    differs = {
+        str(choice)
+        for choice in choices
+        if compat.is_allowed(config, choice) != (megatrons_refusal(kind, fields, choice) is None)
+    }
+    assert differs <= {choice for name, choice in STRICTER if name == setting}
+
+
+def test_what_is_measured_of_a_layer_is_allowed_and_nothing_allowed_is_left_out(one_rank):
+    for setting in ("layer-wise offload", "CUDA graphs", "CUDA graphs of experts"):
+        kind, fields = RULES[setting]
+        [model] = tiny_gpt(tiny_config(kind))
+        for name, value in fields.items():  # set afterwards: built with them, they need a GPU
+            setattr(model.config, name, value)
+        for layer, _ in compat.layers([model]):
+            measured = choices(layer)
+            assert all(compat.is_allowed(layer.config, choice) for choice in measured)
+            assert (FULL in measured) == compat.is_allowed(layer.config, FULL)
+            assert {m for c in measured for m in c.modules} == {
+                name
+                for name in compat.MODULE_FLAGS
+                if name in compat.allowed_modules()
+                and compat.flags(layer, name)
+                and compat.is_allowed(layer.config, LayerPolicy("selective", (name,)))
+            }

@@ -1,0 +1,110 @@
+"""`verify`: the model is built again from a profile's facts, and its plan run on meta tensors."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.peak_fidelity import CASES, builder, config, measured_profile, shape
+from megatron_autorecompute.cli import main
+from megatron_autorecompute.errors import VerificationError
+from megatron_autorecompute.pipeline import Layout, Schedule
+from megatron_autorecompute.plan import make_plan
+from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.solve import Planner
+from megatron_autorecompute.verify import StageCheck, layout_names, require_verified
+
+CASE = replace(CASES[0], num_layers=8, pp=2, num_microbatches=4)
+
+
+def profile_of_a_model() -> Profile:
+    """A profile with what a job writes into model.facts."""
+    import torch
+
+    from megatron_autorecompute import compat, without_cuda
+    from megatron_autorecompute.dry_run import _fake_ranks, _meta_config, build_chunks
+
+    found = measured_profile(CASE)
+    size = shape(CASE, 4)
+    with without_cuda.activate(meta=True), _fake_ranks(config(CASE), 0, size):
+        chunks = build_chunks(_meta_config(config(CASE)), size, builder(CASE), torch.device("meta"))
+        facts = compat.model_facts(chunks[0])
+    parallelism = replace(found.parallelism, tensor_parallel=CASE.tp, sequence_parallel=True)
+    return replace(found, model=replace(found.model, facts=facts), parallelism=parallelism)
+
+
+@pytest.fixture(scope="module")
+def profile():
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(profile_of_a_model).result(timeout=240)
+
+
+def plan_of(profile, budget_share=0.5, pp=2, vp=None):
+    layout = Layout.even(8, pp, vp)
+    planner = Planner(profile, layout, Schedule(pp, vp or 1, 4))
+    least = max(choice.peak_bytes for choice in planner.leanest)
+    most = max(choice.peak_bytes for choice in planner.fastest)
+    return make_plan(planner, round(least + (most - least) * budget_share))
+
+
+def run(plan, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    code = main(["verify", str(path)])
+    return code, capsys.readouterr()
+
+
+@pytest.mark.parametrize(("pp", "vp"), [(2, None), (2, 2), (4, None)])
+def test_a_plan_is_what_megatrons_schedule_does_in_any_pipeline(profile, tmp_path, capsys, pp, vp):
+    code, printed = run(plan_of(profile, pp=pp, vp=vp), tmp_path, capsys)
+    assert (code, printed.err.strip()) == (0, "")
+    assert printed.out.count("0.00%") == pp
+
+
+def test_a_layer_that_holds_more_than_its_record_says_ends_with_exit_code_10(
+    profile, tmp_path, capsys
+):
+    kind = profile.kinds[0]
+    light = tuple(replace(c, held_bytes=round(c.held_bytes * 0.97)) for c in kind.choices)
+    wrong = replace(profile, kinds=(replace(kind, choices=light),))
+    code, printed = run(plan_of(wrong, 0.9), tmp_path, capsys)
+    assert code == 10
+    assert "of activations were predicted, Megatron's own schedule has" in printed.err
+    assert "differs" in printed.out
+
+
+def test_a_stage_that_needs_more_than_its_budget_is_an_error_even_where_predicted_rightly():
+    fits = StageCheck(0, 100, 100, static_bytes=50, budget_bytes=150)
+    require_verified((fits,))
+    over = StageCheck(1, 100, 100, static_bytes=51, budget_bytes=150)
+    with pytest.raises(VerificationError, match="Stage 1 needs"):
+        require_verified((fits, over))
+
+
+@pytest.mark.parametrize("text", ["Ettt|ttt|tt|mL", "Et|t|t|ttttt|tmL", "Ettttt|ttmL"])
+def test_a_layout_is_read_back_from_the_names_given_to_megatron(text):
+    layout = Layout.parse(text, pp=text.count("|") + 1)
+    names = layout_names(layout)
+    again = Layout.even(
+        layout.num_layers,
+        layout.num_stages,
+        mtp_num_layers=1,
+        pipeline_model_parallel_layout=names,
+    )
+    assert again == layout
+
+
+def test_a_profile_that_does_not_say_how_to_build_its_model_is_refused(profile, tmp_path, capsys):
+    bare = replace(profile, model=replace(profile.model, facts={}))
+    code, printed = run(plan_of(bare), tmp_path, capsys)
+    assert code == 4
+    assert "model.facts lack transformer_config" in printed.err
+
+
+def test_a_profile_of_fused_layers_is_refused(profile, tmp_path, capsys):
+    facts = profile.model.facts | {"transformer_impl": "transformer_engine"}
+    fused = replace(profile, model=replace(profile.model, facts=facts))
+    code, printed = run(plan_of(fused), tmp_path, capsys)
+    assert code == 4
+    assert "only Megatron's local layers run" in printed.err

@@ -1,0 +1,326 @@
+"""The GPU benchmarks' own machinery, which needs no GPU: resuming, budgets, pages, parts."""
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import page, processes, published, run
+from benchmarks.gpu.mixes import random_policies
+from benchmarks.gpu.results import (
+    BenchmarkError,
+    Ledger,
+    OutOfTimeError,
+    Results,
+    between,
+    ratios,
+    spread,
+)
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import Profile
+
+ROOT = Path(__file__).parents[2]
+MACHINE = {"device": "NVIDIA H200", "torch": "2.11.0"}
+GIB = 1 << 30
+FULL, SELECTIVE = "megatron:uniform/1", "megatron:selective[core_attn]"
+
+
+@pytest.fixture
+def results(tmp_path):
+    return Results(tmp_path / "results.json", MACHINE, False, "2026-11-21")
+
+
+# --- resuming -------------------------------------------------------------------------------------
+
+
+def test_an_item_that_is_known_is_not_made_again(results):
+    section = results.section(2, "gpt")
+    assert Ledger(results, section, 60).item("a", lambda: [1, 2]) == [1, 2]
+    again = Results.open(results.path, MACHINE, tiny=False)
+
+    def never():
+        raise AssertionError("made twice")
+
+    assert Ledger(again, again.section(2, "gpt"), 60).item("a", never) == [1, 2]
+
+
+def test_every_finished_item_is_on_the_disk_when_the_next_one_fails(results):
+    ledger = Ledger(results, results.section(2, "gpt"), 60)
+    ledger.item("a", lambda: 1)
+    with pytest.raises(ZeroDivisionError):
+        ledger.item("b", lambda: 1 // 0)
+    assert Results.load(results.path).sections["2-gpt"].items == {"a": 1}
+
+
+def test_no_item_is_begun_when_time_is_over_but_known_ones_are_read(results):
+    section = results.section(2, "gpt")
+    Ledger(results, section, 60).item("a", lambda: 1)
+    late = Ledger(results, section, -1)
+    assert late.item("a", lambda: 2) == 1
+    with pytest.raises(OutOfTimeError, match="before 'b'; run the part again"):
+        late.item("b", lambda: 2)
+
+
+@pytest.mark.parametrize(("machine", "tiny"), [({"device": "A100"}, False), (MACHINE, True)])
+def test_results_of_another_machine_or_size_are_not_added_to(results, machine, tiny):
+    results.save()
+    with pytest.raises(BenchmarkError, match="do not mix: give another --output"):
+        Results.open(results.path, machine, tiny=tiny)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema_version": 1}', '{"schema_version": 9}'])
+def test_a_damaged_or_newer_file_is_refused(tmp_path, text):
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    with pytest.raises(BenchmarkError, match=str(path)):
+        Results.load(path)
+
+
+# --- budgets and figures --------------------------------------------------------------------------
+
+
+def test_the_budget_stands_where_the_documents_16_gb_stood():
+    assert pytest.approx(0.88, abs=0.001) == published.BUDGET_FRACTION
+    low, high = round(7.09 * GIB), round(17.22 * GIB)
+    budget = between(low, high, published.BUDGET_FRACTION)
+    assert budget / GIB == pytest.approx(16, abs=1e-6)
+    assert [row.name for row in published.ROWS if row.over] == ["Megatron selective", "Alpa"]
+
+
+def test_a_budget_at_the_ends_is_the_end():
+    assert [between(10, 90, f) for f in (0, 0.5, 1)] == [10, 50, 90]
+
+
+def test_ratios_are_of_steps_that_ran_next_to_each_other():
+    assert ratios([90, 200], [100, 100]) == [0.9, 2.0]
+    assert spread([1.0]) == 0
+    assert spread([1, 2, 3, 4, 5]) == 2
+
+
+def test_forty_random_policies_are_different_cover_the_model_and_hold_groups():
+    profile = Profile.load(ROOT / "examples" / "profiles" / "gpt-760m-48l.json")
+    policies = random_policies(profile, 40)
+    assert len(set(policies)) == 40
+    assert policies == random_policies(profile, 40)
+    assert {len(policy.layers) for policy in policies} == {48}
+    for policy in policies:
+        assert RecomputePolicy.parse(policy.format(), num_layers=48) == policy
+        policy.chunk_runs(range(48))
+    assert any("/" in policy.format() for policy in policies)
+    assert sum(len(set(policy.layers)) > 1 for policy in policies) > 20
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+def peak(policy, gib, out_of_memory=False):
+    return {
+        "policy": policy,
+        "allocated_bytes": round(gib * GIB),
+        "reserved_bytes": round((gib + 1) * GIB),
+        "retries": 0,
+        "out_of_memory": out_of_memory,
+        "seconds": 1.0,
+    }
+
+
+def autodist_items():
+    rows = {"full": FULL, "manual": "megatron:block/31", "ours": "full*6,none*42"}
+    return {
+        "budget_bytes": 60 * GIB,
+        f"limited/{SELECTIVE}": peak(SELECTIVE, 59, out_of_memory=True),
+        f"limited/{FULL}": peak(FULL, 20),
+        "manual/megatron:block/31": peak("megatron:block/31", 58),
+        "ours": {"value": peak("full*6,none*42", 59.5), "seconds": 7},
+        "search_s": {"manual": 120.5, "ours": 9.25},
+        "rows": rows,
+        "round/0": {"full": 130.0, "manual": 110.0, "ours": 100.0},
+        "round/1": {"full": 131.0, "manual": 112.0, "ours": 100.0},
+    }
+
+
+def test_the_autodist_page_has_our_rows_and_the_documents_marked_as_published(results):
+    section = results.section(1, "gpt3")
+    section.items, section.configuration = autodist_items(), {"num_layers": 48}
+    text = page.render(results, "gpt3")
+    assert "Ours over the best manual setting: +11.00%" in text
+    assert "| ours: `full*6,none*42` | 100.0 ± 0.0 | 59.500 | 60.500 | 9.25 | yes |" in text
+    assert f"| selective: `{SELECTIVE}` | - | 59.000 | 60.000 | - | OOM |" in text
+    assert "| Alpa (published) | 149530 | 16.15 GB | - | 130 | OOM |" in text
+    assert "| num_layers | 48 |" in text
+    assert "| torch | 2.11.0 |" in text
+
+
+@pytest.mark.parametrize("part", page.TITLES)
+def test_a_part_without_figures_says_not_yet_measured(results, part):
+    results.section(part, "gpt")
+    assert page.NOT_YET in page.render(results, "gpt")
+
+
+def test_the_fidelity_page_gives_median_and_worst_and_the_worst_policy_first(results):
+    def seen(policy, predicted_gib, ms):
+        predicted = {"predicted_bytes": round(predicted_gib * GIB), "predicted_ms": ms}
+        return {**peak(policy, 10), **predicted, "step_ms": [100.0]}
+
+    results.section(3, "gpt").items = {
+        "policy/0": seen("none*4", 10.05, 101.0),
+        "policy/1": seen("full*4", 9.6, 97.0),
+        "policy/2": seen("full/2*4", 10.02, 100.0),
+    }
+    lines = page.render(results, "gpt").splitlines()
+    assert "| peak allocated | 0.50% | 4.00% | 1%, 3% |" in lines
+    assert "| step time | 1.00% | 3.00% | 2%, 5% |" in lines
+    first = next(line for line in lines if line.startswith("| `"))
+    assert first.startswith("| `full*4` | -4.00% | -3.00% |")
+
+
+def test_the_curve_page_says_where_no_plan_was_found(results):
+    duel = {
+        "budget_bytes": 30 * GIB,
+        "manual": FULL,
+        "manual_ms": [100.0, 102.0],
+        "ours": {**peak("full*4", 29), "fits": True},
+        "ours_ms": [90.0, 91.8],
+    }
+    impossible = {"budget_bytes": GIB, "manual": FULL, "infeasible": "Stage 0 needs 2 GiB."}
+    results.section(2, "gpt").items = {"budget/0": impossible, "budget/1": duel}
+    text = page.render(results, "gpt")
+    assert "Stage 0 needs 2 GiB." in text
+    assert "| 0.9000 ± 0.0000 | 29.000 | yes | `full*4` |" in text
+
+
+def test_pages_are_named_model_hardware_date_and_a_dry_run_says_so(results, tmp_path):
+    results.section(2, "gpt")
+    results.section(4, "plugin")
+    assert [path.name for path in page.write(results, tmp_path)] == [
+        "gpt_nvidia-h200_2026-11-21.md",
+        "plugin_nvidia-h200_2026-11-21.md",
+    ]
+    results.tiny = True
+    assert page.name_of("gpt", results) == "gpt_tiny-nvidia-h200_2026-11-21.md"
+    assert "nothing else" in page.render(results, "gpt")
+
+
+def test_an_incomplete_part_says_why(results):
+    results.section(2, "gpt").stopped = "killed after 480 s"
+    assert "Not complete (killed after 480 s)." in page.render(results, "gpt")
+
+
+def test_pages_are_made_without_torch(results):
+    results.section(1, "gpt3").items = autodist_items()
+    results.save()
+    made = "import sys; from benchmarks.gpu import page; list(page.main(sys.argv[1:])); "
+    code = made + "assert not {'torch', 'megatron.core'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code, str(results.path)], cwd=ROOT, check=True)
+    assert (results.path.parent / "gpt3_nvidia-h200_2026-11-21.md").exists()
+
+
+# --- what is run ----------------------------------------------------------------------------------
+
+
+def test_parts_and_sections_are_selected_in_the_order_they_run():
+    assert {part for part, _ in run.SECTIONS.values()} == set(range(1, 8))
+    assert run.selected([]) == list(run.SECTIONS)
+    assert run.selected(["4", "1-gpt3-760m-48l"]) == ["1-gpt3-760m-48l", "4-plugin"]
+
+
+def test_an_unknown_part_is_refused_with_the_known_ones():
+    with pytest.raises(OptionError, match=r"--only 9: there are parts 1 to 7 .*1-gpt3-760m-48l"):
+        run.selected(["9"])
+
+
+LOG = """\
+recompute auto: measuring in the first steps
+ iteration 1/ 6 | elapsed time per iteration (ms): 900.0 | lm loss: 5.5E+00 | grad norm: 1.5 |
+ iteration 2/ 6 | elapsed time per iteration (ms): 160.0 | lm loss: 5.4E+00 | grad norm: 1.4 |
+ iteration 3/ 6 | elapsed time per iteration (ms): 130.0 | lm loss: 5.3E+00 | grad norm: 1.3 |
+ iteration 4/ 6 | elapsed time per iteration (ms): 100.0 | lm loss: 5.2E+00 | grad norm: 1.2 |
+ iteration 5/ 6 | elapsed time per iteration (ms): 110.0 | lm loss: 5.1E+00 | grad norm: 1.1 |
+ iteration 6/ 6 | elapsed time per iteration (ms): 90.0 | lm loss: 5.0E+00 | grad norm: 1.0 |
+peak allocated bytes: 4096
+"""
+
+
+def test_time_lost_is_what_early_steps_took_beyond_the_settled_ones():
+    read = processes.read_log(LOG)
+    assert read["lost_s"] == pytest.approx(0.060 + 0.030)
+    assert read["losses"][0] == "lm loss: 5.5E+00 grad norm: 1.5"
+    assert len(read["losses"]) == 6
+    assert read["peak_bytes"] == 4096
+    assert read["said"] == ["recompute auto: measuring in the first steps"]
+    assert not read["out_of_memory"]
+
+
+def test_junit_outcomes_are_told_apart():
+    report = """<testsuites><testsuite>
+      <testcase classname="a" name="passes"/>
+      <testcase classname="a" name="skips"><skipped/></testcase>
+      <testcase classname="a" name="fails"><failure/></testcase>
+      <testcase classname="a" name="breaks"><error/></testcase>
+    </testsuite></testsuites>"""
+    assert processes.outcomes(report) == {
+        "a::passes": "passed",
+        "a::skips": "skipped",
+        "a::fails": "failed",
+        "a::breaks": "failed",
+    }
+
+
+UPSTREAM_TEST = """
+import torch
+from megatron_autorecompute import without_cuda
+from megatron_autorecompute.without_cuda import activate
+
+def test_checkpointed_block_keeps_its_config_and_gives_gradients():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    with activate():
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.transformer_block import TransformerBlock
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        config = TransformerConfig(
+            num_layers=2, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True)
+        block = TransformerBlock(config, get_gpt_layer_local_spec())
+        config.recompute_granularity = "full"
+        config.recompute_method, config.recompute_num_layers = "block", 1
+        hidden = torch.ones(8, 1, 16, requires_grad=True)
+        mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+        block(hidden_states=hidden, attention_mask=mask).sum().backward()
+        assert hidden.grad is not None
+        assert block.config.recompute_granularity == "full"
+        assert block.config.recompute_num_layers == 1
+"""
+
+
+def test_upstreams_tests_run_without_us_with_us_idle_and_through_ours(results, tmp_path):
+    name = next(iter(processes.UPSTREAM))
+    test = tmp_path / "tests" / "unit_tests" / name
+    test.parent.mkdir(parents=True)
+    test.write_text(UPSTREAM_TEST)
+    ledger = Ledger(results, results.section(7, "plugin"), 120)
+    processes.upstream(ledger, Namespace(megatron_lm=tmp_path))
+    ways = [ledger.section.items[way] for way in ("without us", "idle", "through ours")]
+    assert [list(way.values()) for way in ways] == [["passed"]] * 3
+    assert ledger.section.items["forwards, through ours"] == 1
+    assert ledger.section.items["forwards, idle"] == 0
+    assert "Every test has the same outcome in all ways." in page.render(results, "plugin")
+
+
+def test_part_7_asks_for_a_checkout(results):
+    ledger = Ledger(results, results.section(7, "plugin"), 60)
+    with pytest.raises(OptionError, match="--megatron-lm PATH"):
+        processes.upstream(ledger, Namespace(megatron_lm=None))
+
+
+def test_the_file_is_json_with_a_schema_version(results):
+    results.save()
+    assert json.loads(results.path.read_text())["schema_version"] == 1

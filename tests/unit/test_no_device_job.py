@@ -1,0 +1,240 @@
+"""Job descriptions, devices and static bytes: nothing here needs torch."""
+
+import csv
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.no_device import command
+from megatron_autorecompute.no_device.devices import GIB, Efficiency, device, devices
+from megatron_autorecompute.no_device.job import job_from, load_job
+from megatron_autorecompute.no_device.static import (
+    Parameters,
+    expert_data_parallel,
+    gradient_copy_bytes,
+    static_bytes,
+)
+from megatron_autorecompute.pipeline import Layout
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "no_device"
+
+
+def job(config=None, **fields):
+    needed = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, **(config or {})}
+    data = {
+        "name": "tiny",
+        "config": needed,
+        "num_gpus": 8,
+        "seq_length": 128,
+        "global_batch_size": 16,
+        "vocab_size": 1000,
+        **fields,
+    }
+    return job_from(data, "this job")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_is_a_job_on_1024_gpus(path):
+    example = load_job(path)
+    assert example.num_gpus == 1024
+    assert example.layout().num_layers == example.num_layers
+    assert example.schedule().num_microbatches * example.data_parallel == (
+        example.global_batch_size // example.micro_batch_size
+    )
+
+
+def test_reading_a_job_needs_no_torch():
+    code = (
+        "import sys; from megatron_autorecompute.no_device import command, job, static, devices; "
+        "assert not {'torch', 'megatron'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_misspelt_field_is_named():
+    with pytest.raises(OptionError, match=r"sequence_length: (?s:.)*[Uu]nexpected"):
+        job(sequence_length=128)
+
+
+def test_missing_dimensions_are_named():
+    with pytest.raises(OptionError, match="config lacks num_layers, hidden_size"):
+        job_from(
+            {
+                "name": "x",
+                "config": {"num_attention_heads": 2},
+                "num_gpus": 1,
+                "seq_length": 8,
+                "global_batch_size": 1,
+                "vocab_size": 8,
+            },
+            "this job",
+        )
+
+
+def test_gpus_that_do_not_divide_are_refused():
+    with pytest.raises(OptionError, match="8 GPUs cannot be divided into groups of 3"):
+        _ = job({"tensor_model_parallel_size": 3}).data_parallel
+
+
+def test_experts_need_enough_gpus_on_every_stage():
+    config = {"num_moe_experts": 8, "expert_model_parallel_size": 8}
+    config["pipeline_model_parallel_size"] = 2
+    with pytest.raises(OptionError, match=r"8 GPUs cannot be divided into groups of 16 \(expert"):
+        _ = job(config).data_parallel
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(OptionError, match="global_batch_size 12 is no multiple"):
+        _ = job(global_batch_size=12).num_microbatches
+
+
+def test_vocabulary_is_padded_to_a_multiple_for_every_tensor_rank():
+    assert job({"tensor_model_parallel_size": 4}).padded_vocab_size == 1024
+    assert job().padded_vocab_size == 1024
+    assert job(vocab_size=1025).padded_vocab_size == 1152
+
+
+def test_layout_is_megatrons():
+    found = job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3})
+    expected = Layout.even(8, 2, num_layers_in_first_pipeline_stage=3)
+    assert found.layout() == expected
+
+
+def test_nine_tenths_of_nvidias_recipes_are_in_the_page_and_none_is_slower():
+    with open(ROOT / "benchmarks" / "data" / "nvidia_tuned_recipes.csv", newline="") as file:
+        recipes = [row["recipe"] for row in csv.DictReader(file)]
+    page = (ROOT / "docs" / "nvidia-recipes.md").read_text(encoding="utf-8")
+    covered, rest = page.split("## Not covered")
+    rows = [line.split(" | ") for line in covered.splitlines() if "gpu_" in line]
+    names = {row[0].removeprefix("| ") for row in rows}
+    assert len(names) >= 0.9 * len(recipes)
+    for recipe in recipes:
+        assert recipe.removesuffix("_config") in names or f"| {recipe} |" in rest
+    assert not [row for row in rows if row[9].startswith("-")]
+
+
+# ------------------------------------------------------------------------------- static bytes
+
+
+def test_distributed_optimizer_takes_6_plus_12_over_d_bytes():
+    # The table in Megatron-LM's docs of the distributed optimizer: bf16 weights, fp32 gradients.
+    found = static_bytes(job(), Parameters(dense=800))
+    assert found.total_bytes == 800 * (6 + 12 / 8)
+
+
+def test_without_it_every_rank_takes_18_bytes():
+    found = static_bytes(job(use_distributed_optimizer=False), Parameters(dense=800))
+    assert found.total_bytes == 800 * 18
+
+
+def test_context_parallel_ranks_share_the_optimizer_state():
+    found = static_bytes(job({"context_parallel_size": 4}), Parameters(dense=800))
+    assert found.optimizer_state_bytes == 800 * 12 // 8
+
+
+def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones():
+    moe = job({"expert_model_parallel_size": 4})
+    assert expert_data_parallel(moe) == 2
+    assert static_bytes(moe, Parameters(expert=800)).optimizer_state_bytes == 800 * 12 // 2
+
+
+def test_precision_aware_optimizer_keeps_two_bytes_of_each_state():
+    aware = job(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    found = static_bytes(aware, Parameters(dense=800))
+    assert found.optimizer_state_bytes == 800 * (2 + 2 + 2) // 8
+
+
+def test_frozen_weights_have_neither_gradient_nor_state():
+    assert static_bytes(job(), Parameters(frozen=800)).total_bytes == 1600
+
+
+@pytest.mark.parametrize(
+    ("fields", "bytes_each"),
+    [
+        ({"precision": "bf16"}, 2),
+        ({"precision": "fp8"}, 2),
+        ({"precision": "fp8", "disable_parameter_transpose_cache": True}, 1),
+        ({"precision": "fp8", "fp8_param_gather": False}, 4),
+        ({"precision": "nvfp4"}, 2 + 2 * (0.5 + 1 / 16)),
+    ],
+)
+def test_quantised_weights_are_kept_for_forward_and_backward(fields, bytes_each):
+    found = static_bytes(job(**fields), Parameters(dense=800), quantised=True)
+    assert found.parameter_bytes == 800 * bytes_each
+
+
+def test_only_bf16_gradients_are_copied_for_the_optimizer_step():
+    assert gradient_copy_bytes(job(), Parameters(dense=800)) == 0
+    bf16 = job(accumulate_allreduce_grads_in_fp32=False)
+    assert gradient_copy_bytes(bf16, Parameters(dense=800)) == 4 * 800 // 8
+
+
+# ------------------------------------------------------------------------------------ devices
+
+
+def test_every_device_names_its_source():
+    assert {"a100-80gb", "h100-80gb", "h200-141gb"} <= set(devices())
+    assert all("NVIDIA" in found.source for found in devices().values())
+
+
+def test_an_unknown_device_names_the_known_ones():
+    with pytest.raises(OptionError, match=r"Unknown GPU 'tpu'. Known: a100-80gb, h100-80gb"):
+        device("tpu")
+
+
+def test_an_a100_has_no_fp8():
+    with pytest.raises(OptionError, match="a100-80gb has no fp8 arithmetic"):
+        device("a100-80gb").rate("fp8")
+
+
+# ------------------------------------------------------------------------------------ command
+
+
+def test_default_reserve_is_2_gib_and_a_twentieth():
+    gpu = device("h100-80gb")
+    assert command.reserve_bytes(gpu, None) == round(2 * GIB + 0.05 * gpu.memory_bytes)
+    assert command.default_budget_bytes(gpu, 9.1) == gpu.memory_bytes - round(9.1 * GIB)
+
+
+def test_a_reserve_larger_than_the_device_is_refused():
+    with pytest.raises(OptionError, match="leaves nothing of h100-80gb"):
+        command.default_budget_bytes(device("h100-80gb"), 100.0)
+
+
+def test_efficiency_is_read_over_the_defaults():
+    assert command.read_efficiency("gemm=0.5").gemm == 0.5
+    assert command.read_efficiency(None) == Efficiency()
+
+
+@pytest.mark.parametrize("text", ["gemm=0", "gemm=1.5", "speed=0.5", "gemm", "gemm=x"])
+def test_an_efficiency_that_cannot_be_is_refused(text):
+    with pytest.raises(OptionError, match="names are gemm, attention, bandwidth, communication"):
+        command.read_efficiency(text)
+
+
+def test_exactly_one_job_description_is_asked_for():
+    with pytest.raises(OptionError, match="give exactly one of"):
+        command.read_job(Namespace(job="a.yaml", recipe="b", megatron_flags=[], num_gpus=None))
+
+
+def test_flags_need_the_number_of_gpus():
+    asked = Namespace(job=None, recipe=None, megatron_flags=["--num-layers", "2"], num_gpus=None)
+    with pytest.raises(OptionError, match="add --num-gpus"):
+        command.read_job(asked)
+
+
+def test_plan_command_repeats_the_jobs_own_pipeline():
+    text = command.plan_command(
+        job({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+        Path("p.json"),
+        64 * GIB,
+    )
+    assert text == (
+        "megatron-autorecompute plan --profile p.json --budget-gib 64.00 --pp 2 "
+        "--num-microbatches 4 --vp 2"
+    )

@@ -1,0 +1,153 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
+
+MODULES = st.sampled_from(["core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj"])
+CHOICES = st.one_of(
+    st.just(NONE),
+    st.builds(
+        LayerPolicy,
+        st.just("selective"),
+        st.lists(MODULES, min_size=1, max_size=4).map(tuple),
+    ),
+    st.integers(1, 5).map(lambda group: LayerPolicy("full", group=group)),
+)
+
+
+@st.composite
+def policies(draw):
+    runs = draw(st.lists(st.tuples(CHOICES, st.integers(1, 6)), min_size=1, max_size=8))
+    layers = tuple(choice for choice, count in runs for _ in range(count * choice.group))
+    return RecomputePolicy(layers)
+
+
+@given(policies())
+def test_parse_and_format_are_inverses(policy):
+    text = policy.format()
+    assert RecomputePolicy.parse(text, num_layers=len(policy.layers)) == policy
+    assert RecomputePolicy.parse(text, num_layers=len(policy.layers)).format() == text
+
+
+@given(policies())
+def test_config_form_survives_json(policy):
+    value = json.loads(json.dumps(policy.to_config()))
+    assert RecomputePolicy.from_config(value, num_layers=len(policy.layers)) == policy
+
+
+@given(policies(), policies())
+def test_digests_differ_exactly_when_policies_differ(left, right):
+    assert (left.digest() == right.digest()) == (left == right)
+
+
+@given(policies())
+def test_runs_cover_every_layer_once_and_in_order(policy):
+    runs = policy.runs()
+    assert [run.policy for run in runs for _ in range(run.count)] == list(policy.layers)
+    assert [run.start for run in runs] == [
+        sum(run.count for run in runs[:i]) for i in range(len(runs))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("full*2,selective[core_attn]*2", ["full"] * 2 + ["selective[core_attn]"] * 2),
+        ("none*4", ["none"] * 4),
+        ("full/2*4", ["full/2"] * 4),
+        ("full/2", ["full/2"] * 4),
+        ("selective[mla_up_proj+mlp]*4", ["selective[mla_up_proj+mlp]"] * 4),
+        ("selective[mlp+core_attn+mlp]", ["selective[core_attn+mlp]"] * 4),
+        ("none,full*3", ["none"] + ["full"] * 3),
+        ("megatron:none", ["none"] * 4),
+        ("megatron:selective", ["selective[core_attn]"] * 4),
+        ("megatron:selective[]", ["none"] * 4),
+        ("megatron:selective[mlp+layernorm]", ["selective[layernorm+mlp]"] * 4),
+        ("megatron:uniform/3", ["full/3"] * 3 + ["full"]),
+        ("megatron:block/2", ["full", "full", "none", "none"]),
+        ("megatron:block/9", ["full"] * 4),
+    ],
+)
+def test_text_means(text, expected):
+    assert RecomputePolicy.parse(text, num_layers=4).to_config() == expected
+
+
+def test_megatron_strategies_count_afresh_in_every_chunk():
+    layout = [(0, 1, 2), (3, 4, 5)]
+    block = RecomputePolicy.parse("megatron:block/1", num_layers=6, layout=layout)
+    uniform = RecomputePolicy.parse("megatron:uniform/2", num_layers=6, layout=layout)
+    assert block.format() == "full*1,none*2,full*1,none*2"
+    assert uniform.format() == "full/2*2,full*1,full/2*2,full*1"
+
+
+def test_multi_token_prediction_follows_uniform_and_ignores_block():
+    layout = [(0, 1)]
+    uniform = RecomputePolicy.parse("megatron:uniform/1", num_layers=3, layout=layout)
+    block = RecomputePolicy.parse("megatron:block/2", num_layers=3, layout=layout)
+    assert uniform.to_config() == ["full", "full", "full"]
+    assert block.to_config() == ["full", "full", "none"]
+    with pytest.raises(PolicyError, match="only uniform/1 with multi-token prediction"):
+        RecomputePolicy.parse("megatron:uniform/2", num_layers=3, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("full*3", r"full\*3 covers 3 layers, the model has 4"),
+        ("full*2,none*3", "covers 5 layers, the model has 4"),
+        ("half*4", "Cannot read 'half' as a choice"),
+        ("selective[]*4", "is not a module name"),
+        ("selective[core attn]*4", "'core attn' is not a module name"),
+        ("full/0*4", "a group is 1 or more"),
+        ("full/3*4", r"cannot be cut into checkpoints of 3.*for example full/3\*3,full\*1"),
+        ("none*0", "a run has at least one layer"),
+        ("none;full", "Cannot read 'none;full'"),
+        ("", "Cannot read ''"),
+        ("auto", "'auto' is not a policy"),
+        ("megatron:uniform/0", "at least one layer in a checkpoint"),
+        ("megatron:zigzag", "Cannot read 'megatron:zigzag'"),
+        ("@nowhere.json", "Cannot read the policy file nowhere.json: No such file"),
+    ],
+)
+def test_bad_text_is_refused_with_the_reason(text, message):
+    with pytest.raises(PolicyError, match=message):
+        RecomputePolicy.parse(text, num_layers=4)
+
+
+@pytest.mark.parametrize("value", [3, [1, 2], {"layers": {}}, [["full"]]])
+def test_bad_config_values_are_refused(value):
+    with pytest.raises(PolicyError, match="expected text, a list"):
+        RecomputePolicy.from_config(value, num_layers=2)
+
+
+def test_a_checkpoint_cannot_span_two_chunks():
+    policy = RecomputePolicy.parse("full/2*4", num_layers=4)
+    assert [run.count for run in policy.chunk_runs((0, 1))] == [2]
+    with pytest.raises(PolicyError, match=r"cannot span two chunks. Use for example full/2\*2,"):
+        policy.chunk_runs((0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    "content", ["full*1,none*1\n", '["full", "none"]', '{"recompute_policy": ["full", "none"]}']
+)
+def test_a_file_holds_text_a_list_or_a_plan(tmp_path, content):
+    path = tmp_path / "policy"
+    path.write_text(content)
+    assert RecomputePolicy.parse(f"@{path}", num_layers=2).format() == "full*1,none*1"
+
+
+def test_half_a_file_is_refused(tmp_path):
+    path = tmp_path / "policy.json"
+    path.write_text('["full", "no')
+    with pytest.raises(PolicyError, match="is not whole JSON"):
+        RecomputePolicy.parse(f"@{path}", num_layers=2)
+
+
+def test_layer_policies_keep_modules_sorted_and_hash_equal():
+    left = LayerPolicy("selective", ("mlp", "core_attn"))
+    assert left == LayerPolicy("selective", ("core_attn", "mlp", "mlp"))
+    assert len({left, LayerPolicy.parse("selective[mlp+core_attn]"), FULL}) == 2

@@ -1,0 +1,151 @@
+import json
+import os
+
+import pytest
+
+from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.profile import ChoiceRecord, Imbalance, LayerKind, Profile
+from tests.unit.random_profiles import problem
+
+
+@pytest.fixture
+def data():
+    profile, _, _, _ = problem(7)
+    return json.loads(profile.to_json())
+
+
+def refusal(data):
+    with pytest.raises(ProfileError) as caught:
+        Profile.from_json(json.dumps(data))
+    return str(caught.value)
+
+
+def test_json_round_trip_gives_the_same_profile():
+    for seed in range(50):
+        profile, _, _, _ = problem(seed)
+        assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (-3, "-3, must be ≥ 0"),
+        (1.5, "1.5, must be a valid integer"),
+        ("12", "'12', must be a valid integer"),
+        (None, "None, must be a valid integer"),
+        (True, "True, must be a valid integer"),
+    ],
+)
+def test_a_bad_byte_count_is_refused_with_its_path(data, value, reason):
+    data["kinds"][1]["choices"][0]["held_bytes"] = value
+    assert f"kinds[1].choices[0].held_bytes: {reason}" in refusal(data)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5])
+def test_a_bad_time_is_refused_with_its_path(data, value):
+    data["head"]["backward_ms"] = value
+    assert "head.backward_ms: " in refusal(data)
+
+
+def test_a_missing_field_is_refused_with_its_path(data):
+    del data["parallelism"]["seq_length"]
+    assert "parallelism.seq_length: missing, must be given" in refusal(data)
+
+
+def test_every_bad_field_is_named_at_once(data):
+    data["boundary_bytes"] = -1
+    data["model"]["num_layers"] = -1
+    message = refusal(data)
+    assert "boundary_bytes" in message
+    assert "model.num_layers" in message
+
+
+def test_contradictions_between_fields_are_refused(data):
+    again = json.loads(json.dumps(data))
+    again["kinds"][1]["layers"] = again["kinds"][0]["layers"]
+    assert "and again in" in refusal(again)
+    missing = json.loads(json.dumps(data))
+    missing["model"]["num_layers"] += 1
+    assert "are in no kind" in refusal(missing)
+    extra = json.loads(json.dumps(data))
+    extra["kinds"][0]["layers"].append(99)
+    assert "kinds name layers [99]" in refusal(extra)
+    twice = json.loads(json.dumps(data))
+    twice["kinds"][0]["choices"].append(twice["kinds"][0]["choices"][0])
+    assert "has two records" in refusal(twice)
+    inert = json.loads(json.dumps(data))
+    inert["kinds"][0]["inert"] = {"selective[moe]": "selective[nothing]"}
+    assert "kinds[0]: " in refusal(inert)
+    head = json.loads(json.dumps(data))
+    head["head"]["choice"] = "full"
+    assert "must be 'none'" in refusal(head)
+
+
+def test_fields_of_a_newer_minor_version_are_ignored(data):
+    before = Profile.from_json(json.dumps(data))
+    data["kinds"][0]["choices"][0]["colour"] = "blue"
+    data["later"] = {"a": 1}
+    assert Profile.from_json(json.dumps(data)) == before
+
+
+def test_a_newer_major_version_is_refused_before_its_fields_are(data):
+    data["schema_version"] = 2
+    data["boundary_bytes"] = "in another unit"
+    message = refusal(data)
+    assert "schema_version 2" in message
+    assert "Upgrade" in message
+
+
+def test_a_cut_off_file_is_refused(data):
+    with pytest.raises(ProfileError, match="not whole JSON"):
+        Profile.from_json(json.dumps(data)[:-20])
+
+
+def test_a_record_that_would_not_be_read_is_not_written(tmp_path):
+    profile, _, _, _ = problem(7)
+    object.__setattr__(profile, "boundary_bytes", -1)
+    with pytest.raises(ProfileError, match="boundary_bytes: -1"):
+        profile.save(tmp_path / "p.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    path = tmp_path / "p.json"
+    first, _, _, _ = problem(7)
+    first.save(path)
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(ProfileError, match="disk full"):
+        problem(8)[0].save(path)
+    assert Profile.load(path) == first
+    assert [p.name for p in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_an_unreadable_path_is_a_profile_error(tmp_path):
+    with pytest.raises(ProfileError, match="Cannot read"):
+        Profile.load(tmp_path / "absent.json")
+    with pytest.raises(ProfileError, match="Cannot write"):
+        problem(7)[0].save(tmp_path / "no" / "folder.json")
+
+
+def test_an_inert_choice_has_the_record_of_what_it_equals():
+    none = ChoiceRecord("none", 5, 0, 0, 1.0, 2.0)
+    kind = LayerKind("k", (0,), (none,), inert={"selective[core_attn]": "none"})
+    assert kind.record("selective[core_attn]") is none
+    assert kind.record("full") is None
+
+
+def test_imbalance_takes_the_recorded_percentile_at_or_above_the_asked_one():
+    none = ChoiceRecord("none", 5, 0, 0, 1.0, 2.0)
+    points = (Imbalance(99.0, 1.5), Imbalance(50.0, 1.1))
+    kind = LayerKind("moe", (0,), (none,), imbalance=points)
+    assert [kind.imbalance_factor(p) for p in (None, 40.0, 50.0, 51.0, 99.9)] == [
+        1.0,
+        1.1,
+        1.1,
+        1.5,
+        1.5,
+    ]
