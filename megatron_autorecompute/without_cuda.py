@@ -473,6 +473,23 @@ class _MaskedSelect(torch.autograd.Function):
         return torch.zeros_like(ctx.saved_tensors[0]), None, None
 
 
+def _kept_by_the_process(device: torch.device) -> Iterator[Patch]:
+    """Symptom: "Tensor on device cpu is not on the expected device meta!" in a second run.
+
+    Upstream: the loss scale of auxiliary losses and their log by layer belong to the process, not
+    to the model: a run finds those of the run before, on its device, for its number of layers.
+    Remove when: Megatron keeps both with the model.
+    """
+    utils = _module("megatron.core.transformer.moe.moe_utils")
+    depths = _module("megatron.core.transformer.multi_token_prediction")
+    yield utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None
+    yield depths.MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0)
+    if hasattr(utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
+        yield utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}
+    else:
+        yield _module("megatron.core.transformer.moe.moe_logging"), "_MOE_METRICS_TRACKER", None
+
+
 def _even_routing(device: torch.device) -> Iterator[Patch]:
     """Symptom: aten::masked_select, .tolist() and .numpy() fail on meta tensors: no data to count.
 
@@ -596,6 +613,7 @@ _PATCHES: tuple[Callable[[torch.device], Iterator[Patch]], ...] = (
     _share_storage,
     _norm_under_sequence_parallel,
     _moe,
+    _kept_by_the_process,
     _even_routing,
     _mla,
 )

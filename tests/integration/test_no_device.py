@@ -56,19 +56,6 @@ LOCAL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_metrics_of_other_models(monkeypatch):
-    """Megatron keeps auxiliary losses by layer for the first model's number of layers."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
-        monkeypatch.setattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {})
-        return
-    from megatron.core.transformer.moe import moe_logging
-
-    monkeypatch.setattr(moe_logging, "_MOE_METRICS_TRACKER", None)
-
-
 def job(config=None, **fields):
     data = {
         "name": "tiny",

@@ -217,6 +217,16 @@ def test_activation_is_refused_where_cuda_is_available(monkeypatch):
         without_cuda.activate()
 
 
+def test_a_run_finds_no_loss_scale_of_the_run_before_it():
+    with without_cuda.activate():
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(0.5))
+        assert MoEAuxLossAutoScaler.main_loss_backward_scale == 0.5
+    with without_cuda.activate(meta=True):
+        assert MoEAuxLossAutoScaler.main_loss_backward_scale is None
+
+
 def test_deactivating_twice_is_harmless():
     activation = without_cuda.activate()
     activation.deactivate()
