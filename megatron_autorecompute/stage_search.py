@@ -209,8 +209,8 @@ class StageProblem:
         if max(len(chunk.layers) for chunk in self.chunks) > COMPLETE_LAYERS:
             return None
         run = _Run(self, int(_NO_LIMIT), unpriced=True)
-        options, cut = run.options(_Goal(), COMPLETE_WIDTH)
-        return None if cut else _Combiner(self, options)
+        options, left_ps = run.options(_Goal(), COMPLETE_WIDTH)
+        return _Combiner(self, options) if left_ps == math.inf else None
 
 
 def stage_problem(
@@ -282,23 +282,24 @@ def search(
         # Mostly the answer: the fastest choices where memory is no limit, and elsewhere what an
         # exact bound allows. Then nearly every label is dropped at once.
         goal = _Goal(max(least_ps, run.bound_ps))
-        found, cut = run.round(goal, WIDTHS[0])
-        if found is not None and found.time_ps == goal.time_ps and not cut:
+        found, left_ps = run.round(goal, WIDTHS[0])
+        if found is not None and found.time_ps == goal.time_ps and left_ps == math.inf:
             return found
         known = _better(known, found)
-    best = known
+    best, bound_ps = known, 0.0
     for width in _affordable(problem):
-        found, cut = run.round(_Goal.of(best, budget_bytes), width)
+        found, left_ps = run.round(_Goal.of(best, budget_bytes), width)
         best = _better(best, found)
-        if not cut:
+        if left_ps == math.inf:
             return best
+        bound_ps = max(bound_ps, run.bound_ps, left_ps)
         if best is None:
             lean = leanest(problem)
             if lean.peak_bytes > budget_bytes:
                 return None
             best = lean
     assert best is not None  # the leanest choices fit
-    bound = min(best.time_ps, run.bound_ps)
+    bound = min(best.time_ps, math.floor(bound_ps))
     return StageChoice(best.policies, best.time_ps, best.peak_bytes, best.runs, bound)
 
 
@@ -312,8 +313,8 @@ def leanest(problem: StageProblem) -> StageChoice:
     """The choices with the lowest peak, whatever their time."""
     run = _Run(problem, None)
     for width in WIDTHS:
-        found, cut = run.round(_Goal(), width)
-        if not cut:
+        found, left_ps = run.round(_Goal(), width)
+        if left_ps == math.inf:
             break
     assert found is not None  # without a budget everything fits
     return found
@@ -399,32 +400,38 @@ class _Run:
         after = sum(u.time_ps * self.timed + price * u.held_bytes for u in chunk.after)
         return float(chunk.covering(price, self.timed)[-1]) + after
 
-    def round(self, goal: _Goal, width: int) -> tuple[StageChoice | None, bool]:
-        """One pass; returns the best found and whether any label was cut off for width."""
-        combiner, cut = self.complete, False
-        if combiner is None:
-            options, cut = self.options(goal, width)
-            if not all(len(option.final) for option in options):
-                return None, cut
-            combiner = _Combiner(self.problem, options)
-        found, was_cut = combiner.best(self.limit, self.price, goal, width)
-        return found, cut or was_cut
+    def round(self, goal: _Goal, width: int) -> tuple[StageChoice | None, float]:
+        """One pass: the best found, and what no label cut off for width can become faster than.
 
-    def options(self, goal: _Goal, width: int) -> tuple[list[_Option], bool]:
-        """Labels of every chunk, up to one that has none, and whether width cut any off."""
+        The second is infinite where none was cut off, which proves the first.
+        """
+        combiner, left_ps = self.complete, math.inf
+        if combiner is None:
+            options, left_ps = self.options(goal, width)
+            if not all(len(option.final) for option in options):
+                return None, left_ps
+            combiner = _Combiner(self.problem, options)
+        found, also_left_ps = combiner.best(self.limit, self.price, goal, width)
+        return found, min(left_ps, also_left_ps)
+
+    def options(self, goal: _Goal, width: int) -> tuple[list[_Option], float]:
+        """Labels of every chunk, up to one that has none; and as in `round`."""
         options: list[_Option] = []
-        cut = False
+        left_ps = math.inf
         for c in range(len(self.problem.chunks)):
-            labels, final, was_cut = self._search_chunk(c, goal.time_ps, width)
-            cut = cut or was_cut
+            filters = _Filters(self, c, goal.time_ps, width)
+            labels, final = self._search_chunk(c, filters)
+            if filters.left < math.inf:
+                cut_ps = filters.left - self.budget_price
+                left_ps = min(left_ps, cut_ps - _SLACK * max(abs(filters.left), abs(cut_ps)))
             options.append(_Option(labels, final, self.ids))
             if not len(final):
                 break
-            if not was_cut:
+            if filters.left == math.inf:
                 self.chunk_bounds[c] = max(
                     self.chunk_bounds[c], float(self._priced(final, c).min())
                 )
-        return options, cut
+        return options, left_ps
 
     def _priced(self, rows: Ints, c: int) -> Floats:
         held, forward, backward = self._prices(c)
@@ -436,10 +443,9 @@ class _Run:
         )
         return priced
 
-    def _search_chunk(self, c: int, upper_ps: int | None, width: int) -> tuple[_Labels, Ints, bool]:
+    def _search_chunk(self, c: int, filters: _Filters) -> tuple[_Labels, Ints]:
         """Labels of one chunk from its last position to its first; final ones are returned."""
         chunk = self.problem.chunks[c]
-        filters = _Filters(self, c, upper_ps, width)
         labels = _Labels()
         rows = np.zeros((1, len(_COLUMNS)), np.int64)
         rows[:, _FIRST] = rows[:, _PARENT] = -1
@@ -458,7 +464,7 @@ class _Run:
         final[:, _PARENT] = start + np.arange(len(final))
         for unit in reversed(chunk.before):
             final = self._prepend_unit(final, unit, chunk.output_gradient_bytes)
-        return labels, final, filters.cut
+        return labels, final
 
     def _prepend_unit(self, rows: Ints, unit: Unit, output_gradient_bytes: int = 0) -> Ints:
         held = np.int64(unit.held_bytes)
@@ -600,15 +606,15 @@ class _Combined:
 
     def thinned(
         self, moments: NDArray[np.intp], bound: Ints, price: Floats, width: int
-    ) -> tuple[_Combined, bool]:
-        """Without labels dominated at `moments`, at most `width`; and whether that cut any off."""
+    ) -> tuple[_Combined, float]:
+        """Without labels dominated at `moments`, at most `width`; and the least bound cut off."""
         dims = np.column_stack([self.time, self.load[:, moments]])
         kept = _front(dims, self.runs, np.zeros(len(self.time), np.int64))
         if len(kept) <= width:
-            return self.pick(kept), False
+            return self.pick(kept), math.inf
         priced = self.time[kept] + self.load[kept] @ price
-        cheapest = np.lexsort((priced, bound[kept]))[:width]
-        return self.pick(kept[cheapest]), True
+        order = kept[np.lexsort((priced, bound[kept]))]
+        return self.pick(order[:width]), float(bound[order[width]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -720,8 +726,8 @@ class _Combiner:
 
     def best(
         self, limit: Ints, price: Floats, goal: _Goal, width: int
-    ) -> tuple[StageChoice | None, bool]:
-        """The best labels that fit and reach the goal; and whether width cut any off."""
+    ) -> tuple[StageChoice | None, float]:
+        """The best labels that fit and reach the goal; and as in `_Run.round`."""
         tightest = self._tightest(limit)
         rest_price = [
             float((time + load @ price).min())
@@ -730,7 +736,7 @@ class _Combiner:
         ceiling = math.inf if goal.time_ps is None else goal.time_ps + float(price @ limit)
         ceiling += _SLACK * max(abs(ceiling), goal.time_ps or 0)
         table = _Combined.empty(len(limit))
-        cut = False
+        left_ps = math.inf
         for c, final in enumerate(option.final for option in self.options):
             parts, bounds = [], []
             for block in table.blocks(len(final)):
@@ -744,17 +750,17 @@ class _Combiner:
                 bounds.append(bound[keep])
             table, bound = _Combined.joined(parts), np.concatenate(bounds)
             if c + 1 < len(self.options) and len(table.time) > WIDTHS[0]:
-                table, was_cut = table.thinned(self._decided(c), bound, price, width)
-                cut = cut or was_cut
+                table, cut_ps = table.thinned(self._decided(c), bound, price, width)
+                left_ps = min(left_ps, cut_ps)
             if not len(table.time):
-                return None, cut
+                return None, left_ps
         peak = np.maximum(
             (table.load + self.problem.constant).max(axis=1, initial=0), self.problem.floor_bytes
         )
         # Of equals, what all stages agree on: the slowest chunk first. They then wait less.
         spent = [time[index] for time, index in zip(self.times, table.trail.T, strict=True)]
         best = np.lexsort((*reversed([-t for t in spent]), table.runs, peak, table.time))[0]
-        return self._choice(table.trail[best].tolist(), int(peak[best])), cut
+        return self._choice(table.trail[best].tolist(), int(peak[best])), left_ps
 
     def _may_reach(
         self, goal: _Goal, table: _Combined, c: int, limit: Ints, tightest: Sequence[int]
@@ -808,7 +814,8 @@ class _Filters:
 
     def __init__(self, run: _Run, c: int, upper_ps: int | None, width: int) -> None:
         problem = run.problem
-        self.run, self.c, self.upper_ps, self.width, self.cut = run, c, upper_ps, width, False
+        self.run, self.c, self.upper_ps, self.width = run, c, upper_ps, width
+        self.left = math.inf  # least time and priced bytes of the labels cut off
         chunk = problem.chunks[c]
         held, forward, backward = run._prices(c)
         self.before_price = chunk.covering(held + forward + backward, run.timed)
@@ -834,8 +841,9 @@ class _Filters:
         rows, price = rows[may_win], price[may_win]
         kept = _front(self._dims(rows), rows[:, _RUNS], rows[:, _FIRST])
         if len(kept) > self.width:
-            self.cut = True
-            kept = kept[_spread(price[kept], rows[kept, _HELD], self.width)]
+            chosen = _spread(price[kept], rows[kept, _HELD], self.width)
+            self.left = min(self.left, float(np.delete(price[kept], chosen).min()))
+            kept = kept[chosen]
         return rows[kept]
 
     def _fits(self, rows: Ints, position: int) -> NDArray[np.bool_]:
