@@ -459,6 +459,10 @@ class PolicyCost:
     """Part of step_ms that the busiest stage waits."""
     recompute_ms: float
     """Part of step_ms that recompute adds: step_ms minus the replay without recompute."""
+    step_low_ms: float | None = None
+    """step_ms with every layer at the fast end of its spread at once; None without spreads."""
+    step_high_ms: float | None = None
+    """step_ms with every layer at the slow end of its spread at once; None without spreads."""
 
     @property
     def peak_high_bytes(self) -> int:
@@ -536,7 +540,7 @@ def evaluate(
         ]
         for bound in _SIGN
     }
-    return _with_times(profile, layout, schedule, units["nominal"], peaks)
+    return _with_times(profile, layout, schedule, policy, units["nominal"], peaks)
 
 
 def check_layout(profile: Profile, layout: Layout, schedule: Schedule) -> None:
@@ -675,6 +679,7 @@ def _with_times(
     profile: Profile,
     layout: Layout,
     schedule: Schedule,
+    policy: RecomputePolicy,
     units: Sequence[Sequence[tuple[Unit, ...]]],
     peaks: dict[Bound, list[Peak]],
 ) -> PolicyCost:
@@ -705,7 +710,44 @@ def _with_times(
     step = step_time(schedule, forward, backward)
     plain_step = step_time(schedule, plain_forward, plain_backward)
     bubble = step.total_ms - max(step.busy_ms)
-    return PolicyCost(stages, step.total_ms, bubble, step.total_ms - plain_step.total_ms)
+    spread = _spread_ms(CostTable(profile), layout, policy)
+    low, high = (
+        step_time(schedule, forward, _shifted_ms(backward, spread, sign)).total_ms
+        if any(map(any, spread))
+        else None
+        for sign in (-1, 1)
+    )
+    recompute_ms = step.total_ms - plain_step.total_ms
+    return PolicyCost(stages, step.total_ms, bubble, recompute_ms, low, high)
+
+
+def _spread_ms(table: CostTable, layout: Layout, policy: RecomputePolicy) -> list[list[float]]:
+    """Half the width of the time of one microbatch, `[stage][chunk]`, if all layers err alike."""
+    return [
+        [
+            sum(_layer_spread_ms(table, layer, policy.layers[layer]) for layer in chunk.layers)
+            + table.profile.embedding.spread_ms * chunk.embedding
+            + table.profile.head.spread_ms * chunk.head
+            for chunk in chunks
+        ]
+        for chunks in layout.stages
+    ]
+
+
+def _layer_spread_ms(table: CostTable, layer: int, choice: LayerPolicy) -> float:
+    """A group that was not measured as a whole has the spread of its layers' own checkpoints."""
+    whole = table.record(layer, str(choice))
+    record = whole or table.record(layer, str(FULL))
+    return record.spread_ms / (choice.group if whole else 1) if record else 0.0
+
+
+def _shifted_ms(
+    times: Sequence[Sequence[float]], spread: Sequence[Sequence[float]], sign: int
+) -> list[list[float]]:
+    return [
+        [max(0.0, time + sign * half) for time, half in zip(*rows, strict=True)]
+        for rows in zip(times, spread, strict=True)
+    ]
 
 
 def chunk_times_ms(

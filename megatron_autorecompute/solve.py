@@ -206,7 +206,8 @@ class Planner:
         stride = 1 << points.bit_length()
         while stride := stride // 2:
             for budget in budgets[::stride]:
-                self._point(budget)
+                for stage in range(self.layout.num_stages):
+                    self.choose(stage, budget)
         return tuple(self._point(budget) for budget in dict.fromkeys(budgets))
 
     def _point(self, budget_bytes: int) -> ParetoPoint:
