@@ -175,6 +175,8 @@ class _Sites:
                 self._let_gradient_in(layer)
             if "mlp" in policy.layers[index].modules:
                 self._let_bias_leave(layer)
+            if policy.layers[index].granularity == "full" or "moe" in policy.layers[index].modules:
+                self._let_graph_go(layer)
         for site in self.blocks:
             runs = policy.chunk_runs(site.layers)
             if any(run.policy.granularity == "full" for run in runs):
@@ -191,6 +193,12 @@ class _Sites:
         mlp = compat.bias_returned_by_mlp(layer)
         if mlp is not None:
             self._hooks.append(mlp.register_forward_hook(_copy_bias))
+
+    def _let_graph_go(self, layer: torch.nn.Module) -> None:
+        keepers = compat.graph_keepers(layer)
+        if keepers:
+            hook = functools.partial(_detach_after_backward, keepers)
+            self._hooks.append(layer.mlp.router.register_forward_hook(hook))
 
     def clear(self, saved: list[tuple[Any, str, Any]]) -> None:
         for hook in self._hooks:
@@ -227,6 +235,26 @@ def _require_gradient(
 def _copy_bias(_: torch.nn.Module, __: Any, output: tuple[Any, Any]) -> tuple[Any, Any]:
     hidden_states, bias = output
     return hidden_states, None if bias is None else bias.clone()
+
+
+def _detach_after_backward(
+    keepers: Sequence[Any], _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]
+) -> None:
+    """Let `keepers` lose their graph when the gradient of the router's probabilities arrives.
+
+    All that uses the probabilities has run by then, forward and backward, since Megatron runs the
+    whole backward of a layer before another microbatch's recompute. See `compat.graph_keepers`.
+    """
+
+    def detach(_: torch.Tensor) -> None:
+        for keeper in keepers:
+            for name, value in vars(keeper).items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    setattr(keeper, name, value.detach())
+
+    probabilities, _ = output
+    if probabilities.requires_grad:
+        probabilities.register_hook(detach)
 
 
 def _full_config(config: Any, group: int) -> Any:

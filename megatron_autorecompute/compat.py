@@ -484,6 +484,24 @@ def bias_returned_by_mlp(layer: torch.nn.Module) -> torch.nn.Module | None:
     return mlp if isinstance(bias, torch.nn.Parameter) else None
 
 
+def graph_keepers(layer: torch.nn.Module) -> list[Any]:
+    """The objects of a MoE layer that keep the router's probabilities with their graph.
+
+    Symptom: after a recomputed layer's backward its input and that input's gradient stay alive
+    until its next forward. Reference: `self.probs` of MoEAlltoAllTokenDispatcher,
+    `self.local_probs` of MoEAllGatherTokenDispatcher, `self.token_probs` and
+    `self.dispatched_probs` of the flex dispatcher's `_comm_manager`, 0.16 to 0.19. Remove when
+    Megatron lets them go. Empty with EP overlap, where another microbatch's forward may be using
+    the dispatcher.
+    """
+    if not isinstance(getattr(layer, "mlp", None), MoELayer):
+        return []
+    if layer.config.overlap_moe_expert_parallel_comm:
+        return []
+    dispatcher = layer.mlp.token_dispatcher
+    return [dispatcher, *filter(None, [getattr(dispatcher, "_comm_manager", None)])]
+
+
 # --- what Megatron allows -------------------------------------------------------------------------
 
 
