@@ -26,6 +26,7 @@ from megatron_autorecompute.alternatives import (
     search_micro_batch,
 )
 from megatron_autorecompute.errors import AutorecomputeError, InfeasibleError, ProfileError
+from megatron_autorecompute.native import launch_lines
 from megatron_autorecompute.pipeline import Layout, Schedule
 from megatron_autorecompute.plan import Plan, curve_point, make_plan
 from megatron_autorecompute.profile import Profile
@@ -260,9 +261,16 @@ def _plan(args: argparse.Namespace) -> None:
         raise explained(error, planner, budget) from error
     if args.output:
         plan.save(args.output)
-    _print(args, plan.to_json(), terminal.plan_view(plan))
+    _print_plan(args, plan)
     if args.verify:
         _verify(args, plan)
+
+
+def _print_plan(args: argparse.Namespace, plan: Plan) -> None:
+    _print(args, plan.to_json(), terminal.plan_view(plan))
+    if not args.json:
+        for line in launch_lines(plan):
+            print(line)  # not through rich: a wrapped line cannot be pasted
 
 
 def _verify(args: argparse.Namespace, plan: Plan) -> None:
@@ -287,8 +295,7 @@ def _check_micro_batches(args: argparse.Namespace, planners: Sequence[Planner]) 
 
 
 def _show(args: argparse.Namespace) -> None:
-    plan = Plan.load(args.plan)
-    _print(args, plan.to_json(), terminal.plan_view(plan))
+    _print_plan(args, Plan.load(args.plan))
 
 
 def _explain(args: argparse.Namespace) -> None:

@@ -41,6 +41,7 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
     if args.vocab_size is None:
         raise OptionError("The flags do not say the vocabulary: add --vocab-size N.")
     data = {name: getattr(args, name) for name in _COPIED}
+    data["described_by"] = "flags"
     data["name"] = f"pretrain_gpt on {num_gpus} GPUs"
     data["config"] = plain_config(vars(config))
     data["num_gpus"], data["vocab_size"] = num_gpus, args.vocab_size

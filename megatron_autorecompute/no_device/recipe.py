@@ -30,6 +30,7 @@ def job_from_recipe(name: str) -> Job:
     return job_from(
         {
             "name": name,
+            "described_by": "recipe",
             "config": plain_config(known),
             "num_gpus": _gpus(model),
             "seq_length": model.seq_length,
