@@ -140,7 +140,9 @@ def _add_profile(verbs: Verbs) -> None:
     verb.add_argument("--gpu", required=True, metavar="NAME", help="such as h100-80gb")
     verb.add_argument("job", nargs="?", metavar="JOB.yaml", help="see docs/no-device.md")
     verb.add_argument("--recipe", metavar="NAME", help="a recipe function of Megatron Bridge")
-    verb.add_argument("--num-gpus", type=int, metavar="N", help="world size, with flags after --")
+    verb.add_argument(
+        "--num-gpus", type=int, metavar="N", help="world size, with flags or a recipe"
+    )
     verb.add_argument(
         "--reserve-gib", type=float, metavar="GIB", help="kept back (default: 2 and 5%% of all)"
     )
