@@ -38,7 +38,7 @@ from megatron_autorecompute.no_device.model import (
 from megatron_autorecompute.no_device.roofline import Roofline
 from megatron_autorecompute.no_device.static import (
     Parameters,
-    gradient_copy_bytes,
+    optimizer_step_bytes,
     static_bytes,
 )
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
@@ -297,7 +297,7 @@ class _Counted:
                 sum(part.optimizer_state_bytes for part in parts),
                 self._buffer_bytes + self._head_buffer_bytes * head,
             ),
-            optimizer_step_peak_bytes=sum(gradient_copy_bytes(self.job, c) for c in counts),
+            optimizer_step_peak_bytes=optimizer_step_bytes(self.job, sum(counts, Parameters())),
         )
 
 
