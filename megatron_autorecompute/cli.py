@@ -26,6 +26,7 @@ from megatron_autorecompute.alternatives import (
     search_micro_batch,
 )
 from megatron_autorecompute.errors import AutorecomputeError, InfeasibleError, ProfileError
+from megatron_autorecompute.native import launch_lines
 from megatron_autorecompute.pipeline import Layout, Schedule
 from megatron_autorecompute.plan import Plan, curve_point, make_plan
 from megatron_autorecompute.profile import Profile
@@ -139,7 +140,9 @@ def _add_profile(verbs: Verbs) -> None:
     verb.add_argument("--gpu", required=True, metavar="NAME", help="such as h100-80gb")
     verb.add_argument("job", nargs="?", metavar="JOB.yaml", help="see docs/no-device.md")
     verb.add_argument("--recipe", metavar="NAME", help="a recipe function of Megatron Bridge")
-    verb.add_argument("--num-gpus", type=int, metavar="N", help="world size, with flags after --")
+    verb.add_argument(
+        "--num-gpus", type=int, metavar="N", help="world size, with flags or a recipe"
+    )
     verb.add_argument(
         "--reserve-gib", type=float, metavar="GIB", help="kept back (default: 2 and 5%% of all)"
     )
@@ -260,9 +263,16 @@ def _plan(args: argparse.Namespace) -> None:
         raise explained(error, planner, budget) from error
     if args.output:
         plan.save(args.output)
-    _print(args, plan.to_json(), terminal.plan_view(plan))
+    _print_plan(args, plan)
     if args.verify:
         _verify(args, plan)
+
+
+def _print_plan(args: argparse.Namespace, plan: Plan) -> None:
+    _print(args, plan.to_json(), terminal.plan_view(plan))
+    if not args.json:
+        for line in launch_lines(plan):
+            print(line)  # not through rich: a wrapped line cannot be pasted
 
 
 def _verify(args: argparse.Namespace, plan: Plan) -> None:
@@ -287,8 +297,7 @@ def _check_micro_batches(args: argparse.Namespace, planners: Sequence[Planner]) 
 
 
 def _show(args: argparse.Namespace) -> None:
-    plan = Plan.load(args.plan)
-    _print(args, plan.to_json(), terminal.plan_view(plan))
+    _print_plan(args, Plan.load(args.plan))
 
 
 def _explain(args: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -128,14 +129,32 @@ def dry_run(
     what dry_run_stage raises.
     """
     asked = range(config.pipeline_model_parallel_size) if stages is None else stages
+    run = functools.partial(_run_stage, _meta_config(config), shape, policy, build)
+    return in_processes(run, asked, max_workers, done)
+
+
+def _run_stage(
+    config: Any,
+    shape: StepShape,
+    policy: RecomputePolicy | None,
+    build: Build | None,
+    stage: int,
+) -> StageDryRun:
+    return dry_run_stage(config, stage, shape, policy, build)
+
+
+def in_processes(
+    run: Callable[[int], StageDryRun],
+    stages: Sequence[int],
+    max_workers: int = 1,
+    done: Callable[[StageDryRun], None] = lambda _: None,
+) -> tuple[StageDryRun, ...]:
+    """`run` of every stage in processes that never see CUDA; it must pickle."""
     pool = ProcessPoolExecutor(
         max_workers, multiprocessing.get_context("spawn"), initializer=_hide_cuda
     )
     with pool:
-        futures = [
-            pool.submit(dry_run_stage, _meta_config(config), stage, shape, policy, build)
-            for stage in asked
-        ]
+        futures = [pool.submit(run, stage) for stage in stages]
         for future in futures:
             done(future.result())
         return tuple(future.result() for future in futures)
@@ -324,6 +343,7 @@ class TokenStep:
         self.size, self.device = (shape.micro_batch_size, shape.seq_length), device
         length = shape.seq_length
         self.mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+        self.static = (self.mask,)
 
     def __call__(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         """Run one microbatch; the iterator is not asked."""
@@ -349,19 +369,17 @@ def trace_step(
     """Run one step of Megatron's schedule on built chunks and report what was alive when.
 
     Needs Megatron's parallel state. Works on CPU tensors in real ranks as well: the tests compare
-    the two. Gradients are allocated first, as static bytes. forward_step: default TokenStep.
+    the two. Gradients are allocated first, as static bytes, but where a parameter has a main_grad.
+    forward_step: default TokenStep; tensors in its `static` stay from step to step.
     """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     parameters = [p for model in models for p in model.parameters()]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [g for p in parameters if (g := _gradient(p)) is not None]
     buffers = [b for model in models for b in model.buffers()]
-    if forward_step is None:
-        forward_step = TokenStep(shape, device)
-        buffers.append(forward_step.mask)
+    forward_step = forward_step or TokenStep(shape, device)
+    buffers += getattr(forward_step, "static", ())
     several = len(models) > 1
     with (
         LiveBytes(static=[*parameters, *gradients, *buffers]) as live,
@@ -388,6 +406,15 @@ def trace_step(
             for span in live.spans()
         ),
     )
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Where the parameter's gradient is added up, allocated now if nowhere yet."""
+    main: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    if main is not None:
+        return main
+    parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    return parameter.grad
 
 
 def _size_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -24,20 +24,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from megatron_autorecompute import native
 from megatron_autorecompute.auto_options import AutoOptions
 from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
 from megatron_autorecompute.integrations.megatron_lm import PLAN_FILE
-from megatron_autorecompute.policy import FULL, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.native import FIELD, NATIVE
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 
 HOLDER = "the recompute_policy of a Megatron Bridge config"
-FIELD = "recompute_policy"
-NATIVE = {
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "recompute_modules": None,
-}
-"""Megatron's own recompute fields, with the values that ask for nothing."""
 
 
 def install() -> None:
@@ -104,50 +98,7 @@ def native_fields(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
         model: `cfg.model`; its pipeline layout says what `uniform` and `block` count in.
     """
     config = _core_config(model)
-    chunks = _chunks(config)
-    first = policy.layers[0]
-    if first.granularity == "selective":
-        return _native_selective(policy, config)
-    if policy.format() == f"none*{len(policy.layers)}":
-        return dict(NATIVE)
-    leading = max((_leading_full(policy, chunk) for chunk in chunks), default=0)
-    for method, number in (("uniform", first.group), ("block", leading)):
-        if _is_strategy(policy, chunks, method, number):
-            return {
-                "recompute_granularity": "full",
-                "recompute_method": method,
-                "recompute_num_layers": number,
-                "recompute_modules": None,
-            }
-    return None
-
-
-def _native_selective(policy: RecomputePolicy, config: Any) -> dict[str, Any] | None:
-    modules = list(policy.layers[0].modules)
-    # With a linear bias Megatron's own mlp recompute never returns from backward; ours does.
-    if len(set(policy.layers)) > 1 or ("mlp" in modules and config.add_bias_linear):
-        return None
-    return {**NATIVE, "recompute_granularity": "selective", "recompute_modules": modules}
-
-
-def _is_strategy(
-    policy: RecomputePolicy, chunks: Sequence[Sequence[int]], method: str, number: int
-) -> bool:
-    # `uniform` of 0.16 reads beyond the end of a chunk that is no multiple of N.
-    if number < 1 or (method == "uniform" and any(len(chunk) % number for chunk in chunks)):
-        return False
-    try:
-        strategy = RecomputePolicy.parse(
-            f"megatron:{method}/{number}", num_layers=len(policy.layers), layout=chunks
-        )
-    except PolicyError:  # uniform/N with multi-token prediction
-        return False
-    return strategy == policy
-
-
-def _leading_full(policy: RecomputePolicy, chunk: Sequence[int]) -> int:
-    others = (at for at, index in enumerate(chunk) if policy.layers[index] != FULL)
-    return next(others, len(chunk))
+    return native.native_fields(policy, _chunks(config), linear_bias=config.add_bias_linear)
 
 
 def _chunks(config: Any) -> list[tuple[int, ...]]:
@@ -197,10 +148,10 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     )
     for choice in dict.fromkeys(policy.layers):
         _ask_bridge(cfg, choice)
-    native = None if cfg.peft is not None else native_fields(policy, config)
-    for name, value in (native or {}).items():
+    fields = None if cfg.peft is not None else native_fields(policy, config)
+    for name, value in (fields or {}).items():
         setattr(config, name, value)
-    setattr(config, FIELD, None if native is not None else policy.to_config())
+    setattr(config, FIELD, None if fields is not None else policy.to_config())
     return policy
 
 
@@ -426,6 +377,4 @@ def _say_lines(policy: RecomputePolicy, model: Any) -> None:
 
 def recipe_lines(policy: RecomputePolicy, model: Any) -> list[str]:
     """Python lines that set the policy in a recipe, in Megatron's own fields where they can."""
-    native = native_fields(policy, model)
-    fields = native if native is not None else {**NATIVE, FIELD: policy.format()}
-    return [f"cfg.model.{name} = {value!r}" for name, value in fields.items()]
+    return native.recipe_lines(policy, native_fields(policy, model))

@@ -67,7 +67,7 @@ def read_job(args: Namespace) -> Job:
     if args.recipe is not None:
         from megatron_autorecompute.no_device.recipe import job_from_recipe
 
-        return job_from_recipe(args.recipe)
+        return job_from_recipe(args.recipe, args.num_gpus)
     if args.num_gpus is None:
         raise OptionError("Flags of pretrain_gpt.py do not say how many GPUs: add --num-gpus N.")
     from megatron_autorecompute.no_device.flags import job_from_flags

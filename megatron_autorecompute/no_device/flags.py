@@ -29,7 +29,7 @@ _COPIED = (
     "use_distributed_optimizer",
     "use_precision_aware_optimizer",
 )
-_PRECISION_OF_RECIPE = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}
+PRECISION_OF_RECIPE = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}
 
 
 def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
@@ -41,11 +41,12 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
     if args.vocab_size is None:
         raise OptionError("The flags do not say the vocabulary: add --vocab-size N.")
     data = {name: getattr(args, name) for name in _COPIED}
+    data["described_by"] = "flags"
     data["name"] = f"pretrain_gpt on {num_gpus} GPUs"
     data["config"] = plain_config(vars(config))
     data["num_gpus"], data["vocab_size"] = num_gpus, args.vocab_size
     if args.fp8:
-        data["precision"] = _PRECISION_OF_RECIPE.get(str(args.fp8_recipe), "fp8")
+        data["precision"] = PRECISION_OF_RECIPE.get(str(args.fp8_recipe), "fp8")
         data["fp8_param_gather"] = bool(args.fp8_param_gather)
     return job_from(data, "What Megatron read from the flags")
 

@@ -70,6 +70,8 @@ class Job:
     """Adam's second moment."""
     lora_rank: Annotated[int, Field(ge=0)] = 0
     """Over 0: base weights frozen, one adapter of this rank on every linear layer but experts'."""
+    described_by: Literal["yaml", "flags", "recipe"] = "yaml"
+    """Where the job was read from, and what `plan` prints to be pasted there."""
     moe_imbalance: dict[str, float] = field(default_factory=dict)
     """Percentile of microbatches on the fullest rank -> factor on a MoE layer's bytes. Assumed."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -73,8 +73,6 @@ class Shard:
     model: torch.nn.Module
     sort_of: dict[int, Sort]
     """By layer index in the built model; MTP depths follow, without a sort."""
-    tokens: tuple[int, int]
-    """[micro-batch, sequence] of one rank."""
 
 
 def _refuse_unknown_specs(config: Any) -> None:
@@ -96,30 +94,82 @@ def shard(job: Job, copies: int = MAX_CHOICES) -> Iterator[Shard]:
 
     Raises OptionError for a config that Megatron refuses, and MachineError as without_cuda does.
     """
-    settings = kernels.Settings(precision=job.precision, lora_rank=job.lora_rank)
-    # Megatron's config asks for some of the kernels already.
-    with without_cuda.activate(meta=True), kernels.stand_ins(settings), _quiet_environment():
-        config, sort_of = _config(job, copies)
-        _refuse_unknown_specs(config)
-        shape = StepShape(
-            seq_length=job.seq_length,
-            micro_batch_size=job.micro_batch_size,
-            num_microbatches=1,
-            vocab_size=job.padded_vocab_size,
-            data_parallel_size=job.data_parallel,
-        )
+    with meta_megatron(job):
+        config, sort_of = _shard_config(job, copies)
+        shape = step_shape(job, 1)
         with _fake_ranks(config, 0, shape):
-            model = _built(job, config, shape)
-            tokens = (job.micro_batch_size, job.seq_length // job.size("context"))
-            yield Shard(model, sort_of, tokens)
+            with torch.device("meta"):
+                model = build_chunk(config, True, True, None, shape, job=job)
+            yield Shard(model.to(config.params_dtype).train(), sort_of)
 
 
-def _quiet_environment() -> Any:
+@contextlib.contextmanager
+def meta_megatron(job: Job) -> Iterator[None]:
+    """Megatron runs on meta tensors meanwhile, with the stand-ins that the job needs."""
+    settings = kernels.Settings(precision=job.precision, lora_rank=job.lora_rank)
     # Megatron warns under sequence parallelism where it is not set; nothing runs on a device here.
-    return mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    quiet = mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    with without_cuda.activate(meta=True), kernels.stand_ins(settings), quiet:
+        yield
 
 
-def _built(job: Job, config: Any, shape: StepShape) -> torch.nn.Module:
+def step_shape(job: Job, num_microbatches: int) -> StepShape:
+    """The job's shape, with so many microbatches in a step."""
+    return StepShape(
+        seq_length=job.seq_length,
+        micro_batch_size=job.micro_batch_size,
+        num_microbatches=num_microbatches,
+        vocab_size=job.padded_vocab_size,
+        data_parallel_size=job.data_parallel,
+    )
+
+
+class JobStep:
+    """Megatron's `forward_step_func` over one batch of tokens, the same for every microbatch.
+
+    static: what stays from step to step: tokens, positions, labels [micro-batch, sequence of one
+    rank], and the mask where attention reads one.
+    """
+
+    def __init__(self, job: Job) -> None:
+        size = (job.micro_batch_size, job.seq_length // job.size("context"))
+        with torch.device("meta"):
+            self.tokens, self.positions, self.labels = (
+                torch.zeros(size, dtype=torch.long) for _ in range(3)
+            )
+            self.mask = None
+            if job.transformer_impl == "local":
+                self.mask = torch.ones(1, 1, size[1], size[1], dtype=torch.bool).triu(1)
+        self.static = [self.tokens, self.positions, self.labels]
+        self.static += [] if self.mask is None else [self.mask]
+
+    def __call__(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """Run one microbatch; the iterator is not asked."""
+        output = model(self.tokens, self.positions, self.mask, labels=self.labels)
+        return output, lambda losses: (losses.float().mean(), {})
+
+
+def add_main_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Give trained parameters the buffer that DistributedDataParallel gives them; returns all."""
+    found = []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            main: Any = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.main_grad = main  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+            found.append(main)
+    return found
+
+
+def _forget_gradient(parameter: torch.Tensor) -> None:
+    # DistributedDataParallel's hook adds it to main_grad and lets it go.
+    parameter.grad = None
+
+
+def build_chunk(
+    config: Any, pre: bool, post: bool, vp_stage: int | None, shape: StepShape, *, job: Job
+) -> torch.nn.Module:
+    """One chunk of the job's model, as `dry_run.Build`."""
     if job.transformer_impl == "local":
         if job.lora_rank or job.precision != "bf16":
             raise OptionError(
@@ -129,22 +179,28 @@ def _built(job: Job, config: Any, shape: StepShape) -> torch.nn.Module:
         build: Any = build_gpt
     else:
         build = _build_with_stand_ins
-    with torch.device("meta"):
-        model = build(
-            config,
-            True,
-            True,
-            None,
-            shape,
-            position_embedding_type=job.position_embedding_type,
-            share_embeddings_and_output_weights=not job.untie_embeddings_and_output_weights,
-        )
+    model: torch.nn.Module = build(
+        config,
+        pre,
+        post,
+        vp_stage,
+        shape,
+        position_embedding_type=job.position_embedding_type,
+        share_embeddings_and_output_weights=not job.untie_embeddings_and_output_weights,
+    )
     if job.lora_rank:
-        for parameter in (*model.embedding.parameters(), *model.output_layer.parameters()):
+        _freeze_ends(model)
+    return model
+
+
+def _freeze_ends(model: Any) -> None:
+    for name in ("embedding", "output_layer"):
+        end = getattr(model, name, None)
+        for parameter in end.parameters() if end is not None else ():
             parameter.requires_grad_(False)
+    if model.pre_process:
         # As on every stage but the first, and as Bridge's peft/recompute.py sees to on that one.
         model.embedding.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
-    return model.to(config.params_dtype).train()
 
 
 def _build_with_stand_ins(
@@ -153,30 +209,37 @@ def _build_with_stand_ins(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
+        get_gpt_decoder_layer_specs,
         get_gpt_mtp_block_spec,
     )
 
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    mtp = get_gpt_mtp_block_spec(config, spec, True) if config.mtp_num_layers else None
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    mtp = None
+    if config.mtp_num_layers:
+        # The depths are like the model's last layer, which may be on a stage before theirs.
+        last = get_gpt_decoder_layer_specs(config, use_transformer_engine=True)[-1]
+        mtp = get_gpt_mtp_block_spec(config, last, True, vp_stage=vp_stage)
     return GPTModel(
         config,
         spec,
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.seq_length,
+        pre_process=pre,
+        post_process=post,
+        vp_stage=vp_stage,
         mtp_block_spec=mtp,
         **more,
     )
 
 
-def _config(job: Job, copies: int) -> tuple[Any, dict[int, Sort]]:
+def _shard_config(job: Job, copies: int) -> tuple[Any, dict[int, Sort]]:
     """Megatron's config of the shard, and the sort of each of its layers."""
     # A single copy is for the MTP depths, which are built like the last layer.
     wanted = sorts(job) if copies > 1 else sorts(job)[-1:]
     sort_of = dict(enumerate(sort for sort in wanted for _ in range(copies)))
     fields = {
-        **_defaults(job),
-        **{name: value for name, value in job.config.items() if name not in LEFT_OUT},
         **_pattern(job, sort_of),
+        "num_layers": len(sort_of),
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
         "pipeline_model_parallel_layout": None,
@@ -186,13 +249,23 @@ def _config(job: Job, copies: int) -> tuple[Any, dict[int, Sort]]:
         "account_for_loss_in_pipeline_split": False,
         "microbatch_group_size_per_vp_stage": None,
     }
+    return megatron_config(job, fields), sort_of
+
+
+def megatron_config(job: Job, changed: Mapping[str, Any]) -> Any:
+    """The job's TransformerConfig with some fields changed, for meta tensors."""
+    fields = {
+        **_defaults(job),
+        **{name: value for name, value in job.config.items() if name not in LEFT_OUT},
+        **changed,
+    }
     if isinstance(fields.get("activation_func"), str):
         fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
-    fields["num_layers"] = len(sort_of)
     config = _meta_config(_constructed(job, fields))
+    _refuse_unknown_specs(config)
     # Megatron-LM's default; the stand-in adds a weight's gradient in the product itself.
     config.gradient_accumulation_fusion = True
-    return config, sort_of
+    return config
 
 
 def _constructed(job: Job, fields: dict[str, Any]) -> Any:

@@ -26,11 +26,19 @@ from megatron_autorecompute.live_bytes import LiveBytes
 from megatron_autorecompute.no_device.devices import Device, Efficiency
 from megatron_autorecompute.no_device.job import Job
 from megatron_autorecompute.no_device.kernels import Attention
-from megatron_autorecompute.no_device.model import LEFT_OUT, MAX_CHOICES, Shard, Sort, shard
+from megatron_autorecompute.no_device.model import (
+    LEFT_OUT,
+    MAX_CHOICES,
+    JobStep,
+    Shard,
+    Sort,
+    add_main_gradients,
+    shard,
+)
 from megatron_autorecompute.no_device.roofline import Roofline
 from megatron_autorecompute.no_device.static import (
     Parameters,
-    gradient_copy_bytes,
+    optimizer_step_bytes,
     static_bytes,
 )
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
@@ -154,15 +162,11 @@ def _measured(
     job: Job, built: Shard, counted: _Counted, clock: Roofline, progress: Progress
 ) -> Profile:
     model = built.model
-    step, held = _step(job, built)
+    step = JobStep(job)
     depth = len(built.sort_of)
     parameters = [*model.parameters(), *_own_embedding(model)]
-    static = [*parameters, *model.buffers(), *held]
-    for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-            static.append(parameter.main_grad)
-            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+    gradients = add_main_gradients(parameters)
+    static = [*parameters, *gradients, *model.buffers(), *step.static]
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
     with _alone(model, clock), apply(nothing, model) as applied:
         measurement = measure.Measurement([model], applied)
@@ -174,13 +178,13 @@ def _measured(
                 clock,
                 measurement.watch(live),
             ):
-                step()
+                step(None, model)[0].float().mean().backward()
         if unseen := measurement.unseen():
             raise ProfileError(
                 f"{job.name}: the steps on meta tensors showed nothing of {', '.join(unseen)}. "
                 "Measure this model on a device, or report the config."
             )
-        counted.keep_buffers([*kept, *held])
+        counted.keep_buffers([*kept, *step.static])
         return measurement.profile(
             Model(job.name, depth, job.mtp_num_layers), _parallelism(job), StaticBytes()
         )
@@ -200,29 +204,6 @@ def _own_embedding(model: Any) -> list[torch.nn.Parameter]:
 
     model.mtp.register_forward_pre_hook(replaced, with_kwargs=True)
     return list(own.parameters())
-
-
-def _forget_gradient(parameter: torch.Tensor) -> None:
-    # DistributedDataParallel's hook adds it to main_grad and lets it go.
-    parameter.grad = None
-
-
-def _step(job: Job, built: Shard) -> tuple[Callable[[], None], list[torch.Tensor]]:
-    """One forward and backward, and the tensors that stay for it."""
-    batch, sequence = built.tokens
-    with torch.device("meta"):
-        tokens, positions, labels = (
-            torch.zeros(batch, sequence, dtype=torch.long) for _ in range(3)
-        )
-        mask = None
-        if job.transformer_impl == "local":
-            mask = torch.ones(1, 1, sequence, sequence, dtype=torch.bool).triu(1)
-
-    def step() -> None:
-        built.model(tokens, positions, mask, labels=labels).float().mean().backward()
-
-    held = [tokens, positions, labels] + ([] if mask is None else [mask])
-    return step, held
 
 
 @contextlib.contextmanager
@@ -316,7 +297,7 @@ class _Counted:
                 sum(part.optimizer_state_bytes for part in parts),
                 self._buffer_bytes + self._head_buffer_bytes * head,
             ),
-            optimizer_step_peak_bytes=sum(gradient_copy_bytes(self.job, c) for c in counts),
+            optimizer_step_peak_bytes=optimizer_step_bytes(self.job, sum(counts, Parameters())),
         )
 
 
@@ -383,6 +364,7 @@ def _facts(job: Job) -> dict[str, Any]:
         "data_parallel": job.data_parallel,
         "num_microbatches": job.num_microbatches,
         "hidden_size": job.config["hidden_size"],
+        "job": asdict(job),
     }
 
 

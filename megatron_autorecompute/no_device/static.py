@@ -63,14 +63,22 @@ def expert_data_parallel(job: Job) -> int:
     return max(1, job.num_gpus // ranks)
 
 
-def gradient_copy_bytes(job: Job, parameters: Parameters) -> int:
-    """fp32 copies of bf16 main gradients that the optimizer step makes of its shard."""
-    if job.accumulate_allreduce_grads_in_fp32 or job.use_precision_aware_optimizer:
-        return 0
+def optimizer_step_bytes(job: Job, parameters: Parameters) -> int:
+    """fp32 copies that the optimizer step makes of one rank's shard, on top of static bytes.
+
+    Of bf16 main gradients, all at once (DistributedOptimizer `_copy_model_grads_to_main_grads`).
+    The precision-aware optimizer reads those as they are, but Transformer Engine's FusedAdam copies
+    every state that is not fp32 of one parameter group at a time (pytorch/optimizers/fused_adam.py
+    `step`, `get_unscaled_state`, as read in 2025); dense and expert weights are groups of their
+    own, and the few of them without weight decay count to these here.
+    """
     divided = job.use_distributed_optimizer
-    dense_ranks = job.data_parallel * job.size("context") if divided else 1
-    expert_ranks = expert_data_parallel(job) if divided else 1
-    return 4 * (parameters.dense // dense_ranks + parameters.expert // expert_ranks)
+    dense = parameters.dense // (job.data_parallel * job.size("context") if divided else 1)
+    expert = parameters.expert // (expert_data_parallel(job) if divided else 1)
+    if job.use_precision_aware_optimizer:
+        dtypes = (job.main_params_dtype, job.exp_avg_dtype, job.exp_avg_sq_dtype)
+        return 4 * sum(dtype != "fp32" for dtype in dtypes) * max(dense, expert)
+    return 0 if job.accumulate_allreduce_grads_in_fp32 else 4 * (dense + expert)
 
 
 def _weight_bytes(job: Job, quantised: bool) -> float:

@@ -1,6 +1,7 @@
 """Profiles without a device, against formulas, Megatron's schedule on meta, and the commands."""
 
 import importlib.util
+import json
 import resource
 import subprocess
 import sys
@@ -11,16 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.cli import main
+from megatron_autorecompute.errors import MachineError, OptionError, VerificationError
 from megatron_autorecompute.no_device.devices import Efficiency, device
 from megatron_autorecompute.no_device.job import job_from, load_job
 from megatron_autorecompute.no_device.profiling import profile_job
 from megatron_autorecompute.no_device.recipe import job_from_recipe
 from megatron_autorecompute.no_device.sensitivity import sensitivity
-from megatron_autorecompute.plan import Plan
+from megatron_autorecompute.plan import Plan, make_plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.solve import Planner
+from megatron_autorecompute.verify import require_verified, verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "no_device"
 H100 = device("h100-80gb")
@@ -203,6 +206,58 @@ def test_peaks_agree_with_megatrons_own_schedule(text):
         static = planner.profile.stages[stage.stage].static.total_bytes
         # The dry run adds weight gradients apart: at most one matrix more is alive there.
         assert stage.peak.bytes - static == pytest.approx(peak, rel=0.05)
+
+
+def middle_plan(asked, profile):
+    """A plan that has to recompute something."""
+    planner = Planner(profile, asked.layout(), asked.schedule())
+    lean = max(choice.peak_bytes for choice in planner.leanest)
+    fast = max(choice.peak_bytes for choice in planner.fastest)
+    return make_plan(planner, (lean + fast) // 2)
+
+
+@pytest.fixture(scope="module")
+def moe_job():
+    sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    sizes |= {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    return job({**MOE, **sizes, "expert_tensor_parallel_size": 1})
+
+
+@pytest.fixture(scope="module")
+def moe_profile(moe_job):
+    return profile_job(moe_job, H100)
+
+
+def test_a_plan_of_a_dense_job_is_what_megatrons_schedule_does_with_the_stand_ins(tmp_path, capsys):
+    pipeline = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    asked = job(pipeline, described_by="flags")
+    path = tmp_path / "plan.json"
+    middle_plan(asked, profile_job(asked, H100)).save(path)
+    assert main(["verify", str(path), "--json"]) == 0
+    checks = json.loads(capsys.readouterr().out)
+    assert [check["stage"] for check in checks] == [0, 1]
+    assert all(check["fits"] and check["dry_run_bytes"] > 0 for check in checks)
+
+
+def test_a_plan_of_a_moe_job_is_what_megatrons_schedule_does_with_the_stand_ins(
+    moe_job, moe_profile
+):
+    plan = middle_plan(moe_job, moe_profile)
+    assert len(set(plan.recompute_policy)) > 1
+    require_verified(verify(plan))
+
+
+def test_a_stand_in_that_keeps_more_than_its_record_says_is_found(moe_job, moe_profile):
+    kinds = tuple(
+        replace(
+            kind,
+            choices=tuple(replace(c, held_bytes=int(c.held_bytes * 0.97)) for c in kind.choices),
+        )
+        for kind in moe_profile.kinds
+    )
+    plan = middle_plan(moe_job, replace(moe_profile, kinds=kinds))
+    with pytest.raises(VerificationError, match="of activations were predicted"):
+        require_verified(verify(plan))
 
 
 def test_parameters_of_every_stage_are_megatrons():

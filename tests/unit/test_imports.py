@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_autorecompute"
 HEAVY = {"torch", "megatron"}
-PLANNER = ("errors", "policy", "profile", "pipeline", "cost_model", "solve", "plan")
+PLANNER = ("errors", "policy", "profile", "pipeline", "cost_model", "solve", "plan", "native")
 SOLVER = {"solve", "cost_model", "plan"}
 ENTRIES = {"pretrain", "__main__"}  # what `python -m` starts
 

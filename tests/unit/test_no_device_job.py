@@ -15,7 +15,7 @@ from megatron_autorecompute.no_device.job import job_from, load_job
 from megatron_autorecompute.no_device.static import (
     Parameters,
     expert_data_parallel,
-    gradient_copy_bytes,
+    optimizer_step_bytes,
     static_bytes,
 )
 from megatron_autorecompute.pipeline import Layout
@@ -169,9 +169,19 @@ def test_quantised_weights_are_kept_for_forward_and_backward(fields, bytes_each)
 
 
 def test_only_bf16_gradients_are_copied_for_the_optimizer_step():
-    assert gradient_copy_bytes(job(), Parameters(dense=800)) == 0
+    assert optimizer_step_bytes(job(), Parameters(dense=800)) == 0
     bf16 = job(accumulate_allreduce_grads_in_fp32=False)
-    assert gradient_copy_bytes(bf16, Parameters(dense=800)) == 4 * 800 // 8
+    assert optimizer_step_bytes(bf16, Parameters(dense=800)) == 4 * 800 // 8
+
+
+def test_fused_adam_copies_the_bf16_moments_of_one_group_at_a_time():
+    moe = {"num_moe_experts": 8, "expert_model_parallel_size": 4}
+    fields = {"use_precision_aware_optimizer": True, "accumulate_allreduce_grads_in_fp32": False}
+    both = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    parameters = Parameters(dense=8000, expert=6000)  # 1000 and 3000 of them on this rank
+    assert optimizer_step_bytes(job(moe, **fields, **both), parameters) == 2 * 4 * 3000
+    assert optimizer_step_bytes(job(moe, **fields, exp_avg_dtype="fp16"), parameters) == 4 * 3000
+    assert optimizer_step_bytes(job(moe, **fields), parameters) == 0
 
 
 # ------------------------------------------------------------------------------------ devices
