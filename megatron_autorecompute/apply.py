@@ -128,6 +128,7 @@ class _Sites:
         self.blocks = compat.block_sites(chunks)
         self.mtps = compat.mtp_sites(chunks)
         self.layers = compat.layers(chunks)
+        self.encoder_layers = compat.encoder_layers(chunks)
         self.owners = [s.block for s in self.blocks] + [s.mtp for s in self.mtps]
         if not self.owners:
             raise PolicyError("No TransformerBlock in this model: there is nothing to recompute.")
@@ -143,8 +144,9 @@ class _Sites:
                     "A policy is already in force on this model, applied by "
                     f"{owner.__dict__[HOLDER_KEY]}: undo() it or switch() to the new one."
                 )
+        num_layers = compat.num_policy_layers(self.configs[-1], self.encoder_layers)
+        policy.checked_length(num_layers, "The policy")
         for config in self.configs:
-            policy.checked_length(compat.num_policy_layers(config), "The policy")
             if compat.own_recompute(config) is not None:
                 raise PolicyError(
                     "The model was built with Megatron's own recompute settings as well as a "
@@ -154,7 +156,7 @@ class _Sites:
             compat.check_allowed(config, policy)
         compat.check_compiler(policy)
         for site in self.blocks:
-            policy.chunk_runs(site.layers)
+            _check_groups(site, policy.chunk_runs(site.layers))
         for mtp in self.mtps:
             if policy.layers[mtp.index].group > 1:
                 raise PolicyError(
@@ -216,6 +218,16 @@ class _Sites:
     def release(self) -> None:
         for owner in self.owners:
             owner.__dict__.pop(HOLDER_KEY, None)
+
+
+def _check_groups(site: compat.BlockSite, runs: Sequence[Run]) -> None:
+    for run in runs:
+        if run.policy.group > 1 and compat.attends_to_context(site.block.layers[run.start]):
+            raise PolicyError(
+                f"{run.policy} from layer {site.layers[run.start]}, which attends to an encoder: "
+                "gradients of the encoder's output would add up in another order, so that results "
+                "differ in their last bits. Use full there, one checkpoint a layer."
+            )
 
 
 def _require_gradient(
@@ -292,7 +304,10 @@ def _segment(block: torch.nn.Module, run: Run) -> _Segment:
 def _run_by_segments(block: torch.nn.Module, runs: Sequence[Run]) -> None:
     """Send the block into Megatron's full-recompute branch, and from there through `runs`."""
     megatron_forward = compat.checkpointed_forward(block)
-    segments = [_segment(block, run) for run in _without_modules(runs)]
+    runs = _without_modules(runs)
+    if any(map(compat.attends_to_context, block.layers)):
+        runs = _layer_by_layer(runs)
+    segments = [_segment(block, run) for run in runs]
 
     def forward(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         features: list[torch.Tensor] = []
@@ -308,6 +323,9 @@ def _run_by_segments(block: torch.nn.Module, runs: Sequence[Run]) -> None:
             # Since 0.17 the layers' outputs asked for in extract_layer_indices come along.
             hidden_states, more = output if isinstance(output, tuple) else (output, [])
             features += more
+            if kwargs.get("context") is not None:
+                # Its gradients add up from the last layer to the first, as without checkpoints.
+                kwargs["context"] = kwargs["context"].view_as(kwargs["context"])
         return (hidden_states, features) if kwargs.get("extract_layer_indices") else hidden_states
 
     block.config = _full_config(block.config, 1)
@@ -325,6 +343,20 @@ def _without_modules(runs: Sequence[Run]) -> list[Run]:
                 run = Run(last.start, last.count + run.count, run.policy)
         merged.append(run)
     return merged
+
+
+def _layer_by_layer(runs: Sequence[Run]) -> list[Run]:
+    """Every checkpoint a run of its own.
+
+    A run of two would add up what both say of the context before what later runs say of it.
+    """
+    single: list[Run] = []
+    for run in runs:
+        if run.policy.granularity == "full":
+            single += [Run(run.start + at, 1, run.policy) for at in range(run.count)]
+        else:
+            single.append(run)
+    return single
 
 
 def _with_gradient(hidden_states: torch.Tensor, layers: Iterable[torch.nn.Module]) -> torch.Tensor:

@@ -25,6 +25,7 @@ import megatron.core
 import torch
 from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
+from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
@@ -234,24 +235,55 @@ def constructed_types() -> tuple[type, ...]:
 
 
 def block_sites(modules: Iterable[torch.nn.Module]) -> list[BlockSite]:
-    """Every block of decoder layers below `modules` (model chunks, wrapped or bare).
+    """Every block of layers below `modules` (model chunks, wrapped or bare).
+
+    T5's encoder and decoder both number their layers from 1: here the decoder's follow the
+    encoder's, in the order they run.
 
     Raises:
-        PolicyError: two blocks number their layers alike (T5's encoder and decoder).
+        PolicyError: two other blocks number their layers alike, or a T5Model is in stages.
     """
-    sites = [
-        BlockSite(module, tuple(layer.layer_number - 1 for layer in module.layers))
-        for chunk in modules
+    chunks = list(modules)
+    before = {id(t5.decoder): len(t5.encoder.layers) for t5 in _encoder_decoders(chunks)}
+    blocks = [
+        module
+        for chunk in chunks
         for module in chunk.modules()
         if isinstance(module, _block_types()) and not getattr(module, "is_mtp_layer", False)
+    ]
+    sites = [
+        BlockSite(block, tuple(before.get(id(block), 0) + n - 1 for n in _layer_numbers(block)))
+        for block in blocks
     ]
     indices = [index for site in sites for index in site.layers]
     if len(set(indices)) != len(indices):
         raise PolicyError(
-            "Two blocks of this model number their layers alike (an encoder and a decoder do): "
-            "apply a policy of its own to each block, as apply(policy, model.decoder)."
+            "Two blocks of this model number their layers alike: apply a policy of its own to each "
+            "block, as apply(policy, model.language_model.decoder)."
         )
     return sites
+
+
+def _layer_numbers(block: torch.nn.Module) -> list[int]:
+    return [layer.layer_number for layer in block.layers]
+
+
+def _encoder_decoders(chunks: Iterable[torch.nn.Module]) -> list[T5Model]:
+    modules = (module for chunk in chunks for module in chunk.modules())
+    found = [module for module in modules if isinstance(module, T5Model)]
+    for t5 in found:
+        if t5.encoder is None or t5.decoder is None or pipeline_size() > 1:
+            raise PolicyError(
+                f"A T5Model on {pipeline_size()} pipeline stages: one policy for its encoder and "
+                "its decoder needs both whole on one, pipeline_model_parallel_size=1, which is all "
+                "that Megatron's pretrain_t5.py takes."
+            )
+    return found
+
+
+def encoder_layers(chunks: Iterable[torch.nn.Module]) -> int:
+    """How many layers of an encoder (T5's) come before the decoder's; 0 elsewhere."""
+    return sum(len(t5.encoder.layers) for t5 in _encoder_decoders(chunks))
 
 
 def mtp_sites(modules: Iterable[torch.nn.Module]) -> list[MtpSite]:
@@ -301,10 +333,17 @@ def signature(layer: torch.nn.Module) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+def attends_to_context(layer: torch.nn.Module) -> bool:
+    """Whether the layer has cross-attention, to an encoder's output (T5's decoder)."""
+    return not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None)
+
+
 def kind_name(layer: torch.nn.Module) -> str:
-    """A word for people: moe, dense, or the class where it is neither."""
+    """A word for people: moe, decoder behind an encoder, dense, or the class where it is none."""
     if isinstance(getattr(layer, "mlp", None), MoELayer):
         return "moe"
+    if attends_to_context(layer):
+        return "decoder"
     return "dense" if isinstance(layer, TransformerLayer) else type(layer).__name__
 
 
@@ -351,16 +390,16 @@ def leave_interrupted_checkpoint() -> None:
         megatron_random._unset_checkpointing()
 
 
-def num_policy_layers(config: TransformerConfig) -> int:
+def num_policy_layers(config: TransformerConfig, encoder_layers: int = 0) -> int:
     """How many layers a policy for this model covers, multi-token-prediction depths included."""
-    return int(config.num_layers) + int(config.mtp_num_layers or 0)
+    return encoder_layers + int(config.num_layers) + int(config.mtp_num_layers or 0)
 
 
-def pipeline_layout(config: TransformerConfig) -> Layout:
+def pipeline_layout(config: TransformerConfig, encoder_layers: int = 0) -> Layout:
     """Which stage and chunk holds which layers, from the config's own fields."""
     given = config.pipeline_model_parallel_layout
     return Layout.even(
-        config.num_layers,
+        encoder_layers + config.num_layers,
         config.pipeline_model_parallel_size,
         config.virtual_pipeline_model_parallel_size,
         mtp_num_layers=config.mtp_num_layers or 0,
@@ -373,10 +412,14 @@ def pipeline_layout(config: TransformerConfig) -> Layout:
     )
 
 
-def layout(config: TransformerConfig) -> list[list[int]]:
-    """Decoder layer indices of every pipeline chunk, in model order."""
+def layout(config: TransformerConfig, encoder_layers: int = 0) -> list[list[int]]:
+    """Layer indices, MTP depths left out, of every block that Megatron counts in: in model order,
+    one for every pipeline chunk, an encoder's first."""
     chunks = pipeline_layout(config).chunk_layers()
-    return [[index for index in chunk if index < config.num_layers] for chunk in chunks]
+    decoder = [
+        [encoder_layers + index for index in chunk if index < config.num_layers] for chunk in chunks
+    ]
+    return [list(range(encoder_layers)), *decoder] if encoder_layers else decoder
 
 
 # --- what a single layer can be told --------------------------------------------------------------

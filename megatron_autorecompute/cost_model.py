@@ -186,7 +186,8 @@ class CostTable:
         `full` has more than this formula at g = 1. In forward the members run one at a time
         without grad, each with its own input alive. A measured record of `full/g` wins.
         The result is empty where the first layer has no record of `full`; MTP depths and layers
-        without records of `none` and `full` end it, since they cannot be in a group.
+        without records of `none` and `full` end it, since they cannot be in a group, nor can
+        decoder layers behind an encoder.
         """
         members = self._groupable(layers)
         if not members:
@@ -219,9 +220,12 @@ class CostTable:
 
     def _groupable(self, layers: Sequence[int]) -> list[tuple[ChoiceRecord, ChoiceRecord]]:
         found: list[tuple[ChoiceRecord, ChoiceRecord]] = []
+        model = self.profile.model
         for layer in layers:
             none, full = self.record(layer, str(NONE)), self.record(layer, str(FULL))
-            if none is None or full is None or layer >= self.profile.model.num_layers:
+            if none is None or full is None or layer >= model.num_layers:
+                break
+            if found and 0 < model.encoder_layers <= layer:
                 break
             found.append((none, full))
         return found
@@ -252,8 +256,8 @@ class CostTable:
             lacking = layers[len(costs.held_bytes)]
             raise ProfileError(
                 f"Layers {layers[0]}-{layers[-1]} in one checkpoint: layer {lacking} is an MTP "
-                "depth or lacks a record of none or full, so the group's cost is not known. "
-                "Measure both choices, or end the group before it."
+                "depth, lacks a record of none or full, or is of the decoder behind an encoder, so "
+                "the group's cost is not known. Measure both choices, or end the group before it."
             )
         held, forward, backward, *times = (int(column[-1]) for column in _columns(costs))
         name = f"layers {layers[0]}-{layers[-1]}"

@@ -78,7 +78,7 @@ class Seen:
             forward_ms=statistics.median(self.forward_ms),
             backward_ms=statistics.median(self.backward_ms),
             spread_ms=_half_middle_half(self.forward_ms) + _half_middle_half(self.backward_ms),
-            input_kept=input_bytes == boundary_bytes,
+            input_kept=input_bytes > 0 or boundary_bytes == 0,
         )
 
 
@@ -102,9 +102,10 @@ class Kind:
 def kinds(chunks: Sequence[torch.nn.Module]) -> list[Kind]:
     """The kinds of layers in this rank's chunks."""
     members: dict[str, list[tuple[torch.nn.Module, int]]] = defaultdict(list)
+    depths = {id(site.layer) for site in compat.mtp_sites(chunks)}
     for layer, index in compat.layers(chunks):
         # A multi-token-prediction depth wraps a layer like the decoder's in more than the layer.
-        depth = "mtp:" * (index >= compat.unwrapped(chunks[0]).config.num_layers)
+        depth = "mtp:" * (id(layer) in depths)
         members[depth + compat.signature(layer)].append((layer, index))
     return [
         Kind(
@@ -278,17 +279,18 @@ class Measurement:
             return
         signature = self._signatures[place] if isinstance(place, int) else place
         seen = self._seen[signature, str(self._choice(place))]
-        input_bytes = _input_bytes(place, self.boundary_bytes)
+        input_bytes = stretch.input_bytes
         received = place == one.first_place and not self._exists(one.chunk, "embedding")
         if with_bytes and one.phase == "forward":
-            seen.held_bytes.append(_held_bytes(stretch, self.boundary_bytes))
+            seen.held_bytes.append(_held_bytes(stretch))
             seen.forward_level_bytes.append(stretch.peak_bytes - stretch.begin_bytes + input_bytes)
             if not received:
                 seen.input_bytes.append(input_bytes * (place in one.kept))
         elif with_bytes:
             # The gradient of the input is there by now; an input is let go, unless it was sent.
             base = stretch.end_bytes - input_bytes * (2 if received else 1)
-            seen.backward_level_bytes.append(stretch.peak_bytes - base)
+            level_bytes = stretch.peak_bytes - base + _context_gradient_bytes(one, place)
+            seen.backward_level_bytes.append(level_bytes)
         if with_times:
             (seen.forward_ms if one.phase == "forward" else seen.backward_ms).append(stretch.ms)
 
@@ -303,7 +305,7 @@ class Measurement:
         model = compat.unwrapped(self.chunks[chunk])
         if place == "embedding":
             return bool(model.pre_process)
-        return place != "head" or bool(model.post_process)
+        return place != "head" or bool(model.post_process)  # "between" is with both blocks only
 
     def _note_overhead(self, probe: Probe) -> None:
         """What is alive when a pass starts besides what layers own and boundary tensors."""
@@ -347,9 +349,9 @@ class Measurement:
             self._exists(one.chunk, "head")
             or compat.unwrapped(self.chunks[0]).config.deallocate_pipeline_outputs
         )
-        held = sum(_held_bytes(s, self.boundary_bytes) for s in self._existing(one))
-        inputs = sum(self._exists(one.chunk, place) for place in one.kept)
-        return held + (inputs + kept) * self.boundary_bytes
+        held = sum(_held_bytes(stretch) for stretch in self._existing(one))
+        inputs = sum(size for place, size in one.kept.items() if self._exists(one.chunk, place))
+        return held + inputs + kept * self.boundary_bytes
 
     def _existing(self, one: Pass) -> Iterator[Stretch]:
         return (s for s in stretches(one) if self._exists(one.chunk, s.place))
@@ -379,11 +381,15 @@ class Measurement:
             stages[pipeline_rank] = _larger(known, record)
         everywhere = _merged_kinds(gathered(self.kinds))
         config = compat.unwrapped(self.chunks[0]).config
+        embedding = seen["embedding", "none"].record("none", 0)
+        if model.encoder_layers:
+            between = seen["between", "none"].record("none", self.boundary_bytes)
+            embedding = _together(embedding, between)
         return Profile(
             model=model,
             parallelism=parallelism,
             kinds=tuple(_layer_kind(kind, seen, self.boundary_bytes) for kind in everywhere),
-            embedding=seen["embedding", "none"].record("none", 0),
+            embedding=embedding,
             head=seen["head", "none"].record("none", self.boundary_bytes),
             boundary_bytes=self.boundary_bytes,
             stages=tuple(stages[rank] for rank in sorted(stages)),
@@ -402,15 +408,43 @@ class Measurement:
         )
 
 
-def _input_bytes(place: Place, boundary_bytes: int) -> int:
-    return 0 if place == "embedding" else boundary_bytes
-
-
-def _held_bytes(stretch: Stretch, boundary_bytes: int) -> int:
+def _held_bytes(stretch: Stretch) -> int:
     """What a place keeps besides its input; its output belongs to the next place."""
-    output = 0 if stretch.place == "head" else 1
+    output_bytes = 0 if stretch.place == "head" else stretch.output_bytes
     grown = stretch.end_bytes - stretch.begin_bytes
-    return max(0, grown + (stretch.inputs_let_go - output) * boundary_bytes)
+    return max(0, grown + stretch.let_go_bytes - output_bytes)
+
+
+def _context_gradient_bytes(one: Pass, place: Place) -> int:
+    """Size of the gradient that adds up while a decoder behind an encoder goes backward.
+
+    It is there where a decoder layer ends, so that it would seem to belong to another.
+    """
+    found = {mark.place: (at, mark.input_bytes) for at, mark in enumerate(one.marks)}
+    if "between" not in found or not isinstance(place, int):
+        return 0
+    at, context_bytes = found["between"]
+    return context_bytes if found[place][0] < at else 0
+
+
+def _together(embedding: ChoiceRecord, between: ChoiceRecord) -> ChoiceRecord:
+    """The embedding, and what lies between encoder and decoder, as one pseudo-layer.
+
+    Both live as if in front of the first layer: while the encoder runs the second counts too soon.
+    """
+    return replace(
+        embedding,
+        held_bytes=embedding.held_bytes + between.held_bytes,
+        forward_transient_bytes=max(
+            embedding.forward_transient_bytes, between.forward_transient_bytes
+        ),
+        backward_transient_bytes=max(
+            embedding.backward_transient_bytes, between.backward_transient_bytes
+        ),
+        forward_ms=embedding.forward_ms + between.forward_ms,
+        backward_ms=embedding.backward_ms + between.backward_ms,
+        spread_ms=embedding.spread_ms + between.spread_ms,
+    )
 
 
 def _merged_kinds(by_rank: list[list[Kind]]) -> list[Kind]:

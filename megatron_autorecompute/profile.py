@@ -180,9 +180,12 @@ class Model:
     name: str
     """For people."""
     num_layers: Index
-    """Decoder layers of the whole model, MTP excluded."""
+    """Layers of the whole model, MTP excluded."""
     mtp_num_layers: Index = 0
     """MTP depths; depth d is layer num_layers + d."""
+    encoder_layers: Index = 0
+    """Of num_layers, those of an encoder (T5's), which come first. Megatron's own settings count in
+    encoder and decoder afresh; a checkpoint goes around several layers in the encoder only."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Anything worth knowing: hidden_size, num_attention_heads, ..."""
 
