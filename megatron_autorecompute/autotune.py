@@ -196,6 +196,7 @@ class AutoTuner:
             type(compat.unwrapped(self.chunks[0])).__name__,
             self.config.num_layers,
             int(self.config.mtp_num_layers or 0),
+            facts=max(gathered(compat.model_facts(self.chunks)), key=len),
         )
         profile = self.measurement.profile(
             model,

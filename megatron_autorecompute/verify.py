@@ -16,7 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_autorecompute import compat
-from megatron_autorecompute.cost_model import evaluate
+from megatron_autorecompute.cost_model import Peak, evaluate
 from megatron_autorecompute.dry_run import StageDryRun, StepShape, build_gpt, dry_run
 from megatron_autorecompute.errors import ProfileError, VerificationError
 from megatron_autorecompute.pipeline import Layout
@@ -33,11 +33,12 @@ class StageCheck:
 
     stage: int
     predicted_bytes: int
-    """Activation peak by the cost model: static bytes and optimizer step left out."""
+    """Activation peak by the cost model, of what a dry run has: no static bytes, no optimizer step,
+    nothing that a job's own forward_step keeps."""
     dry_run_bytes: int
     """The same by Megatron's own schedule."""
     static_bytes: int
-    """As the profile has it."""
+    """As the profile has it, with what the job was seen to keep beside layers and pipeline."""
     budget_bytes: int
 
     @property
@@ -71,19 +72,28 @@ def verify(
     config, build = rebuilt(plan)
     runs = dry_run(config, _shape(plan), policy=plan.policy, build=build, done=progress)
     # The optimizer step is no part of the schedule: without it, the peak is one of activations.
-    stages = tuple(replace(s, optimizer_step_peak_bytes=0) for s in plan.profile.stages)
-    profile = replace(plan.profile, stages=stages)
-    cost = evaluate(profile, plan.layout, plan.schedule, plan.policy)
+    peaks = _peaks(plan, optimizer_step_peak_bytes=0)
+    comparable = _peaks(plan, optimizer_step_peak_bytes=0, overhead=None, residual_bytes=0)
     return tuple(
         StageCheck(
             run.stage,
-            stage.peak.bytes - stage.peak.breakdown.static_bytes,
+            without.bytes - without.breakdown.static_bytes,
             run.peak_bytes,
-            stage.peak.breakdown.static_bytes,
+            without.breakdown.static_bytes + peak.bytes - without.bytes,
             budget_bytes,
         )
-        for run, stage, budget_bytes in zip(runs, cost.stages, plan.budget_bytes, strict=True)
+        for run, peak, without, budget_bytes in zip(
+            runs, peaks, comparable, plan.budget_bytes, strict=True
+        )
     )
+
+
+def _peaks(plan: Plan, **changed: Any) -> list[Peak]:
+    """Every stage's predicted peak with some fields of the stages' records changed."""
+    stages = tuple(replace(stage, **changed) for stage in plan.profile.stages)
+    profile = replace(plan.profile, stages=stages)
+    cost = evaluate(profile, plan.layout, plan.schedule, plan.policy)
+    return [stage.peak for stage in cost.stages]
 
 
 def require_verified(checks: tuple[StageCheck, ...]) -> None:
@@ -133,8 +143,8 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
     if lacking:
         raise ProfileError(
             f"To verify a plan its model is built again, but the profile's model.facts lack "
-            f"{', '.join(lacking)}. Profiles measured in a job have them; for one written by hand, "
-            "see docs/plan.md."
+            f"{', '.join(lacking)}. Profiles that `auto` or `compare` measured of a GPTModel have "
+            "them: measure again, or write them into the profile (docs/plan.md, verify)."
         )
     if facts["transformer_impl"] != "local":
         raise ProfileError(
