@@ -286,7 +286,10 @@ def case_points(case: Case, stages: Sequence[int], policies: int) -> list[Point]
 def write(found: Sequence[Point]) -> None:
     """Put the installed megatron-core's points into the file, and the table into the page."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    data = [asdict(point) | {"error": round(point.error, 6)} for point in found]
+    ran = {point.case for point in found}
+    before = results.get(megatron.core.__version__, {"points": []})["points"]
+    data = [point for point in before if point["case"] not in ran]
+    data += [asdict(point) | {"error": round(point.error, 6)} for point in found]
     results[megatron.core.__version__] = {"torch": torch.__version__, "points": data}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(with_table(PAGE.read_text(), results))
@@ -340,7 +343,7 @@ def _row(cells: Sequence[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policies", type=int, default=8, help="random ones per case, at least")
-    parser.add_argument("--only", default="", help="cases with this in their name; not written")
+    parser.add_argument("--only", default="", help="cases with this in their name")
     parsed = parser.parse_args()
     found: list[Point] = []
     cases = [case for case in CASES if parsed.only in case.name]
@@ -349,9 +352,9 @@ def main() -> None:
         policies = max(parsed.policies, case.pp - 2)  # every stage, full and none besides
         with ProcessPoolExecutor(1, spawn) as pool:  # a dry run wants a process without a group
             found += pool.submit(case_points, case, range(case.pp), policies).result()
-        print(case.name, _errors([{"error": p.error} for p in found if p.case == case.name]))
-        if not parsed.only:
-            write(found)
+        write(found)
+        errors = [{"error": point.error} for point in found if point.case == case.name]
+        print(case.name, _errors(errors), flush=True)
 
 
 if __name__ == "__main__":
