@@ -25,7 +25,6 @@ import megatron.core
 import torch
 from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
@@ -679,6 +678,9 @@ def model_facts(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     The same from every rank but one without layers, which lacks transformer_impl. Empty for other
     models: how to build them is not known here.
     """
+    # Not above: it is built of modules that import this file where Megatron's sources are patched.
+    from megatron.core.models.gpt import GPTModel
+
     model = unwrapped(chunks[0])
     if not isinstance(model, GPTModel):
         return {}
