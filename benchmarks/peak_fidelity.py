@@ -221,14 +221,10 @@ def _run(step: TokenStep, models: list[torch.nn.Module]) -> None:
     loss(output)[0].backward()
 
 
-def random_policy(
-    rng: random.Random, profile: Profile, layout: Layout, without: str | None
-) -> RecomputePolicy:
+def random_policy(rng: random.Random, profile: Profile, layout: Layout) -> RecomputePolicy:
     """Runs of random choices and checkpoints in every chunk; half of the time mostly full."""
     recorded = [record.choice for record in profile.kinds[0].choices]
-    if without:
-        recorded = [choice for choice in recorded if choice != "full" and without not in choice]
-    share = 0.0 if without else rng.choice((0.8, 0.3))
+    share = rng.choice((0.8, 0.3))
     parts: list[str] = []
     for layers in layout.chunk_layers():
         left = len(layers)
@@ -258,20 +254,14 @@ class Point:
         return self.predicted_bytes / self.dry_run_bytes - 1
 
 
-def points(
-    case: Case, stages: Sequence[int], policies: int, *, seed: int = 0, without: str | None = None
-) -> Iterator[Point]:
-    """Compare random policies, and first full and none, the stages in turn.
-
-    without: leave out choices that rerun this module, and full, which reruns all.
-    """
-    rng = random.Random(f"{case.name} {seed}")
+def points(case: Case, stages: Sequence[int], policies: int) -> Iterator[Point]:
+    """Compare full, none and random policies, the stages in turn."""
+    rng = random.Random(f"{case.name} 0")
     profile = measured_profile(case)
     layout = Layout.even(case.num_layers, case.pp, case.vp)
     schedule = Schedule(case.pp, case.vp or 1, case.num_microbatches)
-    texts = ("none",) if without else ("full", "none")
-    chosen = [RecomputePolicy.parse(text, num_layers=case.num_layers) for text in texts]
-    chosen += [random_policy(rng, profile, layout, without) for _ in range(policies)]
+    chosen = [RecomputePolicy.parse(text, num_layers=case.num_layers) for text in ("full", "none")]
+    chosen += [random_policy(rng, profile, layout) for _ in range(policies)]
     for number, policy in enumerate(chosen):
         cost = evaluate(profile, layout, schedule, policy)
         stage = stages[number % len(stages)]
@@ -287,18 +277,19 @@ def stages_of(case: Case) -> tuple[int, ...]:
     return tuple(dict.fromkeys((0, case.pp // 2, case.pp - 2, case.pp - 1)))
 
 
-def case_points(
-    case: Case, stages: Sequence[int], policies: int, without: str | None = None
-) -> list[Point]:
+def case_points(case: Case, stages: Sequence[int], policies: int) -> list[Point]:
     """`points` as a list, for a process of its own."""
     torch.set_num_threads(1)
-    return list(points(case, stages, policies, without=without))
+    return list(points(case, stages, policies))
 
 
 def write(found: Sequence[Point]) -> None:
     """Put the installed megatron-core's points into the file, and the table into the page."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    data = [asdict(point) | {"error": round(point.error, 6)} for point in found]
+    ran = {point.case for point in found}
+    before = results.get(megatron.core.__version__, {"points": []})["points"]
+    data = [point for point in before if point["case"] not in ran]
+    data += [asdict(point) | {"error": round(point.error, 6)} for point in found]
     results[megatron.core.__version__] = {"torch": torch.__version__, "points": data}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(with_table(PAGE.read_text(), results))
@@ -322,7 +313,7 @@ def table(results: dict[str, Any]) -> Iterator[str]:
             [p for p in results[version]["points"] if p["case"] == case.name]
             for version in versions
         ]
-        if all(by_version):
+        if any(by_version):
             yield _row([*_facts(case, by_version), *map(_errors, by_version)])
 
 
@@ -333,13 +324,15 @@ def _facts(case: Case, by_version: list[list[dict[str, Any]]]) -> list[str]:
         case.name,
         f"{case.num_layers}, {case.hidden_size}",
         *map(str, numbers),
-        str(len(by_version[0])),
+        str(max(map(len, by_version))),
         f"{min(sizes):.1f} - {max(sizes):.1f}",
     ]
 
 
 def _errors(points: list[dict[str, Any]]) -> str:
     errors = [point["error"] for point in points]
+    if not errors:
+        return "not run"
     return f"{min(errors):+.3%} to {max(errors):+.3%}"
 
 
@@ -350,7 +343,7 @@ def _row(cells: Sequence[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policies", type=int, default=8, help="random ones per case, at least")
-    parser.add_argument("--only", default="", help="cases with this in their name; not written")
+    parser.add_argument("--only", default="", help="cases with this in their name")
     parsed = parser.parse_args()
     found: list[Point] = []
     cases = [case for case in CASES if parsed.only in case.name]
@@ -359,9 +352,9 @@ def main() -> None:
         policies = max(parsed.policies, case.pp - 2)  # every stage, full and none besides
         with ProcessPoolExecutor(1, spawn) as pool:  # a dry run wants a process without a group
             found += pool.submit(case_points, case, range(case.pp), policies).result()
-        print(case.name, _errors([{"error": p.error} for p in found if p.case == case.name]))
-        if not parsed.only:
-            write(found)
+        write(found)
+        errors = [{"error": point.error} for point in found if point.case == case.name]
+        print(case.name, _errors(errors), flush=True)
 
 
 if __name__ == "__main__":

@@ -201,6 +201,7 @@ class AutoTuner:
             self.encoder_layers + self.config.num_layers,
             int(self.config.mtp_num_layers or 0),
             self.encoder_layers,
+            facts=max(gathered(compat.model_facts(self.chunks)), key=len),
         )
         profile = self.measurement.profile(
             model,

@@ -715,38 +715,52 @@ _FUNCTIONS = {
 }
 
 
-def model_facts(chunk: torch.nn.Module) -> dict[str, Any]:
-    """What a GPTModel is built from, JSON-able, for `Model.facts` of a profile; see MODEL_FACTS."""
-    model = unwrapped(chunk)
-    layer = next(layer for layer, _ in layers([chunk]))
-    attention = type(getattr(layer.self_attention, "core_attention", None)).__module__
-    fused = attention.startswith("megatron.core.extensions")
-    return {
+def model_facts(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """What a GPTModel is built from, JSON-able, for `Model.facts` of a profile; see MODEL_FACTS.
+
+    The same from every rank but one without layers, which lacks transformer_impl. Empty for other
+    models: how to build them is not known here.
+    """
+    # Not above: it is built of modules that import this file where Megatron's sources are patched.
+    from megatron.core.models.gpt import GPTModel
+
+    model = unwrapped(chunks[0])
+    if not isinstance(model, GPTModel):
+        return {}
+    facts = {
         "transformer_config": config_facts(model.config),
-        "transformer_impl": "transformer_engine" if fused else "local",
         "vocab_size": model.vocab_size,
         "position_embedding_type": model.position_embedding_type,
         "share_embeddings_and_output_weights": model.share_embeddings_and_output_weights,
     }
+    for layer, _ in layers(chunks)[:1]:
+        attention = type(getattr(layer.self_attention, "core_attention", None)).__module__
+        fused = attention.startswith("megatron.core.extensions")
+        facts["transformer_impl"] = "transformer_engine" if fused else "local"
+    return facts
 
 
 def config_facts(config: TransformerConfig) -> dict[str, Any]:
-    """The fields of a config that differ from their defaults, JSON-able.
+    """The fields of a config that differ from TransformerConfig's defaults, JSON-able.
 
     Numbers, texts, lists of these, dtypes and the usual activation functions; initialisers and a
-    running job's callbacks have no part in what a step holds, and recompute fields are the plan's.
+    running job's callbacks have no part in what a step holds, nor have fields that other packages
+    add, and recompute fields are the plan's.
     """
+    kind = MLATransformerConfig if isinstance(config, MLATransformerConfig) else TransformerConfig
+    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     facts = {}
-    for field in dataclasses.fields(config):
+    for field in dataclasses.fields(kind):
         value = getattr(config, field.name)
-        if field.name.startswith("recompute_") or value == field.default:
+        default = defaults.get(field.name, dataclasses.MISSING)
+        if field.name.startswith("recompute_") or value == default:
             continue
         if isinstance(value, torch.dtype):
             facts[field.name] = str(value)
         elif named := [name for name, function in _FUNCTIONS.items() if function is value]:
             facts[field.name] = named[0]
         elif _is_plain(value):
-            facts[field.name] = value
+            facts[field.name] = list(value) if isinstance(value, tuple) else value
     return facts
 
 
