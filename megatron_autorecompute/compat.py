@@ -338,6 +338,11 @@ def attends_to_context(layer: torch.nn.Module) -> bool:
     return not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None)
 
 
+def has_experts(layer: torch.nn.Module) -> bool:
+    """Whether what the layer holds depends on how tokens are routed."""
+    return any(isinstance(module, MoELayer) for module in layer.modules())
+
+
 def kind_name(layer: torch.nn.Module) -> str:
     """A word for people: moe, decoder behind an encoder, dense, or the class where it is none."""
     if isinstance(getattr(layer, "mlp", None), MoELayer):
