@@ -259,7 +259,7 @@ def block_sites(modules: Iterable[torch.nn.Module]) -> list[BlockSite]:
     if len(set(indices)) != len(indices):
         raise PolicyError(
             "Two blocks of this model number their layers alike: apply a policy of its own to each "
-            "block, as apply(policy, model.language_model.decoder)."
+            "block, as apply(policy, model.decoder)."
         )
     return sites
 
