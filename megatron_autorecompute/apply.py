@@ -173,23 +173,46 @@ class _Sites:
     def set(self, policy: RecomputePolicy) -> None:
         for layer, index in self.layers:
             compat.set_modules(layer, policy.layers[index].modules)
-            if policy.layers[index].modules:
-                self._let_gradient_in(layer)
             if "mlp" in policy.layers[index].modules:
                 self._let_bias_leave(layer)
             if policy.layers[index].granularity == "full" or "moe" in policy.layers[index].modules:
                 self._let_graph_go(layer)
         for site in self.blocks:
+            self._let_gradient_in(site, policy)
             runs = policy.chunk_runs(site.layers)
             if any(run.policy.granularity == "full" for run in runs):
                 _run_by_segments(site.block, runs)
         for mtp in self.mtps:
+            if policy.layers[mtp.index].modules:
+                self._require_gradient_of([mtp.layer])
             if policy.layers[mtp.index].granularity == "full":
                 mtp.mtp.config = _full_config(mtp.mtp.config, 1)
 
-    def _let_gradient_in(self, layer: torch.nn.Module) -> None:
-        hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)
-        self._hooks.append(hook)
+    def _let_gradient_in(self, site: compat.BlockSite, policy: RecomputePolicy) -> None:
+        """Where a block's input requires grad, so do its layers': they need no look of their own.
+
+        Looked at in every forward, as parameters may be frozen after a policy is in force.
+        """
+        layers = [
+            layer
+            for layer, index in zip(site.block.layers, site.layers, strict=True)
+            if policy.layers[index].modules
+        ]
+
+        def on_forward(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden_states = kwargs.get("hidden_states", args[0] if args else None)
+            if torch.is_grad_enabled() and not getattr(hidden_states, "requires_grad", True):
+                hook.remove()
+                self._require_gradient_of(layers)
+
+        if layers:
+            hook = site.block.register_forward_pre_hook(on_forward, with_kwargs=True)
+            self._hooks.append(hook)
+
+    def _require_gradient_of(self, layers: Iterable[torch.nn.Module]) -> None:
+        for layer in layers:
+            hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)
+            self._hooks.append(hook)
 
     def _let_bias_leave(self, layer: torch.nn.Module) -> None:
         mlp = compat.bias_returned_by_mlp(layer)

@@ -560,8 +560,10 @@ class AutoTuner:
                 f"Changed: {'; '.join(changed)}"
             )
             return None
-        budgets = self._by_stage(self.options.budget_bytes or plan.budget_bytes[0], min)
-        if self.options.budget_bytes is not None and budgets != plan.budget_bytes:
+        asked_bytes = self.options.budget_bytes
+        budgets = plan.budget_bytes if asked_bytes is None else self._by_stage(asked_bytes, min)
+        asked = (budgets, self.options.recompute_imbalance_percentile)
+        if asked != (plan.budget_bytes, plan.moe_percentile):
             return self._solved(plan.profile, budgets)
         return plan
 

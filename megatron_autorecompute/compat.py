@@ -259,7 +259,7 @@ def block_sites(modules: Iterable[torch.nn.Module]) -> list[BlockSite]:
     if len(set(indices)) != len(indices):
         raise PolicyError(
             "Two blocks of this model number their layers alike: apply a policy of its own to each "
-            "block, as apply(policy, model.language_model.decoder)."
+            "block, as apply(policy, model.decoder)."
         )
     return sites
 
@@ -336,6 +336,11 @@ def signature(layer: torch.nn.Module) -> str:
 def attends_to_context(layer: torch.nn.Module) -> bool:
     """Whether the layer has cross-attention, to an encoder's output (T5's decoder)."""
     return not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None)
+
+
+def has_experts(layer: torch.nn.Module) -> bool:
+    """Whether what the layer holds depends on how tokens are routed."""
+    return any(isinstance(module, MoELayer) for module in layer.modules())
 
 
 def kind_name(layer: torch.nn.Module) -> str:

@@ -100,7 +100,7 @@ class CostTable:
     def _records(self) -> dict[tuple[str, str], ChoiceRecord]:
         return {
             (kind.name, record.choice): self._shifted(
-                record, kind.imbalance_factor(self.percentile)
+                record.at_percentile(self.percentile), kind.imbalance_factor(self.percentile)
             )
             for kind in self.profile.kinds
             for record in kind.choices

@@ -8,6 +8,7 @@ turns what all ranks saw into a `Profile`. It knows neither budget nor solver.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from megatron_autorecompute.pipeline import Schedule
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.probe import Memory, Pass, Place, Probe, Stretch, stretches
 from megatron_autorecompute.profile import (
+    BytesAt,
     ChoiceRecord,
     LayerKind,
     Model,
@@ -34,6 +36,8 @@ from megatron_autorecompute.profile import (
 )
 from megatron_autorecompute.ranks import gathered
 
+PERCENTILES = (50.0, 90.0, 95.0, 99.0, 100.0)
+"""Of microbatches, at which the bytes of layers with experts are recorded."""
 MAX_CHOICES = 12
 """The most choices measured for one kind of layer; subsets of modules grow as powers of two."""
 
@@ -63,6 +67,14 @@ class Seen:
         """Whether there is enough for a record."""
         return all(getattr(self, name) for name in self.__slots__ if name != "input_bytes")
 
+    def at(self, percentile: float) -> tuple[int, int, int]:
+        """Held bytes without the input, and both levels, that so many percent stay within."""
+        held, forward, backward = (
+            _nearest_rank(values, percentile)
+            for values in (self.held_bytes, self.forward_level_bytes, self.backward_level_bytes)
+        )
+        return held, forward, backward
+
     def record(self, choice: str, boundary_bytes: int) -> ChoiceRecord:
         """The most bytes, the median times, and half the middle half of the times as spread.
 
@@ -82,11 +94,35 @@ class Seen:
         )
 
 
+def _nearest_rank(values: Sequence[int], percentile: float) -> int:
+    """The smallest value that so many percent of all do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * percentile / 100) - 1)]
+
+
+def _percentiles(record: ChoiceRecord, ranks: Sequence[Seen]) -> tuple[BytesAt, ...]:
+    """A record's bytes at percentiles of each rank's microbatches, on the fullest rank.
+
+    Not of all ranks' together: experts that many tokens go to are always on the same rank.
+    """
+    input_bytes = record.held_bytes - max(max(seen.held_bytes) for seen in ranks)
+    points = []
+    for percentile in PERCENTILES:
+        by_rank = zip(*(seen.at(percentile) for seen in ranks), strict=True)
+        held, forward, backward = (max(values) for values in by_rank)
+        held += input_bytes
+        points.append(BytesAt(percentile, held, max(0, forward - held), max(0, backward - held)))
+    return tuple(points)
+
+
 def _half_middle_half(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return (high - low) / 2
+
+
+SeenByKey = dict[tuple[str, str], Seen]
+"""By signature of the kind, or name of the place, and choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +133,7 @@ class Kind:
     name: str
     layers: tuple[int, ...]
     choices: tuple[LayerPolicy, ...]
+    has_experts: bool
 
 
 def kinds(chunks: Sequence[torch.nn.Module]) -> list[Kind]:
@@ -113,6 +150,7 @@ def kinds(chunks: Sequence[torch.nn.Module]) -> list[Kind]:
             "mtp" if signature.startswith("mtp:") else compat.kind_name(found[0][0]),
             tuple(index for _, index in found),
             choices(found[0][0]),
+            compat.has_experts(found[0][0]),
         )
         for signature, found in members.items()
     ]
@@ -160,7 +198,7 @@ class Measurement:
         self.peak_bytes = 0
         self.optimizer_step_peak_bytes = 0
         self.overhead = ScheduleOverhead(0, 0)
-        self._seen: dict[tuple[str, str], Seen] = defaultdict(Seen)
+        self._seen: SeenByKey = defaultdict(Seen)
         self._stages = {
             index: stage
             for stage, there in gathered((compat.pipeline_rank(), self.kinds))
@@ -263,12 +301,8 @@ class Measurement:
         most = max((held for s in seen for held in s.held_bytes), default=0)
         return most + self.boundary_bytes
 
-    def _seen_everywhere(self) -> dict[tuple[str, str], Seen]:
-        everything: dict[tuple[str, str], Seen] = defaultdict(Seen)
-        for by_rank in gathered(dict(self._seen)):
-            for key, found in by_rank.items():
-                everything[key].add(found)
-        return everything
+    def _seen_everywhere(self) -> SeenByKey:
+        return _put_together(gathered(dict(self._seen)))
 
     def _choice(self, place: Place) -> LayerPolicy:
         return self.applied.policy.layers[place] if isinstance(place, int) else NONE
@@ -374,7 +408,8 @@ class Measurement:
             fingerprint: what must be equal for the figures to hold.
             assumptions: what the figures rest on besides the measuring.
         """
-        seen = self._seen_everywhere()
+        by_rank = gathered(dict(self._seen))
+        seen = _put_together(by_rank)
         stages: dict[int, StageRecord] = {}
         for pipeline_rank, record in gathered((compat.pipeline_rank(), self._stage(static))):
             known = stages.get(pipeline_rank, record)
@@ -388,7 +423,9 @@ class Measurement:
         return Profile(
             model=model,
             parallelism=parallelism,
-            kinds=tuple(_layer_kind(kind, seen, self.boundary_bytes) for kind in everywhere),
+            kinds=tuple(
+                _layer_kind(kind, seen, by_rank, self.boundary_bytes) for kind in everywhere
+            ),
             embedding=embedding,
             head=seen["head", "none"].record("none", self.boundary_bytes),
             boundary_bytes=self.boundary_bytes,
@@ -463,12 +500,27 @@ def _merged_kinds(by_rank: list[list[Kind]]) -> list[Kind]:
     ]
 
 
-def _layer_kind(kind: Kind, seen: dict[tuple[str, str], Seen], boundary_bytes: int) -> LayerKind:
-    records = {
-        str(choice): seen[kind.signature, str(choice)].record(str(choice), boundary_bytes)
-        for choice in kind.choices
-        if seen[kind.signature, str(choice)].complete()
-    }
+def _put_together(by_rank: Sequence[SeenByKey]) -> SeenByKey:
+    everything: SeenByKey = defaultdict(Seen)
+    for seen in by_rank:
+        for key, found in seen.items():
+            everything[key].add(found)
+    return everything
+
+
+def _layer_kind(
+    kind: Kind, seen: SeenByKey, by_rank: Sequence[SeenByKey], boundary_bytes: int
+) -> LayerKind:
+    records = {}
+    for choice in kind.choices:
+        key = (kind.signature, str(choice))
+        if not seen[key].complete():
+            continue
+        record = seen[key].record(str(choice), boundary_bytes)
+        if kind.has_experts:
+            ranks = [one[key] for one in by_rank if key in one and one[key].held_bytes]
+            record = replace(record, percentiles=_percentiles(record, ranks))
+        records[str(choice)] = record
     inert = _inert([choice for choice in kind.choices if str(choice) in records], records)
     planned = tuple(record for choice, record in records.items() if choice not in inert)
     return LayerKind(kind.name, kind.layers, planned, inert)

@@ -224,6 +224,7 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
     from megatron.training import get_args
 
     args = get_args()
+    _check_all_given(args)
     if args.recompute_policy is not None:
         _check_blocks(model, args.recompute_policy)
     if _for_whole_model is not None:
@@ -253,6 +254,20 @@ def with_step(train_step: Function) -> Function:
         return result
 
     return wrapper
+
+
+def _check_all_given(args: Namespace) -> None:
+    """One error on every rank; otherwise those with a policy would wait for those without."""
+    from megatron_autorecompute.ranks import gathered
+
+    policy = args.recompute_policy or _for_whole_model
+    said = gathered("nothing" if policy is None else "auto" if policy == "auto" else "a policy")
+    if len(set(said)) > 1:
+        held = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
+        raise ApplyError(
+            "--recompute-policy was not given alike on all ranks, which would wait for each other: "
+            f"{held}. Start every rank with the same flags."
+        )
 
 
 def _check_blocks(model: Sequence[Any], policy: str) -> None:

@@ -260,6 +260,16 @@ def test_two_jobs_that_share_a_plan_path_each_run_a_whole_plan_of_their_own(tmp_
     assert set(seen) == {"32", "64"}
 
 
+def test_a_policy_on_some_ranks_only_is_an_error_on_all_of_them_at_once():
+    pair = FLAGS + "--tensor-model-parallel-size 2 --recompute-policy "
+    auto = AUTO.format(budget=1).removeprefix("--recompute-policy ")
+    given = [Job(pair + policy, 2, before="uneven_flags.py") for policy in ("full ", auto)]
+    for job, said in zip(run_many(SCRIPT, given), ("a policy", "auto"), strict=True):
+        assert job.returncode != 0
+        assert len(job.said) == 2, job.text
+        assert all(f"rank 0: {said}; rank 1: nothing" in line for line in job.said)
+
+
 T5_MIXED = "full*2,none*1,selective[core_attn]*2,full*2,selective[mlp]*1"
 
 
