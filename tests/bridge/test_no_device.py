@@ -64,12 +64,16 @@ SOURCES = {
     "deepseek-v3": ("deepseek", "DeepSeekV3ModelProvider"),
 }
 """By model of scripts/nvidia_recipes.py or example of examples/no_device."""
+LLAMAS = (("Llama3", "8B"), ("Llama3", "70B"), ("Llama31", "405B"))
 OTHERWISE = {
     # Left out by Bridge's class; DeepseekV3Config of transformers has them.
     ("DeepSeekV3ModelProvider", "num_attention_heads"): 128,
+    ("DeepSeekV3ModelProvider", "q_lora_rank"): 1536,
     ("DeepSeekV3ModelProvider", "qk_head_dim"): 128,
     ("DeepSeekV3ModelProvider", "qk_pos_emb_head_dim"): 64,
     ("DeepSeekV3ModelProvider", "v_head_dim"): 128,
+    # None there; tokenizer.vocab_size in its perf_recipes/llama/b200/llama3.py of August 2026.
+    **{(f"{name}ModelProvider{size}", "vocab_size"): 128256 for name, size in LLAMAS},
     # The vocabulary of the public config; the class adds tokens of fine-tuning.
     ("MoonlightModelProvider16B", "vocab_size"): 163840,
 }
@@ -102,7 +106,7 @@ def test_dimensions_of_public_models_are_those_of_bridges_providers(bridge, name
 
 def test_what_bridges_class_of_deepseek_leaves_out_is_in_the_public_config(bridge):
     public = hf_config("deepseek-ai/DeepSeek-V3")
-    assert public.num_attention_heads == 128
+    assert (public.num_attention_heads, public.q_lora_rank) == (128, 1536)
     assert (public.qk_nope_head_dim, public.qk_rope_head_dim, public.v_head_dim) == (128, 64, 128)
 
 
