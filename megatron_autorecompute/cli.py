@@ -147,6 +147,7 @@ def _add_profile(verbs: Verbs) -> None:
         "--reserve-gib", type=float, metavar="GIB", help="kept back (default: 2 and 5%% of all)"
     )
     verb.add_argument("--efficiency", metavar="NAME=SHARE,...", help="shares of the peaks")
+    verb.add_argument("--measured", metavar="P.json", help="records measured of the same layers")
     verb.add_argument("--sensitivity", action="store_true", help="plan with each share moved 20%%")
     verb.add_argument("-o", "--output", type=Path, default=Path("profile.json"), metavar="P.json")
     _add_json(verb)

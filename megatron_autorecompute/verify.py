@@ -117,6 +117,12 @@ def _runs(
     plan: Plan, num_microbatches: int, progress: Callable[[StageDryRun], None]
 ) -> tuple[StageDryRun, ...]:
     facts = plan.profile.model.facts
+    if facts.get("measured"):
+        raise ProfileError(
+            "The profile was made with --measured: some of its records are a device's, and what "
+            "runs here are stand-ins, whose bytes may be others. Verify the plan of a profile made "
+            "without --measured, or on the device with --recompute-policy @PLAN."
+        )
     if "job" in facts:  # made without a device
         from megatron_autorecompute.no_device.job import job_from
         from megatron_autorecompute.no_device.stage_runs import run_stages

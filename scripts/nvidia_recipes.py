@@ -82,7 +82,8 @@ MODELS = {
             "num_query_groups": 8,
         },
         128256,
-        "Llama3ModelProvider8B of Megatron Bridge 0.3.1",
+        "Llama3ModelProvider8B of Megatron Bridge 0.3.1; vocabulary: its "
+        "perf_recipes/llama/b200/llama3.py of August 2026",
         {},
     ),
     "llama3_70b": KnownModel(
@@ -95,7 +96,8 @@ MODELS = {
             "num_query_groups": 8,
         },
         128256,
-        "Llama3ModelProvider70B of Megatron Bridge 0.3.1",
+        "Llama3ModelProvider70B of Megatron Bridge 0.3.1; vocabulary: its "
+        "perf_recipes/llama/b200/llama3.py of August 2026",
         {},
     ),
     "deepseek_v3": KnownModel(
@@ -139,7 +141,8 @@ MODELS = {
         201088,
         "GPTOSSProvider120B of Megatron Bridge 0.3.1; window and unfused rotary embedding as in "
         "Bridge's gpt_oss_bridge.py and perf_recipes/gpt_oss/common.py of August 2026. Its biases, "
-        "sink and clamped SwiGLU are left out",
+        "sink and clamped SwiGLU are left out, and the vocabulary is the public one, where its "
+        "performance recipes train with Llama 3's 128256",
         {},
     ),
     "moonlight_16b": KnownModel(

@@ -14,6 +14,7 @@ from rich.text import Text
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.no_device.devices import GIB, Device, Efficiency, device
 from megatron_autorecompute.no_device.job import Job, load_job
+from megatron_autorecompute.no_device.measured import with_measured
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.terminal import gib
 
@@ -30,6 +31,12 @@ def run(args: Namespace) -> None:
     """
     job, gpu, efficiency = read_job(args), device(args.gpu), read_efficiency(args.efficiency)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib)
+    if args.measured and args.sensitivity:
+        raise OptionError(
+            "--sensitivity moves the modelled shares, and --measured replaces what they give. "
+            "Leave one of them out."
+        )
+    measured = Profile.load(args.measured) if args.measured else None
     console = Console(highlight=False, stderr=True)
     with console.status(f"{job.name}: starting") as status:
         try:
@@ -41,6 +48,8 @@ def run(args: Namespace) -> None:
                 "installed. Install the extra: pip install 'megatron-autorecompute[megatron]'."
             ) from error
         profile = profile_job(job, gpu, efficiency, status.update)
+        if measured is not None:
+            profile = with_measured(profile, measured)
         lines = []
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
@@ -140,9 +149,10 @@ def _quoted(value: object) -> str:
 
 def profile_view(job: Job, profile: Profile, reserve_gib: float | None) -> Group:
     """Records, static bytes and assumptions."""
-    title = (
-        f"{job.name}: {profile.num_layers} layers on {job.num_gpus} GPUs; modelled, not measured"
-    )
+    modelled = "modelled, not measured"
+    if profile.model.facts.get("measured"):
+        modelled = "measured where said, else modelled"
+    title = f"{job.name}: {profile.num_layers} layers on {job.num_gpus} GPUs; {modelled}"
     kept = (
         f"{reserve_gib:g} GiB as asked"
         if reserve_gib is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -568,6 +569,10 @@ def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor, main_gradient: tor
     ops.gemm_weight_gradient(gradient, x, main_gradient, "bf16")
 
 
+def _backend(original: Any, implementation: str) -> Any:
+    return StandIns() if implementation == "transformer_engine" else original(implementation)
+
+
 def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
     def module(name: str) -> Any:
         return importlib.import_module("megatron.core." + name)
@@ -590,6 +595,9 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "fused_apply_mla_rope_for_kv": _mla_kv,
         },
     )
+    if importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config"):  # since 0.19
+        resolver = module("transformer.mla_qk_norm_config")
+        yield resolver, {"get_backend": functools.partial(_backend, resolver.get_backend)}
     yield module("models.common.embeddings.rope_utils"), {"fused_apply_rotary_pos_emb": _rotate}
     yield (
         module("transformer.mlp"),

@@ -17,9 +17,9 @@ from unittest import mock
 
 import torch
 
-from megatron_autorecompute import compat, without_cuda
+from megatron_autorecompute import without_cuda
 from megatron_autorecompute.dry_run import StepShape, _fake_ranks, _meta_config, build_gpt
-from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.no_device import kernels
 from megatron_autorecompute.no_device.job import Job
 
@@ -73,15 +73,6 @@ class Shard:
     model: torch.nn.Module
     sort_of: dict[int, Sort]
     """By layer index in the built model; MTP depths follow, without a sort."""
-
-
-def _refuse_unknown_specs(config: Any) -> None:
-    """Since 0.17 MLA's specs name Transformer Engine's classes directly, past the stand-ins."""
-    if config.multi_latent_attention and compat.version().release >= (0, 17):
-        raise MachineError(
-            f"Multi-latent attention without a device needs megatron-core 0.16; {compat.version()} "
-            "is installed. Profile there, or measure on a device."
-        )
 
 
 @contextlib.contextmanager
@@ -262,7 +253,6 @@ def megatron_config(job: Job, changed: Mapping[str, Any]) -> Any:
     if isinstance(fields.get("activation_func"), str):
         fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
     config = _meta_config(_constructed(job, fields))
-    _refuse_unknown_specs(config)
     # Megatron-LM's default; the stand-in adds a weight's gradient in the product itself.
     config.gradient_accumulation_fusion = True
     return config
@@ -293,6 +283,7 @@ def _defaults(job: Job) -> dict[str, Any]:
     fused = job.transformer_impl == "transformer_engine"
     return {
         "bf16": True,
+        "transformer_impl": job.transformer_impl,
         "params_dtype": torch.bfloat16,
         "pipeline_dtype": torch.bfloat16,
         "apply_rope_fusion": fused and job.position_embedding_type in ("rope", "yarn"),

@@ -26,6 +26,7 @@ from megatron_autorecompute.live_bytes import LiveBytes
 from megatron_autorecompute.no_device.devices import Device, Efficiency
 from megatron_autorecompute.no_device.job import Job
 from megatron_autorecompute.no_device.kernels import Attention
+from megatron_autorecompute.no_device.measured import LAYER_FIELDS
 from megatron_autorecompute.no_device.model import (
     LEFT_OUT,
     MAX_CHOICES,
@@ -83,7 +84,7 @@ def profile_job(
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
     return Profile(
-        model=Model(job.name, job.num_layers, job.mtp_num_layers, _facts(job)),
+        model=Model(job.name, job.num_layers, job.mtp_num_layers, _facts(job, decoder.layer_facts)),
         parallelism=_parallelism(job),
         kinds=_with_inert(kinds),
         embedding=decoder.embedding,
@@ -113,6 +114,7 @@ class _Part:
     head: ChoiceRecord
     boundary_bytes: int
     counted: _Counted
+    layer_facts: dict[str, Any]
 
 
 def _part(job: Job, clock: Roofline, copies: int, progress: Progress) -> _Part:
@@ -121,8 +123,10 @@ def _part(job: Job, clock: Roofline, copies: int, progress: Progress) -> _Part:
         counted = _Counted(job, built)
         measured = _measured(job, built, counted, clock, progress)
         kinds = tuple(_kind(job, kind, built, counted) for kind in measured.kinds)
+        config = compat.config_facts(compat.unwrapped(built.model).config)
+    layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
     embedding, head = _sourced(measured.embedding), _sourced(measured.head)
-    return _Part(kinds, embedding, head, measured.boundary_bytes, counted)
+    return _Part(kinds, embedding, head, measured.boundary_bytes, counted, layer_facts)
 
 
 def _with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
@@ -358,12 +362,13 @@ def _parallelism(job: Job) -> Parallelism:
     )
 
 
-def _facts(job: Job) -> dict[str, Any]:
+def _facts(job: Job, layer_facts: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_gpus": job.num_gpus,
         "data_parallel": job.data_parallel,
         "num_microbatches": job.num_microbatches,
         "hidden_size": job.config["hidden_size"],
+        "transformer_config": layer_facts,
         "job": asdict(job),
     }
 

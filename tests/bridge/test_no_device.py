@@ -1,12 +1,19 @@
 """`profile --no-device --recipe`: Bridge's own recipes, whole, with the real dimensions."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.no_device.job import load_job
 from megatron_autorecompute.no_device.recipe import job_from_recipe
 from megatron_autorecompute.profile import Profile
+from scripts import nvidia_recipes
 from tests.bridge.test_recipes import hf_config
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "no_device"
 
 
 @pytest.fixture
@@ -44,6 +51,63 @@ def test_a_recipe_names_no_world_so_the_smallest_is_taken(hub):
         * config["context_parallel_size"]
     )
     assert asked.accumulate_allreduce_grads_in_fp32  # bf16_mixed
+
+
+SOURCES = {
+    "llama3_8b": ("llama", "Llama3ModelProvider8B"),
+    "llama3_70b": ("llama", "Llama3ModelProvider70B"),
+    "deepseek_v3": ("deepseek", "DeepSeekV3ModelProvider"),
+    "gpt_oss_120b": ("gpt_oss", "GPTOSSProvider120B"),
+    "moonlight_16b": ("deepseek", "MoonlightModelProvider16B"),
+    "llama31-405b": ("llama", "Llama31ModelProvider405B"),
+    "llama3-70b": ("llama", "Llama3ModelProvider70B"),
+    "deepseek-v3": ("deepseek", "DeepSeekV3ModelProvider"),
+}
+"""By model of scripts/nvidia_recipes.py or example of examples/no_device."""
+LLAMAS = (("Llama3", "8B"), ("Llama3", "70B"), ("Llama31", "405B"))
+OTHERWISE = {
+    # Left out by Bridge's class; DeepseekV3Config of transformers has them.
+    ("DeepSeekV3ModelProvider", "num_attention_heads"): 128,
+    ("DeepSeekV3ModelProvider", "q_lora_rank"): 1536,
+    ("DeepSeekV3ModelProvider", "qk_head_dim"): 128,
+    ("DeepSeekV3ModelProvider", "qk_pos_emb_head_dim"): 64,
+    ("DeepSeekV3ModelProvider", "v_head_dim"): 128,
+    # None there; tokenizer.vocab_size in its perf_recipes/llama/b200/llama3.py of August 2026.
+    **{(f"{name}ModelProvider{size}", "vocab_size"): 128256 for name, size in LLAMAS},
+    # The vocabulary of the public config; the class adds tokens of fine-tuning.
+    ("MoonlightModelProvider16B", "vocab_size"): 163840,
+}
+DIMENSIONS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq"),
+    *("moe_shared_expert_intermediate_size", "vocab_size"),
+)
+
+
+def dimensions_here(name):
+    if "-" in name:
+        example = load_job(EXAMPLES / f"{name}.yaml")
+        return example.config | {"vocab_size": example.vocab_size}
+    known = nvidia_recipes.MODELS[name]
+    return known.config | {"vocab_size": known.vocab_size}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_dimensions_of_public_models_are_those_of_bridges_providers(bridge, name):
+    family, provider = SOURCES[name]
+    module = importlib.import_module(f"megatron.bridge.models.{family}.{family}_provider")
+    theirs, ours = getattr(module, provider)(), dimensions_here(name)
+    compared = {field: ours[field] for field in DIMENSIONS if field in ours}
+    assert len(compared) >= 6
+    expected = {f: OTHERWISE.get((provider, f), getattr(theirs, f)) for f in compared}
+    assert compared == expected
+
+
+def test_what_bridges_class_of_deepseek_leaves_out_is_in_the_public_config(bridge):
+    public = hf_config("deepseek-ai/DeepSeek-V3")
+    assert (public.num_attention_heads, public.q_lora_rank) == (128, 1536)
+    assert (public.qk_nope_head_dim, public.qk_rope_head_dim, public.v_head_dim) == (128, 64, 128)
 
 
 def test_an_unknown_recipe_is_named(bridge):

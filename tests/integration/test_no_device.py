@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from megatron_autorecompute.cli import main
-from megatron_autorecompute.errors import MachineError, OptionError, VerificationError
+from megatron_autorecompute.errors import MachineError, OptionError, ProfileError, VerificationError
 from megatron_autorecompute.no_device.devices import Efficiency, device
 from megatron_autorecompute.no_device.job import job_from, load_job
+from megatron_autorecompute.no_device.measured import with_measured
 from megatron_autorecompute.no_device.profiling import profile_job
 from megatron_autorecompute.no_device.recipe import job_from_recipe
 from megatron_autorecompute.no_device.sensitivity import sensitivity
@@ -148,6 +149,18 @@ def test_experts_hold_their_tokens_as_stated():
     saved = found["none"].held_bytes - found["selective[moe_act]"].held_bytes
     # The first layer to run also shows the aux losses' tracker, 4 bytes for each layer built.
     assert saved - 2 * rows * MOE["moe_ffn_hidden_size"] in (0, 4 * 96)
+
+
+@pytest.mark.filterwarnings("ignore:apply_rope_fusion for multi-latent attention")
+def test_mla_up_proj_gives_back_q_k_v_and_what_the_up_projections_keep():
+    widths = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_head_dim": 32, "v_head_dim": 24}
+    mla = {"multi_latent_attention": True, "qk_layernorm": True, "qk_pos_emb_head_dim": 16}
+    found = records({**widths, **mla, "num_query_groups": HEADS})
+    saved = found["none"].held_bytes - found["selective[mla_up_proj]"].held_bytes
+    attention = 2 * (32 + 16) + 24  # q, k and v of one head
+    normalised = 96 + 64
+    statistics = 2 * 4 * SEQUENCE
+    assert saved == 2 * SEQUENCE * (HEADS * attention + normalised) + statistics
 
 
 def test_frozen_weights_keep_no_inputs():
@@ -325,6 +338,71 @@ def test_sensitivity_moves_every_share_both_ways():
     assert all("keeping the plan costs" in line for line in lines)
 
 
+# ----------------------------------------------------------------------------- measured records
+
+
+@pytest.fixture(scope="module")
+def modelled():
+    return profile_job(job(MOE), H100)
+
+
+def measured_like(profile, **changed):
+    """A profile of the dense layers alone with two choices, twice and three times as slow."""
+    dense = profile.kinds[0]
+    slower = tuple(
+        replace(
+            record,
+            held_bytes=record.held_bytes + 1,
+            forward_ms=2 * record.forward_ms,
+            backward_ms=3 * record.backward_ms,
+        )
+        for record in (dense.record("none"), dense.record("full"))
+    )
+    others = tuple(replace(kind, name="other") for kind in profile.kinds[1:])
+    config = {**profile.model.facts["transformer_config"], **changed}
+    return replace(
+        profile,
+        kinds=(replace(dense, choices=slower, inert={}), *others),
+        model=replace(profile.model, facts={"transformer_config": config}),
+        fingerprint={"device": "a real GPU"},
+    )
+
+
+def test_measured_records_replace_modelled_ones_and_scale_the_other_times(modelled):
+    found = with_measured(modelled, measured_like(modelled))
+    dense, moe = found.kinds
+    for choice in ("none", "full"):
+        assert dense.record(choice).held_bytes == modelled.kinds[0].record(choice).held_bytes + 1
+        assert dense.record(choice).source == "measured"
+    # Both kinds' other choices are as much slower as what was measured, their bytes as before.
+    for kind, before, choice in (
+        (dense, modelled.kinds[0], "selective[mlp]"),
+        (moe, modelled.kinds[1], "selective[moe_act]"),
+    ):
+        scaled, was = kind.record(choice), before.record(choice)
+        assert scaled.held_bytes == was.held_bytes
+        assert scaled.forward_ms == pytest.approx(2 * was.forward_ms)
+        assert scaled.backward_ms == pytest.approx(3 * was.backward_ms)
+        assert "scaled by what was measured" in scaled.source
+    assert found.head.forward_ms == pytest.approx(2 * modelled.head.forward_ms)
+    assert found.assumptions[0].startswith("Measured on a real GPU: choices 2 of dense.")
+    assert "Nothing here is measured" not in " ".join(found.assumptions)
+
+
+def test_measured_records_of_other_layers_or_shapes_are_refused_with_what_differs(modelled):
+    with pytest.raises(OptionError, match="ffn_hidden_size 4096, not 1024"):
+        with_measured(modelled, measured_like(modelled, ffn_hidden_size=4096))
+    longer = replace(modelled.parallelism, seq_length=1024)
+    with pytest.raises(OptionError, match="seq_length 1024, not 512"):
+        with_measured(modelled, replace(measured_like(modelled), parallelism=longer))
+
+
+def test_a_plan_of_measured_records_is_not_verified_against_stand_ins(modelled):
+    found = with_measured(modelled, measured_like(modelled))
+    with pytest.raises(ProfileError, match="Verify the plan of a profile made without --measured"):
+        verify(middle_plan(job(MOE), found))
+
+
 # ------------------------------------------------------------------------------ what is said of it
 
 
@@ -391,10 +469,6 @@ def test_flags_of_pretrain_gpt_give_the_same_layers_as_yaml(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama3-70b", "llama31-405b", "deepseek-v3"])
 def test_examples_take_under_a_minute_and_4_gib(name, tmp_path):
-    from megatron_autorecompute import compat
-
-    if name == "deepseek-v3" and compat.version().release >= (0, 17):
-        pytest.skip("multi-latent attention without a device needs megatron-core 0.16")
     path, plan_path = tmp_path / "profile.json", tmp_path / "plan.json"
     example = EXAMPLES / f"{name}.yaml"
     begin = time.monotonic()

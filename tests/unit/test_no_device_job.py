@@ -1,6 +1,7 @@
-"""Job descriptions, devices and static bytes: nothing here needs torch."""
+"""Job descriptions, devices and static bytes: needs no torch, but for the dimensions in use."""
 
 import csv
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -103,6 +104,36 @@ def test_layout_is_megatrons():
     found = job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3})
     expected = Layout.even(8, 2, num_layers_in_first_pipeline_stage=3)
     assert found.layout() == expected
+
+
+NAMES = {
+    **{"L": "num_layers", "h": "hidden_size", "ffn": "ffn_hidden_size", "topk": "moe_router_topk"},
+    **{"heads": "num_attention_heads", "kv": "num_query_groups", "hd": "kv_channels"},
+    **{"E": "num_moe_experts", "moe_ffn": "moe_ffn_hidden_size"},
+    **{"q_lora": "q_lora_rank", "kv_lora": "kv_lora_rank", "nope": "qk_head_dim"},
+    **{"rope": "qk_pos_emb_head_dim", "v": "v_head_dim"},
+}
+"""Names in the recipes' column model_dims_public."""
+
+
+def test_the_dimensions_in_the_table_of_recipes_are_those_used(recipes_script):
+    with open(ROOT / "benchmarks" / "data" / "nvidia_tuned_recipes.csv", newline="") as file:
+        rows = {row["model"]: row["model_dims_public"] for row in csv.DictReader(file)}
+    for model, text in rows.items():
+        known = recipes_script.MODELS[model]
+        said = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
+        assert said.pop("vocab") == known.vocab_size
+        shared = said.pop("shared", 0)
+        experts = known.config.get("moe_shared_expert_intermediate_size", 0)
+        assert experts == shared * said.get("moe_ffn", 0)
+        assert {NAMES[name]: value for name, value in said.items()}.items() <= known.config.items()
+
+
+@pytest.fixture(scope="module")
+def recipes_script():
+    from scripts import nvidia_recipes
+
+    return nvidia_recipes
 
 
 def test_nine_tenths_of_nvidias_recipes_are_in_the_page_and_none_is_slower():

@@ -1,0 +1,143 @@
+"""Measured records in the place of modelled ones, and modelled times scaled by what was measured.
+
+Works on two profiles alone. That both are of one device is for the user to see to: a measured
+profile names it in words of its own, which the result repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.profile import ChoiceRecord, LayerKind, Profile
+
+LAYER_FIELDS = (
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("gated_linear_unit", "activation_func", "add_bias_linear", "normalization", "qk_layernorm"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
+    *("qk_pos_emb_head_dim", "v_head_dim", "num_moe_experts", "moe_router_topk"),
+    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "hidden_dropout"),
+    *("attention_dropout", "window_size"),
+)
+"""Fields of Megatron's config that must be equal for layers to be of one kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ratio:
+    """Measured over modelled time."""
+
+    forward: float
+    backward: float
+
+
+def with_measured(profile: Profile, measured: Profile) -> Profile:
+    """The profile with the records of `measured`, where kinds are the same layers.
+
+    A kind is the same where shapes, LAYER_FIELDS, precision and its name are. Its measured choices
+    replace the modelled ones; times of its other choices are scaled by its measured over modelled
+    time, those of other kinds, embedding and head by that of all kinds together.
+
+    Raises OptionError where no kind is the same, with what differs.
+    """
+    if differing := _differences(profile, measured):
+        raise OptionError(
+            f"--measured: the measured profile is of other layers than {profile.model.name}: "
+            f"{'; '.join(differing)}. Measure at the job's own shapes, or leave --measured out."
+        )
+    pairs = [(kind, _named(measured.kinds, kind.name)) for kind in profile.kinds]
+    common = [pair for kind, other in pairs if other for pair in _common(kind, other)]
+    if not common:
+        raise OptionError(
+            f"--measured: no choice of {', '.join(k.name for k in profile.kinds)} is among the "
+            f"measured ones ({', '.join(k.name for k in measured.kinds)}). Leave --measured out."
+        )
+    overall = _ratio(common)
+    model = replace(profile.model, facts={**profile.model.facts, "measured": True})
+    return replace(
+        profile,
+        model=model,
+        kinds=tuple(_merged(kind, other, overall) for kind, other in pairs),
+        embedding=_scaled(profile.embedding, overall),
+        head=_scaled(profile.head, overall),
+        fingerprint={**profile.fingerprint, "measured": measured.fingerprint.get("device", "")},
+        assumptions=(_sentence(pairs, measured, overall), *profile.assumptions[1:]),
+    )
+
+
+def _differences(profile: Profile, measured: Profile) -> list[str]:
+    ours, theirs = _facts(profile), _facts(measured)
+    return [
+        f"{name} {theirs[name]!r}, not {ours[name]!r}"
+        for name in ours
+        if ours[name] != theirs[name]
+    ]
+
+
+def _facts(profile: Profile) -> dict[str, Any]:
+    config = profile.model.facts.get("transformer_config")
+    if config is None:
+        raise OptionError(
+            "--measured: model.facts of the profile lack transformer_config, so that nobody can "
+            "tell whether its layers are the same. Profiles measured in a job have it."
+        )
+    job = profile.model.facts.get("job")
+    narrow = job["precision"] != "bf16" if job else bool(config.get("fp8") or config.get("fp4"))
+    found = {name: config.get(name) for name in LAYER_FIELDS}
+    fields = {n: list(v) if isinstance(v, tuple) else v for n, v in found.items()}  # as in JSON
+    return {**asdict(profile.parallelism), **fields, "8 or 4 bit": narrow}
+
+
+def _named(kinds: Sequence[LayerKind], name: str) -> LayerKind | None:
+    return next((kind for kind in kinds if kind.name == name), None)
+
+
+def _measured_record(kind: LayerKind | None, choice: str) -> ChoiceRecord | None:
+    return next((r for r in kind.choices if r.choice == choice), None) if kind else None
+
+
+def _common(kind: LayerKind, other: LayerKind) -> list[tuple[ChoiceRecord, ChoiceRecord]]:
+    pairs = ((record, _measured_record(other, record.choice)) for record in kind.choices)
+    return [(modelled, found) for modelled, found in pairs if found is not None]
+
+
+def _ratio(common: Sequence[tuple[ChoiceRecord, ChoiceRecord]]) -> _Ratio:
+    sums = [
+        sum(getattr(pair[side], name) for pair in common)
+        for name in ("forward_ms", "backward_ms")
+        for side in (0, 1)
+    ]
+    return _Ratio(sums[1] / sums[0], sums[3] / sums[2])
+
+
+def _merged(kind: LayerKind, other: LayerKind | None, overall: _Ratio) -> LayerKind:
+    common = _common(kind, other) if other else []
+    ratio = _ratio(common) if common else overall
+    records = []
+    for modelled in kind.choices:
+        found = _measured_record(other, modelled.choice)
+        records.append(replace(found, source="measured") if found else _scaled(modelled, ratio))
+    return replace(kind, choices=tuple(records))
+
+
+def _scaled(record: ChoiceRecord, ratio: _Ratio) -> ChoiceRecord:
+    return replace(
+        record,
+        forward_ms=record.forward_ms * ratio.forward,
+        backward_ms=record.backward_ms * ratio.backward,
+        source="bytes: dry run; times: roofline, scaled by what was measured",
+    )
+
+
+def _sentence(
+    pairs: Sequence[tuple[LayerKind, LayerKind | None]], measured: Profile, overall: _Ratio
+) -> str:
+    counts = [f"{len(_common(kind, other))} of {kind.name}" for kind, other in pairs if other]
+    where = measured.fingerprint.get("device", "a device it does not name")
+    return (
+        f"Measured on {where}: choices {', '.join(counts)}. All else is modelled: bytes are those "
+        f"of a run on meta tensors, times a roofline x {overall.forward:.2f} (forward) and x "
+        f"{overall.backward:.2f} (backward), measured over modelled time; a kind with measured "
+        "choices has its own ratio."
+    )
