@@ -39,7 +39,19 @@ def profile_of_a_model() -> Profile:
         chunks = build_chunks(_meta_config(config(CASE)), size, builder(CASE), torch.device("meta"))
         facts = compat.model_facts(chunks)
     parallelism = replace(found.parallelism, tensor_parallel=CASE.tp, sequence_parallel=True)
-    return replace(found, model=replace(found.model, facts=facts), parallelism=parallelism)
+    model = replace(found.model, facts=facts)
+    kinds = tuple(map(slower_with_less, found.kinds))
+    return replace(found, model=model, parallelism=parallelism, kinds=kinds)
+
+
+def slower_with_less(kind):
+    """Times that are not this machine's, so that the same plan is checked everywhere."""
+    most = max(record.held_bytes for record in kind.choices)
+    choices = (
+        replace(record, forward_ms=1.0, backward_ms=3 - record.held_bytes / most)
+        for record in kind.choices
+    )
+    return replace(kind, choices=tuple(choices))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +90,7 @@ def test_a_layer_that_holds_more_than_its_record_says_ends_with_exit_code_10(
     wrong = replace(profile, kinds=(replace(kind, choices=light),))
     code, printed = run(plan_of(wrong, 0.9), tmp_path, capsys)
     assert code == 10
-    assert "of activations were predicted, Megatron's own schedule has" in printed.err
+    assert "Megatron's own schedule" in printed.err
     assert "differs" in printed.out
 
 
