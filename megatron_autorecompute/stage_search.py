@@ -49,8 +49,8 @@ Floats = NDArray[np.float64]
 
 WIDTHS = (64, 256, 1024, 4096, 16_384, 131_072)
 """Labels kept per position in successive rounds; the last bounds memory to about 100 MB."""
-MOST_WORK = 6e8
-"""Width times squared layers of a chunk, beyond which no wider round is begun: about 30 s on one
+MOST_WORK = 2e8
+"""Width times squared layers of a chunk, beyond which no wider round is begun: about 10 s on one
 core for 512 layers of 12 choices in one chunk. What is left open is the gap of the answer."""
 COMPLETE_LAYERS, COMPLETE_WIDTH = 4, 256
 """Layers of a chunk, and labels of a position, up to which all labels of a stage are found once and
