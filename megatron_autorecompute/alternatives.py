@@ -27,6 +27,8 @@ from megatron_autorecompute.profile import (
 )
 from megatron_autorecompute.solve import Budget, Planner, Solution
 
+_NEAREST_LAYOUTS = 12  # tried for an error message, which is to come within seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
@@ -93,7 +95,7 @@ def _fastest_ps(table: CostTable, layer: int) -> int:
 
 
 def _layout_note(chosen: Planner, best: Solution, now_ms: float | None) -> str:
-    layers = [sum(len(chunk.layers) for chunk in stage) for stage in chosen.layout.stages]
+    layers = _layers_per_stage(chosen.layout)
     if now_ms is None:
         return f"Layers per stage {layers}: fits where the asked layout does not."
     gain = 100 * (now_ms - best.cost.step_ms) / now_ms
@@ -139,7 +141,7 @@ def _uneven_layouts(planner: Planner) -> Iterator[Layout]:
 def _layout_flags(asked: Planner, chosen: Planner) -> dict[str, str]:
     if chosen is asked:
         return {}
-    sizes = [sum(len(chunk.layers) for chunk in stage) for stage in chosen.layout.stages]
+    sizes = _layers_per_stage(chosen.layout)
     mtp = chosen.profile.model.mtp_num_layers
     sizes[-1] -= mtp
     if chosen.layout.num_chunks > 1 or (len(sizes) > 2 and len(set(sizes[1:-1])) == 1):
@@ -368,11 +370,27 @@ def _with_full(kind: LayerKind, boundary_bytes: int) -> LayerKind:
 
 
 def _other_layout(planner: Planner, budget: Budget) -> Change | None:
+    """The nearest layout that fits; the fastest of all is `search_layout`'s, and takes longer."""
     if planner.layout.num_stages == 1:
         return None
-    found = search_layout(planner, budget)
-    flags = " ".join(f"{name} {value}" for name, value in found.megatron_flags.items())
-    return Change(f"another layout: {flags}", found.solution.cost.step_ms) if flags else None
+    asked = _layers_per_stage(planner.layout)
+
+    def moved(layout: Layout) -> int:
+        pairs = zip(_layers_per_stage(layout), asked, strict=True)
+        return sum(abs(size - other) for size, other in pairs)
+
+    for layout in sorted(_uneven_layouts(planner), key=moved)[:_NEAREST_LAYOUTS]:
+        candidate = _with(planner, layout=layout)
+        solution = candidate.attempt(budget)
+        if solution and layout != planner.layout:
+            flags = _layout_flags(planner, candidate)
+            text = " ".join(f"{name} {value}" for name, value in flags.items())
+            return Change(f"another layout: {text}", solution.cost.step_ms)
+    return None
+
+
+def _layers_per_stage(layout: Layout) -> list[int]:
+    return [sum(len(chunk.layers) for chunk in stage) for stage in layout.stages]
 
 
 def _more_stages(planner: Planner, budget: Budget) -> Change | None:

@@ -15,8 +15,13 @@ What keeps the labels few is a Lagrangian bound: multipliers lambda[k] >= 0 of a
 (`scipy.optimize.linprog`, HiGHS) price the bytes, and a label whose time plus priced bytes cannot
 get below the best known solution is dropped. Any multipliers give a valid bound, so rounding in
 them costs speed, never exactness: bytes and times are compared as integers. A MILP solver alone
-would not do: its tolerance of 1e-6 is 80 kB at 80 GB. Rounds of growing width find the best known
-solution; the round in which nothing had to be cut off proves it.
+would not do: its tolerance of 1e-6 is 80 kB at 80 GB. While chunks are combined there is a closer
+bound: the least time of the remaining chunks whose load fits at one moment, known exactly. Short
+chunks have few labels in all; these are kept for every budget, and then no prices are needed.
+
+Rounds of growing width find the best known solution; the round in which nothing had to be cut off
+proves it. Where even the widest round cut labels off, the cheapest of them is the bound, and what
+lies between is the gap of the answer.
 
 Equal times: the lower peak wins; equal both: the fewest runs of equal policy, counted per chunk.
 """
@@ -44,8 +49,8 @@ Floats = NDArray[np.float64]
 
 WIDTHS = (64, 256, 1024, 4096, 16_384, 131_072)
 """Labels kept per position in successive rounds; the last bounds memory to about 100 MB."""
-MOST_WORK = 6e8
-"""Width times squared layers of a chunk, beyond which no wider round is begun: about 30 s on one
+MOST_WORK = 2e8
+"""Width times squared layers of a chunk, beyond which no wider round is begun: about 10 s on one
 core for 512 layers of 12 choices in one chunk. What is left open is the gap of the answer."""
 COMPLETE_LAYERS, COMPLETE_WIDTH = 4, 256
 """Layers of a chunk, and labels of a position, up to which all labels of a stage are found once and

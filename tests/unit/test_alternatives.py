@@ -151,6 +151,20 @@ def test_an_infeasible_plan_is_given_changes_that_would_fit_cheapest_first():
     assert "No change" in str(explained(caught.value, planner, 1))
 
 
+def test_another_layout_is_proposed_where_it_takes_layers_from_the_stage_that_is_too_full():
+    profile, _, _, _ = problem_of_many(12)
+    planner = Planner(profile, layout_of((6, 3, 3)), Schedule(3, 1, 6))
+    need = planner.leanest[0].peak_bytes
+    (text,) = [c.text for c in cheapest_changes(planner, need - 1, most=9) if "layout" in c.text]
+    flags = text.removeprefix("another layout: ").split()
+    first, last = (int(value) for value in flags[1::2])
+    assert first < 6
+    layout = Layout.even(
+        12, 3, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last
+    )
+    assert Planner(profile, layout, planner.schedule).attempt(need - 1)
+
+
 def test_a_missing_full_record_is_proposed():
     profile, layout, schedule, _ = problem_of_many()
     kinds = tuple(

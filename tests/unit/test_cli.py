@@ -79,6 +79,7 @@ def test_pareto_prints_one_row_per_budget(capsys):
     ("arguments", "code", "message"),
     [
         (["--budget-gib", "5"], 3, "Stage 0 needs"),
+        (["--budget-gib", "15"], 3, "Each of these alone would fit:\n  - "),
         (["--budget-gib", "30,40"], 2, "2 budgets for 4 stages"),
         (["--budget-gib", "30", "--num-layers-in-first-pipeline-stage", "7"], 8, "layers"),
         (["--budget-gib", "30", "--search-micro-batch", "1,2"], 4, "one file for each size"),
