@@ -27,11 +27,10 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-import megatron.core
 import torch
 from rich.progress import track
 
-from megatron_autorecompute import measure, without_cuda
+from megatron_autorecompute import compat, measure, without_cuda
 from megatron_autorecompute.apply import apply
 from megatron_autorecompute.cost_model import evaluate
 from megatron_autorecompute.dry_run import (
@@ -287,10 +286,11 @@ def write(found: Sequence[Point]) -> None:
     """Put the installed megatron-core's points into the file, and the table into the page."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     ran = {point.case for point in found}
-    before = results.get(megatron.core.__version__, {"points": []})["points"]
+    version = compat.version().base_version
+    before = results.get(version, {"points": []})["points"]
     data = [point for point in before if point["case"] not in ran]
     data += [asdict(point) | {"error": round(point.error, 6)} for point in found]
-    results[megatron.core.__version__] = {"torch": torch.__version__, "points": data}
+    results[version] = {"torch": torch.__version__, "points": data}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(with_table(PAGE.read_text(), results))
 
