@@ -5,7 +5,8 @@
 A profile is measured on a shard of a few layers in one pipeline stage, by the code that measures
 in a job, on meta tensors. From it the peaks of random mixed policies are predicted, and compared
 with the bytes that are alive in Megatron's own schedule of the whole pipeline, stage by stage, for
-policies that the profile never saw. Results are written as they come.
+policies that the profile never saw. Results are written as they come, those of the installed
+megatron-core beside those of others, and the table of docs/peak-fidelity.md is made of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,10 +27,9 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+import megatron.core
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from megatron_autorecompute import measure, without_cuda
 from megatron_autorecompute.apply import apply
@@ -50,6 +50,8 @@ from megatron_autorecompute.policy import FULL, RecomputePolicy
 from megatron_autorecompute.profile import Model, Parallelism, Profile, StaticBytes
 
 RESULTS = Path(__file__).parent / "results" / "peak_fidelity.json"
+PAGE = Path(__file__).parents[1] / "docs" / "peak-fidelity.md"
+BEGIN, END = "<!-- table: benchmarks/results/peak_fidelity.json -->", "<!-- end of table -->"
 LOWEST, HIGHEST = -0.002, 0.005
 """How far a prediction may lie from the real activation peak, as a share of it."""
 
@@ -70,14 +72,25 @@ class Case:
     gated: bool = True
     dropout: float = 0.0
     experts: int | None = None
+    topk: int = 2
     ep: int = 1
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 LLAMA_7B = Case("llama 7b", 32, 4096, 11008, 32, tp=2, pp=4, num_microbatches=8)
 LLAMA_70B = Case("llama 70b", 80, 8192, 28672, 64, tp=8, pp=8, num_microbatches=16, query_groups=8)
 GPT_22B = Case("gpt 22b", 48, 6144, 24576, 64, 8, 4, 8, seq_length=2048, gated=False, dropout=0.1)
 MIXTRAL = Case("mixtral", 32, 4096, 14336, 32, 2, 4, 8, query_groups=8, experts=8, ep=4)
+# Many small experts: what is kept of the routing is a tenth of a boundary tensor.
+QWEN3_30B = Case(
+    "qwen3 30b-a3b",
+    *(48, 2048, 768, 32, 2, 4, 8),
+    query_groups=4,
+    experts=128,
+    topk=8,
+    ep=32,
+    fields={"kv_channels": 128, "qk_layernorm": True},
+)
 OVERLAPPED = {"overlap_p2p_comm": True}
 PLAIN_P2P = {"overlap_p2p_comm": False}
 CASES = (
@@ -93,6 +106,8 @@ CASES = (
     GPT_22B,
     MIXTRAL,
     replace(MIXTRAL, name="mixtral, v=2", vp=2, fields=OVERLAPPED),
+    QWEN3_30B,
+    replace(QWEN3_30B, name="qwen3 30b-a3b, v=2", vp=2, fields=QWEN3_30B.fields | OVERLAPPED),
 )
 
 
@@ -125,7 +140,7 @@ def config(case: Case, **changed: Any) -> Any:
     if case.experts:
         values |= {
             "num_moe_experts": case.experts,
-            "moe_router_topk": 2,
+            "moe_router_topk": case.topk,
             "moe_ffn_hidden_size": case.ffn_hidden_size,
             "moe_token_dispatcher_type": "alltoall",
             "expert_model_parallel_size": case.ep,
@@ -159,20 +174,25 @@ def measured_profile(case: Case) -> Profile:
     small = _meta_config(small)
     with without_cuda.activate(meta=True), _fake_ranks(small, 0, size):
         models = build_chunks(small, size, builder(case), torch.device("meta"))
-        found = _measured(models, size, depth)
-    static = StaticBytes()
+        found, kept_bytes = _measured(models, size, depth)
+    kept = StaticBytes(buffer_bytes=kept_bytes // depth)
     return replace(
         found,
         model=Model(case.name, case.num_layers),
-        kinds=(replace(found.kinds[0], layers=tuple(range(case.num_layers)), static=static),),
+        kinds=(replace(found.kinds[0], layers=tuple(range(case.num_layers)), static=kept),),
         stages=(),
-        embedding_static=static,
-        head_static=static,
+        embedding_static=StaticBytes(),
+        head_static=StaticBytes(),
         overlap_p2p_comm=bool(config(case).overlap_p2p_comm),
     )
 
 
-def _measured(models: list[torch.nn.Module], size: StepShape, depth: int) -> Profile:
+def _measured(models: list[torch.nn.Module], size: StepShape, depth: int) -> tuple[Profile, int]:
+    """A profile, and the bytes that all layers together keep from step to step.
+
+    Not of the first step: a MoE layer keeps its last microbatch's routing, once, which the first
+    microbatch would seem to hold.
+    """
     parameters = [p for model in models for p in model.parameters()]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -180,30 +200,31 @@ def _measured(models: list[torch.nn.Module], size: StepShape, depth: int) -> Pro
     step = TokenStep(size, torch.device("meta"))
     static.append(step.mask)
     policy = RecomputePolicy((FULL,) * depth)
-    with mock.patch.object(measure, "gathered", lambda mine: [mine]), apply(policy, models) as now:
+    with (
+        mock.patch.object(measure, "gathered", lambda mine: [mine]),
+        apply(policy, models) as now,
+        LiveBytes(static) as live,
+        kept_between_steps(models, live),
+    ):
+        _run(step, models)
+        kept_bytes = live.current_bytes
         measurement = measure.Measurement(models, now)
         for _ in measurement.policies():
-            with (
-                LiveBytes(static) as live,
-                kept_between_steps(models, live),
-                measurement.watch(live),
-            ):
-                output, loss = step(None, models[0])
-                loss(output)[0].backward()
-                del output
-        return measurement.profile(
-            Model("shard", depth), Parallelism(1, size.seq_length), StaticBytes()
-        )
+            with measurement.watch(live):
+                _run(step, models)
+        shard = Model("shard", depth), Parallelism(1, size.seq_length)
+        return measurement.profile(*shard, StaticBytes()), kept_bytes
 
 
-def random_policy(
-    rng: random.Random, profile: Profile, layout: Layout, without: str | None
-) -> RecomputePolicy:
+def _run(step: TokenStep, models: list[torch.nn.Module]) -> None:
+    output, loss = step(None, models[0])
+    loss(output)[0].backward()
+
+
+def random_policy(rng: random.Random, profile: Profile, layout: Layout) -> RecomputePolicy:
     """Runs of random choices and checkpoints in every chunk; half of the time mostly full."""
     recorded = [record.choice for record in profile.kinds[0].choices]
-    if without:
-        recorded = [choice for choice in recorded if choice != "full" and without not in choice]
-    share = 0.0 if without else rng.choice((0.8, 0.3))
+    share = rng.choice((0.8, 0.3))
     parts: list[str] = []
     for layers in layout.chunk_layers():
         left = len(layers)
@@ -233,20 +254,14 @@ class Point:
         return self.predicted_bytes / self.dry_run_bytes - 1
 
 
-def points(
-    case: Case, stages: Sequence[int], policies: int, *, seed: int = 0, without: str | None = None
-) -> Iterator[Point]:
-    """Compare random policies, and first full and none, one stage each in turn.
-
-    without: leave out choices that rerun this module, and full, which reruns all.
-    """
-    rng = random.Random(f"{case.name} {seed}")
+def points(case: Case, stages: Sequence[int], policies: int) -> Iterator[Point]:
+    """Compare full, none and random policies, the stages in turn."""
+    rng = random.Random(f"{case.name} 0")
     profile = measured_profile(case)
     layout = Layout.even(case.num_layers, case.pp, case.vp)
     schedule = Schedule(case.pp, case.vp or 1, case.num_microbatches)
-    texts = ("none",) if without else ("full", "none")
-    chosen = [RecomputePolicy.parse(text, num_layers=case.num_layers) for text in texts]
-    chosen += [random_policy(rng, profile, layout, without) for _ in range(policies)]
+    chosen = [RecomputePolicy.parse(text, num_layers=case.num_layers) for text in ("full", "none")]
+    chosen += [random_policy(rng, profile, layout) for _ in range(policies)]
     for number, policy in enumerate(chosen):
         cost = evaluate(profile, layout, schedule, policy)
         stage = stages[number % len(stages)]
@@ -262,45 +277,84 @@ def stages_of(case: Case) -> tuple[int, ...]:
     return tuple(dict.fromkeys((0, case.pp // 2, case.pp - 2, case.pp - 1)))
 
 
-def case_points(
-    case: Case, stages: Sequence[int], policies: int, without: str | None = None
-) -> list[Point]:
+def case_points(case: Case, stages: Sequence[int], policies: int) -> list[Point]:
     """`points` as a list, for a process of its own."""
     torch.set_num_threads(1)
-    return list(points(case, stages, policies, without=without))
-
-
-def table(found: Sequence[Point]) -> Table:
-    shown = Table("case", "points", "peaks GiB", "lowest error", "highest error", box=None)
-    for name in dict.fromkeys(point.case for point in found):
-        mine = [point for point in found if point.case == name]
-        errors = [point.error for point in mine]
-        sizes = [point.dry_run_bytes / 2**30 for point in mine]
-        extent = f"{min(sizes):.1f} - {max(sizes):.1f}"
-        shown.add_row(name, str(len(mine)), extent, f"{min(errors):+.3%}", f"{max(errors):+.3%}")
-    return shown
+    return list(points(case, stages, policies))
 
 
 def write(found: Sequence[Point]) -> None:
-    data = [asdict(point) | {"error": round(point.error, 6)} for point in found]
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"torch": torch.__version__, "points": data}, indent=1) + "\n")
+    """Put the installed megatron-core's points into the file, and the table into the page."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    ran = {point.case for point in found}
+    before = results.get(megatron.core.__version__, {"points": []})["points"]
+    data = [point for point in before if point["case"] not in ran]
+    data += [asdict(point) | {"error": round(point.error, 6)} for point in found]
+    results[megatron.core.__version__] = {"torch": torch.__version__, "points": data}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(with_table(PAGE.read_text(), results))
+
+
+def with_table(page: str, results: dict[str, Any]) -> str:
+    """The page with the table of these results between its markers."""
+    before, _, rest = page.partition(BEGIN)
+    rows = "\n".join(table(results))
+    return f"{before}{BEGIN}\n{rows}\n{END}{rest.partition(END)[2]}"
+
+
+def table(results: dict[str, Any]) -> Iterator[str]:
+    """Markdown: one row per case, one column of errors per megatron-core."""
+    versions = sorted(results)
+    heads = ["case", "layers, hidden", "tp", "ep", "p", "v", "microbatches", "points", "peaks, GiB"]
+    yield _row([*heads, *(f"error, core {version}" for version in versions)])
+    yield "|---" * (len(heads) + len(versions)) + "|"
+    for case in CASES:
+        by_version = [
+            [p for p in results[version]["points"] if p["case"] == case.name]
+            for version in versions
+        ]
+        if any(by_version):
+            yield _row([*_facts(case, by_version), *map(_errors, by_version)])
+
+
+def _facts(case: Case, by_version: list[list[dict[str, Any]]]) -> list[str]:
+    sizes = [p["dry_run_bytes"] / 2**30 for points in by_version for p in points]
+    numbers = (case.tp, case.ep, case.pp, case.vp or 1, case.num_microbatches)
+    return [
+        case.name,
+        f"{case.num_layers}, {case.hidden_size}",
+        *map(str, numbers),
+        str(max(map(len, by_version))),
+        f"{min(sizes):.1f} - {max(sizes):.1f}",
+    ]
+
+
+def _errors(points: list[dict[str, Any]]) -> str:
+    errors = [point["error"] for point in points]
+    if not errors:
+        return "not run"
+    return f"{min(errors):+.3%} to {max(errors):+.3%}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policies", type=int, default=8, help="random ones per case")
-    parser.add_argument("--only", default="", help="cases with this in their name; not written")
+    parser.add_argument("--policies", type=int, default=8, help="random ones per case, at least")
+    parser.add_argument("--only", default="", help="cases with this in their name")
     parsed = parser.parse_args()
     found: list[Point] = []
     cases = [case for case in CASES if parsed.only in case.name]
     spawn = multiprocessing.get_context("spawn")
     for case in track(cases, description="dry runs"):
+        policies = max(parsed.policies, case.pp - 2)  # every stage, full and none besides
         with ProcessPoolExecutor(1, spawn) as pool:  # a dry run wants a process without a group
-            found += pool.submit(case_points, case, stages_of(case), parsed.policies).result()
-        if not parsed.only:
-            write(found)
-    Console().print(table(found))
+            found += pool.submit(case_points, case, range(case.pp), policies).result()
+        write(found)
+        errors = [{"error": point.error} for point in found if point.case == case.name]
+        print(case.name, _errors(errors), flush=True)
 
 
 if __name__ == "__main__":

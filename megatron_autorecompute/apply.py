@@ -128,6 +128,7 @@ class _Sites:
         self.blocks = compat.block_sites(chunks)
         self.mtps = compat.mtp_sites(chunks)
         self.layers = compat.layers(chunks)
+        self.encoder_layers = compat.encoder_layers(chunks)
         self.owners = [s.block for s in self.blocks] + [s.mtp for s in self.mtps]
         if not self.owners:
             raise PolicyError("No TransformerBlock in this model: there is nothing to recompute.")
@@ -143,8 +144,9 @@ class _Sites:
                     "A policy is already in force on this model, applied by "
                     f"{owner.__dict__[HOLDER_KEY]}: undo() it or switch() to the new one."
                 )
+        num_layers = compat.num_policy_layers(self.configs[-1], self.encoder_layers)
+        policy.checked_length(num_layers, "The policy")
         for config in self.configs:
-            policy.checked_length(compat.num_policy_layers(config), "The policy")
             if compat.own_recompute(config) is not None:
                 raise PolicyError(
                     "The model was built with Megatron's own recompute settings as well as a "
@@ -154,7 +156,7 @@ class _Sites:
             compat.check_allowed(config, policy)
         compat.check_compiler(policy)
         for site in self.blocks:
-            policy.chunk_runs(site.layers)
+            _check_groups(site, policy.chunk_runs(site.layers))
         for mtp in self.mtps:
             if policy.layers[mtp.index].group > 1:
                 raise PolicyError(
@@ -171,26 +173,57 @@ class _Sites:
     def set(self, policy: RecomputePolicy) -> None:
         for layer, index in self.layers:
             compat.set_modules(layer, policy.layers[index].modules)
-            if policy.layers[index].modules:
-                self._let_gradient_in(layer)
             if "mlp" in policy.layers[index].modules:
                 self._let_bias_leave(layer)
+            if policy.layers[index].granularity == "full" or "moe" in policy.layers[index].modules:
+                self._let_graph_go(layer)
         for site in self.blocks:
+            self._let_gradient_in(site, policy)
             runs = policy.chunk_runs(site.layers)
             if any(run.policy.granularity == "full" for run in runs):
                 _run_by_segments(site.block, runs)
         for mtp in self.mtps:
+            if policy.layers[mtp.index].modules:
+                self._require_gradient_of([mtp.layer])
             if policy.layers[mtp.index].granularity == "full":
                 mtp.mtp.config = _full_config(mtp.mtp.config, 1)
 
-    def _let_gradient_in(self, layer: torch.nn.Module) -> None:
-        hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)
-        self._hooks.append(hook)
+    def _let_gradient_in(self, site: compat.BlockSite, policy: RecomputePolicy) -> None:
+        """Where a block's input requires grad, so do its layers': they need no look of their own.
+
+        Looked at in every forward, as parameters may be frozen after a policy is in force.
+        """
+        layers = [
+            layer
+            for layer, index in zip(site.block.layers, site.layers, strict=True)
+            if policy.layers[index].modules
+        ]
+
+        def on_forward(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden_states = kwargs.get("hidden_states", args[0] if args else None)
+            if torch.is_grad_enabled() and not getattr(hidden_states, "requires_grad", True):
+                hook.remove()
+                self._require_gradient_of(layers)
+
+        if layers:
+            hook = site.block.register_forward_pre_hook(on_forward, with_kwargs=True)
+            self._hooks.append(hook)
+
+    def _require_gradient_of(self, layers: Iterable[torch.nn.Module]) -> None:
+        for layer in layers:
+            hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)
+            self._hooks.append(hook)
 
     def _let_bias_leave(self, layer: torch.nn.Module) -> None:
         mlp = compat.bias_returned_by_mlp(layer)
         if mlp is not None:
             self._hooks.append(mlp.register_forward_hook(_copy_bias))
+
+    def _let_graph_go(self, layer: torch.nn.Module) -> None:
+        keepers = compat.graph_keepers(layer)
+        if keepers:
+            hook = functools.partial(_detach_after_backward, keepers)
+            self._hooks.append(layer.mlp.router.register_forward_hook(hook))
 
     def clear(self, saved: list[tuple[Any, str, Any]]) -> None:
         for hook in self._hooks:
@@ -210,6 +243,16 @@ class _Sites:
             owner.__dict__.pop(HOLDER_KEY, None)
 
 
+def _check_groups(site: compat.BlockSite, runs: Sequence[Run]) -> None:
+    for run in runs:
+        if run.policy.group > 1 and compat.attends_to_context(site.block.layers[run.start]):
+            raise PolicyError(
+                f"{run.policy} from layer {site.layers[run.start]}, which attends to an encoder: "
+                "gradients of the encoder's output would add up in another order, so that results "
+                "differ in their last bits. Use full there, one checkpoint a layer."
+            )
+
+
 def _require_gradient(
     layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -227,6 +270,26 @@ def _require_gradient(
 def _copy_bias(_: torch.nn.Module, __: Any, output: tuple[Any, Any]) -> tuple[Any, Any]:
     hidden_states, bias = output
     return hidden_states, None if bias is None else bias.clone()
+
+
+def _detach_after_backward(
+    keepers: Sequence[Any], _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]
+) -> None:
+    """Let `keepers` lose their graph when the gradient of the router's probabilities arrives.
+
+    All that uses the probabilities has run by then, forward and backward, since Megatron runs the
+    whole backward of a layer before another microbatch's recompute. See `compat.graph_keepers`.
+    """
+
+    def detach(_: torch.Tensor) -> None:
+        for keeper in keepers:
+            for name, value in vars(keeper).items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    setattr(keeper, name, value.detach())
+
+    probabilities, _ = output
+    if probabilities.requires_grad:
+        probabilities.register_hook(detach)
 
 
 def _full_config(config: Any, group: int) -> Any:
@@ -264,7 +327,10 @@ def _segment(block: torch.nn.Module, run: Run) -> _Segment:
 def _run_by_segments(block: torch.nn.Module, runs: Sequence[Run]) -> None:
     """Send the block into Megatron's full-recompute branch, and from there through `runs`."""
     megatron_forward = compat.checkpointed_forward(block)
-    segments = [_segment(block, run) for run in _without_modules(runs)]
+    runs = _without_modules(runs)
+    if any(map(compat.attends_to_context, block.layers)):
+        runs = _layer_by_layer(runs)
+    segments = [_segment(block, run) for run in runs]
 
     def forward(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         features: list[torch.Tensor] = []
@@ -280,6 +346,9 @@ def _run_by_segments(block: torch.nn.Module, runs: Sequence[Run]) -> None:
             # Since 0.17 the layers' outputs asked for in extract_layer_indices come along.
             hidden_states, more = output if isinstance(output, tuple) else (output, [])
             features += more
+            if kwargs.get("context") is not None:
+                # Its gradients add up from the last layer to the first, as without checkpoints.
+                kwargs["context"] = kwargs["context"].view_as(kwargs["context"])
         return (hidden_states, features) if kwargs.get("extract_layer_indices") else hidden_states
 
     block.config = _full_config(block.config, 1)
@@ -297,6 +366,20 @@ def _without_modules(runs: Sequence[Run]) -> list[Run]:
                 run = Run(last.start, last.count + run.count, run.policy)
         merged.append(run)
     return merged
+
+
+def _layer_by_layer(runs: Sequence[Run]) -> list[Run]:
+    """Every checkpoint a run of its own.
+
+    A run of two would add up what both say of the context before what later runs say of it.
+    """
+    single: list[Run] = []
+    for run in runs:
+        if run.policy.granularity == "full":
+            single += [Run(run.start + at, 1, run.policy) for at in range(run.count)]
+        else:
+            single.append(run)
+    return single
 
 
 def _with_gradient(hidden_states: torch.Tensor, layers: Iterable[torch.nn.Module]) -> torch.Tensor:

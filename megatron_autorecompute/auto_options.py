@@ -33,8 +33,8 @@ class AutoOptions:
     )
     recompute_imbalance_percentile: float = option(
         99.0,
-        "plan mixture-of-experts layers for this percentile of the microbatches on the fullest "
-        "rank, in percent",
+        "plan mixture-of-experts layers for this percentile of the microbatches measured on the "
+        "fullest rank, in percent; 100 is the most that was seen",
     )
     recompute_measure_steps: int = option(
         12, "measure during at most this many training steps; they train like any other"

@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import platform
 import statistics
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +64,9 @@ class JobFacts:
     timers: Any | None = None
     """Megatron's Timers, read while measuring."""
 
+    shapes: Mapping[str, str] = field(default_factory=dict)
+    """What besides `parallelism` a plan holds for: the decoder's sequence length of T5."""
+
     writers: Callable[[], Sequence[Any]] = lambda: ()
     """TensorBoard and W&B writers that are on."""
 
@@ -101,7 +104,8 @@ class AutoTuner:
     ) -> None:
         self.chunks, self.optimizer, self.options, self.job = list(chunks), optimizer, options, job
         self.config = compat.unwrapped(self.chunks[0]).config
-        self.layout = compat.pipeline_layout(self.config)
+        self.encoder_layers = compat.encoder_layers(self.chunks)
+        self.layout = compat.pipeline_layout(self.config, self.encoder_layers)
         self.steps = 0
         self.peak_bytes = 0
         self.static_bytes = 0
@@ -111,7 +115,7 @@ class AutoTuner:
         self._reading: Memory | None = None
         self._step_ms: list[tuple[RecomputePolicy, float]] = []
         self._check_budget_known()
-        num_layers = compat.num_policy_layers(self.config)
+        num_layers = compat.num_policy_layers(self.config, self.encoder_layers)
         nothing = RecomputePolicy.parse("none", num_layers=num_layers)
         self.applied = apply(nothing, self.chunks, holder="--recompute-policy auto")
         self.measurement = Measurement(self.chunks, self.applied)
@@ -194,8 +198,10 @@ class AutoTuner:
     def _profile(self) -> Profile:
         model = Model(
             type(compat.unwrapped(self.chunks[0])).__name__,
-            self.config.num_layers,
+            self.encoder_layers + self.config.num_layers,
             int(self.config.mtp_num_layers or 0),
+            self.encoder_layers,
+            facts=max(gathered(compat.model_facts(self.chunks)), key=len),
         )
         profile = self.measurement.profile(
             model,
@@ -520,17 +526,19 @@ class AutoTuner:
         """What must be equal for a plan to be used again, one entry for each thing that matters."""
         simple = (bool, int, float, str, torch.dtype)
         config = {
-            field.name: str(getattr(self.config, field.name))
-            for field in fields(self.config)
-            if isinstance(getattr(self.config, field.name), simple)
-            and getattr(self.config, field.name) != field.default
+            f.name: str(getattr(self.config, f.name))
+            for f in fields(self.config)
+            if isinstance(getattr(self.config, f.name), simple)
+            and getattr(self.config, f.name) != f.default
         }
         device = "CPU" if self.job.without_cuda else torch.cuda.get_device_name()
         shapes = {f.name: str(getattr(self.job.parallelism, f.name)) for f in fields(Parallelism)}
         return {
             **config,
             **shapes,
+            **self.job.shapes,
             "model": type(compat.unwrapped(self.chunks[0])).__name__,
+            **({"encoder_layers": str(self.encoder_layers)} if self.encoder_layers else {}),
             "device": device,
             "torch": torch.__version__,
             "megatron-core": megatron.core.__version__,
@@ -552,8 +560,10 @@ class AutoTuner:
                 f"Changed: {'; '.join(changed)}"
             )
             return None
-        budgets = self._by_stage(self.options.budget_bytes or plan.budget_bytes[0], min)
-        if self.options.budget_bytes is not None and budgets != plan.budget_bytes:
+        asked_bytes = self.options.budget_bytes
+        budgets = plan.budget_bytes if asked_bytes is None else self._by_stage(asked_bytes, min)
+        asked = (budgets, self.options.recompute_imbalance_percentile)
+        if asked != (plan.budget_bytes, plan.moe_percentile):
             return self._solved(plan.profile, budgets)
         return plan
 

@@ -407,7 +407,9 @@ class _Contest:
                 with measurement.watch(None):
                     job.step()
             return measurement.profile(
-                Model("GPT", shape.num_layers, facts=asdict(shape)),
+                Model(
+                    "GPT", shape.num_layers, facts=asdict(shape) | compat.model_facts(job.chunks)
+                ),
                 Parallelism(
                     shape.micro_batch_size,
                     shape.seq_length,

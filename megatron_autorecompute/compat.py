@@ -25,6 +25,7 @@ import megatron.core
 import torch
 from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
+from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
@@ -234,24 +235,55 @@ def constructed_types() -> tuple[type, ...]:
 
 
 def block_sites(modules: Iterable[torch.nn.Module]) -> list[BlockSite]:
-    """Every block of decoder layers below `modules` (model chunks, wrapped or bare).
+    """Every block of layers below `modules` (model chunks, wrapped or bare).
+
+    T5's encoder and decoder both number their layers from 1: here the decoder's follow the
+    encoder's, in the order they run.
 
     Raises:
-        PolicyError: two blocks number their layers alike (T5's encoder and decoder).
+        PolicyError: two other blocks number their layers alike, or a T5Model is in stages.
     """
-    sites = [
-        BlockSite(module, tuple(layer.layer_number - 1 for layer in module.layers))
-        for chunk in modules
+    chunks = list(modules)
+    before = {id(t5.decoder): len(t5.encoder.layers) for t5 in _encoder_decoders(chunks)}
+    blocks = [
+        module
+        for chunk in chunks
         for module in chunk.modules()
         if isinstance(module, _block_types()) and not getattr(module, "is_mtp_layer", False)
+    ]
+    sites = [
+        BlockSite(block, tuple(before.get(id(block), 0) + n - 1 for n in _layer_numbers(block)))
+        for block in blocks
     ]
     indices = [index for site in sites for index in site.layers]
     if len(set(indices)) != len(indices):
         raise PolicyError(
-            "Two blocks of this model number their layers alike (an encoder and a decoder do): "
-            "apply a policy of its own to each block, as apply(policy, model.decoder)."
+            "Two blocks of this model number their layers alike: apply a policy of its own to each "
+            "block, as apply(policy, model.decoder)."
         )
     return sites
+
+
+def _layer_numbers(block: torch.nn.Module) -> list[int]:
+    return [layer.layer_number for layer in block.layers]
+
+
+def _encoder_decoders(chunks: Iterable[torch.nn.Module]) -> list[T5Model]:
+    modules = (module for chunk in chunks for module in chunk.modules())
+    found = [module for module in modules if isinstance(module, T5Model)]
+    for t5 in found:
+        if t5.encoder is None or t5.decoder is None or pipeline_size() > 1:
+            raise PolicyError(
+                f"A T5Model on {pipeline_size()} pipeline stages: one policy for its encoder and "
+                "its decoder needs both whole on one, pipeline_model_parallel_size=1, which is all "
+                "that Megatron's pretrain_t5.py takes."
+            )
+    return found
+
+
+def encoder_layers(chunks: Iterable[torch.nn.Module]) -> int:
+    """How many layers of an encoder (T5's) come before the decoder's; 0 elsewhere."""
+    return sum(len(t5.encoder.layers) for t5 in _encoder_decoders(chunks))
 
 
 def mtp_sites(modules: Iterable[torch.nn.Module]) -> list[MtpSite]:
@@ -301,10 +333,22 @@ def signature(layer: torch.nn.Module) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+def attends_to_context(layer: torch.nn.Module) -> bool:
+    """Whether the layer has cross-attention, to an encoder's output (T5's decoder)."""
+    return not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None)
+
+
+def has_experts(layer: torch.nn.Module) -> bool:
+    """Whether what the layer holds depends on how tokens are routed."""
+    return any(isinstance(module, MoELayer) for module in layer.modules())
+
+
 def kind_name(layer: torch.nn.Module) -> str:
-    """A word for people: moe, dense, or the class where it is neither."""
+    """A word for people: moe, decoder behind an encoder, dense, or the class where it is none."""
     if isinstance(getattr(layer, "mlp", None), MoELayer):
         return "moe"
+    if attends_to_context(layer):
+        return "decoder"
     return "dense" if isinstance(layer, TransformerLayer) else type(layer).__name__
 
 
@@ -351,16 +395,16 @@ def leave_interrupted_checkpoint() -> None:
         megatron_random._unset_checkpointing()
 
 
-def num_policy_layers(config: TransformerConfig) -> int:
+def num_policy_layers(config: TransformerConfig, encoder_layers: int = 0) -> int:
     """How many layers a policy for this model covers, multi-token-prediction depths included."""
-    return int(config.num_layers) + int(config.mtp_num_layers or 0)
+    return encoder_layers + int(config.num_layers) + int(config.mtp_num_layers or 0)
 
 
-def pipeline_layout(config: TransformerConfig) -> Layout:
+def pipeline_layout(config: TransformerConfig, encoder_layers: int = 0) -> Layout:
     """Which stage and chunk holds which layers, from the config's own fields."""
     given = config.pipeline_model_parallel_layout
     return Layout.even(
-        config.num_layers,
+        encoder_layers + config.num_layers,
         config.pipeline_model_parallel_size,
         config.virtual_pipeline_model_parallel_size,
         mtp_num_layers=config.mtp_num_layers or 0,
@@ -373,10 +417,14 @@ def pipeline_layout(config: TransformerConfig) -> Layout:
     )
 
 
-def layout(config: TransformerConfig) -> list[list[int]]:
-    """Decoder layer indices of every pipeline chunk, in model order."""
+def layout(config: TransformerConfig, encoder_layers: int = 0) -> list[list[int]]:
+    """Layer indices, MTP depths left out, of every block that Megatron counts in: in model order,
+    one for every pipeline chunk, an encoder's first."""
     chunks = pipeline_layout(config).chunk_layers()
-    return [[index for index in chunk if index < config.num_layers] for chunk in chunks]
+    decoder = [
+        [encoder_layers + index for index in chunk if index < config.num_layers] for chunk in chunks
+    ]
+    return [list(range(encoder_layers)), *decoder] if encoder_layers else decoder
 
 
 # --- what a single layer can be told --------------------------------------------------------------
@@ -482,6 +530,24 @@ def bias_returned_by_mlp(layer: torch.nn.Module) -> torch.nn.Module | None:
     mlp = getattr(layer, "mlp", None)
     bias = getattr(getattr(mlp, "linear_fc2", None), "bias", None)
     return mlp if isinstance(bias, torch.nn.Parameter) else None
+
+
+def graph_keepers(layer: torch.nn.Module) -> list[Any]:
+    """The objects of a MoE layer that keep the router's probabilities with their graph.
+
+    Symptom: after a recomputed layer's backward its input and that input's gradient stay alive
+    until its next forward. Reference: `self.probs` of MoEAlltoAllTokenDispatcher,
+    `self.local_probs` of MoEAllGatherTokenDispatcher, `self.token_probs` and
+    `self.dispatched_probs` of the flex dispatcher's `_comm_manager`, 0.16 to 0.19. Remove when
+    Megatron lets them go. Empty with EP overlap, where another microbatch's forward may be using
+    the dispatcher.
+    """
+    if not isinstance(getattr(layer, "mlp", None), MoELayer):
+        return []
+    if layer.config.overlap_moe_expert_parallel_comm:
+        return []
+    dispatcher = layer.mlp.token_dispatcher
+    return [dispatcher, *filter(None, [getattr(dispatcher, "_comm_manager", None)])]
 
 
 # --- what Megatron allows -------------------------------------------------------------------------
@@ -654,38 +720,52 @@ _FUNCTIONS = {
 }
 
 
-def model_facts(chunk: torch.nn.Module) -> dict[str, Any]:
-    """What a GPTModel is built from, JSON-able, for `Model.facts` of a profile; see MODEL_FACTS."""
-    model = unwrapped(chunk)
-    layer = next(layer for layer, _ in layers([chunk]))
-    attention = type(getattr(layer.self_attention, "core_attention", None)).__module__
-    fused = attention.startswith("megatron.core.extensions")
-    return {
+def model_facts(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """What a GPTModel is built from, JSON-able, for `Model.facts` of a profile; see MODEL_FACTS.
+
+    The same from every rank but one without layers, which lacks transformer_impl. Empty for other
+    models: how to build them is not known here.
+    """
+    # Not above: it is built of modules that import this file where Megatron's sources are patched.
+    from megatron.core.models.gpt import GPTModel
+
+    model = unwrapped(chunks[0])
+    if not isinstance(model, GPTModel):
+        return {}
+    facts = {
         "transformer_config": config_facts(model.config),
-        "transformer_impl": "transformer_engine" if fused else "local",
         "vocab_size": model.vocab_size,
         "position_embedding_type": model.position_embedding_type,
         "share_embeddings_and_output_weights": model.share_embeddings_and_output_weights,
     }
+    for layer, _ in layers(chunks)[:1]:
+        attention = type(getattr(layer.self_attention, "core_attention", None)).__module__
+        fused = attention.startswith("megatron.core.extensions")
+        facts["transformer_impl"] = "transformer_engine" if fused else "local"
+    return facts
 
 
 def config_facts(config: TransformerConfig) -> dict[str, Any]:
-    """The fields of a config that differ from their defaults, JSON-able.
+    """The fields of a config that differ from TransformerConfig's defaults, JSON-able.
 
     Numbers, texts, lists of these, dtypes and the usual activation functions; initialisers and a
-    running job's callbacks have no part in what a step holds, and recompute fields are the plan's.
+    running job's callbacks have no part in what a step holds, nor have fields that other packages
+    add, and recompute fields are the plan's.
     """
+    kind = MLATransformerConfig if isinstance(config, MLATransformerConfig) else TransformerConfig
+    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     facts = {}
-    for field in dataclasses.fields(config):
+    for field in dataclasses.fields(kind):
         value = getattr(config, field.name)
-        if field.name.startswith("recompute_") or value == field.default:
+        default = defaults.get(field.name, dataclasses.MISSING)
+        if field.name.startswith("recompute_") or value == default:
             continue
         if isinstance(value, torch.dtype):
             facts[field.name] = str(value)
         elif named := [name for name, function in _FUNCTIONS.items() if function is value]:
             facts[field.name] = named[0]
         elif _is_plain(value):
-            facts[field.name] = value
+            facts[field.name] = list(value) if isinstance(value, tuple) else value
     return facts
 
 

@@ -100,7 +100,7 @@ class CostTable:
     def _records(self) -> dict[tuple[str, str], ChoiceRecord]:
         return {
             (kind.name, record.choice): self._shifted(
-                record, kind.imbalance_factor(self.percentile)
+                record.at_percentile(self.percentile), kind.imbalance_factor(self.percentile)
             )
             for kind in self.profile.kinds
             for record in kind.choices
@@ -186,7 +186,8 @@ class CostTable:
         `full` has more than this formula at g = 1. In forward the members run one at a time
         without grad, each with its own input alive. A measured record of `full/g` wins.
         The result is empty where the first layer has no record of `full`; MTP depths and layers
-        without records of `none` and `full` end it, since they cannot be in a group.
+        without records of `none` and `full` end it, since they cannot be in a group, nor can
+        decoder layers behind an encoder.
         """
         members = self._groupable(layers)
         if not members:
@@ -219,9 +220,12 @@ class CostTable:
 
     def _groupable(self, layers: Sequence[int]) -> list[tuple[ChoiceRecord, ChoiceRecord]]:
         found: list[tuple[ChoiceRecord, ChoiceRecord]] = []
+        model = self.profile.model
         for layer in layers:
             none, full = self.record(layer, str(NONE)), self.record(layer, str(FULL))
-            if none is None or full is None or layer >= self.profile.model.num_layers:
+            if none is None or full is None or layer >= model.num_layers:
+                break
+            if found and 0 < model.encoder_layers <= layer:
                 break
             found.append((none, full))
         return found
@@ -252,8 +256,8 @@ class CostTable:
             lacking = layers[len(costs.held_bytes)]
             raise ProfileError(
                 f"Layers {layers[0]}-{layers[-1]} in one checkpoint: layer {lacking} is an MTP "
-                "depth or lacks a record of none or full, so the group's cost is not known. "
-                "Measure both choices, or end the group before it."
+                "depth, lacks a record of none or full, or is of the decoder behind an encoder, so "
+                "the group's cost is not known. Measure both choices, or end the group before it."
             )
         held, forward, backward, *times = (int(column[-1]) for column in _columns(costs))
         name = f"layers {layers[0]}-{layers[-1]}"
@@ -459,6 +463,10 @@ class PolicyCost:
     """Part of step_ms that the busiest stage waits."""
     recompute_ms: float
     """Part of step_ms that recompute adds: step_ms minus the replay without recompute."""
+    step_low_ms: float | None = None
+    """step_ms with every layer at the fast end of its spread at once; None without spreads."""
+    step_high_ms: float | None = None
+    """step_ms with every layer at the slow end of its spread at once; None without spreads."""
 
     @property
     def peak_high_bytes(self) -> int:
@@ -536,7 +544,7 @@ def evaluate(
         ]
         for bound in _SIGN
     }
-    return _with_times(profile, layout, schedule, units["nominal"], peaks)
+    return _with_times(profile, layout, schedule, policy, units["nominal"], peaks)
 
 
 def check_layout(profile: Profile, layout: Layout, schedule: Schedule) -> None:
@@ -675,6 +683,7 @@ def _with_times(
     profile: Profile,
     layout: Layout,
     schedule: Schedule,
+    policy: RecomputePolicy,
     units: Sequence[Sequence[tuple[Unit, ...]]],
     peaks: dict[Bound, list[Peak]],
 ) -> PolicyCost:
@@ -705,7 +714,44 @@ def _with_times(
     step = step_time(schedule, forward, backward)
     plain_step = step_time(schedule, plain_forward, plain_backward)
     bubble = step.total_ms - max(step.busy_ms)
-    return PolicyCost(stages, step.total_ms, bubble, step.total_ms - plain_step.total_ms)
+    spread = _spread_ms(CostTable(profile), layout, policy)
+    low, high = (
+        step_time(schedule, forward, _shifted_ms(backward, spread, sign)).total_ms
+        if any(map(any, spread))
+        else None
+        for sign in (-1, 1)
+    )
+    recompute_ms = step.total_ms - plain_step.total_ms
+    return PolicyCost(stages, step.total_ms, bubble, recompute_ms, low, high)
+
+
+def _spread_ms(table: CostTable, layout: Layout, policy: RecomputePolicy) -> list[list[float]]:
+    """Half the width of the time of one microbatch, `[stage][chunk]`, if all layers err alike."""
+    return [
+        [
+            sum(_layer_spread_ms(table, layer, policy.layers[layer]) for layer in chunk.layers)
+            + table.profile.embedding.spread_ms * chunk.embedding
+            + table.profile.head.spread_ms * chunk.head
+            for chunk in chunks
+        ]
+        for chunks in layout.stages
+    ]
+
+
+def _layer_spread_ms(table: CostTable, layer: int, choice: LayerPolicy) -> float:
+    """A group that was not measured as a whole has the spread of its layers' own checkpoints."""
+    whole = table.record(layer, str(choice))
+    record = whole or table.record(layer, str(FULL))
+    return record.spread_ms / (choice.group if whole else 1) if record else 0.0
+
+
+def _shifted_ms(
+    times: Sequence[Sequence[float]], spread: Sequence[Sequence[float]], sign: int
+) -> list[list[float]]:
+    return [
+        [max(0.0, time + sign * half) for time, half in zip(*rows, strict=True)]
+        for rows in zip(times, spread, strict=True)
+    ]
 
 
 def chunk_times_ms(

@@ -8,6 +8,7 @@ turns what all ranks saw into a `Profile`. It knows neither budget nor solver.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from megatron_autorecompute.pipeline import Schedule
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.probe import Memory, Pass, Place, Probe, Stretch, stretches
 from megatron_autorecompute.profile import (
+    BytesAt,
     ChoiceRecord,
     LayerKind,
     Model,
@@ -34,6 +36,8 @@ from megatron_autorecompute.profile import (
 )
 from megatron_autorecompute.ranks import gathered
 
+PERCENTILES = (50.0, 90.0, 95.0, 99.0, 100.0)
+"""Of microbatches, at which the bytes of layers with experts are recorded."""
 MAX_CHOICES = 12
 """The most choices measured for one kind of layer; subsets of modules grow as powers of two."""
 
@@ -63,6 +67,14 @@ class Seen:
         """Whether there is enough for a record."""
         return all(getattr(self, name) for name in self.__slots__ if name != "input_bytes")
 
+    def at(self, percentile: float) -> tuple[int, int, int]:
+        """Held bytes without the input, and both levels, that so many percent stay within."""
+        held, forward, backward = (
+            _nearest_rank(values, percentile)
+            for values in (self.held_bytes, self.forward_level_bytes, self.backward_level_bytes)
+        )
+        return held, forward, backward
+
     def record(self, choice: str, boundary_bytes: int) -> ChoiceRecord:
         """The most bytes, the median times, and half the middle half of the times as spread.
 
@@ -78,8 +90,28 @@ class Seen:
             forward_ms=statistics.median(self.forward_ms),
             backward_ms=statistics.median(self.backward_ms),
             spread_ms=_half_middle_half(self.forward_ms) + _half_middle_half(self.backward_ms),
-            input_kept=input_bytes == boundary_bytes,
+            input_kept=input_bytes > 0 or boundary_bytes == 0,
         )
+
+
+def _nearest_rank(values: Sequence[int], percentile: float) -> int:
+    """The smallest value that so many percent of all do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * percentile / 100) - 1)]
+
+
+def _percentiles(record: ChoiceRecord, ranks: Sequence[Seen]) -> tuple[BytesAt, ...]:
+    """A record's bytes at percentiles of each rank's microbatches, on the fullest rank.
+
+    Not of all ranks' together: experts that many tokens go to are always on the same rank.
+    """
+    input_bytes = record.held_bytes - max(max(seen.held_bytes) for seen in ranks)
+    points = []
+    for percentile in PERCENTILES:
+        by_rank = zip(*(seen.at(percentile) for seen in ranks), strict=True)
+        held, forward, backward = (max(values) for values in by_rank)
+        held += input_bytes
+        points.append(BytesAt(percentile, held, max(0, forward - held), max(0, backward - held)))
+    return tuple(points)
 
 
 def _half_middle_half(values: Sequence[float]) -> float:
@@ -87,6 +119,10 @@ def _half_middle_half(values: Sequence[float]) -> float:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return (high - low) / 2
+
+
+SeenByKey = dict[tuple[str, str], Seen]
+"""By signature of the kind, or name of the place, and choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +133,16 @@ class Kind:
     name: str
     layers: tuple[int, ...]
     choices: tuple[LayerPolicy, ...]
+    has_experts: bool
 
 
 def kinds(chunks: Sequence[torch.nn.Module]) -> list[Kind]:
     """The kinds of layers in this rank's chunks."""
     members: dict[str, list[tuple[torch.nn.Module, int]]] = defaultdict(list)
+    depths = {id(site.layer) for site in compat.mtp_sites(chunks)}
     for layer, index in compat.layers(chunks):
         # A multi-token-prediction depth wraps a layer like the decoder's in more than the layer.
-        depth = "mtp:" * (index >= compat.unwrapped(chunks[0]).config.num_layers)
+        depth = "mtp:" * (id(layer) in depths)
         members[depth + compat.signature(layer)].append((layer, index))
     return [
         Kind(
@@ -112,6 +150,7 @@ def kinds(chunks: Sequence[torch.nn.Module]) -> list[Kind]:
             "mtp" if signature.startswith("mtp:") else compat.kind_name(found[0][0]),
             tuple(index for _, index in found),
             choices(found[0][0]),
+            compat.has_experts(found[0][0]),
         )
         for signature, found in members.items()
     ]
@@ -159,7 +198,7 @@ class Measurement:
         self.peak_bytes = 0
         self.optimizer_step_peak_bytes = 0
         self.overhead = ScheduleOverhead(0, 0)
-        self._seen: dict[tuple[str, str], Seen] = defaultdict(Seen)
+        self._seen: SeenByKey = defaultdict(Seen)
         self._stages = {
             index: stage
             for stage, there in gathered((compat.pipeline_rank(), self.kinds))
@@ -262,12 +301,8 @@ class Measurement:
         most = max((held for s in seen for held in s.held_bytes), default=0)
         return most + self.boundary_bytes
 
-    def _seen_everywhere(self) -> dict[tuple[str, str], Seen]:
-        everything: dict[tuple[str, str], Seen] = defaultdict(Seen)
-        for by_rank in gathered(dict(self._seen)):
-            for key, found in by_rank.items():
-                everything[key].add(found)
-        return everything
+    def _seen_everywhere(self) -> SeenByKey:
+        return _put_together(gathered(dict(self._seen)))
 
     def _choice(self, place: Place) -> LayerPolicy:
         return self.applied.policy.layers[place] if isinstance(place, int) else NONE
@@ -278,17 +313,18 @@ class Measurement:
             return
         signature = self._signatures[place] if isinstance(place, int) else place
         seen = self._seen[signature, str(self._choice(place))]
-        input_bytes = _input_bytes(place, self.boundary_bytes)
+        input_bytes = stretch.input_bytes
         received = place == one.first_place and not self._exists(one.chunk, "embedding")
         if with_bytes and one.phase == "forward":
-            seen.held_bytes.append(_held_bytes(stretch, self.boundary_bytes))
+            seen.held_bytes.append(_held_bytes(stretch))
             seen.forward_level_bytes.append(stretch.peak_bytes - stretch.begin_bytes + input_bytes)
             if not received:
                 seen.input_bytes.append(input_bytes * (place in one.kept))
         elif with_bytes:
             # The gradient of the input is there by now; an input is let go, unless it was sent.
             base = stretch.end_bytes - input_bytes * (2 if received else 1)
-            seen.backward_level_bytes.append(stretch.peak_bytes - base)
+            level_bytes = stretch.peak_bytes - base + _context_gradient_bytes(one, place)
+            seen.backward_level_bytes.append(level_bytes)
         if with_times:
             (seen.forward_ms if one.phase == "forward" else seen.backward_ms).append(stretch.ms)
 
@@ -303,7 +339,7 @@ class Measurement:
         model = compat.unwrapped(self.chunks[chunk])
         if place == "embedding":
             return bool(model.pre_process)
-        return place != "head" or bool(model.post_process)
+        return place != "head" or bool(model.post_process)  # "between" is with both blocks only
 
     def _note_overhead(self, probe: Probe) -> None:
         """What is alive when a pass starts besides what layers own and boundary tensors."""
@@ -347,9 +383,9 @@ class Measurement:
             self._exists(one.chunk, "head")
             or compat.unwrapped(self.chunks[0]).config.deallocate_pipeline_outputs
         )
-        held = sum(_held_bytes(s, self.boundary_bytes) for s in self._existing(one))
-        inputs = sum(self._exists(one.chunk, place) for place in one.kept)
-        return held + (inputs + kept) * self.boundary_bytes
+        held = sum(_held_bytes(stretch) for stretch in self._existing(one))
+        inputs = sum(size for place, size in one.kept.items() if self._exists(one.chunk, place))
+        return held + inputs + kept * self.boundary_bytes
 
     def _existing(self, one: Pass) -> Iterator[Stretch]:
         return (s for s in stretches(one) if self._exists(one.chunk, s.place))
@@ -372,18 +408,25 @@ class Measurement:
             fingerprint: what must be equal for the figures to hold.
             assumptions: what the figures rest on besides the measuring.
         """
-        seen = self._seen_everywhere()
+        by_rank = gathered(dict(self._seen))
+        seen = _put_together(by_rank)
         stages: dict[int, StageRecord] = {}
         for pipeline_rank, record in gathered((compat.pipeline_rank(), self._stage(static))):
             known = stages.get(pipeline_rank, record)
             stages[pipeline_rank] = _larger(known, record)
         everywhere = _merged_kinds(gathered(self.kinds))
         config = compat.unwrapped(self.chunks[0]).config
+        embedding = seen["embedding", "none"].record("none", 0)
+        if model.encoder_layers:
+            between = seen["between", "none"].record("none", self.boundary_bytes)
+            embedding = _together(embedding, between)
         return Profile(
             model=model,
             parallelism=parallelism,
-            kinds=tuple(_layer_kind(kind, seen, self.boundary_bytes) for kind in everywhere),
-            embedding=seen["embedding", "none"].record("none", 0),
+            kinds=tuple(
+                _layer_kind(kind, seen, by_rank, self.boundary_bytes) for kind in everywhere
+            ),
+            embedding=embedding,
             head=seen["head", "none"].record("none", self.boundary_bytes),
             boundary_bytes=self.boundary_bytes,
             stages=tuple(stages[rank] for rank in sorted(stages)),
@@ -402,15 +445,43 @@ class Measurement:
         )
 
 
-def _input_bytes(place: Place, boundary_bytes: int) -> int:
-    return 0 if place == "embedding" else boundary_bytes
-
-
-def _held_bytes(stretch: Stretch, boundary_bytes: int) -> int:
+def _held_bytes(stretch: Stretch) -> int:
     """What a place keeps besides its input; its output belongs to the next place."""
-    output = 0 if stretch.place == "head" else 1
+    output_bytes = 0 if stretch.place == "head" else stretch.output_bytes
     grown = stretch.end_bytes - stretch.begin_bytes
-    return max(0, grown + (stretch.inputs_let_go - output) * boundary_bytes)
+    return max(0, grown + stretch.let_go_bytes - output_bytes)
+
+
+def _context_gradient_bytes(one: Pass, place: Place) -> int:
+    """Size of the gradient that adds up while a decoder behind an encoder goes backward.
+
+    It is there where a decoder layer ends, so that it would seem to belong to another.
+    """
+    found = {mark.place: (at, mark.input_bytes) for at, mark in enumerate(one.marks)}
+    if "between" not in found or not isinstance(place, int):
+        return 0
+    at, context_bytes = found["between"]
+    return context_bytes if found[place][0] < at else 0
+
+
+def _together(embedding: ChoiceRecord, between: ChoiceRecord) -> ChoiceRecord:
+    """The embedding, and what lies between encoder and decoder, as one pseudo-layer.
+
+    Both live as if in front of the first layer: while the encoder runs the second counts too soon.
+    """
+    return replace(
+        embedding,
+        held_bytes=embedding.held_bytes + between.held_bytes,
+        forward_transient_bytes=max(
+            embedding.forward_transient_bytes, between.forward_transient_bytes
+        ),
+        backward_transient_bytes=max(
+            embedding.backward_transient_bytes, between.backward_transient_bytes
+        ),
+        forward_ms=embedding.forward_ms + between.forward_ms,
+        backward_ms=embedding.backward_ms + between.backward_ms,
+        spread_ms=embedding.spread_ms + between.spread_ms,
+    )
 
 
 def _merged_kinds(by_rank: list[list[Kind]]) -> list[Kind]:
@@ -429,12 +500,27 @@ def _merged_kinds(by_rank: list[list[Kind]]) -> list[Kind]:
     ]
 
 
-def _layer_kind(kind: Kind, seen: dict[tuple[str, str], Seen], boundary_bytes: int) -> LayerKind:
-    records = {
-        str(choice): seen[kind.signature, str(choice)].record(str(choice), boundary_bytes)
-        for choice in kind.choices
-        if seen[kind.signature, str(choice)].complete()
-    }
+def _put_together(by_rank: Sequence[SeenByKey]) -> SeenByKey:
+    everything: SeenByKey = defaultdict(Seen)
+    for seen in by_rank:
+        for key, found in seen.items():
+            everything[key].add(found)
+    return everything
+
+
+def _layer_kind(
+    kind: Kind, seen: SeenByKey, by_rank: Sequence[SeenByKey], boundary_bytes: int
+) -> LayerKind:
+    records = {}
+    for choice in kind.choices:
+        key = (kind.signature, str(choice))
+        if not seen[key].complete():
+            continue
+        record = seen[key].record(str(choice), boundary_bytes)
+        if kind.has_experts:
+            ranks = [one[key] for one in by_rank if key in one and one[key].held_bytes]
+            record = replace(record, percentiles=_percentiles(record, ranks))
+        records[str(choice)] = record
     inert = _inert([choice for choice in kind.choices if str(choice) in records], records)
     planned = tuple(record for choice, record in records.items() if choice not in inert)
     return LayerKind(kind.name, kind.layers, planned, inert)

@@ -18,9 +18,10 @@ import torch
 
 from megatron_autorecompute import compat
 
-Place = int | Literal["embedding", "head", "output"]
+Place = int | Literal["embedding", "between", "head", "output"]
 """What lies between two boundaries: a layer (0-based global index), what comes before the first
-(embedding) and after the last (head); `output` is only the boundary behind everything."""
+(embedding), between an encoder's last and the decoder's first (between), and after the last (head);
+`output` is only the boundary behind everything."""
 
 
 class Memory(Protocol):
@@ -59,8 +60,10 @@ class Mark:
     at: Any
     current_bytes: int
     peak_bytes: int
-    inputs: int = 0
-    """Forward only: how many of the hidden states at earlier boundaries are still alive."""
+    input_bytes: int = 0
+    """Size of the hidden state that crosses here: the place's input; none in front of all."""
+    alive_bytes: int = 0
+    """Forward only: of the hidden states at earlier boundaries, those still alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,9 @@ class Pass:
     phase: Literal["forward", "backward"]
     chunk: int
     marks: list[Mark]
-    kept: set[Place] = field(default_factory=set)
-    """Forward only: places whose input was alive at the end. An unfused RMSNorm, for one, saves a
-    copy in fp32 and lets its input go, but what another stage has sent stays."""
+    kept: dict[Place, int] = field(default_factory=dict)
+    """Forward only: places whose input was alive at the end, and its size. An unfused RMSNorm, for
+    one, saves a copy in fp32 and lets its input go, but what another stage has sent stays."""
 
     @property
     def first_place(self) -> Place:
@@ -91,11 +94,12 @@ class Probe:
     def __init__(self, chunks: Sequence[torch.nn.Module], memory: Memory | None) -> None:
         self.passes: list[Pass] = []
         self.boundary_bytes = 0
+        """Size of the largest hidden state between two layers."""
         self._chunks = chunks
         self._memory = memory
         self._handles: list[Any] = []
         self._open: Pass | None = None
-        self._inputs: dict[Place, weakref.ref[torch.UntypedStorage]] = {}
+        self._inputs: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __enter__(self) -> Probe:
         for number, chunk in enumerate(self._chunks):
@@ -129,10 +133,11 @@ class Probe:
             self._on_gradient(output, lambda: self._begin_backward(number))
 
         self._handles.append(model.register_forward_pre_hook(model_begins))
+        encoder_ends = (compat.encoder_layers([chunk]) - 1,)
         for site in compat.block_sites([chunk]):
             for layer, index in zip(site.block.layers, site.layers, strict=True):
                 self._watch_layer(layer, index)
-            self._watch_end(site.block)
+            self._watch_end(site.block, "between" if site.layers[-1:] == encoder_ends else "head")
         for mtp in compat.mtp_sites([chunk]):
             self._watch_layer(mtp.mtp, mtp.index)
             self._handles.append(mtp.mtp.register_forward_hook(self._after_mtp))
@@ -142,17 +147,18 @@ class Probe:
         def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not _recomputing():
                 hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-                self.boundary_bytes = hidden_states.untyped_storage().nbytes()
+                size_bytes = hidden_states.untyped_storage().nbytes()
+                self.boundary_bytes = max(self.boundary_bytes, size_bytes)
                 self._boundary(index, hidden_states)
 
         self._handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
 
-    def _watch_end(self, block: torch.nn.Module) -> None:
+    def _watch_end(self, block: torch.nn.Module, place: Place) -> None:
         norm = compat.final_norm(block)
         if norm is not None:
-            hook = norm.register_forward_pre_hook(lambda _, args: self._boundary("head", args[0]))
+            hook = norm.register_forward_pre_hook(lambda _, args: self._boundary(place, args[0]))
         else:
-            hook = block.register_forward_hook(lambda *call: self._boundary("head", _tensor(call)))
+            hook = block.register_forward_hook(lambda *call: self._boundary(place, _tensor(call)))
         self._handles.append(hook)
 
     def _after_mtp(self, *call: Any) -> None:
@@ -163,14 +169,16 @@ class Probe:
         self._open.kept.update(self._alive())
         self._inputs.clear()
 
-    def _alive(self) -> dict[Place, weakref.ref[torch.UntypedStorage]]:
-        self._inputs = {place: ref for place, ref in self._inputs.items() if ref() is not None}
-        return self._inputs
+    def _alive(self) -> dict[Place, int]:
+        """Places in this forward whose input is alive, and its size."""
+        return {place: size for place, (ref, size) in self._inputs.items() if ref() is not None}
 
     def _boundary(self, place: Place, hidden_states: torch.Tensor) -> None:
-        self._mark(place)
-        self._inputs[place] = weakref.ref(hidden_states.untyped_storage())
-        self._on_gradient(hidden_states, lambda: self._mark(place))
+        storage = hidden_states.untyped_storage()
+        size_bytes = storage.nbytes()
+        self._mark(place, size_bytes)
+        self._inputs[place] = (weakref.ref(storage), size_bytes)
+        self._on_gradient(hidden_states, lambda: self._mark(place, size_bytes))
 
     def _on_gradient(self, tensor: torch.Tensor, do: Callable[[], None]) -> None:
         if tensor.requires_grad:
@@ -186,11 +194,12 @@ class Probe:
         self._open = Pass(phase, chunk, [])
         self.passes.append(self._open)
 
-    def _mark(self, place: Place) -> None:
+    def _mark(self, place: Place, input_bytes: int = 0) -> None:
         assert self._open is not None, "a boundary outside any pass"
         memory = self._memory
         current, peak = (memory.current_bytes, memory.peak_bytes) if memory else (0, 0)
-        self._open.marks.append(Mark(place, _now(), current, peak, len(self._alive())))
+        alive_bytes = sum(self._alive().values())
+        self._open.marks.append(Mark(place, _now(), current, peak, input_bytes, alive_bytes))
         if memory:
             memory.reset_peak()
 
@@ -230,19 +239,26 @@ class Stretch:
     peak_bytes: int
     end_bytes: int
     ms: float
-    inputs_let_go: int = 0
+    input_bytes: int
+    """Size of the hidden state the place takes."""
+    output_bytes: int
+    """Size of the hidden state it gives, 0 at the end of the model."""
+    let_go_bytes: int = 0
     """Forward only: hidden states of this and earlier boundaries that died meanwhile."""
 
 
 def stretches(one: Pass) -> Iterator[Stretch]:
     """What lies between each two boundaries of a pass; backward runs them the other way round."""
     for begin, end in itertools.pairwise(one.marks):
-        place = begin.place if one.phase == "forward" else end.place
+        forward = one.phase == "forward"
+        first, last = (begin, end) if forward else (end, begin)
         yield Stretch(
-            place,
+            first.place,
             begin.current_bytes,
             max(end.peak_bytes, begin.current_bytes),
             end.current_bytes,
             _ms_between(begin.at, end.at),
-            begin.inputs + (place != "embedding") - end.inputs if one.phase == "forward" else 0,
+            first.input_bytes,
+            last.input_bytes,
+            begin.alive_bytes + begin.input_bytes - end.alive_bytes if forward else 0,
         )

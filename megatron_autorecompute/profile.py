@@ -18,7 +18,7 @@ that is `cost_model`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +32,20 @@ Bytes = Annotated[int, Field(ge=0)]
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class BytesAt:
+    """What a layer with experts needs at a percentile of uneven routing."""
+
+    percentile: Annotated[float, Field(ge=0, le=100)]
+    """Of the microbatches on the rank that needs most there, in percent."""
+    held_bytes: Bytes
+    """As in the record."""
+    forward_transient_bytes: Bytes
+    """As in the record."""
+    backward_transient_bytes: Bytes
+    """As in the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +74,21 @@ class ChoiceRecord:
     go; a chunk's first layer then holds `Profile.boundary_bytes` more: what was sent stays."""
     source: str = "measured"
     """Where the figures come from: measured, dry-run, counted, assumed, ..."""
+    percentiles: tuple[BytesAt, ...] = ()
+    """Measured MoE layers: the three byte figures at percentiles; above they are the most seen."""
+
+    def at_percentile(self, percentile: float | None) -> ChoiceRecord:
+        """With the bytes of the nearest recorded percentile at or above; as it is without one."""
+        points = sorted(self.percentiles, key=lambda point: point.percentile)
+        above = [p for p in points if percentile is not None and p.percentile >= percentile]
+        if not above:
+            return self
+        return replace(
+            self,
+            held_bytes=above[0].held_bytes,
+            forward_transient_bytes=above[0].forward_transient_bytes,
+            backward_transient_bytes=above[0].backward_transient_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +209,12 @@ class Model:
     name: str
     """For people."""
     num_layers: Index
-    """Decoder layers of the whole model, MTP excluded."""
+    """Layers of the whole model, MTP excluded."""
     mtp_num_layers: Index = 0
     """MTP depths; depth d is layer num_layers + d."""
+    encoder_layers: Index = 0
+    """Of num_layers, those of an encoder (T5's), which come first. Megatron's own settings count in
+    encoder and decoder afresh; a checkpoint goes around several layers in the encoder only."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Anything worth knowing: hidden_size, num_attention_heads, ..."""
 

@@ -206,7 +206,8 @@ class Planner:
         stride = 1 << points.bit_length()
         while stride := stride // 2:
             for budget in budgets[::stride]:
-                self._point(budget)
+                for stage in range(self.layout.num_stages):
+                    self.choose(stage, budget)
         return tuple(self._point(budget) for budget in dict.fromkeys(budgets))
 
     def _point(self, budget_bytes: int) -> ParetoPoint:
@@ -286,20 +287,24 @@ class Planner:
         recorded = dict.fromkeys(
             choice for kind in kinds for choice in (*(r.choice for r in kind.choices), *kind.inert)
         )
-        longest = max(len(layers) for layers in self._decoder_chunks())
+        longest = max(len(layers) for layers in self._counted_in())
         names = ["megatron:none"]
         names += [f"megatron:{choice}" for choice in recorded if choice.startswith("selective")]
         names += [f"megatron:block/{n}" for n in range(1, longest + 1)]
         return names + [f"megatron:uniform/{n}" for n in range(1, longest + 1)]
 
-    def _decoder_chunks(self) -> list[list[int]]:
-        layers = self.profile.model.num_layers
-        return [[i for i in chunk if i < layers] for chunk in self.layout.chunk_layers()]
+    def _counted_in(self) -> list[list[int]]:
+        """The layers Megatron counts in: of every chunk, MTP depths apart, an encoder by itself."""
+        model = self.profile.model
+        parts = [range(model.encoder_layers, model.num_layers)]
+        if model.encoder_layers:
+            parts.insert(0, range(model.encoder_layers))
+        return [[i for i in c if i in part] for part in parts for c in self.layout.chunk_layers()]
 
     def _manual(self, name: str, budgets: Sequence[int]) -> ManualStrategy:
         try:
             policy = RecomputePolicy.parse(
-                name, num_layers=self.profile.num_layers, layout=self._decoder_chunks()
+                name, num_layers=self.profile.num_layers, layout=self._counted_in()
             )
             cost = self.evaluate(policy)
         except (PolicyError, ProfileError) as error:

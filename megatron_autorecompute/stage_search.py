@@ -23,6 +23,7 @@ Equal times: the lower peak wins; equal both: the fewest runs of equal policy, c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,8 +47,12 @@ WIDTHS = (64, 256, 1024, 4096, 16_384, 131_072)
 MOST_WORK = 6e8
 """Width times squared layers of a chunk, beyond which no wider round is begun: about 30 s on one
 core for 512 layers of 12 choices in one chunk. What is left open is the gap of the answer."""
+COMPLETE_LAYERS, COMPLETE_WIDTH = 4, 256
+"""Layers of a chunk, and labels of a position, up to which all labels of a stage are found once and
+kept for every budget. Longer chunks have too many: each budget then searches its own."""
 _SLACK = 1e-9  # relative; the bound is a float sum of about 1e3 terms, wrong by at most 1e-12
 _NO_LIMIT = np.int64(1) << 60
+_NEVER = np.int64(1) << 60  # ps
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +203,15 @@ class StageProblem:
     floor_bytes: int
     """Peak outside forwards and backwards: static bytes and the optimizer step."""
 
+    @cached_property
+    def complete(self) -> _Combiner | None:
+        """All labels of all chunks, whatever the budget; None where they are too many to keep."""
+        if max(len(chunk.layers) for chunk in self.chunks) > COMPLETE_LAYERS:
+            return None
+        run = _Run(self, int(_NO_LIMIT), unpriced=True)
+        options, left_ps = run.options(_Goal(), COMPLETE_WIDTH)
+        return _Combiner(self, options) if left_ps == math.inf else None
+
 
 def stage_problem(
     chunks: Sequence[ChunkProblem], moments: Sequence[Load], base: StageBase
@@ -261,26 +275,31 @@ def search(
     if problem.floor_bytes > budget_bytes:
         return None
     run = _Run(problem, budget_bytes)
+    if run.bound_ps >= _NEVER:
+        return None
     least_ps = sum(chunk.least_ps for chunk in problem.chunks)
-    if run.bound_ps <= least_ps:
-        # Where memory is no limit the fastest choices are the answer, and this finds them at once.
-        found, cut = run.round(least_ps, WIDTHS[0])
-        if found is not None and found.time_ps == least_ps and not cut:
+    if run.complete or run.bound_ps <= least_ps:
+        # Mostly the answer: the fastest choices where memory is no limit, and elsewhere what an
+        # exact bound allows. Then nearly every label is dropped at once.
+        goal = _Goal(max(least_ps, run.bound_ps))
+        found, left_ps = run.round(goal, WIDTHS[0])
+        if found is not None and found.time_ps == goal.time_ps and left_ps == math.inf:
             return found
         known = _better(known, found)
-    best = known
+    best, bound_ps = known, 0.0
     for width in _affordable(problem):
-        found, cut = run.round(best.time_ps if best else None, width)
+        found, left_ps = run.round(_Goal.of(best, budget_bytes), width)
         best = _better(best, found)
-        if not cut:
+        if left_ps == math.inf:
             return best
+        bound_ps = max(bound_ps, run.bound_ps, left_ps)
         if best is None:
             lean = leanest(problem)
             if lean.peak_bytes > budget_bytes:
                 return None
             best = lean
     assert best is not None  # the leanest choices fit
-    bound = min(best.time_ps, run.bound_ps)
+    bound = min(best.time_ps, math.floor(bound_ps))
     return StageChoice(best.policies, best.time_ps, best.peak_bytes, best.runs, bound)
 
 
@@ -294,8 +313,8 @@ def leanest(problem: StageProblem) -> StageChoice:
     """The choices with the lowest peak, whatever their time."""
     run = _Run(problem, None)
     for width in WIDTHS:
-        found, cut = run.round(None, width)
-        if not cut:
+        found, left_ps = run.round(_Goal(), width)
+        if left_ps == math.inf:
             break
     assert found is not None  # without a budget everything fits
     return found
@@ -338,14 +357,21 @@ _GROUP_IDS = 1 << 20  # ids of groups lie above those of single choices
 class _Run:
     """The rounds of one search: same problem, same budget, same multipliers."""
 
-    def __init__(self, problem: StageProblem, budget_bytes: int | None) -> None:
+    def __init__(
+        self, problem: StageProblem, budget_bytes: int | None, unpriced: bool = False
+    ) -> None:
         self.problem = problem
         self.timed = budget_bytes is not None
         limit = np.full(len(problem.constant), _NO_LIMIT)
         self.limit = limit if budget_bytes is None else budget_bytes - problem.constant
-        self.price = _multipliers(problem, self.limit) if self.timed else np.zeros(len(limit))
+        self.complete = problem.complete if self.timed and not unpriced else None
+        self.price = np.zeros(len(limit))
         self.ids: dict[LayerPolicy, int] = {}
-        self.chunk_bounds = [self._unsearched_bound(c) for c in range(len(problem.chunks))]
+        self.chunk_bounds: list[float] = []
+        if self.complete is None:
+            if self.timed and not unpriced:
+                self.price = _multipliers(problem, self.limit)
+            self.chunk_bounds = [self._unsearched_bound(c) for c in range(len(problem.chunks))]
 
     @property
     def budget_price(self) -> float:
@@ -355,6 +381,8 @@ class _Run:
     @property
     def bound_ps(self) -> int:
         """Lower bound on the time of any choices that fit."""
+        if self.complete is not None:
+            return self.complete.bound_ps(self.limit)
         value = sum(self.chunk_bounds) - self.budget_price
         return max(0, int(np.floor(value - _SLACK * abs(value))))
 
@@ -372,24 +400,38 @@ class _Run:
         after = sum(u.time_ps * self.timed + price * u.held_bytes for u in chunk.after)
         return float(chunk.covering(price, self.timed)[-1]) + after
 
-    def round(self, upper_ps: int | None, width: int) -> tuple[StageChoice | None, bool]:
-        """One pass; returns the best found and whether any label was cut off for width."""
-        cut = False
-        options: list[tuple[_Labels, Ints]] = []
+    def round(self, goal: _Goal, width: int) -> tuple[StageChoice | None, float]:
+        """One pass: the best found, and what no label cut off for width can become faster than.
+
+        The second is infinite where none was cut off, which proves the first.
+        """
+        combiner, left_ps = self.complete, math.inf
+        if combiner is None:
+            options, left_ps = self.options(goal, width)
+            if not all(len(option.final) for option in options):
+                return None, left_ps
+            combiner = _Combiner(self.problem, options)
+        found, also_left_ps = combiner.best(self.limit, self.price, goal, width)
+        return found, min(left_ps, also_left_ps)
+
+    def options(self, goal: _Goal, width: int) -> tuple[list[_Option], float]:
+        """Labels of every chunk, up to one that has none; and as in `round`."""
+        options: list[_Option] = []
+        left_ps = math.inf
         for c in range(len(self.problem.chunks)):
-            labels, final, was_cut = self._search_chunk(c, upper_ps, width)
-            cut = cut or was_cut
+            filters = _Filters(self, c, goal.time_ps, width)
+            labels, final = self._search_chunk(c, filters)
+            if filters.left < math.inf:
+                cut_ps = filters.left - self.budget_price
+                left_ps = min(left_ps, cut_ps - _SLACK * max(abs(filters.left), abs(cut_ps)))
+            options.append(_Option(labels, final, self.ids))
             if not len(final):
-                return None, cut
-            if not was_cut:
+                break
+            if filters.left == math.inf:
                 self.chunk_bounds[c] = max(
                     self.chunk_bounds[c], float(self._priced(final, c).min())
                 )
-            options.append((labels, final))
-        chosen, was_cut = self._combine([final for _, final in options], upper_ps, width)
-        if chosen is None:
-            return None, cut or was_cut
-        return self._choice(options, chosen), cut or was_cut
+        return options, left_ps
 
     def _priced(self, rows: Ints, c: int) -> Floats:
         held, forward, backward = self._prices(c)
@@ -401,10 +443,9 @@ class _Run:
         )
         return priced
 
-    def _search_chunk(self, c: int, upper_ps: int | None, width: int) -> tuple[_Labels, Ints, bool]:
+    def _search_chunk(self, c: int, filters: _Filters) -> tuple[_Labels, Ints]:
         """Labels of one chunk from its last position to its first; final ones are returned."""
         chunk = self.problem.chunks[c]
-        filters = _Filters(self, c, upper_ps, width)
         labels = _Labels()
         rows = np.zeros((1, len(_COLUMNS)), np.int64)
         rows[:, _FIRST] = rows[:, _PARENT] = -1
@@ -423,7 +464,7 @@ class _Run:
         final[:, _PARENT] = start + np.arange(len(final))
         for unit in reversed(chunk.before):
             final = self._prepend_unit(final, unit, chunk.output_gradient_bytes)
-        return labels, final, filters.cut
+        return labels, final
 
     def _prepend_unit(self, rows: Ints, unit: Unit, output_gradient_bytes: int = 0) -> Ints:
         held = np.int64(unit.held_bytes)
@@ -477,43 +518,6 @@ class _Run:
     def _id(self, policy: LayerPolicy) -> int:
         return self.ids.setdefault(policy, len(self.ids))
 
-    def _combine(
-        self, finals: Sequence[Ints], upper_ps: int | None, width: int
-    ) -> tuple[tuple[int, ...] | None, bool]:
-        """Pick one final label per chunk; returns their indices and whether width cut any off."""
-        loads = [self._load(c, final) for c, final in enumerate(finals)]
-        priced = [f[:, _TIME] + load @ self.price for f, load in zip(finals, loads, strict=True)]
-        table = _Combined.empty(len(self.problem.constant))
-        cut = False
-        for c, final in enumerate(finals):
-            rest = sum((load.min(axis=0) for load in loads[c + 1 :]), np.zeros_like(self.limit))
-            rest_price = sum(float(price.min()) for price in priced[c + 1 :])
-            parts = []
-            for block in table.blocks(len(final)):
-                part = block.times(final, loads[c])
-                keep = np.all(part.load + rest <= self.limit, axis=1)
-                price = part.time + part.load @ self.price + rest_price
-                parts.append(part.pick(keep & self._may_win(price, upper_ps)))
-            table = _Combined.joined(parts)
-            if c + 1 < len(finals) and len(table.time) > WIDTHS[0]:
-                decided = self._decided(c)
-                table, was_cut = table.thinned(decided, self.price, width)
-                cut = cut or was_cut
-            if not len(table.time):
-                return None, cut
-        peak = np.maximum(
-            (table.load + self.problem.constant).max(axis=1, initial=0), self.problem.floor_bytes
-        )
-        best = np.lexsort((table.runs, peak, table.time))[0]
-        return tuple(table.trail[best].tolist()), cut
-
-    def _decided(self, c: int) -> NDArray[np.intp]:
-        """One of each set of moments that are equal as far as chunks 0 .. c go."""
-        problem = self.problem
-        runs = np.where(problem.running <= c, problem.running, -1)
-        rows = np.column_stack([problem.counts[:, : c + 1], runs, problem.is_forward & (runs >= 0)])
-        return np.unique(rows, axis=0, return_index=True)[1]
-
     def _may_win(self, priced: Floats, upper_ps: int | None) -> NDArray[np.bool_]:
         """Whether the bound leaves room for a time of at most `upper_ps`."""
         if upper_ps is None:
@@ -521,48 +525,6 @@ class _Run:
         ceiling = upper_ps + self.budget_price
         allowed: NDArray[np.bool_] = priced <= ceiling + _SLACK * max(abs(ceiling), upper_ps)
         return allowed
-
-    def _load(self, c: int, final: Ints) -> Ints:
-        """`[label, moment]` bytes that a chunk puts on every moment."""
-        own = self.problem.running == c
-        load = final[:, [_HELD]] * self.problem.counts[:, c]
-        load[:, own & self.problem.is_forward] += final[:, [_FORWARD]]
-        load[:, own & ~self.problem.is_forward] += final[:, [_BACKWARD]]
-        return np.asarray(load, np.int64)
-
-    def _choice(
-        self, options: Sequence[tuple[_Labels, Ints]], chosen: Sequence[int]
-    ) -> StageChoice:
-        rows = [final[index] for (_, final), index in zip(options, chosen, strict=True)]
-        loads = [self._load(c, row[None]) for c, row in enumerate(rows)]
-        peak = int((sum(loads)[0] + self.problem.constant).max())  # type: ignore[index]
-        policies = tuple(
-            self._policies(c, labels, int(row[_PARENT]))
-            for c, ((labels, _), row) in enumerate(zip(options, rows, strict=True))
-        )
-        time = sum(
-            _time_ps(chunk, p) for chunk, p in zip(self.problem.chunks, policies, strict=True)
-        )
-        return StageChoice(
-            policies,
-            time,
-            max(peak, self.problem.floor_bytes),
-            sum(int(row[_RUNS]) for row in rows),
-            time,
-        )
-
-    def _policies(self, c: int, labels: _Labels, index: int) -> tuple[LayerPolicy, ...]:
-        names = {number: policy for policy, number in self.ids.items()}
-        found: list[LayerPolicy] = []
-        while labels.data[index, _PARENT] >= 0:
-            option = int(labels.data[index, _OPTION])
-            if option >= _GROUP_IDS:
-                size = option - _GROUP_IDS
-                found += [LayerPolicy("full", group=size)] * size
-            else:
-                found.append(names[option])
-            index = int(labels.data[index, _PARENT])
-        return tuple(found)
 
 
 def _time_ps(chunk: ChunkProblem, policies: Sequence[LayerPolicy]) -> int:
@@ -643,15 +605,208 @@ class _Combined:
         )
 
     def thinned(
-        self, moments: NDArray[np.intp], price: Floats, width: int
-    ) -> tuple[_Combined, bool]:
-        """Without labels dominated at `moments`, at most `width`; and whether that cut any off."""
+        self, moments: NDArray[np.intp], bound: Ints, price: Floats, width: int
+    ) -> tuple[_Combined, float]:
+        """Without labels dominated at `moments`, at most `width`; and the least bound cut off."""
         dims = np.column_stack([self.time, self.load[:, moments]])
         kept = _front(dims, self.runs, np.zeros(len(self.time), np.int64))
         if len(kept) <= width:
-            return self.pick(kept), False
-        cheapest = np.argsort((self.time + self.load @ price)[kept], kind="stable")[:width]
-        return self.pick(kept[cheapest]), True
+            return self.pick(kept), math.inf
+        priced = self.time[kept] + self.load[kept] @ price
+        order = kept[np.lexsort((priced, bound[kept]))]
+        return self.pick(order[:width]), float(bound[order[width]])
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """What is still worth finding: no slower than `time_ps`, and if as slow then leaner."""
+
+    time_ps: int | None = None
+    spare_bytes: int = 0
+    """By how much the peak of equally fast choices must stay below the budget."""
+
+    @classmethod
+    def of(cls, known: StageChoice | None, budget_bytes: int) -> _Goal:
+        """As good as known choices, or better."""
+        return cls() if known is None else cls(known.time_ps, budget_bytes - known.peak_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """What one chunk may be: its final labels, and what they stand for."""
+
+    labels: _Labels
+    final: Ints
+    ids: dict[LayerPolicy, int]
+
+    def policies(self, index: int) -> tuple[LayerPolicy, ...]:
+        """Of one final label."""
+        names = {number: policy for policy, number in self.ids.items()}
+        found: list[LayerPolicy] = []
+        row = int(self.final[index, _PARENT])
+        while self.labels.data[row, _PARENT] >= 0:
+            option = int(self.labels.data[row, _OPTION])
+            if option >= _GROUP_IDS:
+                size = option - _GROUP_IDS
+                found += [LayerPolicy("full", group=size)] * size
+            else:
+                found.append(names[option])
+            row = int(self.labels.data[row, _PARENT])
+        return tuple(found)
+
+
+class _Combiner:
+    """Picks one label per chunk.
+
+    Of the chunks not yet picked, the least time whose load fits at one moment is known exactly: a
+    front of two dimensions. It bounds what a label can still become far closer than prices do.
+    """
+
+    def __init__(self, problem: StageProblem, options: Sequence[_Option]) -> None:
+        self.problem, self.options = problem, options
+        self.times = [option.final[:, _TIME] for option in options]
+        self.loads = [self._load(c, option.final) for c, option in enumerate(options)]
+        none = np.zeros((1, len(problem.constant)), np.int64)
+        least = [load.min(axis=0, keepdims=True) for load in reversed(self.loads)]
+        self.least = np.concatenate([none, *least]).cumsum(axis=0)[::-1]
+        """`[chunk, moment]` least load of that chunk and the later ones."""
+        self.fronts: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+
+    def _load(self, c: int, final: Ints) -> Ints:
+        """`[label, moment]` bytes that a chunk puts on every moment."""
+        own = self.problem.running == c
+        load = final[:, [_HELD]] * self.problem.counts[:, c]
+        load[:, own & self.problem.is_forward] += final[:, [_FORWARD]]
+        load[:, own & ~self.problem.is_forward] += final[:, [_BACKWARD]]
+        return np.asarray(load, np.int64)
+
+    def bound_ps(self, limit: Ints) -> int:
+        """Lower bound on the time of any labels that fit; `_NEVER` where none do."""
+        if not np.all(self.least[0] <= limit):
+            return int(_NEVER)
+        least = [self._least_ps(k, 0, limit[[k]]) for k in self._tightest(limit)]
+        return max((int(bound[0]) for bound in least), default=0)
+
+    def _least_ps(self, moment: int, c: int, room: Ints) -> Ints:
+        """Least time of chunks c and later that put at most `room` on a moment."""
+        load, time = self._front(moment, c)
+        index = np.searchsorted(load, room, side="right") - 1
+        return np.where(index >= 0, time[index], _NEVER)
+
+    def _front(self, moment: int, c: int) -> tuple[Ints, Ints]:
+        """Loads, ascending, and the least time of chunks c and later at each."""
+        if c == len(self.options):
+            return np.zeros(1, np.int64), np.zeros(1, np.int64)
+        if (moment, c) not in self.fronts:
+            load, time = _plane_front(self.loads[c][:, moment], self.times[c])
+            later_load, later_time = self._front(moment, c + 1)
+            self.fronts[moment, c] = _coarser(
+                *_plane_front(
+                    (load[:, None] + later_load).ravel(), (time[:, None] + later_time).ravel()
+                )
+            )
+        return self.fronts[moment, c]
+
+    @cached_property
+    def _priced(self) -> tuple[Floats, Floats]:
+        """Some prices of a byte, and `[moment, price]` the least time plus priced load."""
+        saved = sum(float(time.max() - time.min()) for time in self.times)
+        loads = sum(load.max(axis=0) - load.min(axis=0) for load in self.loads)
+        scale = saved / max(float(np.max(loads, initial=0)), 1.0)
+        prices: Floats = scale * np.exp2(np.arange(-4.0, 8.0))
+        pairs = zip(self.times, self.loads, strict=True)
+        least = [(t[:, None, None] + load[..., None] * prices).min(axis=0) for t, load in pairs]
+        return prices, np.asarray(sum(least), np.float64)
+
+    def _tightest(self, limit: Ints, most: int = 3) -> list[int]:
+        """The moments that cost the most time, roughly."""
+        prices, least = self._priced
+        cost = (least - limit[:, None] * prices).max(axis=1)
+        return [int(k) for k in np.argsort(-cost, kind="stable")[:most]]
+
+    def best(
+        self, limit: Ints, price: Floats, goal: _Goal, width: int
+    ) -> tuple[StageChoice | None, float]:
+        """The best labels that fit and reach the goal; and as in `_Run.round`."""
+        tightest = self._tightest(limit)
+        rest_price = [
+            float((time + load @ price).min())
+            for time, load in zip(self.times, self.loads, strict=True)
+        ]
+        ceiling = math.inf if goal.time_ps is None else goal.time_ps + float(price @ limit)
+        ceiling += _SLACK * max(abs(ceiling), goal.time_ps or 0)
+        table = _Combined.empty(len(limit))
+        left_ps = math.inf
+        for c, final in enumerate(option.final for option in self.options):
+            parts, bounds = [], []
+            for block in table.blocks(len(final)):
+                part = block.times(final, self.loads[c])
+                priced = part.time + part.load @ price + sum(rest_price[c + 1 :])
+                part = part.pick(
+                    np.all(part.load + self.least[c + 1] <= limit, axis=1) & (priced <= ceiling)
+                )
+                keep, bound = self._may_reach(goal, part, c + 1, limit, tightest)
+                parts.append(part.pick(keep))
+                bounds.append(bound[keep])
+            table, bound = _Combined.joined(parts), np.concatenate(bounds)
+            if c + 1 < len(self.options) and len(table.time) > WIDTHS[0]:
+                table, cut_ps = table.thinned(self._decided(c), bound, price, width)
+                left_ps = min(left_ps, cut_ps)
+            if not len(table.time):
+                return None, left_ps
+        peak = np.maximum(
+            (table.load + self.problem.constant).max(axis=1, initial=0), self.problem.floor_bytes
+        )
+        # Of equals, what all stages agree on: the slowest chunk first. They then wait less.
+        spent = [time[index] for time, index in zip(self.times, table.trail.T, strict=True)]
+        best = np.lexsort((*reversed([-t for t in spent]), table.runs, peak, table.time))[0]
+        return self._choice(table.trail[best].tolist(), int(peak[best])), left_ps
+
+    def _may_reach(
+        self, goal: _Goal, table: _Combined, c: int, limit: Ints, tightest: Sequence[int]
+    ) -> tuple[NDArray[np.bool_], Ints]:
+        """Whether labels may become what the goal asks, and the least time they may get."""
+        best, leaner = table.time, table.time
+        for k in tightest:
+            room = limit[k] - table.load[:, k]
+            best = np.maximum(best, table.time + self._least_ps(k, c, room))
+            lower = self._least_ps(k, c, room - goal.spare_bytes)
+            leaner = np.maximum(leaner, table.time + lower)
+        if goal.time_ps is None:
+            return np.ones(len(best), np.bool_), best
+        return (best < goal.time_ps) | (leaner <= goal.time_ps), best
+
+    def _decided(self, c: int) -> NDArray[np.intp]:
+        """One of each set of moments that are equal as far as chunks 0 .. c go."""
+        problem = self.problem
+        runs = np.where(problem.running <= c, problem.running, -1)
+        rows = np.column_stack([problem.counts[:, : c + 1], runs, problem.is_forward & (runs >= 0)])
+        return np.unique(rows, axis=0, return_index=True)[1]
+
+    def _choice(self, chosen: Sequence[int], peak_bytes: int) -> StageChoice:
+        pairs = list(zip(self.options, chosen, strict=True))
+        policies = tuple(option.policies(index) for option, index in pairs)
+        runs = sum(int(option.final[index, _RUNS]) for option, index in pairs)
+        chunks = self.problem.chunks
+        time = sum(_time_ps(chunk, p) for chunk, p in zip(chunks, policies, strict=True))
+        return StageChoice(policies, time, peak_bytes, runs, time)
+
+
+def _plane_front(load: Ints, time: Ints) -> tuple[Ints, Ints]:
+    """Loads, ascending, each with a lower time than all before; what is no better is dropped."""
+    order = np.lexsort((time, load))
+    load, time = load[order], time[order]
+    better = np.ones(len(time), np.bool_)
+    better[1:] = time[1:] < np.minimum.accumulate(time)[:-1]
+    return load[better], time[better]
+
+
+def _coarser(load: Ints, time: Ints, most: int = 1024) -> tuple[Ints, Ints]:
+    """At most so many points, none above the front they stand for."""
+    if len(load) <= most:
+        return load, time
+    starts = np.arange(most) * len(load) // most
+    return load[starts], np.append(time[starts[1:] - 1], time[-1])
 
 
 class _Filters:
@@ -659,7 +814,8 @@ class _Filters:
 
     def __init__(self, run: _Run, c: int, upper_ps: int | None, width: int) -> None:
         problem = run.problem
-        self.run, self.c, self.upper_ps, self.width, self.cut = run, c, upper_ps, width, False
+        self.run, self.c, self.upper_ps, self.width = run, c, upper_ps, width
+        self.left = math.inf  # least time and priced bytes of the labels cut off
         chunk = problem.chunks[c]
         held, forward, backward = run._prices(c)
         self.before_price = chunk.covering(held + forward + backward, run.timed)
@@ -685,8 +841,9 @@ class _Filters:
         rows, price = rows[may_win], price[may_win]
         kept = _front(self._dims(rows), rows[:, _RUNS], rows[:, _FIRST])
         if len(kept) > self.width:
-            self.cut = True
-            kept = kept[_spread(price[kept], rows[kept, _HELD], self.width)]
+            chosen = _spread(price[kept], rows[kept, _HELD], self.width)
+            self.left = min(self.left, float(np.delete(price[kept], chosen).min()))
+            kept = kept[chosen]
         return rows[kept]
 
     def _fits(self, rows: Ints, position: int) -> NDArray[np.bool_]:

@@ -64,6 +64,11 @@ def _header(plan: Plan) -> Text:
         f"{schedule.num_microbatches} microbatches: {plan.cost.step_ms:.1f} ms a step, "
         f"{plan.cost.recompute_ms:.1f} ms of it recompute",
     ]
+    if plan.cost.step_low_ms is not None and plan.cost.step_high_ms is not None:
+        lines.append(
+            f"By the spread of the measured times, {plan.cost.step_low_ms:.1f} to "
+            f"{plan.cost.step_high_ms:.1f} ms a step"
+        )
     if plan.best_manual is not None:
         gain = 100 * (1 - plan.cost.step_ms / plan.best_manual.step_ms)
         lines.append(

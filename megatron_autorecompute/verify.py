@@ -17,16 +17,18 @@ from typing import Any
 from rich.table import Table
 
 from megatron_autorecompute import compat
-from megatron_autorecompute.cost_model import PolicyCost, evaluate
+from megatron_autorecompute.cost_model import Peak, evaluate
 from megatron_autorecompute.dry_run import StageDryRun, StepShape, build_gpt, dry_run
 from megatron_autorecompute.errors import ProfileError, VerificationError
-from megatron_autorecompute.pipeline import Layout
+from megatron_autorecompute.pipeline import Layout, Schedule
 from megatron_autorecompute.plan import Plan
-from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.solve import GIB
 
 TOLERANCE = 0.005
 """How far a predicted activation peak may lie from the dry run's, as a share of it."""
+# The optimizer step is no part of the schedule, nor is what a job's own forward_step keeps.
+WITHOUT_OPTIMIZER: dict[str, Any] = {"optimizer_step_peak_bytes": 0}
+COMPARABLE: dict[str, Any] = {**WITHOUT_OPTIMIZER, "overhead": None, "residual_bytes": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,12 @@ class StageCheck:
 
     stage: int
     predicted_bytes: int
-    """Activation peak by the cost model: static bytes and optimizer step left out."""
+    """Activation peak by the cost model, of what a dry run has: no static bytes, no optimizer step,
+    nothing that a job's own forward_step keeps."""
     dry_run_bytes: int
     """The same by Megatron's own schedule."""
     static_bytes: int
-    """As the profile has it."""
+    """As the profile has it, with what the job was seen to keep beside layers and pipeline."""
     budget_bytes: int
 
     @property
@@ -70,34 +73,41 @@ def verify(
     Raises: ProfileError where the profile does not say how to build the model, MachineError where
     the model's code needs a device.
     """
-    # The optimizer step is no part of the schedule: without it, the peak is one of activations.
-    stages = tuple(replace(s, optimizer_step_peak_bytes=0) for s in plan.profile.stages)
-    profile = replace(plan.profile, stages=stages)
-    cost = evaluate(profile, plan.layout, plan.schedule, plan.policy)
-    runs = _runs(plan, _shortest(plan, profile, cost), progress)
+    peaks = _peaks(plan, plan.schedule, **WITHOUT_OPTIMIZER)
+    comparable = _peaks(plan, plan.schedule, **COMPARABLE)
+    runs = _runs(plan, _shortest(plan, comparable), progress)
     return tuple(
         StageCheck(
             run.stage,
-            stage.peak.bytes - stage.peak.breakdown.static_bytes,
+            without.bytes - without.breakdown.static_bytes,
             run.peak_bytes,
-            stage.peak.breakdown.static_bytes,
+            without.breakdown.static_bytes + peak.bytes - without.bytes,
             budget_bytes,
         )
-        for run, stage, budget_bytes in zip(runs, cost.stages, plan.budget_bytes, strict=True)
+        for run, peak, without, budget_bytes in zip(
+            runs, peaks, comparable, plan.budget_bytes, strict=True
+        )
     )
 
 
-def _shortest(plan: Plan, profile: Profile, cost: PolicyCost) -> int:
+def _peaks(plan: Plan, schedule: Schedule, **changed: Any) -> list[Peak]:
+    """Every stage's predicted peak with some fields of the stages' records changed."""
+    stages = tuple(replace(stage, **changed) for stage in plan.profile.stages)
+    profile = replace(plan.profile, stages=stages)
+    cost = evaluate(profile, plan.layout, schedule, plan.policy)
+    return [stage.peak for stage in cost.stages]
+
+
+def _shortest(plan: Plan, peaks: list[Peak]) -> int:
     """How many microbatches a step needs at least to have the whole step's predicted peaks.
 
     Past the warm-up a schedule repeats itself: 256 microbatches show nothing that 24 do not.
     """
-    peaks = [stage.peak.bytes for stage in cost.stages]
+    whole = [peak.bytes for peak in peaks]
     number, most = 2 * plan.schedule.group_size, plan.schedule.num_microbatches
     while number < most:
         schedule = replace(plan.schedule, num_microbatches=number)
-        shorter = evaluate(profile, plan.layout, schedule, plan.policy)
-        if [stage.peak.bytes for stage in shorter.stages] == peaks:
+        if [peak.bytes for peak in _peaks(plan, schedule, **COMPARABLE)] == whole:
             return number
         number += plan.schedule.group_size
     return most
@@ -172,8 +182,8 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
     if lacking:
         raise ProfileError(
             f"To verify a plan its model is built again, but the profile's model.facts lack "
-            f"{', '.join(lacking)}. Profiles measured in a job have them; for one written by hand, "
-            "see docs/plan.md."
+            f"{', '.join(lacking)}. Profiles that `auto` or `compare` measured of a GPTModel have "
+            "them: measure again, or write them into the profile (docs/plan.md, verify)."
         )
     if facts["transformer_impl"] != "local":
         raise ProfileError(

@@ -10,6 +10,7 @@
 A test that needs one rank only, in its own process, calls `run_ranks(function, 1, ...)[0]`.
 """
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -142,16 +143,20 @@ def start_parallel(seed: int = 123, **sizes: Any) -> None:
 
 
 def tiny_config(kind: str = "dense", *, dropout: float = 0.1, bf16: bool = False, **fields: Any):
-    """A TransformerConfig of 4 layers, h=64, 4 heads; kind is "dense", "moe" or "mla".
+    """A config of 4 layers, h=64, 4 heads; kind is "dense", "moe", "mla" or "heterogeneous".
 
     fields override anything. The schedule's traps on gloo (without_cuda's docstring) are set right
     for the pipeline sizes given in fields.
     """
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+        HeterogeneousTransformerConfig,
+    )
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,
     )
 
+    classes = {"mla": MLATransformerConfig, "heterogeneous": HeterogeneousTransformerConfig}
     dtype = torch.bfloat16 if bf16 else torch.float32
     values: dict[str, Any] = {
         "num_layers": 4,
@@ -187,8 +192,29 @@ def tiny_config(kind: str = "dense", *, dropout: float = 0.1, bf16: bool = False
             "v_head_dim": 16,
             "rope_type": "rope",
         }
-    config_class = MLATransformerConfig if kind == "mla" else TransformerConfig
-    return config_class(**(values | fields))
+    if kind == "heterogeneous":
+        values["heterogeneous_layers_config_encoded_json"] = json.dumps(FOUR_UNLIKE_LAYERS)
+    return classes.get(kind, TransformerConfig)(**(values | fields))
+
+
+def _unlike_layer(attention: str | None = None, mlp: str | None = None) -> dict[str, Any]:
+    parts = (("attention", attention, {"n_heads_in_group": 1}), ("mlp", mlp, {"ffn_mult": 2.0}))
+    return {
+        part: {"no_op": instead == "no_op", "replace_with_linear": instead == "replace_with_linear"}
+        | {name: None if instead else number for name, number in size.items()}
+        for part, instead, size in parts
+    }
+
+
+FOUR_UNLIKE_LAYERS = {
+    "block_configs": [
+        _unlike_layer(),
+        _unlike_layer(attention="no_op"),
+        _unlike_layer(attention="replace_with_linear"),
+        _unlike_layer(mlp="no_op"),
+    ]
+}
+"""For HeterogeneousTransformerConfig (NVIDIA's Nemotron-NAS models)."""
 
 
 def tiny_gpt(config: Any, *, seq_length: int = SEQ_LENGTH, vocab_size: int = VOCAB) -> list[Any]:
@@ -214,14 +240,20 @@ def build_gpt(config: Any, vp_stage: int, *, seq_length: int, vocab_size: int) -
         get_gpt_layer_local_spec,
         get_gpt_mtp_block_spec,
     )
+    from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+        get_gpt_heterogeneous_layer_spec,
+    )
 
     mla = config.multi_latent_attention
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        multi_latent_attention=mla,
-        qk_layernorm=mla and config.qk_layernorm,
-    )
+    if config.heterogeneous_block_specs:
+        spec: Any = get_gpt_heterogeneous_layer_spec(config)
+    else:
+        spec = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            multi_latent_attention=mla,
+            qk_layernorm=mla and config.qk_layernorm,
+        )
     vp = {"ignore_virtual": False, "vp_stage": vp_stage}
     virtual = bool(config.virtual_pipeline_model_parallel_size)
     options: dict[str, Any] = {"vp_stage": vp_stage} if virtual else {}

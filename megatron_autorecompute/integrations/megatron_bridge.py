@@ -148,11 +148,15 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     )
     for choice in dict.fromkeys(policy.layers):
         _ask_bridge(cfg, choice)
-    fields = None if cfg.peft is not None else native_fields(policy, config)
+    fields = _lasting_fields(policy, cfg)
     for name, value in (fields or {}).items():
         setattr(config, name, value)
     setattr(config, FIELD, None if fields is not None else policy.to_config())
     return policy
+
+
+def _lasting_fields(policy: RecomputePolicy, cfg: Any) -> dict[str, Any] | None:
+    return None if cfg.peft is not None else native_fields(policy, cfg.model)
 
 
 def _refuse_graphs(config: Any) -> None:
@@ -317,7 +321,7 @@ def callback(options: AutoOptions) -> Iterator[Any]:
                 step.close()
 
             def on_train_end(self, context: Any) -> None:
-                _say_lines(self.tuner.applied.policy, context.state.cfg.model)
+                _say_lines(self.tuner.applied.policy, context.state.cfg)
 
         yield AutorecomputeCallback()
 
@@ -368,13 +372,13 @@ def _parallelism(cfg: Any) -> Any:
     )
 
 
-def _say_lines(policy: RecomputePolicy, model: Any) -> None:
+def _say_lines(policy: RecomputePolicy, cfg: Any) -> None:
     from megatron.bridge.utils.common_utils import print_rank_0
 
-    lines = "\n".join(recipe_lines(policy, model))
+    lines = "\n".join(recipe_lines(policy, cfg))
     print_rank_0(f"recompute auto: to keep this policy without measuring, in the recipe:\n{lines}")
 
 
-def recipe_lines(policy: RecomputePolicy, model: Any) -> list[str]:
-    """Python lines that set the policy in a recipe, in Megatron's own fields where they can."""
-    return native.recipe_lines(policy, native_fields(policy, model))
+def recipe_lines(policy: RecomputePolicy, cfg: Any) -> list[str]:
+    """Python lines that set the policy in a recipe, in the form that `resolve` writes."""
+    return native.recipe_lines(policy, _lasting_fields(policy, cfg))

@@ -11,6 +11,7 @@ their own modules, before those are complete.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.util
@@ -58,6 +59,9 @@ class Tuner(Protocol):
 
 _MARK = "_autorecompute"
 _tuner: Tuner | None = None
+_for_whole_model: str | None = None
+"""A policy for T5's encoder and decoder together, which no config can hold: its field covers the
+layers of that config, and the encoder has one of its own."""
 _on_cpu = False
 
 
@@ -132,11 +136,44 @@ def check(args: Namespace) -> None:
         )
     if policy is None:
         return
+    encoder_layers = _encoder_layers(args)
+    if encoder_layers and policy != "auto":
+        args.recompute_policy = None
     # Megatron builds the same config again for the model; here its rules cost no model.
     model_config = arguments.core_transformer_config_from_args(args)
+    if encoder_layers and policy != "auto":
+        _keep_for_whole_model(model_config, encoder_layers, policy)
     if policy == "auto":
         _refuse_graphs(model_config)
         config.claim_auto(HOLDER)
+
+
+def _encoder_layers(args: Namespace) -> int:
+    """Layers of T5's encoder, told by the flag that its script cannot do without; 0 elsewhere."""
+    return 0 if args.decoder_seq_length is None else int(args.encoder_num_layers)
+
+
+def _keep_for_whole_model(model_config: Any, encoder_layers: int, text: str) -> None:
+    """Check a policy for encoder and decoder; `train` applies it to the model once it is built."""
+    global _for_whole_model
+    from megatron_autorecompute import compat, config
+
+    as_asked = copy.copy(model_config)
+    as_asked.recompute_policy = text
+    config.refuse_contradiction(as_asked)
+    compat.check_allowed(model_config, _whole_policy(text, model_config, encoder_layers))
+    _for_whole_model = text
+
+
+def _whole_policy(text: str, model_config: Any, encoder_layers: int) -> Any:
+    from megatron_autorecompute import compat
+    from megatron_autorecompute.policy import RecomputePolicy
+
+    return RecomputePolicy.parse(
+        text,
+        num_layers=compat.num_policy_layers(model_config, encoder_layers),
+        layout=compat.layout(model_config, encoder_layers),
+    )
 
 
 def _refuse_graphs(model_config: Any) -> None:
@@ -187,8 +224,12 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
     from megatron.training import get_args
 
     args = get_args()
+    _check_all_given(args)
     if args.recompute_policy is not None:
         _check_blocks(model, args.recompute_policy)
+    if _for_whole_model is not None:
+        _check_blocks(model, _for_whole_model)
+        _apply_whole(model, _for_whole_model)
     if args.recompute_policy != "auto":
         yield
         return
@@ -215,6 +256,20 @@ def with_step(train_step: Function) -> Function:
     return wrapper
 
 
+def _check_all_given(args: Namespace) -> None:
+    """One error on every rank; otherwise those with a policy would wait for those without."""
+    from megatron_autorecompute.ranks import gathered
+
+    policy = args.recompute_policy or _for_whole_model
+    said = gathered("nothing" if policy is None else "auto" if policy == "auto" else "a policy")
+    if len(set(said)) > 1:
+        held = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
+        raise ApplyError(
+            "--recompute-policy was not given alike on all ranks, which would wait for each other: "
+            f"{held}. Start every rank with the same flags."
+        )
+
+
 def _check_blocks(model: Sequence[Any], policy: str) -> None:
     from megatron_autorecompute import compat
 
@@ -225,6 +280,14 @@ def _check_blocks(model: Sequence[Any], policy: str) -> None:
             f"megatron-core {compat.version()} has layers of its own choice in "
             f"{', '.join(kind.__name__ for kind in types)}. Leave the flag out for this model."
         )
+
+
+def _apply_whole(model: Sequence[Any], text: str) -> None:
+    from megatron_autorecompute import compat
+    from megatron_autorecompute.apply import apply
+
+    policy = _whole_policy(text, compat.unwrapped(model[0]).config, compat.encoder_layers(model))
+    apply(policy, model, holder=f"--recompute-policy {text}")
 
 
 def _new_tuner(model: Sequence[Any], optimizer: Any, args: Namespace) -> Tuner:
@@ -248,6 +311,7 @@ def _facts(args: Namespace) -> Any:
         timers=get_timers(),
         writers=_writers,
         iteration=lambda: args.curr_iteration,
+        shapes=_shapes(args),
         without_cuda=_on_cpu,
     )
 
@@ -265,6 +329,12 @@ def _parallelism(args: Namespace) -> Any:
         sequence_parallel=args.sequence_parallel,
         dtype=str(args.params_dtype).removeprefix("torch."),
     )
+
+
+def _shapes(args: Namespace) -> dict[str, str]:
+    if args.decoder_seq_length is None:
+        return {}
+    return {"decoder_seq_length": str(args.decoder_seq_length)}
 
 
 def _writers() -> list[Any]:

@@ -1,6 +1,7 @@
 """A policy said in Megatron's own fields where these can, and Bridge's rules asked about it."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -136,6 +137,9 @@ def test_with_peft_a_policy_stays_a_policy(cfg):
     megatron_bridge.set_policy(cfg.model, "full")
     megatron_bridge.resolve(cfg)
     assert cfg.model.recompute_policy == ["full"] * 4
+    lines = megatron_bridge.recipe_lines(RecomputePolicy.parse("full", num_layers=4), cfg)
+    assert "cfg.model.recompute_policy = 'full*4'" in lines
+    assert "cfg.model.recompute_granularity = None" in lines
 
 
 def test_bridges_rule_against_full_under_expert_overlap_is_asked(bridge):
@@ -161,8 +165,28 @@ def test_bridges_rule_against_full_under_expert_overlap_is_asked(bridge):
 def test_recipe_lines_set_what_they_were_made_from(cfg):
     for text in ("full*2,none*2", "none,full,none*2", "selective[core_attn]*4", "none*4"):
         policy = RecomputePolicy.parse(text, num_layers=4)
-        exec("\n".join(megatron_bridge.recipe_lines(policy, cfg.model)), {"cfg": cfg})
+        exec("\n".join(megatron_bridge.recipe_lines(policy, cfg)), {"cfg": cfg})
         fields = {name: getattr(cfg.model, name) for name in megatron_bridge.NATIVE}
         said = cfg.model.recompute_policy or strategy_of(fields)
         assert RecomputePolicy.parse(said, num_layers=4) == policy
         cfg.model.recompute_policy = None
+
+
+def test_the_hook_is_given_to_a_model_config_as_to_a_provider():
+    given = SimpleNamespace(pre_wrap_hooks=[print])  # ModelConfig of Bridge 0.4 and later
+    megatron_bridge.register(given, len)
+    assert given.pre_wrap_hooks == [print, len]
+    registered = []
+    megatron_bridge.register(SimpleNamespace(register_pre_wrap_hook=registered.append), len)
+    assert registered == [len]
+
+
+def test_a_model_config_that_holds_its_transformer_is_resolved_as_a_provider(cfg):
+    provider = cfg.model
+    cfg.model = SimpleNamespace(transformer=provider)
+    megatron_bridge.set_policy(cfg.model, "none,full,none*2")
+    assert megatron_bridge.resolve(cfg).format() == "none*1,full*1,none*2"
+    assert provider.recompute_policy == ["none", "full", "none", "none"]
+    megatron_bridge.set_policy(cfg.model, "full")
+    megatron_bridge.resolve(cfg)
+    assert (provider.recompute_policy, provider.recompute_granularity) == (None, "full")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_autorecompute.cli import main as verify
 from megatron_autorecompute.compare import main
 from megatron_autorecompute.comparison import Comparison
 from megatron_autorecompute.plan import Plan
@@ -72,6 +73,11 @@ def test_the_files_around_the_record_are_written(finished):
     plan = Plan.load(folder / "plan.json")
     ours = Comparison.load(folder / "comparison.json").rows()[-1]
     assert plan.policy.format() == ours.policy
+
+
+def test_the_plan_is_what_megatrons_schedule_does(finished, capsys):
+    code = verify(["verify", str(finished[0] / "plan.json")])
+    assert (code, capsys.readouterr().err.strip()) == (0, "")
 
 
 def test_strategies_of_the_parent_need_no_megatron():

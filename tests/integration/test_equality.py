@@ -177,6 +177,7 @@ MODELS = {
     "MoE in every second layer": (MOE, {"kind": "moe", "moe_layer_freq": 2, **SHARED_EXPERTS}),
     # MLA configs say RMSNorm by default: the exception below.
     "MLA": ((*DENSE, "mla_up_proj"), {"kind": "mla", "normalization": "LayerNorm"}),
+    "four unlike layers": (DENSE, {"kind": "heterogeneous"}),
 }
 
 
@@ -307,7 +308,7 @@ def policies_for(modules, *, seed, chunk=4, chunks=1):
 
 def test_tensor_parallel_ranks_with_and_without_sequence_parallelism_change_no_bit():
     # distribute_saved_activations cuts what a full checkpoint keeps across the ranks.
-    fields = ({"distribute_saved_activations": True}, {"sequence_parallel": True})
+    fields = ({}, {"distribute_saved_activations": True}, {"sequence_parallel": True})
     assert_equal_in_ranks("dense", TP2, policies_for(DENSE, seed=2), *fields)
 
 

@@ -4,12 +4,22 @@ The profile comes from a shard of a few layers, by the code that measures in a j
 are random mixes that it never saw. `benchmarks/peak_fidelity.py` runs many more of both.
 """
 
+import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from benchmarks.peak_fidelity import CASES, HIGHEST, LOWEST, case_points, stages_of
+from benchmarks.peak_fidelity import (
+    CASES,
+    HIGHEST,
+    LOWEST,
+    PAGE,
+    RESULTS,
+    case_points,
+    stages_of,
+    with_table,
+)
 from megatron_autorecompute.boundary import extra_tensors
 from megatron_autorecompute.dry_run import boundary_tensors
 from megatron_autorecompute.pipeline import Schedule
@@ -49,10 +59,20 @@ def test_predicted_peaks_hold_on_sixteen_interleaved_stages(fresh_process, name)
     assert out_of_bounds(fresh_process(case_points, BY_NAME[name], (0, 15), 1)) == []
 
 
-@pytest.mark.parametrize("name", ["mixtral", "mixtral, v=2"])
-def test_predicted_peaks_of_moe_layers_that_do_not_rerun_their_experts(fresh_process, name):
+@pytest.mark.parametrize("name", ["mixtral", "mixtral, v=2", "qwen3 30b-a3b"])
+def test_predicted_peaks_of_moe_layers_are_those_of_megatrons_schedule(fresh_process, name):
     case = BY_NAME[name]
-    assert out_of_bounds(fresh_process(case_points, case, stages_of(case), 4, "moe")) == []
+    assert out_of_bounds(fresh_process(case_points, case, stages_of(case), 2)) == []
+
+
+def test_the_page_has_the_table_of_the_result_file():
+    assert PAGE.read_text() == with_table(PAGE.read_text(), json.loads(RESULTS.read_text()))
+
+
+def test_no_point_of_the_result_file_is_out_of_bounds():
+    for version, results in json.loads(RESULTS.read_text()).items():
+        outside = [p for p in results["points"] if not LOWEST <= p["error"] <= HIGHEST]
+        assert outside == [], version
 
 
 # p, v, microbatches, group size

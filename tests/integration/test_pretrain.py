@@ -260,6 +260,43 @@ def test_two_jobs_that_share_a_plan_path_each_run_a_whole_plan_of_their_own(tmp_
     assert set(seen) == {"32", "64"}
 
 
+def test_a_policy_on_some_ranks_only_is_an_error_on_all_of_them_at_once():
+    pair = FLAGS + "--tensor-model-parallel-size 2 --recompute-policy "
+    auto = AUTO.format(budget=1).removeprefix("--recompute-policy ")
+    given = [Job(pair + policy, 2, before="uneven_flags.py") for policy in ("full ", auto)]
+    for job, said in zip(run_many(SCRIPT, given), ("a policy", "auto"), strict=True):
+        assert job.returncode != 0
+        assert len(job.said) == 2, job.text
+        assert all(f"rank 0: {said}; rank 1: nothing" in line for line in job.said)
+
+
+T5_MIXED = "full*2,none*1,selective[core_attn]*2,full*2,selective[mlp]*1"
+
+
+def test_a_t5_trains_alike_under_a_text_under_auto_and_under_the_plan_it_leaves(tmp_path):
+    flags = FLAGS + "--decoder-seq-length 16 --train-iters 18 "
+    plan = tmp_path / "plan.json"
+    auto = AUTO.format(budget=0.009) + f"--recompute-plan-path {plan}"
+    plain, *ours, refused, in_stages = run_many(
+        SCRIPT.with_name("pretrain_tiny_t5.py"),
+        [
+            Job(flags, with_us=False),
+            Job(flags + f"--recompute-policy {T5_MIXED}"),
+            Job(flags + auto),
+            Job(flags + f"--recompute-policy @{plan}"),
+            Job(flags + "--recompute-policy full*4"),
+            Job(flags + "--recompute-policy full --pipeline-model-parallel-size 2", 2),
+        ],
+    )
+    for job in ours:
+        assert len(job.losses) == 18, job.text
+        assert job.losses == plain.losses
+        assert job.weights == plain.weights
+    assert [kind.layers for kind in Plan.load(plan).profile.kinds] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert "the model has 8" in refused.said[0], refused.text
+    assert "A T5Model on 2 pipeline stages" in in_stages.said[0], in_stages.text
+
+
 def test_what_auto_says_is_short(jobs):
     said = [line for line in jobs["auto"].text.splitlines() if line.startswith("recompute auto:")]
     assert len([line for line in said if "measuring" in line]) <= 13

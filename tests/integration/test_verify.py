@@ -1,20 +1,28 @@
 """`verify`: the model is built again from a profile's facts, and its plan run on meta tensors."""
 
+import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.peak_fidelity import CASES, builder, config, measured_profile, shape
 from megatron_autorecompute.cli import main
+from megatron_autorecompute.comparison import Shape
 from megatron_autorecompute.errors import VerificationError
 from megatron_autorecompute.pipeline import Layout, Schedule
 from megatron_autorecompute.plan import make_plan
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.solve import Planner
 from megatron_autorecompute.verify import StageCheck, layout_names, require_verified
+from tests.support import run_ranks, tiny_config
 
+TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
+SHAPE = Shape(
+    num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=128, num_microbatches=4
+)
 CASE = replace(CASES[0], num_layers=8, pp=2, num_microbatches=4)
 
 
@@ -29,7 +37,7 @@ def profile_of_a_model() -> Profile:
     size = shape(CASE, 4)
     with without_cuda.activate(meta=True), _fake_ranks(config(CASE), 0, size):
         chunks = build_chunks(_meta_config(config(CASE)), size, builder(CASE), torch.device("meta"))
-        facts = compat.model_facts(chunks[0])
+        facts = compat.model_facts(chunks)
     parallelism = replace(found.parallelism, tensor_parallel=CASE.tp, sequence_parallel=True)
     return replace(found, model=replace(found.model, facts=facts), parallelism=parallelism)
 
@@ -93,6 +101,62 @@ def test_a_layout_is_read_back_from_the_names_given_to_megatron(text):
         pipeline_model_parallel_layout=names,
     )
     assert again == layout
+
+
+def trained_with_auto(plan_path):
+    """A few steps of `auto` on two stages, which write its plan."""
+    from megatron.core import parallel_state
+
+    from megatron_autorecompute.auto_options import AutoOptions
+    from megatron_autorecompute.autotune import AutoTuner, JobFacts
+    from megatron_autorecompute.profile import Parallelism
+    from megatron_autorecompute.workload import TrainingJob
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    job = TrainingJob(SHAPE, TEXT)
+    options = AutoOptions(
+        recompute_memory_budget_gib=0.03, recompute_plan_path=plan_path, recompute_measure_steps=8
+    )
+    parallelism = Parallelism(SHAPE.micro_batch_size, SHAPE.seq_length, dtype="float32")
+    facts = JobFacts(
+        parallelism, lambda: SHAPE.num_microbatches, lambda text: None, without_cuda=True
+    )
+    tuner = AutoTuner(job.chunks, job.optimizer, options, facts)
+    for _ in range(16):
+        with tuner.step():
+            job.step()
+    tuner.close()
+
+
+def test_the_plan_of_an_auto_run_is_what_megatrons_schedule_does(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    run_ranks(trained_with_auto, 2, str(path), timeout_s=240)
+    code = main(["verify", str(path)])
+    printed = capsys.readouterr()
+    assert (code, printed.err.strip()) == (0, ""), printed.out
+
+
+def rebuilt_from_its_facts(kind, fields):
+    """What a config's facts leave out of it, after a trip through JSON.
+
+    The config's class is of another package, which adds fields, as Megatron Bridge's are.
+    """
+    from megatron_autorecompute import compat
+
+    config = tiny_config(kind, **fields)
+    foreign = [("seq_length", int, 7)]
+    config.__class__ = make_dataclass("Provider", foreign, bases=(type(config),))
+    again = compat.rebuilt_config(json.loads(json.dumps(compat.config_facts(config))), {})
+    return [name for name, value in vars(config).items() if _differs(value, vars(again)[name])]
+
+
+def _differs(value, other):
+    return not callable(value) and value != other
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "mla"])
+def test_a_config_is_rebuilt_from_its_facts(kind):
+    assert run_ranks(rebuilt_from_its_facts, 1, kind, {"init_method_std": 0.5}) == [[]]
 
 
 def test_a_profile_that_does_not_say_how_to_build_its_model_is_refused(profile, tmp_path, capsys):

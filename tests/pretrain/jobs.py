@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import socket
 import subprocess
 import sys
@@ -15,6 +14,9 @@ ROOT = Path(__file__).parents[2]
 LAUNCHER = ("-m", "megatron_autorecompute.pretrain")
 WITHOUT_US = (str(Path(__file__).with_name("without_us.py")),)
 MEMORY_BYTES = 16 << 30
+LIMITED = ("sh", "-c", f'ulimit -v {MEMORY_BYTES >> 10} && exec "$@"', "sh")
+"""Goes before a command. Not `preexec_fn`: that runs Python in a fork, which may wait for ever for
+a lock that another thread of this process held, and no timeout of `subprocess` covers it."""
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -83,33 +85,28 @@ def run(
 ) -> Output:
     """Start a job on CPU with torchrun and wait for it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-port", str(_free_port()), *way_in, str(script), *flags.split()]
+    command += ["--master-port", str(free_port()), *way_in, str(script), *flags.split()]
     job = subprocess.run(
-        [*command, "--recompute-run-on-cpu"] if way_in == LAUNCHER else command,
+        [*LIMITED, *command, *(["--recompute-run-on-cpu"] if way_in == LAUNCHER else [])],
         env=_environment(python_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=timeout_s,
-        preexec_fn=_limit_memory,
     )
     return Output(job.returncode, job.stdout)
 
 
 def run_many(script: Path, jobs: Sequence[Job], timeout_s: float = 60) -> list[Output]:
     """Run jobs one after another from one start of Python (`many`), `timeout_s` for each."""
-    told = [
-        {**asdict(job), "script": str(script), "port": _free_port(), "timeout_s": timeout_s}
-        for job in jobs
-    ]
+    told = [{**asdict(job), "script": str(script), "timeout_s": timeout_s} for job in jobs]
     process = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("many.py"))],
+        [*LIMITED, sys.executable, str(Path(__file__).with_name("many.py"))],
         input=json.dumps(told),
         env=_environment(),
         stdout=subprocess.PIPE,
         text=True,
         timeout=timeout_s * (1 + len(jobs)),
-        preexec_fn=_limit_memory,
     )
     lines = [json.loads(line) for line in process.stdout.splitlines()]
     assert len(lines) == len(jobs)
@@ -128,11 +125,8 @@ def _environment(python_path: Sequence[str] = ()) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

@@ -19,6 +19,7 @@ import types
 from pathlib import Path
 
 from megatron_autorecompute import without_cuda
+from tests.pretrain.jobs import free_port
 
 HERE = Path(__file__).parent
 NEIGHBOURS_LIVE_S = 15
@@ -51,7 +52,8 @@ def import_everything():
 
 def codes_of(job, log):
     """Exit codes by rank; a signal as its negative number."""
-    ranks = {start(job, rank, log): rank for rank in range(job["ranks"])}
+    port = free_port()  # now: one found before other jobs ran may be taken
+    ranks = {start(job, rank, port, log): rank for rank in range(job["ranks"])}
     codes, deadline = {}, time.monotonic() + job["timeout_s"]
     while len(codes) < len(ranks):
         time.sleep(0.02)
@@ -66,7 +68,7 @@ def codes_of(job, log):
     return [codes[rank] for rank in range(len(ranks))]
 
 
-def start(job, rank, log):
+def start(job, rank, port, log):
     process = os.fork()
     if process:
         return process
@@ -79,7 +81,7 @@ def start(job, rank, log):
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(job["ranks"]),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(job["port"]),
+            "MASTER_PORT": str(port),
         }
         main(job)
         code = 0

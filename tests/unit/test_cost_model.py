@@ -182,6 +182,22 @@ def test_time_splits_into_ideal_imbalance_and_recompute():
     assert first.busy_ms == pytest.approx(8 * 70)
 
 
+def test_the_step_lies_between_all_layers_fast_and_all_layers_slow():
+    none, full = replace(NONE, spread_ms=2.0), replace(FULL, spread_ms=3.0)
+    policy = RecomputePolicy.parse("full/2*2,none*2", num_layers=4)
+
+    def cost(*choices, shift_ms=0.0):
+        moved = (replace(c, backward_ms=c.backward_ms + shift_ms * c.spread_ms) for c in choices)
+        profile = uniform_profile(4, *moved)
+        return evaluate(profile, Layout.even(4, 2), Schedule(2, 1, 6), policy)
+
+    found = cost(none, full)
+    assert found.step_low_ms == pytest.approx(cost(none, full, shift_ms=-1.0).step_ms)
+    assert found.step_high_ms == pytest.approx(cost(none, full, shift_ms=1.0).step_ms)
+    assert found.step_low_ms < found.step_ms < found.step_high_ms
+    assert cost(NONE, FULL).step_high_ms is None
+
+
 def test_equal_stages_take_the_time_of_narayanan_et_al():
     # (b'/b + p - 1) * (t_f(b) + t_b(b)), b' / b being the number of microbatches.
     profile = uniform_profile(8, NONE)

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.profile import ChoiceRecord, Imbalance, LayerKind, Profile
+from megatron_autorecompute.profile import BytesAt, ChoiceRecord, Imbalance, LayerKind, Profile
 from tests.unit.random_profiles import problem
 
 
@@ -149,3 +149,16 @@ def test_imbalance_takes_the_recorded_percentile_at_or_above_the_asked_one():
         1.5,
         1.5,
     ]
+
+
+def test_a_record_takes_the_bytes_of_the_recorded_percentile_at_or_above_the_asked_one():
+    points = (BytesAt(100.0, 9, 3, 3), BytesAt(50.0, 5, 1, 2))
+    record = ChoiceRecord("none", 9, 3, 3, 1.0, 2.0, percentiles=points)
+    assert [record.at_percentile(p).held_bytes for p in (None, 40.0, 50.0, 51.0, 100.0)] == [
+        9,
+        5,
+        5,
+        9,
+        9,
+    ]
+    assert record.at_percentile(50.0).backward_transient_bytes == 2

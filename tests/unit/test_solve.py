@@ -24,18 +24,31 @@ def found(planner, stage, budget):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_the_optimum_is_that_of_brute_force_in_time_then_peak_then_runs(part):
+def test_the_optimum_is_that_of_brute_force_in_time_then_peak_then_runs(part, monkeypatch):
     compared = feasible = 0
     for seed in range(part * INSTANCES // 4, (part + 1) * INSTANCES // 4):
         profile, layout, schedule, budget = problem(seed)
-        planner = Planner(profile, layout, schedule)
+        kept, searched = (Planner(profile, layout, schedule) for _ in range(2))
         for stage in range(layout.num_stages):
             expected = brute_force(profile, layout, schedule, stage, budget)
-            assert found(planner, stage, budget) == expected, (seed, stage)
+            assert found(kept, stage, budget) == expected, (seed, stage)
+            with monkeypatch.context() as patch:  # as chunks of many layers are searched
+                patch.setattr("megatron_autorecompute.stage_search.COMPLETE_LAYERS", -1)
+                assert found(searched, stage, budget) == expected, (seed, stage)
             compared += 1
             feasible += expected is not None
     assert compared > 500
     assert compared / 4 < feasible < compared
+
+
+def test_an_optimum_known_from_a_smaller_budget_changes_no_answer():
+    for seed in range(200):
+        profile, layout, schedule, budget = problem(seed)
+        planner = Planner(profile, layout, schedule)
+        for stage in range(layout.num_stages):
+            planner.choose(stage, budget)
+            fresh = Planner(profile, layout, schedule)
+            assert found(planner, stage, budget + 7) == found(fresh, stage, budget + 7)
 
 
 def test_narrow_rounds_end_in_the_same_optimum(monkeypatch):
@@ -56,6 +69,23 @@ def test_a_search_cut_off_too_early_reports_a_gap_and_a_bound_that_holds(monkeyp
     assert exact.gap == 0
     assert cut.bound_ps <= exact.time_ps <= cut.time_ps
     assert cut.gap > 0
+
+
+def test_the_bound_of_a_search_cut_short_is_never_above_the_optimum(monkeypatch):
+    monkeypatch.setattr("megatron_autorecompute.stage_search.COMPLETE_LAYERS", -1)
+    budgets = range(300, 1000, 25)
+    exact = [Planner(*problem_of_many()[:3]).choose(0, budget) for budget in budgets]
+    gaps = []
+    for width in (2, 4, 8, 16):
+        monkeypatch.setattr("megatron_autorecompute.stage_search.WIDTHS", (width,))
+        cut = [Planner(*problem_of_many()[:3]).choose(0, budget) for budget in budgets]
+        for one, other in zip(exact, cut, strict=True):
+            assert (one is None) == (other is None)
+            if one and other:
+                assert other.bound_ps <= one.time_ps <= other.time_ps
+        gaps.append(sum(choice.gap for choice in cut if choice))
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[0] > gaps[-1]
 
 
 def problem_of_many(num_layers=12):

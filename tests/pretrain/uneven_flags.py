@@ -1,0 +1,17 @@
+"""Runs first in a rank: rank 1 is started without --recompute-policy."""
+
+import os
+
+from megatron.training import arguments
+
+original = arguments.parse_args
+
+
+def parse_args(*given, **named):
+    args = original(*given, **named)
+    args.recompute_policy = None
+    return args
+
+
+if os.environ["RANK"] == "1":
+    arguments.parse_args = parse_args
