@@ -11,7 +11,7 @@ plan() {
     name=$1
     shift
     megatron-autorecompute plan --profile "$out/$name.json" --budget-gib 73.14 "$@" |
-        sed '/^Assumes/,$d'
+        sed '/^Assumes/,/^Add to/{/^Add to/!d}'
 }
 profile llama3-70b
 plan llama3-70b --pp 4 --vp 5 --num-microbatches 8
