@@ -84,7 +84,9 @@ def profile_job(
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
     return Profile(
-        model=Model(job.name, job.num_layers, job.mtp_num_layers, _facts(job, decoder.layer_facts)),
+        model=Model(
+            job.name, job.num_layers, job.mtp_num_layers, facts=_facts(job, decoder.layer_facts)
+        ),
         parallelism=_parallelism(job),
         kinds=_with_inert(kinds),
         embedding=decoder.embedding,
