@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,6 +31,13 @@ _GENERATED = (
     "__match_args__",
     "__dataclass_fields__",
     "__dataclass_params__",
+)
+_LAYER_SIZES = (
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "num_moe_experts",
 )
 _PARAMS = ("init", "repr", "eq", "order", "unsafe_hash", "frozen")
 _saved: list[tuple[type, str, Any]] = []
@@ -69,14 +78,42 @@ def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
     """The policy in a config's field, or None when there is none or it is still `auto`.
 
     Raises:
-        PolicyError: the field holds something else, or a policy of another length.
+        PolicyError: the field holds something else, or a policy of another length or model.
     """
     value = getattr(config, FIELD, None)
     if value is None or value == "auto":
         return None
+    refuse_plan_of_another_model(value, config)
     return RecomputePolicy.from_config(
         value, num_layers=compat.num_policy_layers(config), layout=compat.layout(config)
     )
+
+
+def refuse_plan_of_another_model(value: Any, config: TransformerConfig) -> None:
+    """Raise PolicyError where `value` is @PLAN and the plan's layers have other sizes.
+
+    A policy file says nothing of them, nor need a plan from a profile written by hand.
+    """
+    if not isinstance(value, str) or not value.startswith("@"):
+        return
+    path = value[1:]
+    try:
+        plan = json.loads(Path(path).read_text())
+        facts = plan["profile"]["model"]["facts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # no plan; whether it is a policy is for RecomputePolicy.load to say
+    described = facts.get("transformer_config") or facts.get("job", {}).get("config") or facts
+    other = [
+        f"{name} {described[name]} (here {getattr(config, name)})"
+        for name in _LAYER_SIZES
+        if None not in (described.get(name), getattr(config, name))
+        and described[name] != getattr(config, name)
+    ]
+    if other:
+        raise PolicyError(
+            f"{path} is the plan of another model, {plan['profile']['model'].get('name')}: "
+            f"{', '.join(other)}. Give this model's own plan, or auto to measure and make one."
+        )
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -143,6 +143,7 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     if value == "auto":
         _refuse_graphs(config)
         return None
+    field.refuse_plan_of_another_model(value, config)
     policy = RecomputePolicy.from_config(
         value, num_layers=compat.num_policy_layers(config), layout=_chunks(config)
     )

@@ -248,6 +248,19 @@ def test_what_is_no_policy_for_this_model_is_refused_at_construction(field, valu
         tiny_config(recompute_policy=value)
 
 
+def test_a_plan_of_another_model_with_as_many_layers_is_refused_naming_the_sizes(field, tmp_path):
+    from megatron_autorecompute import compat
+
+    plan = {"recompute_policy": ["full"] * 4, "profile": {"model": {"name": "GPTModel"}}}
+    facts = {"transformer_config": compat.config_facts(tiny_config())}
+    plan["profile"]["model"]["facts"] = facts
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    assert field.policy_of(tiny_config(recompute_policy=f"@{path}")).format() == "full*4"
+    with pytest.raises(PolicyError, match=r"plan of another model.*hidden_size 64 \(here 128\)"):
+        tiny_config(recompute_policy=f"@{path}", hidden_size=128)
+
+
 def test_prediction_depths_count_as_layers(field):
     assert tiny_config(mtp_num_layers=2, recompute_policy="full*6").recompute_policy == "full*6"
     with pytest.raises(PolicyError, match="covers 4 layers, the model has 6"):
