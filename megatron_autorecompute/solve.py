@@ -13,7 +13,7 @@ to subtract.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_autorecompute.cost_model import (
@@ -208,7 +208,14 @@ class Planner:
             for budget in budgets[::stride]:
                 for stage in range(self.layout.num_stages):
                     self.choose(stage, budget)
-        return tuple(self._point(budget) for budget in dict.fromkeys(budgets))
+        curve = [self._point(min(budgets))]
+        for budget in sorted(set(budgets))[1:]:
+            point = self._point(budget)
+            if point.step_ms > curve[-1].step_ms:
+                # As fast on every stage, yet split over its chunks so that others wait longer.
+                point = replace(curve[-1], budget_bytes=budget)
+            curve.append(point)
+        return tuple(reversed(curve))
 
     def _point(self, budget_bytes: int) -> ParetoPoint:
         choices = [self.choose(stage, budget_bytes) for stage in range(self.layout.num_stages)]

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import solve_speed
 from megatron_autorecompute.cost_model import PS_PER_MS
 from megatron_autorecompute.errors import InfeasibleError, PolicyError, ProfileError
 from megatron_autorecompute.pipeline import Layout, Schedule
@@ -285,6 +286,16 @@ def test_pareto_falls_in_time_as_the_budget_grows_and_each_point_is_the_optimum(
         fresh = Planner(*problem_of_many()[:3]).solve(point.budget_bytes)
         assert fresh.cost.step_ms == pytest.approx(point.step_ms)
         assert fresh.cost.peak_high_bytes == point.peak_high_bytes
+
+
+def test_interleaved_more_budget_on_the_curve_is_never_a_slower_step():
+    planner = solve_speed.planner(solve_speed.Case(32, 4, 2))
+    points = planner.pareto(24)
+    # Stage by stage nothing is slower, but what waits for what can make the step so.
+    alone = [planner.solve(point.budget_bytes).cost.step_ms for point in points]
+    assert any(large > small for large, small in itertools.pairwise(alone))
+    assert all(large.step_ms <= small.step_ms for large, small in itertools.pairwise(points))
+    assert all(point.peak_high_bytes <= point.budget_bytes for point in points)
 
 
 def test_evidence_carries_objective_bound_gap_and_binding_moment():
