@@ -94,6 +94,13 @@ def test_a_layer_that_holds_more_than_its_record_says_ends_with_exit_code_10(
     assert "differs" in printed.out
 
 
+def test_only_a_prediction_that_is_too_high_may_be_off_by_a_boundary_tensor():
+    sizes = {"static_bytes": 0, "budget_bytes": 2000, "boundary_bytes": 20}
+    assert StageCheck(0, 1020, 1000, **sizes).agrees
+    assert not StageCheck(0, 1021, 1000, **sizes).agrees
+    assert not StageCheck(0, 980, 1000, **sizes).agrees
+
+
 def test_a_stage_that_needs_more_than_its_budget_is_an_error_even_where_predicted_rightly():
     fits = StageCheck(0, 100, 100, static_bytes=50, budget_bytes=150)
     require_verified((fits,))
