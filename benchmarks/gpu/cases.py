@@ -7,6 +7,7 @@ layers at a size that runs in seconds: a dry run of the benchmarks, no evidence.
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,9 @@ from typing import Any, Literal
 
 from megatron_autorecompute.comparison import Shape
 
-TEXT = Path(__file__).parents[2] / "LICENSE"
+ROOT = Path(__file__).parents[2]
+OUR_CODE = ("megatron_autorecompute", "benchmarks/gpu", "tests/gpu")
+TEXT = ROOT / "LICENSE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +202,7 @@ def built(case: Case) -> Any:
 
 
 def machine() -> dict[str, str]:
-    """Device, driver and versions of everything a figure depends on."""
+    """Device, driver, versions and code: everything a figure depends on."""
     import torch
 
     on_cuda = torch.cuda.is_available()
@@ -211,8 +214,32 @@ def machine() -> dict[str, str]:
         "cuda": torch.version.cuda or "none",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "commit": commit(ROOT, *OUR_CODE),
+        "sources sha256": _digest(),
     }
     return {**said, **{name: _version(name) for name in packages}}
+
+
+def commit(checkout: Path, *paths: str) -> str:
+    """The last commit of a checkout that touched the paths, and whether they differ from it."""
+
+    def git(*asked: str) -> str:
+        command = ["git", "-C", str(checkout), *asked, "--", *paths]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        last = git("log", "-1", "--format=%H")
+        return f"{last} and changes" if git("status", "--porcelain") else last
+    except (OSError, subprocess.CalledProcessError):
+        return "not known: no git checkout"
+
+
+def _digest() -> str:
+    """Of all code that makes a figure: a machine to measure on may have no git."""
+    digest = hashlib.sha256()
+    for path in sorted(path for name in OUR_CODE for path in (ROOT / name).rglob("*.py")):
+        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _memory_bytes() -> int:

@@ -93,12 +93,12 @@ def fidelity(contest: Contest, ledger: Ledger, rounds: int) -> None:
     rest_ms = ledger.item("rest_ms", lambda: contest.rest_ms(profile))
 
     def compared(text: str) -> dict[str, Any]:
-        cost = contest.cost(profile, contest.policy(text))
+        cost, peak = contest.cost(profile, contest.policy(text)), contest.peak(text)
         return {
-            **asdict(contest.peak(text)),
+            **asdict(peak),
             "predicted_bytes": cost.stages[0].peak.bytes,
             "predicted_ms": cost.step_ms + rest_ms,
-            "step_ms": contest.times_ms(text, rounds + 1)[1:],
+            "step_ms": [] if peak.out_of_memory else contest.times_ms(text, rounds + 1)[1:],
         }
 
     texts = [policy.format() for policy in random_policies(profile, POLICIES)]
