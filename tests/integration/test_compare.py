@@ -19,6 +19,8 @@ from megatron_autorecompute.comparison import Comparison, Shape
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.plan import Plan
 
+# Importing megatron-core 0.19 warns of a model that nobody here uses.
+pytestmark = pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning")
 ROOT = Path(__file__).parents[2]
 SMALL = [
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
@@ -122,7 +124,9 @@ def small_job(**fields):
             **fields,
         }
     )
-    return TrainingJob(shape, (ROOT / "LICENSE").read_bytes())
+    job = TrainingJob(shape, (ROOT / "LICENSE").read_bytes())
+    job.step()  # allocates what stays
+    return job
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -526,6 +526,21 @@ def test_part_7_asks_for_a_checkout(results):
         processes.upstream(ledger, Namespace(megatron_lm=None))
 
 
+def test_a_dry_run_of_what_trains_in_one_process_is_complete(tmp_path):
+    sections = ["1-gpt3-760m-48l", *(f"{part}-gpt-350m-unfused" for part in (2, 3, 5))]
+    command = [sys.executable, "-m", "benchmarks.gpu.run", "--tiny", "--output", str(tmp_path)]
+    command += [word for name in sections for word in ("--only", name)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    results = Results.load(tmp_path / "results.json")
+    assert [
+        len(page._numbered(results.sections[name].items, what))
+        for name, what in zip(sections, ("round", "budget", "policy", "strategy"), strict=True)
+    ] == [2, 8, 40, 5]
+    for path in tmp_path.glob("*_tiny-cpu_*.md"):
+        assert page.NOT_YET not in path.read_text()
+
+
 def test_the_file_is_json_with_a_schema_version(results):
     results.save()
     assert json.loads(results.path.read_text())["schema_version"] == 1
