@@ -35,8 +35,8 @@ class Case:
     """Fields of the TransformerConfig besides those of the shape."""
     tiny_fields: Mapping[str, Any] = field(default_factory=dict)
     """Over `fields` in a dry run."""
-    layers: Literal["local", "te"] = "local"
-    """What its layers are made of on CUDA."""
+    layers: Literal["local", "te", "gated delta net"] = "local"
+    """What its layers are made of on CUDA; the last is local ones with linear attention."""
 
     def needs_te(self) -> bool:
         """Whether it runs on CUDA with Transformer Engine only."""
@@ -61,7 +61,8 @@ class Case:
 
     def configuration(self) -> dict[str, Any]:
         """The whole training job, for the page."""
-        return {**asdict(self.shape), **self.fields, "layers": self.layers, "dropout": 0.1}
+        fields = {name: getattr(value, "__name__", value) for name, value in self.fields.items()}
+        return {**asdict(self.shape), **fields, "layers": self.layers, "dropout": 0.1}
 
 
 def _shape(num_layers: int, hidden: int, heads: int, seq: int, micro_batch: int) -> Shape:
@@ -182,11 +183,11 @@ def built(case: Case) -> Any:
 
     from megatron_autorecompute.workload import TrainingJob, Variant, read_text
 
-    make = (
-        gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
-        if case.layers == "te"
-        else gpt_layer_specs.get_gpt_layer_local_spec
-    )
+    make = {
+        "local": gpt_layer_specs.get_gpt_layer_local_spec,
+        "te": gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec,
+        "gated delta net": _gated_delta_net_layer,
+    }[case.layers]
     variant = Variant(
         case.fields,
         lambda config: make(
@@ -201,12 +202,30 @@ def built(case: Case) -> Any:
     return TrainingJob(case.shape, text * (1 + least // len(text)), variant)
 
 
+def _gated_delta_net_layer(**options: Any) -> Any:
+    """Megatron's own spec of it is made of Transformer Engine only."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    spec = get_gpt_layer_local_spec(**options)
+    spec.submodules.self_attention = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+        ),
+    )
+    return spec
+
+
 def machine() -> dict[str, str]:
     """Device, driver, versions and code: everything a figure depends on."""
     import torch
 
     on_cuda = torch.cuda.is_available()
-    packages = ("megatron-core", "transformer-engine", "flash-attn", "triton", "scipy")
+    packages = ("megatron-core", "transformer-engine", "flash-attn", "fla-core", "triton", "scipy")
     said = {
         "device": torch.cuda.get_device_name() if on_cuda else "CPU",
         "memory_bytes": str(_memory_bytes()) if on_cuda else "0",

@@ -194,9 +194,10 @@ def _one(options: argparse.Namespace) -> int:
 
 def _plugin_configuration(part: int, options: argparse.Namespace) -> dict[str, Any]:
     if part == 4:
-        from tests.gpu.models import LOCAL, TE
+        from tests.gpu.models import LOCAL, TE, gated_delta_net
 
-        return {name: make().configuration() for name, make in {**LOCAL, **TE}.items()}
+        models = {**LOCAL, **TE, "gated delta net": gated_delta_net}
+        return {name: make().configuration() for name, make in models.items()}
     if part == 6:
         from benchmarks.gpu.processes import AUTO_FRACTION, auto_flags
 
