@@ -10,7 +10,7 @@ HAS_CUDA := $(shell $(PYTHON) -c "import torch; print(torch.cuda.is_available())
 export TORCHDYNAMO_DISABLE := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: compare results test test-core-016 test-core-019 test-bridge lint megatron-lm-checks bridge-checks clean
+.PHONY: compare results test test-core-016 test-core-019 test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks clean
 
 ## Run Megatron under its own strategies and ours, on this machine; print the table.
 compare: $(INSTALLED)
@@ -29,6 +29,12 @@ test-core-016: $(INSTALLED)
 
 test-core-019: $(INSTALLED) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m pytest tests/integration $(ARGS)
+
+## What runs on a GPU, as far as CPU can: its tests, and every part that needs no checkout.
+gpu-dry-run: $(INSTALLED) $(CORE_019)
+	PYTHONPATH=$(CORE_019) GPU_TESTS_ANYWHERE=1 $(BIN)/python -m pytest tests/gpu $(ARGS)
+	PYTHONPATH=$(CORE_019) $(BIN)/python -m benchmarks.gpu.run --tiny --only 1 --only 2 --only 3 \
+	    --only 5 --only 6
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

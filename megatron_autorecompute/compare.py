@@ -33,7 +33,12 @@ from megatron_autorecompute.comparison import (
     Shape,
     StrategyResult,
 )
-from megatron_autorecompute.errors import AutorecomputeError, InfeasibleError, MachineError
+from megatron_autorecompute.errors import (
+    AutorecomputeError,
+    InfeasibleError,
+    MachineError,
+    OptionError,
+)
 from megatron_autorecompute.options import add_flags, from_flags, option
 from megatron_autorecompute.pipeline import Layout, Schedule
 from megatron_autorecompute.plan import Plan, make_plan
@@ -42,6 +47,17 @@ from megatron_autorecompute.solve import Planner
 
 GIB = 1 << 30
 WARM_UP_STEPS = 2
+MOST_GIB = 1 << 20
+LONGEST_S = 7 * 24 * 3600
+COUNTS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "micro_batch_size",
+    "num_microbatches",
+    "pipeline_stages",
+)
 CORRECTIONS = 3
 """How often a plan whose measured peak exceeds the budget is corrected before giving up."""
 
@@ -64,10 +80,30 @@ class Settings:
     timeout_s: float = option(600.0, "longest wait for a rank before the comparison gives up")
 
     def __post_init__(self) -> None:
-        if self.rounds < 1 or self.tries < 1:
-            raise MachineError(
-                f"--rounds {self.rounds} and --tries {self.tries}: both must be at least 1."
+        """Raises OptionError for what no comparison can be run with."""
+        shape = self.shape
+        for options, names in ((shape, COUNTS), (self, ("rounds", "tries"))):
+            for name in names:
+                if getattr(options, name) < 1:
+                    raise _refused(options, name, "it must be at least 1")
+        if shape.num_layers % shape.pipeline_stages:
+            raise _refused(shape, "num_layers", f"{shape.pipeline_stages} stages share them evenly")
+        if shape.hidden_size % shape.num_attention_heads:
+            raise _refused(
+                shape, "hidden_size", f"{shape.num_attention_heads} heads share it evenly"
             )
+        if self.budget_gib is not None and not 0 < self.budget_gib < MOST_GIB:
+            raise _refused(self, "budget_gib", f"it must be above 0 and below {MOST_GIB}")
+        if not 0 <= self.budget_fraction <= 1:
+            raise _refused(self, "budget_fraction", "it must be from 0 (full) to 1 (none)")
+        if not 0 < self.timeout_s <= LONGEST_S:
+            raise _refused(self, "timeout_s", f"it must be above 0, and {LONGEST_S} at most")
+        if not 0 <= shape.seed < 1 << 32:
+            raise _refused(shape, "seed", "it must be from 0 to 2^32 - 1")
+
+
+def _refused(options: Any, name: str, rule: str) -> OptionError:
+    return OptionError(f"--{name.replace('_', '-')} {getattr(options, name)}: {rule}.")
 
 
 # --- the parent -----------------------------------------------------------------------------------
@@ -104,7 +140,7 @@ def _default_shape() -> Shape:
 
     if not torch.cuda.is_available():
         return Shape()
-    return replace(ON_A_GPU, pipeline_stages=min(2, torch.cuda.device_count()))
+    return ON_A_GPU
 
 
 def show(comparison: Comparison, folder: Path, console: Console) -> None:
@@ -275,18 +311,10 @@ class _Contest:
         self.tell = tell
         self.comparison = Comparison(None, job=settings.shape, machine=_machine())
         self.done = 0
-        self.total = WARM_UP_STEPS + 3 + (1 + settings.tries) * (len(self._settings_to_try()) + 3)
+        self.total = (
+            WARM_UP_STEPS + 3 + (1 + settings.tries) * (len(self.job.counted_settings()) + 3)
+        )
         self.total += 5 * settings.rounds
-
-    def _settings_to_try(self) -> list[str]:
-        """Every block/N and uniform/N that differs on the fullest stage."""
-        from megatron_autorecompute import compat
-
-        longest = max(len(chunk) for chunk in compat.layout(self.job.config))
-        divisors = [n for n in range(1, longest + 1) if longest % n == 0]
-        return [f"megatron:block/{n}" for n in range(1, longest)] + [
-            f"megatron:uniform/{n}" for n in divisors
-        ]
 
     def _step(self, text: str) -> None:
         self.done += 1
@@ -341,7 +369,7 @@ class _Contest:
         """What a person does by hand: try every setting, time those that fit, keep the fastest."""
         begin = time.perf_counter()
         fitting = []
-        for policy in self._settings_to_try():
+        for policy in self.job.counted_settings():
             result = self._measured(policy.removeprefix("megatron:"), "tried", policy)
             if not self.comparison.exceeds(result):
                 result = self._timed(result, self.settings.tries)

@@ -39,9 +39,10 @@ ON_A_GPU = Shape(
     num_attention_heads=16,
     seq_length=1024,
     micro_batch_size=8,
+    pipeline_stages=1,
     bf16=True,
 )
-"""The default where there is a GPU, with as many stages as GPUs, two at most."""
+"""The default where there is a GPU: one stage, so that a strategy may run out of memory alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from packaging.version import Version
 
 from megatron_autorecompute import compat
 from megatron_autorecompute.apply import apply
@@ -117,21 +118,42 @@ class TrainingJob:
         with LiveBytes(tensors(self.chunks, self.optimizer)) as live:
             yield live
 
+    def counted_settings(self) -> list[str]:
+        """Every block/N and uniform/N that differs on the fullest stage and that Megatron can run.
+
+        Below core 0.17, `uniform` reads beyond the end of a chunk that is no multiple of N.
+        """
+        chunks = [len(chunk) for chunk in compat.layout(self.config)]
+        counts = range(1, max(chunks) + 1)
+        if compat.version() < Version("0.17.0"):
+            counts = [n for n in counts if all(length % n == 0 for length in chunks)]
+        blocks = [f"megatron:block/{n}" for n in range(1, max(chunks))]
+        return blocks + [f"megatron:uniform/{n}" for n in counts]
+
     def peak_bytes(self) -> tuple[int, bool]:
         """The most bytes alive on this rank during one step, static ones included.
 
         Returns them with whether the device ran out of memory on the way.
+
+        Raises: MachineError when it did and there are other pipeline stages, which wait for this.
         """
         out_of_memory = False
         with self.memory() as memory:
             memory.reset_peak()
             try:
                 self.step()
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
                 if self.shape.pipeline_stages > 1:
-                    raise  # the other ranks wait for this one: nothing can go on
+                    raise MachineError(
+                        f"A pipeline stage ran out of memory, and the others wait for it: {error} "
+                        "Give --pipeline-stages 1, or a smaller --micro-batch-size or --seq-length."
+                    ) from error
                 out_of_memory = True
             peak = memory.peak_bytes
+        if out_of_memory:  # here what the step held is let go
+            compat.leave_interrupted_checkpoint()
+            if self.on_cuda:
+                torch.cuda.empty_cache()
         return peak if self.on_cuda else peak + self.static().total_bytes, out_of_memory
 
     @contextmanager

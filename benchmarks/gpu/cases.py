@@ -7,6 +7,7 @@ layers at a size that runs in seconds: a dry run of the benchmarks, no evidence.
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,9 @@ from typing import Any, Literal
 
 from megatron_autorecompute.comparison import Shape
 
-TEXT = Path(__file__).parents[2] / "LICENSE"
+ROOT = Path(__file__).parents[2]
+OUR_CODE = ("megatron_autorecompute", "benchmarks/gpu", "tests/gpu")
+TEXT = ROOT / "LICENSE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,8 @@ class Case:
     """Fields of the TransformerConfig besides those of the shape."""
     tiny_fields: Mapping[str, Any] = field(default_factory=dict)
     """Over `fields` in a dry run."""
-    layers: Literal["local", "te"] = "local"
-    """What its layers are made of on CUDA."""
+    layers: Literal["local", "te", "gated delta net"] = "local"
+    """What its layers are made of on CUDA; the last is local ones with linear attention."""
 
     def needs_te(self) -> bool:
         """Whether it runs on CUDA with Transformer Engine only."""
@@ -58,7 +61,8 @@ class Case:
 
     def configuration(self) -> dict[str, Any]:
         """The whole training job, for the page."""
-        return {**asdict(self.shape), **self.fields, "layers": self.layers, "dropout": 0.1}
+        fields = {name: getattr(value, "__name__", value) for name, value in self.fields.items()}
+        return {**asdict(self.shape), **fields, "layers": self.layers, "dropout": 0.1}
 
 
 def _shape(num_layers: int, hidden: int, heads: int, seq: int, micro_batch: int) -> Shape:
@@ -179,11 +183,11 @@ def built(case: Case) -> Any:
 
     from megatron_autorecompute.workload import TrainingJob, Variant, read_text
 
-    make = (
-        gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
-        if case.layers == "te"
-        else gpt_layer_specs.get_gpt_layer_local_spec
-    )
+    make = {
+        "local": gpt_layer_specs.get_gpt_layer_local_spec,
+        "te": gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec,
+        "gated delta net": _gated_delta_net_layer,
+    }[case.layers]
     variant = Variant(
         case.fields,
         lambda config: make(
@@ -198,12 +202,30 @@ def built(case: Case) -> Any:
     return TrainingJob(case.shape, text * (1 + least // len(text)), variant)
 
 
+def _gated_delta_net_layer(**options: Any) -> Any:
+    """Megatron's own spec of it is made of Transformer Engine only."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    spec = get_gpt_layer_local_spec(**options)
+    spec.submodules.self_attention = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+        ),
+    )
+    return spec
+
+
 def machine() -> dict[str, str]:
-    """Device, driver and versions of everything a figure depends on."""
+    """Device, driver, versions and code: everything a figure depends on."""
     import torch
 
     on_cuda = torch.cuda.is_available()
-    packages = ("megatron-core", "transformer-engine", "flash-attn", "triton", "scipy")
+    packages = ("megatron-core", "transformer-engine", "flash-attn", "fla-core", "triton", "scipy")
     said = {
         "device": torch.cuda.get_device_name() if on_cuda else "CPU",
         "memory_bytes": str(_memory_bytes()) if on_cuda else "0",
@@ -211,8 +233,32 @@ def machine() -> dict[str, str]:
         "cuda": torch.version.cuda or "none",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "commit": commit(ROOT, *OUR_CODE),
+        "sources sha256": _digest(),
     }
     return {**said, **{name: _version(name) for name in packages}}
+
+
+def commit(checkout: Path, *paths: str) -> str:
+    """The last commit of a checkout that touched the paths, and whether they differ from it."""
+
+    def git(*asked: str) -> str:
+        command = ["git", "-C", str(checkout), *asked, "--", *paths]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        last = git("log", "-1", "--format=%H")
+        return f"{last} and changes" if git("status", "--porcelain") else last
+    except (OSError, subprocess.CalledProcessError):
+        return "not known: no git checkout"
+
+
+def _digest() -> str:
+    """Of all code that makes a figure: a machine to measure on may have no git."""
+    digest = hashlib.sha256()
+    for path in sorted(path for name in OUR_CODE for path in (ROOT / name).rglob("*.py")):
+        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _memory_bytes() -> int:

@@ -67,13 +67,6 @@ class Contest:
 
     # --- Megatron's own settings ---
 
-    def counted_settings(self) -> list[str]:
-        """Every block/N and uniform/N that differs."""
-        count = self.case.shape.num_layers
-        return [f"megatron:block/{n}" for n in range(1, count)] + [
-            f"megatron:uniform/{n}" for n in range(1, count + 1) if count % n == 0
-        ]
-
     def named_settings(self) -> list[str]:
         """none, and selective with every set of modules that Megatron allows and the model has."""
         every = (choice for kind in kinds(self.job.chunks) for choice in kind.choices)
@@ -91,9 +84,6 @@ class Contest:
                 torch.cuda.empty_cache()
             allocated, out_of_memory = self.job.peak_bytes()
         reserved = torch.cuda.max_memory_reserved() if self.job.on_cuda else None
-        if out_of_memory:
-            compat.leave_interrupted_checkpoint()
-            torch.cuda.empty_cache()
         seconds = time.perf_counter() - begin
         retries = self._retries() - before
         return Peak(text, allocated, reserved, retries, out_of_memory, seconds)

@@ -35,7 +35,7 @@ def autodist(contest: Contest, ledger: Ledger, rounds: int) -> None:
     )
     _enforce(budget)
     limited = {text: peak(f"limited/{text}", text) for text in (SELECTIVE, FULL)}
-    tried = _settings(contest, ledger, contest.counted_settings(), budget)
+    tried = _settings(contest, ledger, contest.job.counted_settings(), budget)
     profile_seconds = _timed(ledger, "profile", lambda: _profile(contest))
     plan_seconds = _timed(
         ledger, "ours", lambda: contest.plan(_read(ledger.section.items["profile"]), budget)
@@ -57,7 +57,7 @@ def autodist(contest: Contest, ledger: Ledger, rounds: int) -> None:
 
 def curve(contest: Contest, ledger: Ledger, rounds: int) -> None:
     """Part 2: ours against the best of Megatron's settings at every budget from full to none."""
-    names = [*contest.named_settings(), *contest.counted_settings()]
+    names = [*contest.named_settings(), *contest.job.counted_settings()]
     tried = _settings(contest, ledger, names, None)
     profile = _read({"value": ledger.item("profile", lambda: _profile(contest))})
     low, high = tried[FULL]["allocated_bytes"], tried["megatron:none"]["allocated_bytes"]
@@ -93,12 +93,12 @@ def fidelity(contest: Contest, ledger: Ledger, rounds: int) -> None:
     rest_ms = ledger.item("rest_ms", lambda: contest.rest_ms(profile))
 
     def compared(text: str) -> dict[str, Any]:
-        cost = contest.cost(profile, contest.policy(text))
+        cost, peak = contest.cost(profile, contest.policy(text)), contest.peak(text)
         return {
-            **asdict(contest.peak(text)),
+            **asdict(peak),
             "predicted_bytes": cost.stages[0].peak.bytes,
             "predicted_ms": cost.step_ms + rest_ms,
-            "step_ms": contest.times_ms(text, rounds + 1)[1:],
+            "step_ms": [] if peak.out_of_memory else contest.times_ms(text, rounds + 1)[1:],
         }
 
     texts = [policy.format() for policy in random_policies(profile, POLICIES)]

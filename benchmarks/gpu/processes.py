@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,11 +16,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.results import Ledger, between
+from benchmarks.gpu.children import lines
+from benchmarks.gpu.results import OUTCOMES, BenchmarkError, Ledger, between
 from megatron_autorecompute.errors import MachineError, OptionError
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("pretrain.py")
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 AUTO_FRACTION = 0.3
 """Where the tight budget of part 6 stands between full and none."""
 UPSTREAM = {
@@ -40,12 +41,67 @@ UPSTREAM = {
 
 
 def equality(ledger: Ledger, options: Namespace) -> None:
-    """tests/gpu, test by test."""
-    ledger.item("tests", lambda: _pytest([str(ROOT / "tests" / "gpu")], cwd=ROOT)["outcomes"])
+    """tests/gpu, test by test. What follows a failure runs in a process that knows nothing of it.
+
+    Raises: BenchmarkError unless every test has passed.
+    """
+    anywhere = {"GPU_TESTS_ANYWHERE": "1"} if options.tiny else {}
+    tests = ledger.item("tests", lambda: _collected(ledger.seconds_left()))
+    items = ledger.section.items
+    while left := [test for test in tests if f"test/{test}" not in items]:
+        ledger.check(left[0])
+        failed, line = False, ""
+        for line in lines(
+            [*PYTEST, "-v", "-x", *left],
+            ledger.seconds_left(),
+            cwd=ROOT,
+            # Reasons of skips are cut at the terminal's width.
+            env={**_environment(), **anywhere, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"},
+        ):
+            print(line, end="", flush=True)
+            if found := outcome(line):
+                ledger.note(f"test/{found[0]}", found[1])
+                failed |= found[1] == "failed"
+        died = [test for test in left if f"test/{test}" not in items]
+        if died and not failed:
+            ledger.note(f"test/{died[0]}", f"failed: pytest died, and said last: {line.strip()}")
+    said = [items[f"test/{test}"].partition(":")[0] for test in tests]
+    if set(said) != {"passed"}:
+        raise BenchmarkError(", ".join(f"{said.count(word)} {word}" for word in OUTCOMES))
+
+
+def _collected(seconds: float) -> list[str]:
+    """Every test of tests/gpu by its pytest name.
+
+    Raises: MachineError when pytest finds none.
+    """
+    said = list(
+        lines([*PYTEST, "--collect-only", "-q", "tests/gpu"], seconds, cwd=ROOT, env=_environment())
+    )
+    tests = [line.strip() for line in said if "::" in line and not line.startswith("ERROR")]
+    if not tests:
+        raise MachineError(f"pytest found no test in tests/gpu: {''.join(said)[-2000:]}")
+    return tests
+
+
+def outcome(line: str) -> tuple[str, str] | None:
+    """A test and what became of it, from a line of `pytest -v`: passed, failed, or why skipped."""
+    found = re.match(r"(\S+\.py::.+?) (PASSED|FAILED|SKIPPED|ERROR)(?: \((.*)\))?", line)
+    if found is None:
+        return None
+    name, word, reason = found.groups()
+    if word == "SKIPPED":
+        return name, f"skipped: {reason}"
+    return name, "passed" if word == "PASSED" else "failed"
 
 
 def _pytest(
-    arguments: Sequence[str], *, cwd: Path, plugin: str | None = None, path: Sequence[str] = ()
+    arguments: Sequence[str],
+    *,
+    cwd: Path,
+    plugin: str | None,
+    path: Sequence[str],
+    seconds: float,
 ) -> dict[str, Any]:
     """Outcome of every test (passed, skipped or failed), and the forwards that went through us.
 
@@ -53,12 +109,12 @@ def _pytest(
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
+        command = [*PYTEST, "-q", f"--junitxml={report}", *arguments]
         command += ["-p", plugin] if plugin else []
-        ended = _run(command, cwd, path)
+        said = "".join(lines(command, seconds, cwd=cwd, env=_environment(path)))
         if not report.exists():
-            raise MachineError(f"pytest wrote no report: {ended.stdout[-2000:]}")
-        counted = re.search(r"forwards through our policies: (\d+)", ended.stdout)
+            raise MachineError(f"pytest wrote no report: {said[-2000:]}")
+        counted = re.search(r"forwards through our policies: (\d+)", said)
         return {
             "outcomes": outcomes(report.read_text(encoding="utf-8")),
             "forwards": int(counted[1]) if counted else 0,
@@ -76,16 +132,9 @@ def outcomes(junit: str) -> dict[str, str]:
     return found
 
 
-def _run(command: Sequence[str], cwd: Path, path: Sequence[str]) -> Any:
+def _environment(path: Sequence[str] = ()) -> dict[str, str]:
     paths = [*path, str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 # --- 6: auto in the job ---------------------------------------------------------------------------
@@ -93,21 +142,26 @@ def _run(command: Sequence[str], cwd: Path, path: Sequence[str]) -> Any:
 
 def auto(ledger: Ledger, options: Namespace) -> None:
     """50 steps of a training script with `--recompute-policy auto`, against the same without us."""
-    steps = 20 if options.tiny else 50
-    flags = _flags(options.tiny, steps)
-    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-    plain = ledger.item("without us", lambda: _job(flags + full, with_us=False))
-    loose = ledger.item("none", lambda: _job(_flags(options.tiny, 3), with_us=False))
+    flags = auto_flags(options.tiny)
+    plain = ledger.item("without us", lambda: _job(flags["without us"], ledger))
+    loose = ledger.item("none", lambda: _job(flags["none"], ledger))
     # Off CUDA nothing tells the peak: the dry run has a budget that everything fits.
     peaks = (plain["peak_bytes"], loose["peak_bytes"])
     budget = between(*peaks, AUTO_FRACTION) if torch.cuda.is_available() else 1 << 30
     budget_gib = budget / (1 << 30)
-    asked = f"--recompute-policy auto --recompute-memory-budget-gib {budget_gib:.6f} "
-    job = ledger.item(
-        "auto", lambda: {**_job(flags + asked, with_us=True), "budget_gib": budget_gib}
-    )
-    if len(job["losses"]) != steps or len(plain["losses"]) != steps:
-        raise MachineError(f"The job ended early; it said last:\n{job['end']}\n{plain['end']}")
+    asked = f"{flags['auto']} {budget_gib:.6f}"
+    ledger.item("auto", lambda: {**_job(asked, ledger, with_us=True), "budget_gib": budget_gib})
+
+
+def auto_flags(tiny: bool) -> dict[str, str]:
+    """Flags of the three jobs; those of `auto` end before the budget in GiB, found on the way."""
+    flags = _flags(tiny, 20 if tiny else 50)
+    return {
+        "without us": f"{flags} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+        "none": _flags(tiny, 3),
+        "auto": f"{flags} --recompute-policy auto --recompute-memory-budget-gib",
+    }
 
 
 def _flags(tiny: bool, steps: int) -> str:
@@ -126,12 +180,15 @@ def _flags(tiny: bool, steps: int) -> str:
         f"--transformer-impl local --distributed-backend {'nccl' if on_cuda else 'gloo'} "
         "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm "
         "--no-bias-dropout-fusion --no-bias-gelu-fusion --no-rope-fusion --log-interval 1 "
-        "--eval-iters 0 --eval-interval 10000 --dataloader-type external --timing-log-level 0 "
+        "--eval-iters 0 --eval-interval 10000 --dataloader-type external --timing-log-level 0"
     )
 
 
-def _job(flags: str, *, with_us: bool) -> dict[str, Any]:
-    """Run the script with torchrun on one device; what it printed, step by step."""
+def _job(flags: str, ledger: Ledger, *, with_us: bool = False) -> dict[str, Any]:
+    """Run the script with torchrun on one device; what it printed, step by step.
+
+    Raises: MachineError when it ended early, but not for want of memory: that is a result.
+    """
     on_cuda = torch.cuda.is_available()
     launcher = ["-m", "megatron_autorecompute.pretrain"] if with_us else []
     if not with_us and not on_cuda:
@@ -140,8 +197,11 @@ def _job(flags: str, *, with_us: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += [*launcher, str(SCRIPT), *flags.split(), *cpu]
     begin = time.perf_counter()
-    ended = _run(command, ROOT, ())
-    return {"seconds": time.perf_counter() - begin, "flags": flags, **read_log(ended.stdout)}
+    said = "".join(lines(command, ledger.seconds_left(), cwd=ROOT, env=_environment()))
+    read = read_log(said)
+    if f"--train-iters {len(read['losses'])} " not in flags and not read["out_of_memory"]:
+        raise MachineError(f"The job ended early; it said last:\n{read['end']}")
+    return {"seconds": time.perf_counter() - begin, "flags": flags, **read}
 
 
 def read_log(text: str) -> dict[str, Any]:
@@ -198,12 +258,11 @@ def upstream(ledger: Ledger, options: Namespace) -> None:
                     [
                         str(tests / name),
                         *(["-k", picked] if picked else []),
-                        "-p",
-                        "no:cacheprovider",
                     ],
                     cwd=checkout,
                     plugin=plugin,
                     path=[str(checkout)],
+                    seconds=ledger.seconds_left(),
                 ),
             )
             every |= ran["outcomes"]

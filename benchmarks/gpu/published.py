@@ -35,3 +35,5 @@ ROWS = (
 )
 BUDGET_FRACTION = (LIMIT_GB - ROWS[1].peak_gb) / (ROWS[0].peak_gb - ROWS[1].peak_gb)
 """Where the limit stands between full and selective: 0.88 of the way."""
+SAVED = 1 - ROWS[4].step_s / ROWS[2].step_s
+"""Of the best manual setting's step time, by the document's best: its +5.4%."""

@@ -17,12 +17,14 @@ from megatron_autorecompute.errors import AutorecomputeError
 from megatron_autorecompute.records import write_atomically
 
 SCHEMA_VERSION = 1
+OUTCOMES = ("passed", "failed", "skipped")
+"""Of a test, the word before any reason."""
 
 
 class BenchmarkError(AutorecomputeError):
-    """Results cannot be read, or belong to another machine, versions or size."""
+    """Results cannot be read, belong to another machine or code, or are not all there."""
 
-    exit_code = 10
+    exit_code = 12
 
 
 class OutOfTimeError(AutorecomputeError):
@@ -46,6 +48,19 @@ class Section:
     stopped: str = ""
     """Why it is not complete, as the process that ran it said last."""
 
+    def configure(self, configuration: dict[str, Any]) -> None:
+        """Say what is measured here.
+
+        Raises: BenchmarkError when what is known was measured with another configuration.
+        """
+        configuration = json.loads(json.dumps(configuration))
+        if self.items and self.configuration != configuration:
+            raise BenchmarkError(
+                f"Part {self.part} of {self.model} was begun with {self.configuration}; asked is "
+                f"{configuration}. Figures of two configurations do not mix: give another --output."
+            )
+        self.configuration = configuration
+
 
 @dataclass(slots=True)
 class Results:
@@ -53,7 +68,7 @@ class Results:
 
     path: Path
     machine: dict[str, str]
-    """Device, driver and versions."""
+    """Device, driver, versions, this code's commit and the environment."""
     tiny: bool
     """Made by a dry run at a size that proves nothing."""
     date: str
@@ -63,15 +78,19 @@ class Results:
     def open(cls, path: Path, machine: dict[str, str], *, tiny: bool) -> Results:
         """The file's results, to go on with; new ones where there is no file.
 
-        Raises: BenchmarkError when the file is of another machine, other versions or another size.
+        Raises: BenchmarkError when the file is of another machine, other versions or code, or
+            another size.
         """
         if not path.exists():
             return cls(path, machine, tiny, time.strftime("%Y-%m-%d"))
         found = cls.load(path)
         if (found.machine, found.tiny) != (machine, tiny):
+            then, now = {**found.machine, "tiny": found.tiny}, {**machine, "tiny": tiny}
+            differing = [k for k in {**then, **now} if then.get(k) != now.get(k)]
             raise BenchmarkError(
-                f"{path} was measured on {found.machine}{' (tiny)' * found.tiny}; this is {machine}"
-                f"{' (tiny)' * tiny}. Figures of two machines do not mix: give another --output."
+                f"{path} was measured with other "
+                + "; ".join(f"{k}: {then.get(k)}, now {now.get(k)}" for k in differing)
+                + ". Figures of two machines or codes do not mix: give another --output."
             )
         return found
 
@@ -131,6 +150,10 @@ class Ledger:
         self.results, self.section = results, section
         self._end = time.monotonic() + seconds
 
+    def seconds_left(self) -> float:
+        """How long the part may still run."""
+        return self._end - time.monotonic()
+
     def item(self, name: str, make: Callable[[], Any]) -> Any:
         """The item of this name, made now if an earlier run has not.
 
@@ -138,12 +161,20 @@ class Ledger:
         """
         items = self.section.items
         if name not in items:
-            if time.monotonic() > self._end:
-                raise OutOfTimeError(f"Time is over before {name!r}; run the part again to go on.")
+            self.check(name)
             print(f"  {name}", flush=True)
-            items[name] = make()
-            self.results.save()
+            self.note(name, make())
         return items[name]
+
+    def check(self, name: str) -> None:
+        """Raises OutOfTimeError when time is over before this item."""
+        if self.seconds_left() <= 0:
+            raise OutOfTimeError(f"Time is over before {name!r}; run the part again to go on.")
+
+    def note(self, name: str, value: Any) -> None:
+        """Write down an item that is there already."""
+        self.section.items[name] = value
+        self.results.save()
 
 
 def between(low_bytes: int, high_bytes: int, fraction: float) -> int:

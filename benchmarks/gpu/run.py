@@ -6,12 +6,14 @@
 
 Every part runs in a process of its own, for at most --part-minutes; run again, it goes on where it
 stopped. Exit code 0: all is complete; 11: something is left to do, and what is said last.
+Off CUDA there is the dry run only.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import page
-from benchmarks.gpu.cases import CURVES, GPT3_760M, Case, has_te, machine, started
+from benchmarks.gpu import cases, children, page
+from benchmarks.gpu.cases import CURVES, GPT3_760M, Case, has_te, started
 from benchmarks.gpu.results import Ledger, OutOfTimeError, Results, Section, key_of
-from megatron_autorecompute.errors import AutorecomputeError, OptionError
+from megatron_autorecompute.errors import AutorecomputeError, MachineError, OptionError
 
 PLUGIN = "plugin"
 GRACE_S = 45.0
@@ -47,6 +49,14 @@ SECTIONS: dict[str, tuple[int, Case | None]] = {
     for case in cases
 }
 """In the order they run: what needs torch and megatron-core alone comes first."""
+ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # Fragments then cost pages, not whole segments: the limit is met nearly to the byte.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+"""What every section runs under, unless the environment says otherwise."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,19 +69,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AutorecomputeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("Interrupted: what was finished is in the output folder.", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--output", type=Path, default=Path("benchmarks/results/gpu"), help="folder")
+    folders = "default: benchmarks/results/gpu, or build/gpu-dry with --tiny"
+    add("--output", type=Path, help=f"folder ({folders})")
     add("--only", action="append", default=[], help="a part (1 to 7) or section; repeatable")
     add("--tiny", action="store_true", help="a size that runs anywhere in seconds and proves none")
     add("--part-minutes", type=float, default=8.0, help="longest one section runs (default: 8)")
     add("--minutes", type=float, default=1e9, help="begin no section that may end later than this")
     add("--rounds", type=int, default=7, help="timed turns of every strategy (default: 7)")
-    add("--megatron-lm", type=Path, help="a Megatron-LM checkout, for parts 6 and 7")
+    add("--megatron-lm", type=Path, help="a Megatron-LM checkout, for part 7")
     add("--section", help=argparse.SUPPRESS)
     return parser
 
@@ -96,10 +110,15 @@ def selected(only: Sequence[str]) -> list[str]:
 
 def _all(options: argparse.Namespace, given: Sequence[str]) -> int:
     end = time.monotonic() + 60 * options.minutes
-    path = options.output / "results.json"
-    Results.open(path, machine(), tiny=options.tiny).save()
+    names, path, machine = selected(options.only), _file(options), _machine()
+    if machine["device"] == "CPU" and not options.tiny:
+        raise MachineError(
+            "No CUDA device here, and times of a CPU prove nothing about a GPU. Run this on a "
+            "machine with CUDA, or give --tiny for a dry run."
+        )
+    Results.open(path, machine, tiny=options.tiny).save()
     left = []
-    for name in selected(options.only):
+    for name in names:
         if Results.load(path).sections.get(name, Section(0, "")).complete:
             continue
         seconds = min(60 * options.part_minutes, end - time.monotonic()) - GRACE_S
@@ -114,7 +133,7 @@ def _all(options: argparse.Namespace, given: Sequence[str]) -> int:
         section.stopped = said
         section.complete = not said
         results.save()
-        page.write(results, options.output)
+        page.write(results, path.parent)
         if said:
             print(f"  stopped: {said}", flush=True)
             left.append(name)
@@ -126,33 +145,28 @@ def _child(given: Sequence[str], name: str, seconds: float) -> str:
     """Run one section; why it did not end, or an empty text."""
     command = [sys.executable, "-m", "benchmarks.gpu.run", *given, "--section", name]
     command += ["--part-minutes", str(seconds / 60)]
-    try:
-        ended = subprocess.run(
-            command,
-            env=_environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=seconds + GRACE_S,
-        )
-    except subprocess.TimeoutExpired:
-        return f"killed after {seconds + GRACE_S:.0f} s; run the part again to go on"
-    if ended.returncode == 0:
+    environment = {**ENVIRONMENT, **os.environ}
+    # A section ends its own processes first, which takes longer than ending one.
+    with children.group(command, grace_s=30, env=environment, stderr=subprocess.PIPE) as process:
+        try:
+            _, said = process.communicate(timeout=seconds + GRACE_S)
+        except subprocess.TimeoutExpired:
+            return f"killed after {seconds + GRACE_S:.0f} s; run the part again to go on"
+    if process.returncode == 0:
         return ""
-    print(ended.stderr, file=sys.stderr)
-    last = ended.stderr.strip().splitlines() or ["no word"]
-    return f"exit code {ended.returncode}: {last[-1]}"
+    print(said, file=sys.stderr)
+    last = said.strip().splitlines() or ["no word"]
+    return f"exit code {process.returncode}: {last[-1]}"
 
 
-def _environment() -> dict[str, str]:
-    """What every child runs under; the page names it."""
-    return {
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        # Fragments then cost pages, not whole segments: the limit is met nearly to the byte.
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        **os.environ,
-    }
+def _file(options: argparse.Namespace) -> Path:
+    usual = Path("build/gpu-dry" if options.tiny else "benchmarks/results/gpu")
+    return (options.output or usual) / "results.json"
+
+
+def _machine() -> dict[str, str]:
+    """What the pages say of the machine, and what resuming compares."""
+    return cases.machine() | {n: os.environ.get(n, value) for n, value in ENVIRONMENT.items()}
 
 
 # --- a section ------------------------------------------------------------------------------------
@@ -161,19 +175,35 @@ def _environment() -> dict[str, str]:
 def _one(options: argparse.Namespace) -> int:
     part, case = SECTIONS[options.section]
     case = case.sized(options.tiny) if case else None
-    results = Results.open(options.output / "results.json", machine(), tiny=options.tiny)
+    results = Results.open(_file(options), _machine(), tiny=options.tiny)
     section = results.section(part, case.name if case else PLUGIN)
-    section.configuration = case.configuration() if case else {}
+    rounds = 2 if options.tiny else options.rounds
+    section.configure(
+        {**case.configuration(), "rounds": rounds} if case else _plugin_configuration(part, options)
+    )
     ledger = Ledger(results, section, 60 * options.part_minutes)
     if case is None:
         _processes()[part](ledger, options)
         return 0
     if case.needs_te() and not has_te():
         raise OptionError(f"{case.name} needs Transformer Engine; benchmarks/gpu/README.md: wheels")
-    rounds = 2 if options.tiny else options.rounds
     with started():
         _trainings()[part](case, ledger, rounds)
     return 0
+
+
+def _plugin_configuration(part: int, options: argparse.Namespace) -> dict[str, Any]:
+    if part == 4:
+        from tests.gpu.models import LOCAL, TE, gated_delta_net
+
+        models = {**LOCAL, **TE, "gated delta net": gated_delta_net}
+        return {name: make().configuration() for name, make in models.items()}
+    if part == 6:
+        from benchmarks.gpu.processes import AUTO_FRACTION, auto_flags
+
+        flags = auto_flags(options.tiny)
+        return {**flags, "budget, from full to none": AUTO_FRACTION}
+    return {"Megatron-LM": cases.commit(options.megatron_lm) if options.megatron_lm else "none"}
 
 
 def _trainings() -> dict[int, Callable[[Case, Ledger, int], None]]:
@@ -202,4 +232,6 @@ def _quiet() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    # Processes that this one started end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

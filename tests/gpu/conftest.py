@@ -16,15 +16,21 @@ ANYWHERE = os.environ.get("GPU_TESTS_ANYWHERE") == "1"
 def pytest_configure(config):
     config.addinivalue_line("markers", "requires_gpu: skipped where there is no CUDA device")
     config.addinivalue_line("markers", "requires_te: skipped without Transformer Engine on CUDA")
+    config.addinivalue_line("markers", "requires_fla: skipped without fla's kernels, or core 0.19")
 
 
 def pytest_collection_modifyitems(items):
+    from megatron_autorecompute import compat
+
     on_cuda = torch.cuda.is_available()
     reasons = {
         "requires_gpu": None if on_cuda or ANYWHERE else "no CUDA device",
         "requires_te": None
         if on_cuda and util.find_spec("transformer_engine")
         else "no Transformer Engine on CUDA",
+        "requires_fla": None
+        if on_cuda and util.find_spec("fla") and "gdn_norm_out" in compat.allowed_modules()
+        else "no flash-linear-attention on CUDA, or megatron-core below 0.19",
     }
     for item in items:
         # The versions on a GPU machine are not pinned: what they warn of must not hide the bits.

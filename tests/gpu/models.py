@@ -46,6 +46,24 @@ TE = {
 }
 
 
+def gated_delta_net(*, deterministic: bool = True) -> Case:
+    """Linear attention by torch alone, or by fla's kernels, which promise no equal bits."""
+    return replace(
+        small(
+            DENSE,
+            experimental_attention_variant="gated_delta_net",
+            linear_attention_freq=[1, 1, 1, 1],
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            activation_func=torch.nn.functional.silu,
+            deterministic_mode=deterministic,
+        ),
+        layers="gated delta net",
+    )
+
+
 @dataclass(frozen=True)
 class Run:
     """Losses of all steps; the last step's gradients and the weights after it."""

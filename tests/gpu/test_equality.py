@@ -9,12 +9,13 @@ import pytest
 from megatron_autorecompute import compat
 from megatron_autorecompute.measure import kinds
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
-from tests.gpu.models import LOCAL, TE, small, trained
+from tests.gpu.models import LOCAL, TE, gated_delta_net, small, trained
 
 pytestmark = [pytest.mark.requires_gpu, pytest.mark.usefixtures("one_gpu")]
 MODELS = [
     *(pytest.param(make, id=name) for name, make in LOCAL.items()),
     *(pytest.param(make, id=name, marks=pytest.mark.requires_te) for name, make in TE.items()),
+    pytest.param(gated_delta_net, id="gated delta net", marks=pytest.mark.requires_fla),
 ]
 
 
@@ -85,6 +86,19 @@ def test_no_choice_changes_a_bit_under_each_attention_kernel(backend):
 )
 def test_the_choices_that_cpu_could_not_run_are_among_those_compared(name, module):
     assert any(module in text for text in policies(TE[name](), mixes=0))
+
+
+@pytest.mark.requires_fla
+def test_gdn_norm_out_is_among_those_compared():
+    assert any("gdn_norm_out" in text for text in policies(gated_delta_net(), mixes=0))
+
+
+@pytest.mark.requires_fla
+def test_no_choice_changes_a_bit_under_flas_kernels_where_they_give_the_same_bits_twice():
+    case = gated_delta_net(deterministic=False)
+    if trained(case, "megatron:none").differences(trained(case, "megatron:none")):
+        pytest.skip("fla's kernels give other bits in two equal runs without recompute")
+    assert different(case) == {}
 
 
 def test_the_comparison_sees_another_policy_of_dropout():

@@ -5,15 +5,23 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
 
+from megatron_autorecompute import compat
 from megatron_autorecompute.cli import main as verify
-from megatron_autorecompute.compare import main
-from megatron_autorecompute.comparison import Comparison
+from megatron_autorecompute.compare import main, parse
+from megatron_autorecompute.comparison import Comparison, Shape
+from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.plan import Plan
 
+# Importing megatron-core 0.19 warns of a model that nobody here uses.
+pytestmark = pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning")
 ROOT = Path(__file__).parents[2]
 SMALL = [
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
@@ -92,13 +100,105 @@ def test_strategies_of_the_parent_need_no_megatron():
         (["--budget-gib", "0.001"], 3, "is below what full recompute of every layer needs"),
         (["--text", "nowhere.txt"], 7, "Cannot read the text nowhere.txt: No such file"),
         (["--seq-length", "40000"], 7, "bytes; a microbatch of 2 sequences of 40000 tokens needs"),
-        (["--rounds", "0"], 7, "--rounds 0 and --tries 1: both must be at least 1"),
+        (["--rounds", "0"], 9, "--rounds 0: it must be at least 1."),
+        (["--num-microbatches", "-1"], 9, "--num-microbatches -1: it must be at least 1."),
+        (["--pipeline-stages", "3"], 9, "--num-layers 4: 3 stages share them evenly."),
+        (["--num-attention-heads", "5"], 9, "--hidden-size 64: 5 heads share it evenly."),
+        (["--budget-gib", "nan"], 9, "--budget-gib nan: it must be above 0 and below"),
+        (["--budget-gib", "1e308"], 9, "--budget-gib 1e+308: it must be above 0 and below"),
+        (["--budget-fraction", "nan"], 9, "--budget-fraction nan: it must be from 0 (full) to 1"),
+        (["--timeout-s", "inf"], 9, "--timeout-s inf: it must be above 0, and"),
+        (["--seed", "-1"], 9, "--seed -1: it must be from 0 to"),
         (["--output", "LICENSE/x"], 7, "Cannot make the output folder LICENSE/x"),
     ],
 )
 def test_bad_input_says_what_to_do(arguments, code, message, tmp_path, capsys):
     assert main([*SMALL, "--output", str(tmp_path), *arguments]) == code
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def small_job(**fields):
+    from megatron_autorecompute.workload import TrainingJob
+
+    shape = Shape(
+        **{
+            "num_layers": 4,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "seq_length": 32,
+            "pipeline_stages": 1,
+            **fields,
+        }
+    )
+    job = TrainingJob(shape, (ROOT / "LICENSE").read_bytes())
+    job.step()  # allocates what stays
+    return job
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_every_uniform_is_tried_that_megatron_itself_can_run():
+    job = small_job()
+    ran = []
+    for count in range(1, 5):
+        with job.strategy(f"megatron:uniform/{count}"), suppress(IndexError):
+            job.step()
+            ran.append(f"megatron:uniform/{count}")
+    blocks = [f"megatron:block/{count}" for count in range(1, 4)]
+    assert job.counted_settings() == blocks + ran
+
+
+class RunsOut:
+    """A layer that runs out of memory in its first forward (1) or when that is replayed (2)."""
+
+    def __init__(self, layer, when):
+        self.left, self.hook = when, layer.register_forward_pre_hook(self)
+
+    def __call__(self, *args):
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("when", [1, 2])
+def test_a_strategy_that_runs_out_of_memory_is_a_row_and_the_next_one_runs(when):
+    job, untouched = small_job(), small_job()
+    runs_out = RunsOut(compat.layers(job.chunks)[1][0], when)
+    with job.strategy("megatron:uniform/1"):
+        assert job.peak_bytes()[1]
+    assert not megatron_random.is_checkpointing()
+    runs_out.hook.remove()
+    for policy in ("megatron:uniform/1", "megatron:none", "full*2,none*2"):
+        with job.strategy(policy):
+            assert job.peak_bytes()[0] == pytest.approx(peak_under(policy, untouched), rel=0.01)
+
+
+def peak_under(policy, job):
+    with job.strategy(policy):
+        job.step()
+        return job.peak_bytes()[0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_out_of_memory_on_one_of_two_stages_says_what_to_give():
+    job = small_job()
+    job.shape = replace(job.shape, pipeline_stages=2)
+    RunsOut(compat.layers(job.chunks)[1][0], when=2)
+    with (
+        job.strategy("megatron:uniform/1"),
+        pytest.raises(
+            MachineError, match=r"out of memory\. Give --pipeline-stages 1, or a smaller"
+        ),
+    ):
+        job.peak_bytes()
+    compat.leave_interrupted_checkpoint()
+
+
+def test_on_a_gpu_there_is_one_stage_however_many_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert parse([]).shape.pipeline_stages == 1
+    assert parse(["--pipeline-stages", "4"]).shape.pipeline_stages == 4
 
 
 def test_ranks_that_cannot_reach_each_other_say_so(tmp_path, capsys, monkeypatch):

@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.gpu import page, processes, published, run
+from benchmarks.gpu import children, page, processes, published, run
 from benchmarks.gpu.mixes import random_policies
 from benchmarks.gpu.results import (
     BenchmarkError,
@@ -19,7 +21,7 @@ from benchmarks.gpu.results import (
     ratios,
     spread,
 )
-from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 
@@ -70,6 +72,38 @@ def test_results_of_another_machine_or_size_are_not_added_to(results, machine, t
     results.save()
     with pytest.raises(BenchmarkError, match="do not mix: give another --output"):
         Results.open(results.path, machine, tiny=tiny)
+
+
+def test_results_of_other_code_are_refused_by_what_differs(results):
+    results.save()
+    with pytest.raises(BenchmarkError, match=r"with other commit: None, now abc\. "):
+        Results.open(results.path, {**MACHINE, "commit": "abc"}, tiny=False)
+
+
+def test_a_part_goes_on_with_the_configuration_it_was_begun_with_only(results):
+    section = results.section(2, "gpt")
+    section.configure({"rounds": 5})
+    section.configure({"rounds": 7, "shape": (1, 2)})
+    section.items["a"] = 1
+    section.configure({"rounds": 7, "shape": (1, 2)})
+    with pytest.raises(BenchmarkError, match=r"begun with .*7.*; asked is .*9.*another --output"):
+        section.configure({"rounds": 9, "shape": (1, 2)})
+
+
+def test_what_a_figure_depends_on_names_this_code_and_the_environment():
+    machine = run._machine()
+    assert set(run.ENVIRONMENT) < set(machine)
+    committed = subprocess.run(
+        ["git", "log", "-1", "--format=%H", "--", "megatron_autorecompute", "benchmarks/gpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if committed.returncode:
+        assert machine["commit"] == "not known: no git checkout"
+    else:
+        assert len(machine["commit"].split()[0]) == 40
+    assert len(machine["sources sha256"]) == 16
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema_version": 1}', '{"schema_version": 9}'])
@@ -147,12 +181,15 @@ def test_the_autodist_page_has_our_rows_and_the_documents_marked_as_published(re
     section = results.section(1, "gpt3")
     section.items, section.configuration = autodist_items(), {"num_layers": 48}
     text = page.render(results, "gpt3")
-    assert "Ours over the best manual setting: +11.00%" in text
+    assert "Time saved 9.90% (median of 2 rounds), aim 8%: **yes**" in text
+    assert "its rows give 5.4%" in text  # 145.90 s against 154.22 s
+    assert "- Ours within the budget: **yes**" in text
+    assert "- Search 9.25 s, aim 30 s: **yes**" in text
     assert "| ours: `full*6,none*42` | 100.0 ± 0.0 | 59.500 | 60.500 | 9.25 | yes |" in text
     assert f"| selective: `{SELECTIVE}` | - | 59.000 | 60.000 | - | OOM |" in text
     assert "| Alpa (published) | 149530 | 16.15 GB | - | 130 | OOM |" in text
-    assert "| num_layers | 48 |" in text
-    assert "| torch | 2.11.0 |" in text
+    assert "| num_layers | 48 | 1 |" in text
+    assert "| torch | 2.11.0 | all |" in text
 
 
 @pytest.mark.parametrize("part", page.TITLES)
@@ -171,9 +208,12 @@ def test_the_fidelity_page_gives_median_and_worst_and_the_worst_policy_first(res
         "policy/1": seen("full*4", 9.6, 97.0),
         "policy/2": seen("full/2*4", 10.02, 100.0),
     }
+    out_of_memory = {**seen("none*4", 12, 90.0), "out_of_memory": True, "step_ms": []}
+    results.section(3, "gpt").items["policy/3"] = out_of_memory
     lines = page.render(results, "gpt").splitlines()
-    assert "| peak allocated | 0.50% | 4.00% | 1%, 3% |" in lines
-    assert "| step time | 1.00% | 3.00% | 2%, 5% |" in lines
+    assert any(line.startswith("3 policies; 1 more ran out of memory") for line in lines)
+    assert "| peak allocated | 0.50% | 4.00% | 1%, 3% | no |" in lines
+    assert "| step time | 1.00% | 3.00% | 2%, 5% | yes |" in lines
     first = next(line for line in lines if line.startswith("| `"))
     assert first.startswith("| `full*4` | -4.00% | -3.00% |")
 
@@ -191,6 +231,60 @@ def test_the_curve_page_says_where_no_plan_was_found(results):
     text = page.render(results, "gpt")
     assert "Stage 0 needs 2 GiB." in text
     assert "| 0.9000 ± 0.0000 | 29.000 | yes | `full*4` |" in text
+    assert "within its spread), 2 budgets: **no**" in text
+    assert "Always within the budget: **yes**" in text
+
+
+@pytest.mark.parametrize(
+    ("ours_ms", "verdict"),
+    [([99.0, 99.5, 100.0], "yes"), ([99.0, 101.0, 102.0], "yes"), ([101.0, 101.1, 101.2], "no")],
+)
+def test_slower_is_what_is_slower_by_more_than_the_spread(results, ours_ms, verdict):
+    results.section(2, "gpt").items["budget/0"] = {
+        "budget_bytes": 30 * GIB,
+        "manual": FULL,
+        "manual_ms": [100.0] * 3,
+        "ours": {**peak("full*4", 29), "fits": True},
+        "ours_ms": ours_ms,
+    }
+    assert f"1 budgets: **{verdict}**" in page.render(results, "gpt")
+
+
+@pytest.mark.parametrize(("ours_ms", "verdict"), [(100.4, "yes"), (100.6, "no"), (99.4, "no")])
+def test_overhead_is_within_half_a_percent_either_way(results, ours_ms, verdict):
+    same = {"policy": "full*4", "megatron_ms": [100.0], "ours_ms": [100.0]}
+    results.section(5, "gpt").items = {
+        f"strategy/{FULL}": same,
+        "strategy/megatron:none": {**same, "ours_ms": [ours_ms]},
+    }
+    text = page.render(results, "gpt")
+    assert f"within 1.00 ± 0.005, 2 strategies: **{verdict}**" in text
+
+
+def test_tests_are_counted_and_a_skipped_one_is_not_yet_measured(results):
+    items = {"tests": ["a", "b", "c", "d"], "test/a": "passed", "test/b": "failed"}
+    section = results.section(4, "plugin")
+    section.items = {**items, "test/c": "skipped: flash-attn is not installed"}
+    text = page.render(results, "plugin")
+    assert "1 passed, 1 failed, 1 skipped, 1 not yet measured." in text
+    assert "| c | not yet measured (skipped: flash-attn is not installed) |" in text
+    assert "| d | not yet measured |" in text
+
+
+def test_every_setting_of_every_part_is_on_the_page_once(results):
+    for part, rounds in ((2, 7), (3, 7), (5, 28)):
+        results.section(part, "gpt").configure({"num_layers": 24, "rounds": rounds})
+    text = page.render(results, "gpt")
+    assert text.count("| num_layers | 24 | 2, 3, 5 |") == text.count("num_layers") == 1
+    assert "| rounds | 7 | 2, 3 |" in text
+    assert "| rounds | 28 | 5 |" in text
+
+
+def test_notes_beside_the_results_stay_when_pages_are_made_again(results, tmp_path):
+    results.section(3, "gpt")
+    (tmp_path / "gpt.notes.md").write_text("Policy 7 is off because of X.\n")
+    for path in page.write(results, tmp_path) + page.write(results, tmp_path):
+        assert "## Notes\n\nPolicy 7 is off because of X.\n" in path.read_text()
 
 
 def test_pages_are_named_model_hardware_date_and_a_dry_run_says_so(results, tmp_path):
@@ -213,10 +307,16 @@ def test_an_incomplete_part_says_why(results):
 def test_pages_are_made_without_torch(results):
     results.section(1, "gpt3").items = autodist_items()
     results.save()
-    made = "import sys; from benchmarks.gpu import page; list(page.main(sys.argv[1:])); "
+    made = "import sys; from benchmarks.gpu import page; list(page.main()); "
     code = made + "assert not {'torch', 'megatron.core'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code, str(results.path)], cwd=ROOT, check=True)
     assert (results.path.parent / "gpt3_nvidia-h200_2026-11-21.md").exists()
+
+
+def test_making_pages_asks_for_a_file(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        list(page.main([]))
+    assert "results" in capsys.readouterr().err
 
 
 # --- what is run ----------------------------------------------------------------------------------
@@ -231,6 +331,111 @@ def test_parts_and_sections_are_selected_in_the_order_they_run():
 def test_an_unknown_part_is_refused_with_the_known_ones():
     with pytest.raises(OptionError, match=r"--only 9: there are parts 1 to 7 .*1-gpt3-760m-48l"):
         run.selected(["9"])
+
+
+def test_a_wrong_part_leaves_no_file_behind(tmp_path, capsys):
+    assert run.main(["--tiny", "--only", "9", "--output", str(tmp_path)]) == OptionError.exit_code
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_off_cuda_there_is_a_dry_run_only(tmp_path, capsys):
+    assert run.main(["--output", str(tmp_path)]) == MachineError.exit_code
+    assert "give --tiny for a dry run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_writes_elsewhere_than_the_evidence_unless_told():
+    asked = [run._parser().parse_args(words) for words in ([], ["--tiny"], ["--output", "x"])]
+    folders = ["benchmarks/results/gpu", "build/gpu-dry", "x"]
+    assert [run._file(options) for options in asked] == [Path(f, "results.json") for f in folders]
+
+
+STARTS_ANOTHER = ["sh", "-c", "sleep 300 & echo $!; wait"]
+
+
+def is_running(pid):
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def test_what_a_process_started_ends_with_it_when_its_time_is_over():
+    lines = children.lines(STARTS_ANOTHER, 3)
+    pid = int(next(lines))
+    assert is_running(pid)
+    with pytest.raises(OutOfTimeError, match="had 3 s and was ended; run the part again"):
+        next(lines)
+    wait_until(lambda: not is_running(pid))
+
+
+def test_what_a_section_started_ends_with_it():
+    section = f"""
+import signal, sys
+from benchmarks.gpu import children
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+for line in children.lines({STARTS_ANOTHER}, 300):
+    print(line, flush=True)
+"""
+    with children.group([sys.executable, "-c", section], stdout=subprocess.PIPE) as process:
+        pid = int(process.stdout.readline())
+        assert is_running(pid)
+    wait_until(lambda: not is_running(pid))
+    assert process.returncode == 143
+
+
+def wait_until(happened):
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("tests/a.py::test_x[TE dense] PASSED   [ 5%]", ("tests/a.py::test_x[TE dense]", "passed")),
+        ("tests/a.py::test_x ERROR   [ 5%]", ("tests/a.py::test_x", "failed")),
+        ("tests/a.py::test_x SKIPPED (no (real) CUDA)  [1%]", "skipped: no (real) CUDA"),
+        ("tests/a.py::test_x Fatal Python error: Segmentation fault", None),
+        ("FAILED tests/a.py::test_x - AssertionError: PASSED", None),
+    ],
+)
+def test_an_outcome_is_read_from_its_line(line, found):
+    found = ("tests/a.py::test_x", found) if isinstance(found, str) else found
+    assert processes.outcome(line) == found
+
+
+DYING = """
+import os, pytest
+
+@pytest.mark.parametrize("what", ["passes", "fails", "dies", "skips", "passes, with a name"])
+def test_it(what):
+    if what == "skips":
+        pytest.skip("for a reason")
+    if what == "dies":
+        os._exit(9)
+    assert what != "fails"
+"""
+
+
+def test_every_test_is_an_item_and_one_that_kills_pytest_takes_none_along(
+    results, tmp_path, monkeypatch
+):
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    (folder / "test_dying.py").write_text(DYING)
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    ledger = Ledger(results, results.section(4, "plugin"), 120)
+    for _ in range(2):  # the second time everything is known
+        with pytest.raises(BenchmarkError, match="2 passed, 2 failed, 1 skipped"):
+            processes.equality(ledger, Namespace(tiny=True))
+    outcomes = [v for k, v in ledger.section.items.items() if k.startswith("test/")]
+    assert outcomes[:2] == ["passed", "failed"]
+    assert outcomes[2].startswith("failed: pytest died")
+    assert outcomes[3:] == ["skipped: for a reason", "passed"]
 
 
 LOG = """\
@@ -319,6 +524,21 @@ def test_part_7_asks_for_a_checkout(results):
     ledger = Ledger(results, results.section(7, "plugin"), 60)
     with pytest.raises(OptionError, match="--megatron-lm PATH"):
         processes.upstream(ledger, Namespace(megatron_lm=None))
+
+
+def test_a_dry_run_of_what_trains_in_one_process_is_complete(tmp_path):
+    sections = ["1-gpt3-760m-48l", *(f"{part}-gpt-350m-unfused" for part in (2, 3, 5))]
+    command = [sys.executable, "-m", "benchmarks.gpu.run", "--tiny", "--output", str(tmp_path)]
+    command += [word for name in sections for word in ("--only", name)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    results = Results.load(tmp_path / "results.json")
+    assert [
+        len(page._numbered(results.sections[name].items, what))
+        for name, what in zip(sections, ("round", "budget", "policy", "strategy"), strict=True)
+    ] == [2, 8, 40, 5]
+    for path in tmp_path.glob("*_tiny-cpu_*.md"):
+        assert page.NOT_YET not in path.read_text()
 
 
 def test_the_file_is_json_with_a_schema_version(results):
