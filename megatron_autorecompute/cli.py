@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeAlias
+from unittest import mock
 
 from rich.console import Console, RenderableType
 from rich.progress import Progress
@@ -434,7 +435,8 @@ def _progress() -> Progress:
 @contextmanager
 def _quiet_upstream() -> Iterator[None]:
     """Without what torch and megatron-core warn of on machines without CUDA, TE and Apex."""
-    with warnings.catch_warnings():
+    for_processes = {"PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore")}
+    with warnings.catch_warnings(), mock.patch.dict(os.environ, for_processes):
         warnings.filterwarnings("ignore", module=r"(torch|megatron)\.")
         yield
 
