@@ -9,11 +9,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
+import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeAlias
+from unittest import mock
 
 from rich.console import Console, RenderableType
 from rich.progress import Progress
@@ -25,25 +30,56 @@ from megatron_autorecompute.alternatives import (
     search_layout,
     search_micro_batch,
 )
-from megatron_autorecompute.errors import AutorecomputeError, InfeasibleError, ProfileError
+from megatron_autorecompute.errors import (
+    AutorecomputeError,
+    InfeasibleError,
+    MachineError,
+    OptionError,
+    ProfileError,
+)
 from megatron_autorecompute.native import launch_lines
 from megatron_autorecompute.pipeline import Layout, Schedule
 from megatron_autorecompute.plan import Plan, curve_point, make_plan
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.solve import GIB, Planner, neighbours
 
+MOST_GIB = 1 << 20
+"""More than any device has, and far below where the solver's integers end."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     cut = words.index("--") if "--" in words else len(words)
-    parsed = parser().parse_args(words[:cut])
+    reader = parser()
+    parsed = reader.parse_args(words[:cut])
     parsed.megatron_flags = words[cut + 1 :]
+    if parsed.megatron_flags and parsed.verb != "profile":
+        reader.error(f"{' '.join(words[cut:])}: {parsed.verb} takes nothing after --")
     try:
-        return int(parsed.run(parsed) or 0)
+        return _run(parsed)
     except AutorecomputeError as error:
         print(f"megatron-autorecompute {parsed.verb}: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print(f"megatron-autorecompute {parsed.verb}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        args.run(args)
+        sys.stdout.flush()  # what cannot be written shows here, not when the interpreter ends
+    except OSError as error:
+        # The interpreter flushes standard output once more at its end; that must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 1
+        raise MachineError(
+            f"The operating system refused to read or write: {error}. Where output is redirected, "
+            "give it a disk with room."
+        ) from error
+    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,12 +119,12 @@ def _add_plan(verbs: Verbs) -> None:
     )
     verb.add_argument(
         "--curve-points",
-        type=int,
+        type=_at_least(0),
         default=0,
         metavar="N",
         help="put the curve of time against budget into the plan, for stepping down",
     )
-    verb.add_argument("-o", "--output", type=Path, metavar="PLAN.json", help="write the plan")
+    verb.add_argument("-o", "--output", type=_file, metavar="PLAN.json", help="write the plan")
     verb.add_argument(
         "--verify", action="store_true", help="run Megatron's own schedule under the plan"
     )
@@ -125,7 +161,9 @@ def _add_explain(verbs: Verbs) -> None:
 def _add_pareto(verbs: Verbs) -> None:
     verb = verbs.add_parser("pareto", help="time of the step against the budget")
     _add_problem(verb)
-    verb.add_argument("--points", type=int, default=64, metavar="N", help="budgets (default: 64)")
+    verb.add_argument(
+        "--points", type=_at_least(1), default=64, metavar="N", help="budgets (default: 64)"
+    )
     _add_json(verb)
     verb.set_defaults(run=_pareto)
 
@@ -141,22 +179,23 @@ def _add_profile(verbs: Verbs) -> None:
     verb.add_argument("job", nargs="?", metavar="JOB.yaml", help="see docs/no-device.md")
     verb.add_argument("--recipe", metavar="NAME", help="a recipe function of Megatron Bridge")
     verb.add_argument(
-        "--num-gpus", type=int, metavar="N", help="world size, with flags or a recipe"
+        "--num-gpus", type=_at_least(1), metavar="N", help="world size, with flags or a recipe"
     )
     verb.add_argument(
-        "--reserve-gib", type=float, metavar="GIB", help="kept back (default: 2 and 5%% of all)"
+        "--reserve-gib", type=_gib, metavar="GIB", help="kept back (default: 2 and 5%% of all)"
     )
     verb.add_argument("--efficiency", metavar="NAME=SHARE,...", help="shares of the peaks")
     verb.add_argument("--measured", metavar="P.json", help="records measured of the same layers")
     verb.add_argument("--sensitivity", action="store_true", help="plan with each share moved 20%%")
-    verb.add_argument("-o", "--output", type=Path, default=Path("profile.json"), metavar="P.json")
+    verb.add_argument("-o", "--output", type=_file, default=Path("profile.json"), metavar="P.json")
     _add_json(verb)
     verb.set_defaults(run=_profile)
 
 
 def _profile(args: argparse.Namespace) -> None:
     # Not an import statement: the type checker of the planner half would follow it into torch.
-    importlib.import_module("megatron_autorecompute.no_device.command").run(args)
+    with _quiet_upstream():
+        importlib.import_module("megatron_autorecompute.no_device.command").run(args)
 
 
 VERBS = (_add_profile, _add_plan, _add_show, _add_explain, _add_pareto, _add_verify)
@@ -179,7 +218,7 @@ def _add_problem(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--account-for-loss-in-pipeline-split", action="store_true")
     verb.add_argument("--pipeline-model-parallel-layout", metavar="TEXT", help="as Et*3|(tt|)*6mL")
     verb.add_argument(
-        "--moe-percentile", type=float, metavar="P", help="budget for this routing imbalance"
+        "--moe-percentile", type=_percentile, metavar="P", help="budget for this routing imbalance"
     )
     verb.add_argument(
         "--allow",
@@ -190,19 +229,61 @@ def _add_problem(verb: argparse.ArgumentParser) -> None:
 
 
 def _budgets(text: str) -> tuple[int, ...]:
-    values = tuple(round(float(part) * GIB) for part in text.split(","))
-    if any(value <= 0 for value in values):
-        raise argparse.ArgumentTypeError(f"{text}: a budget is more than 0 GiB")
-    return values
+    values = tuple(_gib(part) for part in text.split(","))
+    if 0 in values:
+        raise argparse.ArgumentTypeError(f"{text!r}: a budget is more than 0 GiB")
+    return tuple(round(value * GIB) for value in values)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(_at_least(1)(part) for part in text.split(","))
+
+
+def _gib(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= MOST_GIB:
+        raise argparse.ArgumentTypeError(f"{text!r}: give GiB as a number from 0 to {MOST_GIB}")
+    return value
+
+
+def _percentile(text: str) -> float:
+    value = _number(text)
+    if not 0 < value <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r}: a percentile is above 0 and at most 100")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan  # within no range
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, {least} or more")
+        return value
+
+    return read
+
+
+def _file(text: str) -> Path:
+    if not Path(text).name or Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file name")
+    return Path(text)
 
 
 def _planners(args: argparse.Namespace) -> list[Planner]:
     """One planner per profile, all with as many samples per step as the first."""
     profiles = [Profile.load(path) for path in args.profile]
+    if args.moe_percentile is not None:
+        _check_imbalance(args, profiles)
     schedule = None
     planners = []
     for profile in profiles:
@@ -225,6 +306,15 @@ def _planners(args: argparse.Namespace) -> list[Planner]:
             )
         )
     return planners
+
+
+def _check_imbalance(args: argparse.Namespace, profiles: Sequence[Profile]) -> None:
+    for path, profile in zip(args.profile, profiles, strict=True):
+        if not any(kind.knows_imbalance for kind in profile.kinds):
+            raise OptionError(
+                f"--moe-percentile {args.moe_percentile:g}: {path} records no routing imbalance. "
+                "Leave the flag out, or profile a model with experts."
+            )
 
 
 def _layout(args: argparse.Namespace, profile: Profile) -> Layout:
@@ -277,9 +367,9 @@ def _print_plan(args: argparse.Namespace, plan: Plan) -> None:
 
 
 def _verify(args: argparse.Namespace, plan: Plan) -> None:
-    # As above: this needs torch and megatron-core.
-    verify = importlib.import_module("megatron_autorecompute.verify")
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with _quiet_upstream(), _progress() as bar:
+        # As above: this needs torch and megatron-core.
+        verify = importlib.import_module("megatron_autorecompute.verify")
         task = bar.add_task("Megatron's schedule, stage by stage", total=plan.layout.num_stages)
         checks = verify.verify(plan, lambda _: bar.advance(task))
     data = [asdict(check) | {"error": check.error, "fits": check.fits} for check in checks]
@@ -328,9 +418,27 @@ def _explain(args: argparse.Namespace) -> None:
 def _pareto(args: argparse.Namespace) -> None:
     planners = _planners(args)
     _check_micro_batches(argparse.Namespace(search_micro_batch=()), planners)
-    points = [curve_point(point) for point in planners[0].pareto(args.points)]
+    with _progress() as bar:
+        task = bar.add_task("Budgets", total=1)
+        found = planners[0].pareto(args.points, lambda share: bar.update(task, completed=share))
+    points = [curve_point(point) for point in found]
     data = json.dumps([asdict(point) for point in points], indent=1)
     _print(args, data, terminal.curve_view(points))
+
+
+def _progress() -> Progress:
+    """A bar on standard error while it is a terminal, gone when it is done."""
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def _quiet_upstream() -> Iterator[None]:
+    """Without what torch and megatron-core warn of on machines without CUDA, TE and Apex."""
+    for_processes = {"PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore")}
+    with warnings.catch_warnings(), mock.patch.dict(os.environ, for_processes):
+        warnings.filterwarnings("ignore", module=r"(torch|megatron)\.")
+        yield
 
 
 def _print(args: argparse.Namespace, data: str, view: RenderableType) -> None:

@@ -28,10 +28,17 @@ from megatron_autorecompute import records
 
 SCHEMA_VERSION = 1
 
-Bytes = Annotated[int, Field(ge=0)]
-Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[int, Field(ge=1)]
-Index = Annotated[int, Field(ge=0)]
+# Beyond every device and model there is, and so low that the planner's sums stay within 64 bits.
+MOST_BYTES = 1 << 44  # 16 TiB
+MOST_MS = 1e6
+MOST_LAYERS = 1 << 12
+
+Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
+SignedBytes = Annotated[int, Field(ge=-MOST_BYTES, le=MOST_BYTES)]
+Milliseconds = Annotated[float, Field(ge=0, le=MOST_MS, allow_inf_nan=False)]
+SignedMilliseconds = Annotated[float, Field(ge=-MOST_MS, le=MOST_MS, allow_inf_nan=False)]
+Positive = Annotated[int, Field(ge=1, le=1 << 40)]
+Index = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,7 @@ class Imbalance:
 
     percentile: Annotated[float, Field(ge=0, le=100)]
     """Of the microbatches on the fullest rank, in percent."""
-    factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    factor: Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
     """Multiplies held and transient bytes of the kind; 1 is what was measured."""
 
 
@@ -161,6 +168,11 @@ class LayerKind:
         choice = self.inert.get(choice, choice)
         return next((record for record in self.choices if record.choice == choice), None)
 
+    @property
+    def knows_imbalance(self) -> bool:
+        """Whether there is anything recorded for any percentile."""
+        return bool(self.imbalance) or any(record.percentiles for record in self.choices)
+
     def imbalance_factor(self, percentile: float | None) -> float:
         """Multiplier on bytes at a percentile: that of the nearest recorded one at or above it.
 
@@ -194,11 +206,11 @@ class StageRecord:
     """Highest during the optimizer step, on top of static, when no activation is alive."""
     overhead: ScheduleOverhead | None = None
     """Measured; None is nothing. Boundary tensors are counted for any schedule without it."""
-    residual_bytes: int = 0
+    residual_bytes: SignedBytes = 0
     """Measured minus predicted activation peak; added to the prediction. May be negative."""
     uncertainty_bytes: Bytes = 0
     """Half the width of what the residual leaves open."""
-    residual_ms: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    residual_ms: SignedMilliseconds = 0.0
     """Measured minus predicted time of one microbatch on this stage. May be negative."""
 
 

@@ -79,6 +79,8 @@ def write_atomically(text: str, path: str | Path) -> None:
     Raises: ProfileError when the folder cannot be written.
     """
     target = Path(path)
+    if not target.name:
+        raise ProfileError(f"Cannot write {str(path)!r}: it names no file. Give a writable path.")
     # Not tempfile: its files are readable by their owner only, and a plan is shared by ranks.
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
@@ -89,7 +91,9 @@ def write_atomically(text: str, path: str | Path) -> None:
         os.replace(temporary, target)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise ProfileError(f"Cannot write {target}: {error}. Give a writable path.") from error
+        # The error itself names the temporary file, which nobody asked for.
+        reason = error.strerror or error
+        raise ProfileError(f"Cannot write {target}: {reason}. Give a writable path.") from error
 
 
 def _refuse_newer(data: Any, source: str, major: int) -> None:

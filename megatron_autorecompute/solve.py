@@ -12,7 +12,7 @@ to subtract.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -196,18 +196,25 @@ class Planner:
             self.profile, self.layout, self.schedule, policy, percentile=self.percentile
         )
 
-    def pareto(self, points: int = 64) -> tuple[ParetoPoint, ...]:
-        """Time against budget, from the largest useful budget down to the least that fits."""
+    def pareto(
+        self, points: int = 64, progress: Callable[[float], None] = lambda _: None
+    ) -> tuple[ParetoPoint, ...]:
+        """Time against budget, from the largest useful budget down to the least that fits.
+
+        Calls `progress` with the share of the budgets that are done.
+        """
         low = max(choice.peak_bytes for choice in self.leanest)
         high = max(max(choice.peak_bytes for choice in self.fastest), low)
         steps = max(points - 1, 1)
         budgets = [high - (high - low) * i // steps for i in range(points)]
         # Halving the steps: a budget between two solved ones is quicker than any other.
-        stride = 1 << points.bit_length()
+        stride, done = 1 << points.bit_length(), set[int]()
         while stride := stride // 2:
             for budget in budgets[::stride]:
                 for stage in range(self.layout.num_stages):
                     self.choose(stage, budget)
+                done.add(budget)
+                progress(len(done) / points)
         curve = [self._point(min(budgets))]
         for budget in sorted(set(budgets))[1:]:
             point = self._point(budget)

@@ -121,9 +121,17 @@ def stages_explained(plan: Plan) -> RenderableType:
     """Per stage: what binds, and the peak by what it is made of."""
     parts: list[RenderableType] = []
     table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for name in ("stage", "static", "in flight", "running", "transient", "emb+head", "overhead"):
-        table.add_column(name, justify="right")
-    table.add_column("peak GiB", justify="right")
+    names = (
+        "stage",
+        "static",
+        "in\nflight",
+        "running",
+        "tran-\nsient",
+        "emb+\nhead",
+        "over-\nhead",
+    )
+    for name in (*names, "peak\nGiB"):
+        table.add_column(name, justify="right", no_wrap=True)
     for cost in plan.cost.stages:
         split = cost.peak.breakdown
         values = (
@@ -188,16 +196,16 @@ def neighbour_rows(
 
 
 def curve_view(points: Sequence[CurvePoint]) -> RenderableType:
-    """One row per distinct time."""
+    """One row per budget; policies wrap between their runs."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), expand=True)
     for name in ("budget GiB", "step ms", "peak GiB"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=10)
-    table.add_column("policy", overflow="ellipsis", no_wrap=True, ratio=1)
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("policy", overflow="fold", ratio=1)
     for point in points:
         table.add_row(
             gib(point.budget_bytes),
             f"{point.step_ms:.1f}",
             gib(point.peak_high_bytes),
-            Text(point.recompute_policy),
+            Text(point.recompute_policy.replace(",", ", ")),  # to wrap between runs
         )
     return table

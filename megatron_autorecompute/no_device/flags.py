@@ -67,7 +67,7 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
         ):
             from megatron.training import arguments
 
-            args = arguments.parse_args()
+            args = _namespace(arguments)
             arguments.validate_args(args)
             return args, arguments.core_transformer_config_from_args(args)
     except ModuleNotFoundError as error:
@@ -76,8 +76,20 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
             "installed (the megatron-core wheels carry megatron.training from 0.17 on). Describe "
             "the job in YAML instead: examples/no_device."
         ) from error
-    except (AssertionError, ValueError, SystemExit) as error:
+    except (AssertionError, ValueError) as error:
         raise OptionError(f"Megatron refuses these flags: {error}") from error
+
+
+def _namespace(arguments: Any) -> Any:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return arguments.parse_args()
+    except SystemExit as error:  # argparse has said why, below the usage of all flags
+        reason = (
+            said.getvalue().strip().rpartition("\n")[2].removeprefix("pretrain_gpt.py: error: ")
+        )
+        raise OptionError(f"Megatron refuses these flags: {reason or error}") from error
 
 
 def plain_config(values: Mapping[str, Any]) -> dict[str, Any]:

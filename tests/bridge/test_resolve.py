@@ -55,7 +55,7 @@ def blocks(model):
     return [range(first, first + size) for first in range(0, model.num_layers, size)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(layouts, st.data())
 def test_every_strategy_of_megatron_is_written_in_megatrons_fields(layout, data):
     model = Model(24, *layout)
@@ -75,7 +75,7 @@ def test_every_strategy_of_megatron_is_written_in_megatrons_fields(layout, data)
     assert again == policy
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(layouts, st.lists(st.sampled_from([NONE, FULL, CORE_ATTN]), min_size=24, max_size=24))
 def test_native_fields_never_say_another_policy(layout, choices):
     model = Model(24, *layout)

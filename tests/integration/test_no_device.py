@@ -466,6 +466,20 @@ def test_flags_of_pretrain_gpt_give_the_same_layers_as_yaml(tmp_path):
     }
 
 
+def test_flags_that_megatron_does_not_know_are_refused_in_its_parsers_words():
+    if importlib.util.find_spec("megatron.training") is None:
+        pytest.skip("this megatron-core wheel carries no megatron.training")
+    words = ["profile", "--no-device", "--gpu", "h100-80gb", "--num-gpus", "8", "--", "--nonsense"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "megatron_autorecompute.cli", *words], capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stderr) == (
+        9,
+        "megatron-autorecompute profile: Megatron refuses these flags: "
+        "unrecognized arguments: --nonsense\n",
+    )
+
+
 @pytest.mark.parametrize("name", ["llama3-70b", "llama31-405b", "deepseek-v3"])
 def test_examples_take_under_a_minute_of_processor_time_and_4_gib(name, tmp_path):
     path, plan_path = tmp_path / "profile.json", tmp_path / "plan.json"

@@ -1,4 +1,10 @@
+import contextlib
+import io
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,18 +14,21 @@ from megatron_autorecompute.pipeline import Layout
 from megatron_autorecompute.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.solve import Planner
 from megatron_autorecompute.terminal import strip
 
 PROFILES = Path(__file__).parents[2] / "examples" / "profiles"
 LLAMA = str(PROFILES / "llama3-70b.json")
+COMMAND = [sys.executable, "-m", "megatron_autorecompute.cli"]
 SHAPE = ["--pp", "4", "--vp", "2", "--num-microbatches", "32"]
 
 
-@pytest.fixture
-def planned(tmp_path, capsys):
-    path = tmp_path / "plan.json"
-    code = main(["plan", "--profile", LLAMA, *SHAPE, "--budget-gib", "28", "-o", str(path)])
-    return code, path, capsys.readouterr().out
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    path = tmp_path_factory.mktemp("planned") / "plan.json"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = main(["plan", "--profile", LLAMA, *SHAPE, "--budget-gib", "28", "-o", str(path)])
+    return code, path, out.getvalue()
 
 
 def test_plan_writes_a_plan_and_prints_strips_of_80_columns(planned):
@@ -71,8 +80,33 @@ def test_pareto_prints_one_row_per_budget(capsys):
     points = json.loads(capsys.readouterr().out)
     assert len(points) == 5
     assert [p["step_ms"] for p in points] == sorted(p["step_ms"] for p in points)
-    assert main(["pareto", "--profile", LLAMA, *SHAPE, "--points", "5"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_table_is_cut_off(planned, width, capsys, monkeypatch):
+    _, path, _ = planned
+    monkeypatch.setenv("COLUMNS", str(width))
+    pareto = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "5"]
+    for words in (["show", str(path)], ["explain", str(path)], pareto):
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert "…" not in out
+        assert max(map(len, out.splitlines()[:-1])) <= width  # a line to paste ends a plan
+    policies = "".join(line[31:] for line in out.splitlines()).replace(" ", "")
+    assert main([*pareto, "--json"]) == 0
+    for point in json.loads(capsys.readouterr().out):
+        assert point["recompute_policy"] in policies
+
+
+def test_pareto_shows_how_far_it_is_on_a_terminal_only():
+    words = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "3", "--json"]
+    terminal, end = pty.openpty()
+    ran = subprocess.run([*COMMAND, *words], stdout=subprocess.PIPE, stderr=end, check=True)
+    os.close(end)
+    assert b"Budgets" in os.read(terminal, 1 << 16)
+    os.close(terminal)
+    quiet = subprocess.run([*COMMAND, *words], capture_output=True, check=True)
+    assert (quiet.stdout, quiet.stderr) == (ran.stdout, b"")
 
 
 @pytest.mark.parametrize(
@@ -83,6 +117,8 @@ def test_pareto_prints_one_row_per_budget(capsys):
         (["--budget-gib", "30,40"], 2, "2 budgets for 4 stages"),
         (["--budget-gib", "30", "--num-layers-in-first-pipeline-stage", "7"], 8, "layers"),
         (["--budget-gib", "30", "--search-micro-batch", "1,2"], 4, "one file for each size"),
+        (["--budget-gib", "30", "--moe-percentile", "99"], 9, "records no routing imbalance"),
+        (["--budget-gib", "30", "-o", "absent/p.json"], 4, "Cannot write absent/p.json: No such"),
     ],
 )
 def test_errors_are_printed_once_and_end_with_their_exit_code(arguments, code, message, capsys):
@@ -97,11 +133,85 @@ def test_a_missing_file_is_exit_code_4(tmp_path, capsys):
     assert "Cannot read" in capsys.readouterr().err
 
 
-def test_wrong_usage_is_exit_code_2(capsys):
+@pytest.mark.parametrize(
+    ("verb", "words", "message"),
+    [
+        *(("plan", ["--budget-gib", n], "from 0 to") for n in ("-3", "inf", "1e400", "nan", "abc")),
+        ("plan", ["--budget-gib", "1e12"], "from 0 to"),
+        ("plan", ["--budget-gib", "0"], "more than 0 GiB"),
+        ("plan", ["--budget-gib", "30", "--search-micro-batch", "1,x"], "'x': give a whole number"),
+        ("plan", ["--budget-gib", "30", "--search-micro-batch", "0"], "1 or more"),
+        ("plan", ["--budget-gib", "30", "--curve-points", "-3"], "0 or more"),
+        ("plan", ["--budget-gib", "30", "--moe-percentile", "nan"], "above 0 and at most 100"),
+        ("plan", ["--budget-gib", "30", "--moe-percentile", "101"], "above 0 and at most 100"),
+        ("plan", ["--budget-gib", "30", "-o", ""], "'' is no file name"),
+        ("plan", ["--budget-gib", "30", "-o", "/"], "'/' is no file name"),
+        ("plan", ["--budget-gib", "30", "--", "--bf16"], "-- --bf16: plan takes nothing after --"),
+        ("pareto", ["--points", "0"], "1 or more"),
+        ("pareto", ["--points", "-2"], "1 or more"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(verb, words, message, capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["plan", "--profile", LLAMA, *SHAPE, "--budget-gib", "-3"])
+        main([verb, "--profile", LLAMA, *SHAPE, *words])
     assert caught.value.code == 2
-    assert "more than 0 GiB" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gib", ["nan", "inf", "-1"])
+def test_a_reserve_is_a_number_of_gib(gib, capsys):
+    with pytest.raises(SystemExit):
+        main(["profile", "--no-device", "--gpu", "h100-80gb", "--reserve-gib", gib, "job.yaml"])
+    assert "from 0 to" in capsys.readouterr().err
+
+
+def test_a_percentile_is_planned_for_where_imbalance_is_recorded(capsys):
+    words = ["--pp", "1", "--num-microbatches", "8", "--points", "2", "--json"]
+    moe = ["pareto", "--profile", str(PROFILES / "moe-16b.json"), *words]
+    assert main([*moe, "--moe-percentile", "99"]) == 0
+    uneven = json.loads(capsys.readouterr().out)[-1]["peak_high_bytes"]
+    assert main(moe) == 0
+    assert uneven > json.loads(capsys.readouterr().out)[-1]["peak_high_bytes"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_output_to_a_full_disk_is_exit_code_7(planned, form):
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [*COMMAND, "show", str(planned[1]), *form], stdout=full, stderr=subprocess.PIPE
+        )
+    assert ran.returncode == 7
+    assert ran.stderr.count(b"\n") == 1
+    assert b"No space left on device" in ran.stderr
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_reader_that_goes_away_is_no_news(planned, form):
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(
+        [*COMMAND, "show", str(planned[1]), *form], stdout=writer, stderr=subprocess.PIPE
+    )
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (1, b"")
+
+
+def test_an_interrupt_is_exit_code_130_and_one_line(monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Planner, "pareto", interrupted)
+    assert main(["pareto", "--profile", LLAMA, *SHAPE]) == 130
+    assert capsys.readouterr().err == "megatron-autorecompute pareto: interrupted\n"
+
+
+def test_verify_says_one_thing_without_what_upstream_warns_of(planned):
+    # An example profile does not say how to build its model; that comes after the imports.
+    ran = subprocess.run([*COMMAND, "verify", str(planned[1])], capture_output=True, text=True)
+    assert ran.returncode == 4
+    assert ran.stderr.startswith("megatron-autorecompute verify: ")
+    assert ran.stderr.count("\n") == 1
 
 
 def test_a_searched_layout_comes_with_megatrons_flags(capsys):

@@ -55,7 +55,7 @@ NONE = ChoiceRecord("none", 100, 10, 30, 10.0, 20.0)
 FULL = ChoiceRecord("full", 4, 20, 130, 10.0, 30.0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 10**6), st.randoms(use_true_random=False))
 def test_peaks_equal_an_event_by_event_simulation(seed, rng):
     profile, layout, schedule, _ = problem(seed)
@@ -73,7 +73,7 @@ def test_peaks_equal_an_event_by_event_simulation(seed, rng):
         assert stage.busy_ms == pytest.approx(schedule.num_microbatches * time_ms)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6))
 def test_the_timeline_reaches_the_peak_and_never_exceeds_it(seed):
     profile, layout, schedule, _ = problem(seed)
@@ -87,7 +87,7 @@ def test_the_timeline_reaches_the_peak_and_never_exceeds_it(seed):
             assert highest == stage.peak.bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(1, 5),
     st.integers(1, 4),

@@ -186,7 +186,6 @@ def test_distinct_moments_are_the_set_of_all_moments(schedule):
             assert tuple(in_flight[moment.event]) == moment.in_flight
 
 
-@settings(deadline=None)
 @given(schedules(), st.data())
 def test_weighing_the_binding_moments_finds_the_highest_peak(schedule, data):
     held = data.draw(
@@ -216,7 +215,7 @@ def test_1f1b_has_one_binding_moment_of_each_kind():
 # Time
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(schedules(), st.data())
 def test_replay_equals_the_definition_written_out(schedule, data):
     forward, backward = data.draw(times(schedule)), data.draw(times(schedule))

@@ -34,6 +34,7 @@ def test_json_round_trip_gives_the_same_profile():
         ("12", "'12', must be a valid integer"),
         (None, "None, must be a valid integer"),
         (True, "True, must be a valid integer"),
+        (10**30, f"{10**30}, must be ≤ {1 << 44}"),
     ],
 )
 def test_a_bad_byte_count_is_refused_with_its_path(data, value, reason):
@@ -41,10 +42,19 @@ def test_a_bad_byte_count_is_refused_with_its_path(data, value, reason):
     assert f"kinds[1].choices[0].held_bytes: {reason}" in refusal(data)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5, 1e300])
 def test_a_bad_time_is_refused_with_its_path(data, value):
     data["head"]["backward_ms"] = value
     assert "head.backward_ms: " in refusal(data)
+
+
+def test_a_figure_beyond_every_model_is_refused_with_its_path(data):
+    data["model"]["num_layers"] = 10**30
+    data["kinds"][0]["imbalance"] = [{"percentile": 99.0, "factor": 1e300}]
+    data["stages"] = [{"layers": [], "static": {}, "residual_bytes": -(10**30)}]
+    message = refusal(data)
+    for path in ("model.num_layers", "kinds[0].imbalance[0].factor", "stages[0].residual_bytes"):
+        assert f"  {path}: " in message
 
 
 def test_a_missing_field_is_refused_with_its_path(data):
@@ -129,6 +139,17 @@ def test_an_unreadable_path_is_a_profile_error(tmp_path):
         Profile.load(tmp_path / "absent.json")
     with pytest.raises(ProfileError, match="Cannot write"):
         problem(7)[0].save(tmp_path / "no" / "folder.json")
+
+
+def test_a_path_that_cannot_be_written_is_named_as_it_was_asked_for(tmp_path):
+    with pytest.raises(ProfileError) as caught:
+        problem(7)[0].save(tmp_path / "no" / "p.json")
+    path = tmp_path / "no" / "p.json"
+    assert str(caught.value) == (
+        f"Cannot write {path}: No such file or directory. Give a writable path."
+    )
+    with pytest.raises(ProfileError, match="'': it names no file"):
+        problem(7)[0].save("")
 
 
 def test_an_inert_choice_has_the_record_of_what_it_equals():

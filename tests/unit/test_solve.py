@@ -113,7 +113,7 @@ def problem_of_many(num_layers=12):
     return profile, Layout.even(num_layers, 1), Schedule(1, 1, 4), 700
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SEEDS, st.integers(1, 40))
 def test_more_budget_is_never_slower(seed, more):
     profile, layout, schedule, budget = problem(seed)
@@ -125,7 +125,7 @@ def test_more_budget_is_never_slower(seed, more):
             assert richer.time_ps <= less.time_ps
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SEEDS, st.randoms(use_true_random=False))
 def test_adding_a_choice_is_never_slower(seed, rng):
     profile, layout, schedule, budget = problem(seed)
@@ -161,7 +161,7 @@ def test_adding_a_stage_in_front_leaves_the_last_stages_choices_alone():
     assert two.policy.layers[4:] == three.policy.layers[8:]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SEEDS, st.sampled_from([3, 1000, 2**30]), st.sampled_from([2.0, 10.0, 1000.0]))
 def test_other_units_of_bytes_and_time_change_nothing(seed, bytes_unit, time_unit):
     profile, layout, schedule, budget = problem(seed)
@@ -220,7 +220,7 @@ def scale(profile, size, time):
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(SEEDS)
 def test_never_slower_per_stage_than_any_manual_strategy_that_fits(seed):
     profile, layout, schedule, budget = problem(seed)
