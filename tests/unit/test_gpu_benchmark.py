@@ -428,7 +428,7 @@ def test_every_test_is_an_item_and_one_that_kills_pytest_takes_none_along(
     (folder / "test_dying.py").write_text(DYING)
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     monkeypatch.setattr(processes, "ROOT", tmp_path)
-    ledger = Ledger(results, results.section(4, "plugin"), 120)
+    ledger = Ledger(results, results.section(4, "plugin"), 600)
     for _ in range(2):  # the second time everything is known
         with pytest.raises(BenchmarkError, match="2 passed, 2 failed, 1 skipped"):
             processes.equality(ledger, Namespace(tiny=True))
@@ -511,7 +511,7 @@ def test_upstreams_tests_run_without_us_with_us_idle_and_through_ours(results, t
     test = tmp_path / "tests" / "unit_tests" / name
     test.parent.mkdir(parents=True)
     test.write_text(UPSTREAM_TEST)
-    ledger = Ledger(results, results.section(7, "plugin"), 120)
+    ledger = Ledger(results, results.section(7, "plugin"), 600)
     processes.upstream(ledger, Namespace(megatron_lm=tmp_path))
     ways = [ledger.section.items[way] for way in ("without us", "idle", "through ours")]
     assert [list(way.values()) for way in ways] == [["passed"]] * 3
