@@ -316,8 +316,8 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a file; raises ProfileError."""
-        return records.load(cls, path, major=SCHEMA_VERSION)
+        """Read a profile file, or the profile in a plan file; raises ProfileError."""
+        return records.load(cls, path, major=SCHEMA_VERSION, field="profile")
 
 
 def scaled_bytes(count_bytes: int, factor: float) -> int:

@@ -32,13 +32,21 @@ def to_json(record: Any) -> str:
     return text
 
 
-def from_json(record_type: type[Record], text: str, *, source: str, major: int = 1) -> Record:
+def from_json(
+    record_type: type[Record], text: str, *, source: str, major: int = 1, field: str = ""
+) -> Record:
     """Read one record; fields this version does not know are ignored (a newer minor wrote them).
+
+    field: where the text may be of a larger record, the field of that in which this one is.
 
     Raises: ProfileError naming every bad field by its path, or a newer major schema_version.
     """
     try:
-        _refuse_newer(json.loads(text), source, major)
+        data = json.loads(text)
+        if isinstance(data, dict) and field in data:
+            data, source = data[field], f"{field} in {source}"
+            text = json.dumps(data)
+        _refuse_newer(data, source, major)
         return TypeAdapter(record_type).validate_json(text, strict=True)
     except json.JSONDecodeError as error:
         raise ProfileError(
@@ -51,8 +59,8 @@ def from_json(record_type: type[Record], text: str, *, source: str, major: int =
         ) from error
 
 
-def load(record_type: type[Record], path: str | Path, *, major: int = 1) -> Record:
-    """Read one record from a file.
+def load(record_type: type[Record], path: str | Path, *, major: int = 1, field: str = "") -> Record:
+    """Read one record from a file; see `from_json`.
 
     Raises: ProfileError when it cannot be read or does not fit the schema.
     """
@@ -62,7 +70,7 @@ def load(record_type: type[Record], path: str | Path, *, major: int = 1) -> Reco
         raise ProfileError(
             f"Cannot read {path}: {error}. Give the path of a {record_type.__name__} JSON file."
         ) from error
-    return from_json(record_type, text, source=str(path), major=major)
+    return from_json(record_type, text, source=str(path), major=major, field=field)
 
 
 def save(record: Any, path: str | Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.plan import Plan, make_plan
 from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.solve import Planner
 from tests.unit.test_solve import problem_of_many
 
@@ -20,6 +21,11 @@ def plan():
 def test_a_saved_plan_is_read_back_equal(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_the_profile_is_read_from_the_plan_file(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    assert Profile.load(tmp_path / "plan.json") == plan.profile
 
 
 def test_the_policy_reads_its_choices_from_the_plan_file(plan, tmp_path):
