@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import TypeAlias
 from unittest import mock
 
@@ -193,9 +194,21 @@ def _add_profile(verbs: Verbs) -> None:
 
 
 def _profile(args: argparse.Namespace) -> None:
-    # Not an import statement: the type checker of the planner half would follow it into torch.
     with _quiet_upstream():
-        importlib.import_module("megatron_autorecompute.no_device.command").run(args)
+        _runtime("no_device.command").run(args)
+
+
+def _runtime(module: str) -> ModuleType:
+    # Not an import statement: the type checker of the planner half would follow it into torch.
+    try:
+        return importlib.import_module(f"megatron_autorecompute.{module}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "megatron"):
+            raise
+        raise MachineError(
+            f"This runs Megatron's own code, and {error.name} is not installed. Install torch and "
+            "megatron-core beside this package; plan, show, explain and pareto need neither."
+        ) from error
 
 
 VERBS = (_add_profile, _add_plan, _add_show, _add_explain, _add_pareto, _add_verify)
@@ -368,8 +381,7 @@ def _print_plan(args: argparse.Namespace, plan: Plan) -> None:
 
 def _verify(args: argparse.Namespace, plan: Plan) -> None:
     with _quiet_upstream(), _progress() as bar:
-        # As above: this needs torch and megatron-core.
-        verify = importlib.import_module("megatron_autorecompute.verify")
+        verify = _runtime("verify")
         task = bar.add_task("Megatron's schedule, stage by stage", total=plan.layout.num_stages)
         checks = verify.verify(plan, lambda _: bar.advance(task))
     data = [asdict(check) | {"error": check.error, "fits": check.fits} for check in checks]

@@ -206,6 +206,19 @@ def test_an_interrupt_is_exit_code_130_and_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "megatron-autorecompute pareto: interrupted\n"
 
 
+def test_verify_without_torch_says_what_to_install(planned):
+    _, path, _ = planned
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from megatron_autorecompute.cli import main\n"
+        f"sys.exit(main(['verify', {str(path)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7
+    assert "torch is not installed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_verify_says_one_thing_without_what_upstream_warns_of(planned):
     # An example profile does not say how to build its model; that comes after the imports.
     ran = subprocess.run([*COMMAND, "verify", str(planned[1])], capture_output=True, text=True)
