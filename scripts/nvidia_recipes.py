@@ -447,7 +447,11 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
   set them, its activations would take 14 GB where this model has 8; uneven routing could do that.
 - **Llama3-70B.** The runs use Transformer Engine's CUDA graphs over the MLP, whose pools share and
   pin what the MLP keeps: that recomputing it gives back 3 GB there and 13 GB here fits this. What
-  stays is within 10% but for 8 stages.
+  stays is within 10% but for 8 stages. There the first stage has 94 layers of microbatches in
+  flight (47 chunks of 2), and the 6.3 GB too many are 67 MB for each: about one tensor of the
+  MLP's width, sequence times ffn / tp in bf16 (59 MB), such as SwiGLU's input in fp8 instead of
+  bf16. With 4 stages it is 92 of them and 5.0 GB, 55 MB each. A graph that keeps it in fp8 would
+  explain both; that tp 8 comes out 4.6 GB too low it would not.
 """
 
 
