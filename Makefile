@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 CORE_019 := build/megatron-core-0.19.2
+BRIDGE_SITE := build/megatron-bridge-0.3.1
 # A machine whose Python already has torch with CUDA keeps that torch.
 HAS_CUDA := $(shell $(PYTHON) -c "import torch; print(torch.cuda.is_available())" 2>/dev/null)
 export TORCHDYNAMO_DISABLE := 1
@@ -22,7 +23,9 @@ results: $(INSTALLED)
 	$(BIN)/python scripts/update_readme.py
 
 ## Run all tests: lint and types, both supported versions of megatron-core, Megatron Bridge.
-test: lint test-core-016 test-core-019 test-bridge
+# Two suites at a time, on two cores; each is printed when it has ended, and all are run.
+test: lint $(CORE_019) $(BRIDGE_SITE)
+	$(MAKE) --jobs=2 --keep-going --output-sync=target test-core-019 test-core-016 test-bridge
 
 test-core-016: $(INSTALLED)
 	$(BIN)/python -m pytest tests $(ARGS)
@@ -66,7 +69,6 @@ megatron-lm-checks: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt six regex pyyaml
 	MEGATRON_LM=$(abspath $(MEGATRON_LM)) $(BIN)/python -m pytest tests/pretrain $(ARGS)
 
-BRIDGE_SITE := build/megatron-bridge-0.3.1
 # Bridge's own tests that touch recompute, configs and callbacks, in a checkout of v0.3.1.
 BRIDGE_TESTS := $(addprefix tests/unit_tests/, training/test_callbacks.py \
     training/test_comm_overlap.py training/test_config.py training/utils/test_omegaconf_utils.py \

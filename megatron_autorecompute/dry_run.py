@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -151,7 +152,7 @@ def in_processes(
 ) -> tuple[StageDryRun, ...]:
     """`run` of every stage in processes that never see CUDA; it must pickle."""
     pool = ProcessPoolExecutor(
-        max_workers, multiprocessing.get_context("spawn"), initializer=_hide_cuda
+        max_workers, multiprocessing.get_context("spawn"), initializer=_start_process
     )
     with pool:
         futures = [pool.submit(run, stage) for stage in stages]
@@ -160,9 +161,11 @@ def in_processes(
         return tuple(future.result() for future in futures)
 
 
-def _hide_cuda() -> None:
+def _start_process() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
+    # Since 0.19 GPTModel says once a process that it is deprecated.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 def dry_run_stage(
