@@ -1,5 +1,7 @@
 # Two commands: `make compare` and `make test`. Both set up everything they need under .venv/.
 .DELETE_ON_ERROR:
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +13,7 @@ HAS_CUDA := $(shell $(PYTHON) -c "import torch; print(torch.cuda.is_available())
 export TORCHDYNAMO_DISABLE := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: compare results test test-core-016 test-core-019 test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks clean
+.PHONY: compare results examples test test-core-016 test-core-019 test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks clean
 
 ## Run Megatron under its own strategies and ours, on this machine; print the table.
 compare: $(INSTALLED)
@@ -20,20 +22,39 @@ compare: $(INSTALLED)
 ## Measure again what the README quotes, and quote it.
 results: $(INSTALLED)
 	$(BIN)/python scripts/compare_policies.py --output benchmarks/results/cpu $(ARGS)
-	$(BIN)/python scripts/update_readme.py
+	$(BIN)/python scripts/quote_results.py
+
+## Run the examples of planning without a device again, and quote what they print. Takes minutes.
+NO_DEVICE := benchmarks/results/no_device
+PLANNED := build/no_device
+examples: export PATH := $(CURDIR)/$(BIN):$(PATH)
+examples: export PYTHONWARNINGS := ignore
+examples: $(INSTALLED)
+	mkdir -p $(NO_DEVICE)
+	examples/no_device/run.sh $(PLANNED) > $(NO_DEVICE)/plans.txt
+	megatron-autorecompute profile --no-device --gpu h100-80gb --sensitivity \
+	    examples/no_device/llama3-70b.yaml -o $(PLANNED)/llama3-70b.json \
+	    | sed -n '/share x/,/^Written/{/^Written/!p}' > $(NO_DEVICE)/sensitivity.txt
+	for job in llama3-70b llama31-405b deepseek-v3; do \
+	    echo $$job && megatron-autorecompute verify $(PLANNED)/$$job.plan.json || exit; \
+	done > $(NO_DEVICE)/verified.txt
+	$(BIN)/python scripts/nvidia_recipes.py
+	$(BIN)/python scripts/quote_results.py
 
 ## Run all tests: lint and types, both supported versions of megatron-core, Megatron Bridge.
 test: lint $(CORE_019) $(BRIDGE_SITE)
-	@echo "Two suites at a time; each is printed when it has ended, and all are run."
-	$(MAKE) --jobs=2 --keep-going --output-sync=target test-core-019 test-core-016 test-bridge
+	$(MAKE) --jobs=2 --keep-going test-core-019 test-core-016 test-bridge
+
+# Two suites at a time: every line says whose it is.
+OF = | sed --unbuffered 's/^/$(1): /'
 
 test-core-016: $(INSTALLED)
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest tests $(ARGS) $(call OF,core 0.16.1)
 
-# Without what asks nothing of Megatron's version; peaks on it are in benchmarks/results.
-NOT_ON_019 := $(addprefix --ignore=tests/integration/test_, live_bytes.py peak_fidelity.py)
 test-core-019: $(INSTALLED) $(CORE_019)
-	PYTHONPATH=$(CORE_019) $(BIN)/python -m pytest tests/integration $(NOT_ON_019) $(ARGS)
+	PYTHONPATH=$(CORE_019) $(BIN)/python -m pytest tests/integration \
+	    -m "not any_version" $(ARGS) \
+	    $(call OF,core 0.19.2)
 
 ## What runs on a GPU, as far as CPU can: its tests, and every part that needs no checkout.
 gpu-dry-run: $(INSTALLED) $(CORE_019)
@@ -82,7 +103,8 @@ BRIDGE_KNOWN := $(addprefix --deselect=tests/unit_tests/training/test_config.py:
 
 ## Test Megatron Bridge 0.3.1 with the field, on CPU.
 test-bridge: $(INSTALLED) $(BRIDGE_SITE)
-	PYTHONPATH=$(CURDIR)/$(BRIDGE_SITE) HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/bridge $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(BRIDGE_SITE) HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/bridge $(ARGS) \
+	    $(call OF,bridge 0.3.1)
 
 ## Run Bridge's own unit tests with the field in place: make bridge-checks BRIDGE=/path/to/checkout
 bridge-checks: $(INSTALLED) $(BRIDGE_SITE)

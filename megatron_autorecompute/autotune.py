@@ -564,7 +564,12 @@ class AutoTuner:
         budgets = plan.budget_bytes if asked_bytes is None else self._by_stage(asked_bytes, min)
         asked = (budgets, self.options.recompute_imbalance_percentile)
         if asked != (plan.budget_bytes, plan.moe_percentile):
-            return self._solved(plan.profile, budgets)
+            self.job.say(
+                f"recompute auto: the plan in {path} was made for another budget or percentile; "
+                "solved again from its measurements."
+            )
+            plan = self._solved(plan.profile, budgets)
+            self._save(plan)
         return plan
 
     def _tell(self, plan: Plan) -> None:

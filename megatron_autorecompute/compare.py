@@ -164,28 +164,27 @@ def run(settings: Settings, console: Console) -> Comparison:
         ) from error
     comparison = Comparison(budget_bytes=None)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with (
-        _ranks(settings) as readers,
-        Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress,
-    ):
-        task = progress.add_task("starting Megatron", total=None)
-        for message in _messages(readers, settings.timeout_s):
-            if isinstance(message, Comparison):
-                comparison = message
-                write(comparison, folder)
-            elif isinstance(message, Plan):
-                message.save(folder / "plan.json")
-            else:
-                text, done, total = message
-                progress.update(task, description=text, completed=done, total=total)
+    shown = {"console": console, "transient": True, "refresh_per_second": 2}  # of the ranks' cores
+    try:
+        with (
+            _ranks(settings) as readers,
+            Progress(*columns, TimeElapsedColumn(), **shown) as progress,
+        ):
+            task = progress.add_task("starting Megatron", total=None)
+            for message in _messages(readers, settings.timeout_s):
+                if isinstance(message, Comparison):
+                    comparison = message
+                    comparison.save(folder / "comparison.json")
+                    write_atomically(report.markdown(comparison), folder / "comparison.md")
+                elif isinstance(message, Plan):
+                    message.save(folder / "plan.json")
+                else:
+                    text, done, total = message
+                    progress.update(task, description=text, completed=done, total=total)
+    finally:  # once: drawing while ranks step would slow the steps down
+        if comparison.rows():
+            report.picture(comparison, folder / "comparison.png")
     return comparison
-
-
-def write(comparison: Comparison, folder: Path) -> None:
-    """comparison.json, and the table and picture made from it."""
-    comparison.save(folder / "comparison.json")
-    write_atomically(report.markdown(comparison), folder / "comparison.md")
-    report.picture(comparison, folder / "comparison.png")
 
 
 @contextmanager

@@ -90,7 +90,7 @@ class LiveBytes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_iter(result):
+        for leaf in [result] if isinstance(result, torch.Tensor) else tree_iter(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf.untyped_storage())
         return result

@@ -80,19 +80,35 @@ def verify(
     peaks = _peaks(plan, plan.schedule, **WITHOUT_OPTIMIZER)
     comparable = _peaks(plan, plan.schedule, **COMPARABLE)
     runs = _runs(plan, _shortest(plan, comparable), progress)
+    static = [
+        peak.breakdown.static_bytes - kept
+        for peak, kept in zip(comparable, _kept(plan), strict=True)
+    ]
     return tuple(
         StageCheck(
             run.stage,
-            without.bytes - without.breakdown.static_bytes,
+            without.bytes - static_bytes,
             run.peak_bytes,
-            without.breakdown.static_bytes + peak.bytes - without.bytes,
+            static_bytes + peak.bytes - without.bytes,
             budget_bytes,
             plan.profile.boundary_bytes,
         )
-        for run, peak, without, budget_bytes in zip(
-            runs, peaks, comparable, plan.budget_bytes, strict=True
+        for run, peak, without, static_bytes, budget_bytes in zip(
+            runs, peaks, comparable, static, plan.budget_bytes, strict=True
         )
     )
+
+
+def _kept(plan: Plan) -> list[int]:
+    """Static bytes of every stage that are a dry run's activations: what its layers keep of the
+    last microbatch, which only a profile made without a device states."""
+    if "job" not in plan.profile.model.facts:
+        return [0] * plan.layout.num_stages
+    kinds = [
+        [plan.profile.kind_of(layer) for chunk in chunks for layer in chunk.layers]
+        for chunks in plan.layout.stages
+    ]
+    return [sum(kind.static.buffer_bytes for kind in stage if kind.static) for stage in kinds]
 
 
 def _peaks(plan: Plan, schedule: Schedule, **changed: Any) -> list[Peak]:

@@ -41,6 +41,18 @@ class RankError(Exception):
     """A rank of run_ranks raised, died or did not finish; carries the traceback of that rank."""
 
 
+IMPORTED = ("megatron.core.models.gpt", "megatron.core.distributed", "megatron.core.optimizer")
+"""And all that they import, torch among it; of ours, what tests import."""
+
+
+def fresh_processes() -> Any:
+    """The multiprocessing context for children: forked from a process that has done nothing but
+    import torch and Megatron, which would take each of them seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED, "tests.support"])
+    return context
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
@@ -55,7 +67,7 @@ def run_ranks(
     one thread, has an address space of at most memory_bytes, and (activate) Megatron usable without
     CUDA. The first failure kills all ranks and is raised here as RankError.
     """
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     with tempfile.TemporaryDirectory() as folder:
         readers: dict[Connection, int] = {}
         processes = []

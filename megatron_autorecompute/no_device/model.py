@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -24,7 +24,7 @@ from megatron_autorecompute.no_device import kernels
 from megatron_autorecompute.no_device.job import Job
 
 MAX_CHOICES = 48
-"""Choices tried per sort of layer, and layers built of it; MLA with MoE has 41 sets of modules."""
+"""Choices tried per sort of layer; MLA with MoE has 41 sets of modules."""
 
 LEFT_OUT = {
     **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_scope", "cuda_graph_impl")},
@@ -76,12 +76,12 @@ class Shard:
 
 
 @contextlib.contextmanager
-def shard(job: Job, copies: int = MAX_CHOICES) -> Iterator[Shard]:
+def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
     """Build the shard; Megatron's parallel state is set up meanwhile.
 
     Args:
         job: of which model.
-        copies: how many layers of each sort.
+        copies: how many layers of each of its `sorts`.
 
     Raises OptionError for a config that Megatron refuses, and MachineError as without_cuda does.
     """
@@ -223,11 +223,10 @@ def _build_with_stand_ins(
     )
 
 
-def _shard_config(job: Job, copies: int) -> tuple[Any, dict[int, Sort]]:
+def _shard_config(job: Job, copies: Sequence[int]) -> tuple[Any, dict[int, Sort]]:
     """Megatron's config of the shard, and the sort of each of its layers."""
-    # A single copy is for the MTP depths, which are built like the last layer.
-    wanted = sorts(job) if copies > 1 else sorts(job)[-1:]
-    sort_of = dict(enumerate(sort for sort in wanted for _ in range(copies)))
+    numbers = zip(sorts(job), copies, strict=True)
+    sort_of = dict(enumerate(sort for sort, number in numbers for _ in range(number)))
     fields = {
         **_pattern(job, sort_of),
         "num_layers": len(sort_of),

@@ -35,6 +35,7 @@ from megatron_autorecompute.no_device.model import (
     Sort,
     add_main_gradients,
     shard,
+    sorts,
 )
 from megatron_autorecompute.no_device.roofline import Roofline
 from megatron_autorecompute.no_device.static import (
@@ -75,11 +76,15 @@ def profile_job(
     """
     efficiency = efficiency or Efficiency()
     job.layout(), job.schedule()  # refused before anything is built
-    decoder = _part(replace_mtp(job, 0), Roofline(device, efficiency), MAX_CHOICES, progress)
+    clock = Roofline(device, efficiency)
+    without_mtp = replace_mtp(job, 0)
+    decoder = _part(without_mtp, clock, _choices_of_sorts(without_mtp, clock), progress)
     whole = decoder
     if job.mtp_num_layers:
         # Apart, because MTP depths are on the last stage with a copy of the embedding's weights.
-        whole = _part(job, Roofline(device, efficiency), 1, progress)
+        # They are built like the last layer.
+        last = [0] * (len(sorts(job)) - 1) + [1]
+        whole = _part(job, Roofline(device, efficiency), last, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
@@ -118,7 +123,15 @@ class _Part:
     layer_facts: dict[str, Any]
 
 
-def _part(job: Job, clock: Roofline, copies: int, progress: Progress) -> _Part:
+def _choices_of_sorts(job: Job, clock: Roofline) -> list[int]:
+    """How many layers of each sort show all of its choices in one step."""
+    with shard(job, [1] * len(sorts(job))) as built, _alone(built.model, clock):
+        kinds = measure.kinds([built.model])
+    numbers = {layer: len(kind.choices) for kind in kinds for layer in kind.layers}
+    return [numbers[layer] for layer in built.sort_of]
+
+
+def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) -> _Part:
     progress(f"{job.name}: building one rank's layers on meta tensors")
     with shard(job, copies) as built:
         counted = _Counted(job, built)
@@ -173,26 +186,40 @@ def _measured(
     gradients = add_main_gradients(parameters)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
-    with _alone(model, clock), apply(nothing, model) as applied:
+
+    def forward() -> torch.Tensor:
+        return step(None, model)[0].float().mean()
+
+    with (
+        _alone(model, clock),
+        apply(nothing, model) as applied,
+        LiveBytes(static) as live,
+        kept_between_steps([model], live) as kept,
+    ):
         measurement = measure.Measurement([model], applied)
+        forwards_bytes = []
         for number, _ in enumerate(measurement.policies()):
             progress(f"{job.name}: step {number + 1} on meta tensors")
-            with (
-                LiveBytes(static) as live,
-                kept_between_steps([model], live) as kept,
-                clock,
-                measurement.watch(live),
-            ):
-                step(None, model)[0].float().mean().backward()
+            # In flight meanwhile, as in a pipeline: what a MoE layer's dispatcher keeps of it until
+            # the next forward is there before the one that is watched, not on top of it.
+            earlier = forward()
+            forwards_bytes.append(live.current_bytes)
+            with clock, measurement.watch(live):
+                loss = forward()
+                forwards_bytes.append(live.current_bytes)
+                loss.backward()
+            del earlier, loss
         if unseen := measurement.unseen():
             raise ProfileError(
                 f"{job.name}: the steps on meta tensors showed nothing of {', '.join(unseen)}. "
                 "Measure this model on a device, or report the config."
             )
-        counted.keep_buffers([*kept, *step.static])
-        return measurement.profile(
+        profile = measurement.profile(
             Model(job.name, depth, job.mtp_num_layers), _parallelism(job), StaticBytes()
         )
+    first, both, *_ = forwards_bytes
+    counted.keep_buffers([*kept, *step.static], of_one_microbatch=2 * first - both)
+    return profile
 
 
 def _own_embedding(model: Any) -> list[torch.nn.Parameter]:
@@ -249,7 +276,7 @@ class _Counted:
     def __init__(self, job: Job, built: Shard) -> None:
         model: Any = built.model
         self.job = job
-        self._buffer_bytes = self._head_buffer_bytes = 0
+        self._buffer_bytes = 0
         several = job.size("pipeline") > 1
         self._embedding = _count(model.embedding)
         self._head = _count(model.output_layer) + _count(compat.final_norm(model.decoder))
@@ -265,6 +292,14 @@ class _Counted:
             for index in sort.layers
         }
         self._layers |= {job.num_layers + depth: count for depth, count in enumerate(mtp)}
+        self._moe = [
+            index for sort in built.sort_of.values() if sort.is_moe for index in sort.layers
+        ]
+        self._built_moe = sum(sort.is_moe for sort in built.sort_of.values())
+        if mtp and job.moe_pattern()[-1]:
+            self._moe += range(job.num_layers, job.num_layers + len(mtp))
+            self._built_moe += len(mtp)
+        self._kept_bytes: dict[int, int] = {}
         self.embedding = static_bytes(job, self._embedding)
         self.head = static_bytes(job, self._head)
 
@@ -272,21 +307,27 @@ class _Counted:
         """This with what the shard with MTP depths knows besides."""
         self.job, self.head = whole.job, whole.head
         self._layers |= whole._layers
+        self._kept_bytes = whole._kept_bytes | self._kept_bytes
         return self
 
-    def keep_buffers(self, tensors: list[torch.Tensor]) -> None:
-        """Count tensors that stay between steps; under TE only the output layer shares buffers."""
+    def keep_buffers(self, tensors: list[torch.Tensor], of_one_microbatch: int) -> None:
+        """Count what stays between steps; under TE only the output layer shares buffers.
+
+        of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch.
+        """
+        if self._moe:
+            self._kept_bytes = dict.fromkeys(self._moe, -(-of_one_microbatch // self._built_moe))
         storages = (tensor.untyped_storage() for tensor in tensors)
         size_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
         if self.job.transformer_impl == "local":
             self._buffer_bytes = size_bytes
         else:
-            self._head_buffer_bytes = size_bytes
             self.head = replace(self.head, buffer_bytes=size_bytes)
 
     def layer(self, index: int) -> StaticBytes:
         """Of one layer of the whole model."""
-        return static_bytes(self.job, self._layers[index], quantised=True)
+        static = static_bytes(self.job, self._layers[index], quantised=True)
+        return replace(static, buffer_bytes=self._kept_bytes.get(index, 0))
 
     def stage(self, layers: tuple[int, ...], embedding: bool, head: bool) -> StageRecord:
         """Of one pipeline stage."""
@@ -300,7 +341,7 @@ class _Counted:
                 sum(part.parameter_bytes for part in parts),
                 sum(part.gradient_bytes for part in parts),
                 sum(part.optimizer_state_bytes for part in parts),
-                self._buffer_bytes + self._head_buffer_bytes * head,
+                sum(part.buffer_bytes for part in parts) + self._buffer_bytes,
             ),
             optimizer_step_peak_bytes=optimizer_step_bytes(self.job, sum(counts, Parameters())),
         )

@@ -88,12 +88,14 @@ def test_the_plan_is_what_megatrons_schedule_does(finished, capsys):
     assert (code, capsys.readouterr().err.strip()) == (0, "")
 
 
+@pytest.mark.any_version
 def test_strategies_of_the_parent_need_no_megatron():
     code = "import sys, megatron_autorecompute.compare; print('megatron.core' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "False"
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -194,6 +196,7 @@ def test_out_of_memory_on_one_of_two_stages_says_what_to_give():
     compat.leave_interrupted_checkpoint()
 
 
+@pytest.mark.any_version
 def test_on_a_gpu_there_is_one_stage_however_many_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -201,29 +204,36 @@ def test_on_a_gpu_there_is_one_stage_however_many_gpus(monkeypatch):
     assert parse(["--pipeline-stages", "4"]).shape.pipeline_stages == 4
 
 
+@pytest.mark.any_version
 def test_ranks_that_cannot_reach_each_other_say_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     assert main([*SMALL, "--output", str(tmp_path)]) == 7
     assert "The ranks cannot reach each other" in capsys.readouterr().err
 
 
-def _started(folder):
-    command = [sys.executable, "scripts/compare_policies.py", *SMALL, "--rounds", "500"]
+@pytest.fixture
+def running(tmp_path):
+    """A comparison in its rounds, with ten minutes to go."""
+    command = [sys.executable, "scripts/compare_policies.py", *SMALL, "--num-layers", "2"]
+    command += ["--rounds", "2000"]
     process = subprocess.Popen(
-        [*command, "--output", str(folder)],
+        [*command, "--output", str(tmp_path)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+    path = tmp_path / "comparison.json"
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        path = folder / "comparison.json"
-        if path.exists() and Comparison.load(path).rows()[-1].family == "ours":
-            return process
-        time.sleep(0.3)
-    process.kill()
-    raise AssertionError("the comparison never got to its rounds")
+    try:
+        while not (path.exists() and Comparison.load(path).rows()[-1].family == "ours"):
+            assert time.monotonic() < deadline, "the comparison never got to its rounds"
+            time.sleep(0.3)
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def _ranks_of(process):
@@ -232,19 +242,20 @@ def _ranks_of(process):
     return [int(child) for child, command in commands.items() if "spawn_main" in command]
 
 
-def test_interrupting_keeps_what_was_finished(tmp_path):
-    process = _started(tmp_path)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+@pytest.mark.any_version
+def test_interrupting_keeps_what_was_finished(running, tmp_path):
+    os.killpg(running.pid, signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
     assert "what was finished is in the output folder" in errors
     assert not Comparison.load(tmp_path / "comparison.json").complete
+    assert (tmp_path / "comparison.png").exists()
 
 
-def test_a_killed_rank_keeps_what_was_finished(tmp_path):
-    process = _started(tmp_path)
-    os.kill(_ranks_of(process)[-1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 7
+@pytest.mark.any_version
+def test_a_killed_rank_keeps_what_was_finished(running, tmp_path):
+    os.kill(_ranks_of(running)[-1], signal.SIGKILL)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 7
     assert "died without a word" in " ".join(errors.split())
     assert len(Comparison.load(tmp_path / "comparison.json").rows()) == 5

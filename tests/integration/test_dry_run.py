@@ -6,7 +6,6 @@ in bf16 on CPU, 4 bytes per token and norm that only the real ranks save.
 
 import dataclasses
 import functools
-import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
 
@@ -27,7 +26,7 @@ from megatron_autorecompute.dry_run import (
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.pipeline import Event, Schedule
 from megatron_autorecompute.policy import RecomputePolicy
-from tests.support import run_ranks, start_parallel, tiny_config
+from tests.support import fresh_processes, run_ranks, start_parallel, tiny_config
 
 SHAPE = StepShape(seq_length=128, micro_batch_size=2, num_microbatches=6, vocab_size=512)
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -89,7 +88,7 @@ def meta_stages(kind: str, fields: dict, policy: str | None) -> list[StageDryRun
 @pytest.fixture(scope="module")
 def fresh_process():
     """Runs functions in one other process: dry runs want no process group and no activation."""
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     with ProcessPoolExecutor(1, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=240)
 

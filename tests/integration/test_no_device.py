@@ -326,6 +326,7 @@ def test_tensor_parallelism_pays_for_its_communication():
     assert slowed - fast == pytest.approx(expected_ms, rel=1e-6)
 
 
+@pytest.mark.any_version
 def test_sensitivity_moves_every_share_both_ways():
     asked = job({"pipeline_model_parallel_size": 2})
     planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
@@ -480,6 +481,7 @@ def test_flags_that_megatron_does_not_know_are_refused_in_its_parsers_words():
     )
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("name", ["llama3-70b", "llama31-405b", "deepseek-v3"])
 def test_examples_take_under_a_minute_of_processor_time_and_4_gib(name, tmp_path):
     path, plan_path = tmp_path / "profile.json", tmp_path / "plan.json"

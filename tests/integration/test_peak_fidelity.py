@@ -5,7 +5,6 @@ are random mixes that it never saw. `benchmarks/peak_fidelity.py` runs many more
 """
 
 import json
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -23,14 +22,15 @@ from benchmarks.peak_fidelity import (
 from megatron_autorecompute.boundary import extra_tensors
 from megatron_autorecompute.dry_run import boundary_tensors
 from megatron_autorecompute.pipeline import Schedule
-from tests.support import tiny_config
+from tests.support import fresh_processes, tiny_config
 
+pytestmark = pytest.mark.any_version
 BY_NAME = {case.name: case for case in CASES}
 
 
 @pytest.fixture(scope="module")
 def fresh_process():
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     with ProcessPoolExecutor(1, context) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=280)
 
@@ -42,11 +42,11 @@ def out_of_bounds(points):
 @pytest.mark.parametrize(
     ("name", "policies"),
     [
-        ("llama 7b", 6),
-        ("llama 7b, v=2", 6),
-        ("llama 7b, v=2, no overlap", 3),
-        ("llama 70b", 4),
-        ("gpt 22b", 4),
+        ("llama 7b", 2),
+        ("llama 7b, v=2", 2),
+        ("llama 7b, v=2, no overlap", 2),
+        ("llama 70b", 1),
+        ("gpt 22b", 1),
     ],
 )
 def test_predicted_peaks_are_those_of_megatrons_schedule(fresh_process, name, policies):
@@ -59,10 +59,10 @@ def test_predicted_peaks_hold_on_sixteen_interleaved_stages(fresh_process, name)
     assert out_of_bounds(fresh_process(case_points, BY_NAME[name], (0, 15), 1)) == []
 
 
-@pytest.mark.parametrize("name", ["mixtral", "mixtral, v=2", "qwen3 30b-a3b"])
+@pytest.mark.parametrize("name", ["mixtral, v=2", "qwen3 30b-a3b"])
 def test_predicted_peaks_of_moe_layers_are_those_of_megatrons_schedule(fresh_process, name):
     case = BY_NAME[name]
-    assert out_of_bounds(fresh_process(case_points, case, stages_of(case), 2)) == []
+    assert out_of_bounds(fresh_process(case_points, case, stages_of(case), 1)) == []
 
 
 def test_the_page_has_the_table_of_the_result_file():

@@ -1,7 +1,6 @@
 """`verify`: the model is built again from a profile's facts, and its plan run on meta tensors."""
 
 import json
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import make_dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from megatron_autorecompute.plan import make_plan
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.solve import Planner
 from megatron_autorecompute.verify import StageCheck, layout_names, require_verified
-from tests.support import run_ranks, tiny_config
+from tests.support import fresh_processes, run_ranks, tiny_config
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(
@@ -56,7 +55,7 @@ def slower_with_less(kind):
 
 @pytest.fixture(scope="module")
 def profile():
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, fresh_processes()) as pool:
         return pool.submit(profile_of_a_model).result(timeout=240)
 
 
@@ -148,6 +147,7 @@ def trained_with_auto(plan_path):
     tuner.close()
 
 
+@pytest.mark.any_version
 def test_the_plan_of_an_auto_run_is_what_megatrons_schedule_does(tmp_path, capsys):
     path = tmp_path / "plan.json"
     run_ranks(trained_with_auto, 2, str(path), timeout_s=240)

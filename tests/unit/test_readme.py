@@ -6,10 +6,11 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_tables_are_those_of_the_result_files():
-    updated = runpy.run_path(str(ROOT / "scripts/update_readme.py"))["updated"]
-    assert "<!-- table: " in README
-    assert updated(README) == README
+def test_what_pages_quote_is_what_the_result_files_say():
+    script = runpy.run_path(str(ROOT / "scripts/quote_results.py"))
+    pages = [page.read_text() for page in script["PAGES"]]
+    assert sum(page.count("<!-- quoted: ") for page in pages) >= 4
+    assert [script["updated"](page) for page in pages] == pages
 
 
 def test_every_file_that_documents_link_to_exists():
