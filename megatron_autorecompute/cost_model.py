@@ -691,7 +691,7 @@ def _with_times(
     plain = _without_recompute(CostTable(profile), layout)
     plain_forward, plain_backward = chunk_times_ms(plain)
     for stage in range(layout.num_stages):
-        residual = _residual_ms(profile, layout, stage)
+        residual = residual_ms(profile, layout, stage)
         backward[stage][-1] += residual
         plain_backward[stage][-1] += residual
     m = schedule.num_microbatches
@@ -772,7 +772,7 @@ def step_time(
     return replay_ms(schedule, forward_ms, backward_ms)
 
 
-def _residual_ms(profile: Profile, layout: Layout, stage: int) -> float:
+def residual_ms(profile: Profile, layout: Layout, stage: int) -> float:
     """Measured minus predicted time of one microbatch, where this very stage was measured."""
     measured = stage_base(profile, layout, stage).measured
     return profile.stages[stage].residual_ms if measured else 0.0

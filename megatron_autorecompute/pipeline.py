@@ -542,6 +542,8 @@ def replay_ms(
 ) -> StepTime:
     """Replay a step: every event starts when its stage is free and its input has arrived.
 
+    `finished_ms` is the same for many sets of times at once.
+
     Args:
         schedule: the order of events.
         forward_ms: time of one forward, `[stage][chunk]`.
@@ -559,6 +561,14 @@ def replay_ms(
     finish = _finish_of_last_event_ms(schedule, forward, backward, p2p_ms)
     busy = schedule.num_microbatches * (forward + backward).sum(axis=1)
     return StepTime(float(finish.max()), tuple(busy.tolist()), tuple(finish.tolist()))
+
+
+def finished_ms(
+    schedule: Schedule, forward_ms: NDArray[np.float64], backward_ms: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """When the step ends, `[candidate]`, for times of `[stage, chunk, candidate]` in ms."""
+    finish = _finish_of_last_event_ms(schedule, forward_ms, backward_ms, 0.0)
+    return np.asarray(finish.max(axis=0), np.float64)
 
 
 def _times(schedule: Schedule, times: Sequence[Sequence[float]], name: str) -> NDArray[np.float64]:
@@ -582,6 +592,8 @@ def _finish_of_last_event_ms(
 ) -> NDArray[np.float64]:
     """Return when each stage is done, working through *slots* that all stages share.
 
+    Times are `[stage, chunk]`, or with any further axes of candidates, which the result has, too.
+
     Forward k of stage s stands in slot `stride * s + 2 * k`, and its backward j in the slot after
     forward `uncapped warm-up + j`. A stage then has at most one event per slot, in the right order,
     and every event's input stands in an earlier slot (`stride` slots earlier, or, where a
@@ -594,14 +606,15 @@ def _finish_of_last_event_ms(
     total = len(chunk)
     first_backward = stride * (p - 1) + 2 * schedule._warmup_of_last_stage + 1
     slots = first_backward + stride * (p - 1) + 2 * total
-    duration = np.zeros((slots, p))
+    candidates = forward_ms.shape[2:]
+    duration = np.zeros((slots, p, *candidates))
     _fill(duration, 0, stride, forward_ms[:, chunk])
     _fill(duration[:, ::-1], first_backward, stride, backward_ms[::-1, ::-1][:, chunk])
     # Where a microbatch comes round from the other end: which forward (backward) it was there.
     source = np.where(chunk > 0, np.arange(total) - group, -1).tolist()
     # Row `slot + stride`, column `stage + 1`: when the stage has finished what it has to do up to
     # the slot. Columns 0 and p + 1 are what arrives at the first stage and, backward, at the last.
-    finish = np.zeros((slots + stride, p + 2))
+    finish = np.zeros((slots + stride, p + 2, *candidates))
     finish[:, 0] = finish[:, -1] = -math.inf
     for slot in range(slots):
         now = slot + stride

@@ -2,8 +2,8 @@
 
 Stages are independent given the schedule: each is given the choices with the least busy time under
 its own budget, found exactly by `stage_search`. Every event of the replay can only start earlier
-when an event takes less time, so no stage is worth slowing down; what the choice between equally
-fast splits of a stage's time over its chunks does to the bubble is not searched.
+when an event takes less time, so no stage is worth slowing down. Of equally fast splits of a
+stage's time over its chunks `rearrange` looks for one with a shorter bubble, without a proof.
 
 The budget is bytes that torch may allocate, and is met by the high end of every uncertain figure.
 This module does not measure, nor does it know devices: what lies outside torch is the caller's
@@ -31,6 +31,7 @@ from megatron_autorecompute.errors import InfeasibleError, PolicyError, ProfileE
 from megatron_autorecompute.pipeline import Layout, Schedule, replay_ms
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.rearrange import rearranged
 from megatron_autorecompute.stage_search import (
     ChunkProblem,
     StageChoice,
@@ -182,7 +183,8 @@ class Planner:
             if choice is None:
                 return None
             choices.append(choice)
-        policy = self._policy(choices)
+        context = self.profile, self.layout, self.schedule
+        policy = rearranged(*context, self._policy(choices), budgets, self.percentile)
         cost = self.evaluate(policy)
         evidence = tuple(
             self._evidence(stage, budgets[stage], choice, cost)
@@ -201,6 +203,8 @@ class Planner:
     ) -> tuple[ParetoPoint, ...]:
         """Time against budget, from the largest useful budget down to the least that fits.
 
+        Splits over chunks are not rearranged here, so `solve` can be faster in a schedule with
+        several chunks per stage.
         Calls `progress` with the share of the budgets that are done.
         """
         low = max(choice.peak_bytes for choice in self.leanest)

@@ -446,8 +446,8 @@ their recipes). Budget: the device's memory less 2 GiB and 5%.
 DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here with these
 sources, `tests/unit/test_no_device_job.py` with the column `model_dims_public` of the table.
 """
-MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100 80 GB, in GB (taken as 10^9 bytes),
-beside what this model predicts. The reports give no figure for weights, gradients or optimizer
+MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100 80 GB, in GB of 10^9 bytes,
+beside what this model predicts for the first and for the last pipeline stage. The reports give no figure for weights, gradients or optimizer
 state.
 """
 MEASURED_EXPLAINED = """None of what follows was verified on a device:
@@ -460,13 +460,18 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
   state for each of the 2.00e9 in this rank's shard, 0.2 GB of buffers. The schedule's own peak is
   predicted 6 GB lower. Not explained: why the first two figures are 0.7 GB higher. If the schedule
   set them, its activations would take 14 GB where this model has 8; uneven routing could do that.
-- **Llama3-70B.** The runs use Transformer Engine's CUDA graphs over the MLP, whose pools share and
-  pin what the MLP keeps: that recomputing it gives back 3 GB there and 13 GB here fits this. What
-  stays is within 10% but for 8 stages. There the first stage has 94 layers of microbatches in
-  flight (47 chunks of 2), and the 6.3 GB too many are 67 MB for each: about one tensor of the
-  MLP's width, sequence times ffn / tp in bf16 (59 MB), such as SwiGLU's input in fp8 instead of
-  bf16. With 4 stages it is 92 of them and 5.0 GB, 55 MB each. A graph that keeps it in fp8 would
-  explain both; that tp 8 comes out 4.6 GB too low it would not.
+- **Llama3-70B.** The figures are taken as the last pipeline rank's, for three reasons. Megatron
+  Bridge wrote its memory metrics on the last rank alone when these runs were made (its issue 3167
+  and pull request 3645, which changed that a month later). Two of the runs with 58.8 and 59.6 GB
+  are marked "OOM on rank 0", on cards of 80 GB. And twice as many chunks made the figure grow by
+  1.4 GB, as in this model's last stage (68 to 74 layers of microbatches in flight), while its first
+  stage needs less (92 to 86). What the schedule sets is then within 1%. The three rows whose peak
+  is the optimizer step here are 5.3 and 6.8 GB too low. The tensors that may be missing are those
+  of Transformer Engine's CUDA graphs over the MLP: their private pools stay taken in the optimizer
+  step. At tp 8 the MLP's input, output, quantised input, fc1 output and quantised activation, 22.5
+  bytes for each of 4.2e6 elements of 68 layers, are 6.4 GB; with `mlp` recomputed at tp 4, its
+  input and output and their gradients are 4.6 GB. Against it: without recompute at tp 4 they would
+  be 12.8 GB, and the optimizer step 63 GB, where 58.8 was measured.
 """
 
 

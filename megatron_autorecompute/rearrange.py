@@ -1,0 +1,181 @@
+"""Of equally fast splits of a stage's recompute over its chunks, one with a shorter bubble.
+
+When two chunks of a stage exchange what they recompute, the stage is as busy as before, but in an
+interleaved schedule other stages wait for other chunks. This is a local search: of every stage in
+turn the exchange that shortens the step most and keeps the stage in its budget, until none does. It
+proves nothing about splits that it did not reach.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_autorecompute.cost_model import (
+    ChunkColumns,
+    CostTable,
+    Unit,
+    chunk_times_ms,
+    residual_ms,
+    stage_base,
+    stage_loads,
+    stage_peak,
+)
+from megatron_autorecompute.pipeline import Chunk, Layout, Schedule, finished_ms
+from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.profile import Profile
+
+Split = tuple[tuple[LayerPolicy, ...], ...]
+"""What a stage does, `[chunk][position]`."""
+MOST_TIMES = 1 << 24
+"""Event times replayed at once, 8 bytes each, and twice; more candidates than fit are not tried."""
+
+
+def rearranged(
+    profile: Profile,
+    layout: Layout,
+    schedule: Schedule,
+    policy: RecomputePolicy,
+    budgets: Sequence[int],
+    percentile: float | None = None,
+) -> RecomputePolicy:
+    """The policy with chunks' choices exchanged within stages; as it is where nothing is gained.
+
+    Args:
+        policy: what to begin with; every stage's busy time stays what it is in it.
+        budgets: bytes by stage, kept at the high end of every uncertain figure.
+        percentile: MoE imbalance to budget for, in percent.
+    """
+    if layout.num_chunks == 1:
+        return policy
+    search = _Search(profile, layout, schedule, policy, budgets, percentile)
+    while any([search.improved(stage) for stage in range(layout.num_stages)]):
+        pass
+    return search.policy()
+
+
+class _Search:
+    def __init__(
+        self,
+        profile: Profile,
+        layout: Layout,
+        schedule: Schedule,
+        policy: RecomputePolicy,
+        budgets: Sequence[int],
+        percentile: float | None,
+    ) -> None:
+        self.profile, self.layout, self.schedule, self.budgets = profile, layout, schedule, budgets
+        self.times = _units_of(CostTable(profile, percentile), profile.num_layers)
+        self.bytes = _units_of(CostTable(profile, percentile, "high"), profile.num_layers)
+        self.num_layers = profile.num_layers
+        self.splits: list[Split] = [
+            tuple(tuple(policy.layers[layer] for layer in chunk.layers) for chunk in chunks)
+            for chunks in layout.stages
+        ]
+        stages = range(layout.num_stages)
+        rows = [self._stage_times(stage, self.splits[stage]) for stage in stages]
+        self.forward_ms, self.backward_ms = (np.array(part) for part in zip(*rows, strict=True))
+        self.step_ms = float(self._steps_ms(0, [self.splits[0]])[0])
+
+    def policy(self) -> RecomputePolicy:
+        """Of all stages as they are now."""
+        layers = [NONE] * self.num_layers
+        for chunks, split in zip(self.layout.stages, self.splits, strict=True):
+            for chunk, policies in zip(chunks, split, strict=True):
+                for layer, choice in zip(chunk.layers, policies, strict=True):
+                    layers[layer] = choice
+        return RecomputePolicy(tuple(layers))
+
+    def improved(self, stage: int) -> bool:
+        """Make exchanges in a stage while they shorten the step; whether one did."""
+        found = False
+        while self._exchanged(stage):
+            found = True
+        return found
+
+    def _exchanged(self, stage: int) -> bool:
+        events = 4 * self.schedule.num_microbatches * self.layout.num_chunks * len(self.splits)
+        candidates = list(itertools.islice(self._exchanges(stage), max(1, MOST_TIMES // events)))
+        if not candidates:
+            return False
+        steps_ms = self._steps_ms(stage, candidates)
+        for best in np.argsort(steps_ms, kind="stable"):
+            # By more than a rounding error, or two splits could take turns for ever.
+            if steps_ms[best] >= self.step_ms * (1 - 1e-9):
+                return False
+            if self._peak_bytes(stage, candidates[best]) <= self.budgets[stage]:
+                self.splits[stage] = candidates[best]
+                times = self._stage_times(stage, candidates[best])
+                self.forward_ms[stage], self.backward_ms[stage] = times
+                self.step_ms = float(steps_ms[best])
+                return True
+        return False
+
+    def _exchanges(self, stage: int) -> Iterator[Split]:
+        """Between chunks of the same kinds: all of their choices, or those of one position."""
+        chunks, split = self.layout.stages[stage], self.splits[stage]
+        kinds = [[self.profile.kind_of(i).name for i in chunk.layers] for chunk in chunks]
+        for a, b in itertools.combinations(range(len(chunks)), 2):
+            if kinds[a] != kinds[b] or split[a] == split[b]:
+                continue
+            yield _with(split, {a: split[b], b: split[a]})
+            for at, (one, other) in enumerate(zip(split[a], split[b], strict=True)):
+                if one != other and one.group == other.group == 1 and len(split[a]) > 1:
+                    yield _with(split, {a: _at(split[a], at, other), b: _at(split[b], at, one)})
+
+    def _steps_ms(self, stage: int, splits: Sequence[Split]) -> NDArray[np.float64]:
+        """Step time with each split in a stage, all else as it is."""
+        forward, backward = (
+            np.repeat(times[:, :, None], len(splits), axis=2)
+            for times in (self.forward_ms, self.backward_ms)
+        )
+        for number, split in enumerate(splits):
+            forward[stage, :, number], backward[stage, :, number] = self._stage_times(stage, split)
+        return finished_ms(self.schedule, forward, backward)
+
+    def _stage_times(self, stage: int, split: Split) -> tuple[list[float], list[float]]:
+        (forward,), (backward,) = chunk_times_ms([self._units(self.times, stage, split)])
+        backward[-1] += residual_ms(self.profile, self.layout, stage)
+        return forward, backward
+
+    def _peak_bytes(self, stage: int, split: Split) -> int:
+        units = self._units(self.bytes, stage, split)
+        chunks = self.layout.stages[stage]
+        columns = [ChunkColumns(chunk, own) for chunk, own in zip(chunks, units, strict=True)]
+        base = stage_base(self.profile, self.layout, stage, "high")
+        loads = stage_loads(self.profile, self.schedule, stage)
+        return stage_peak(base, self.schedule, stage, columns, loads).bytes
+
+    def _units(self, of: _UnitsOf, stage: int, split: Split) -> list[tuple[Unit, ...]]:
+        return [of(*pair) for pair in zip(self.layout.stages[stage], split, strict=True)]
+
+
+_UnitsOf = Callable[[Chunk, tuple[LayerPolicy, ...]], tuple[Unit, ...]]
+
+
+def _units_of(table: CostTable, num_layers: int) -> _UnitsOf:
+    """The units of a chunk under its layers' choices, each pair worked out once."""
+    known: dict[tuple[Chunk, tuple[LayerPolicy, ...]], tuple[Unit, ...]] = {}
+
+    def units(chunk: Chunk, policies: tuple[LayerPolicy, ...]) -> tuple[Unit, ...]:
+        if (chunk, policies) not in known:
+            layers = [NONE] * num_layers
+            for layer, choice in zip(chunk.layers, policies, strict=True):
+                layers[layer] = choice
+            known[chunk, policies] = table.chunk_units(chunk, RecomputePolicy(tuple(layers)))
+        return known[chunk, policies]
+
+    return units
+
+
+def _with(split: Split, changed: dict[int, tuple[LayerPolicy, ...]]) -> Split:
+    return tuple(changed.get(number, own) for number, own in enumerate(split))
+
+
+def _at(
+    policies: tuple[LayerPolicy, ...], position: int, choice: LayerPolicy
+) -> tuple[LayerPolicy, ...]:
+    return (*policies[:position], choice, *policies[position + 1 :])
