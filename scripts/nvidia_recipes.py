@@ -447,8 +447,8 @@ DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here
 sources, `tests/unit/test_no_device_job.py` with the column `model_dims_public` of the table.
 """
 MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100 80 GB, in GB of 10^9 bytes,
-beside what this model predicts for the first and for the last pipeline stage. The reports give no figure for weights, gradients or optimizer
-state.
+beside what this model predicts for the first and for the last pipeline stage. The reports give no
+figure for weights, gradients or optimizer state.
 """
 MEASURED_EXPLAINED = """None of what follows was verified on a device:
 
@@ -456,8 +456,8 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
   within 0.05 GB whatever else is recomputed: something outside the layers sets the peak. In this
   model it is the optimizer step. Transformer Engine's FusedAdam makes fp32 copies of the recipe's
   bf16 moments, of one parameter group at a time: 8 bytes for each of 1.80e9 expert weights are 14.4
-  GB, on top of 22.6 GB: 2 + 2 bytes for each of 2.60e9 weights and their gradients, 2 + 2 + 2 of
-  state for each of the 2.00e9 in this rank's shard, 0.2 GB of buffers. The schedule's own peak is
+  GB, on top of 22.5 GB: 2 + 2 bytes for each of 2.60e9 weights and their gradients, 2 + 2 + 2 of
+  state for each of the 2.00e9 in this rank's shard, 0.1 GB of buffers. The schedule's own peak is
   predicted 6 GB lower. Not explained: why the first two figures are 0.7 GB higher. If the schedule
   set them, its activations would take 14 GB where this model has 8; uneven routing could do that.
 - **Llama3-70B.** The figures are taken as the last pipeline rank's, for three reasons. Megatron

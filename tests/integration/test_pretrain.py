@@ -30,9 +30,8 @@ def plain():
     return run(SCRIPT, FLAGS, way_in=WITHOUT_US)
 
 
-def test_a_fixed_policy_leaves_losses_and_weights_bit_identical_on_four_ranks():
-    without = run(SCRIPT, FLAGS + FOUR_RANKS, ranks=4, way_in=WITHOUT_US)
-    with_policy = run(SCRIPT, FLAGS + FOUR_RANKS + f"--recompute-policy {MIXED}", ranks=4)
+def test_a_fixed_policy_leaves_losses_and_weights_bit_identical_on_four_ranks(jobs):
+    without, with_policy = jobs["four plain"], jobs["four"]
     assert len(without.losses) == 4, without.text
     assert len(without.weights) == 4
     assert with_policy.losses == without.losses, with_policy.text
@@ -119,6 +118,8 @@ def jobs(folder):
         "level 2": Job(auto + "--train-iters 18 --timing-log-level 2 "),
         "grown plain": Job(grown, ranks=2, with_us=False),
         "grown": Job(grown + AUTO.format(budget=0.006), ranks=2),
+        "four plain": Job(FLAGS + FOUR_RANKS, ranks=4, with_us=False),
+        "four": Job(FLAGS + FOUR_RANKS + f"--recompute-policy {MIXED}", ranks=4),
     }
     pair = FLAGS + "--tensor-model-parallel-size 2 --sequence-parallel "
     planned = pair + AUTO.format(budget=0.0045) + "--recompute-plan-path " + str(folder)

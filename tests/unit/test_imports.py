@@ -25,6 +25,7 @@ PLANNER = (
     "plan",
     "policy",
     "profile",
+    "rearrange",
     "records",
     "solve",
     "stage_search",
