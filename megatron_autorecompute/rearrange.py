@@ -30,8 +30,10 @@ from megatron_autorecompute.profile import Profile
 
 Split = tuple[tuple[LayerPolicy, ...], ...]
 """What a stage does, `[chunk][position]`."""
-MOST_TIMES = 1 << 24
-"""Event times replayed at once, 8 bytes each, and twice; more candidates than fit are not tried."""
+MOST_AT_ONCE = 1 << 22
+"""Events replayed at once, 16 bytes each; candidates beyond them are not tried."""
+MOST_EVENTS = 1 << 29
+"""Events replayed in all, some seconds: the search ends there with what it has found."""
 
 
 def rearranged(
@@ -70,7 +72,8 @@ class _Search:
         self.profile, self.layout, self.schedule, self.budgets = profile, layout, schedule, budgets
         self.times = _units_of(CostTable(profile, percentile), profile.num_layers)
         self.bytes = _units_of(CostTable(profile, percentile, "high"), profile.num_layers)
-        self.num_layers = profile.num_layers
+        self.events = 2 * schedule.num_microbatches * layout.num_chunks * layout.num_stages
+        self.events_left = MOST_EVENTS
         self.splits: list[Split] = [
             tuple(tuple(policy.layers[layer] for layer in chunk.layers) for chunk in chunks)
             for chunks in layout.stages
@@ -82,7 +85,7 @@ class _Search:
 
     def policy(self) -> RecomputePolicy:
         """Of all stages as they are now."""
-        layers = [NONE] * self.num_layers
+        layers = [NONE] * self.profile.num_layers
         for chunks, split in zip(self.layout.stages, self.splits, strict=True):
             for chunk, policies in zip(chunks, split, strict=True):
                 for layer, choice in zip(chunk.layers, policies, strict=True):
@@ -97,9 +100,10 @@ class _Search:
         return found
 
     def _exchanged(self, stage: int) -> bool:
-        events = 4 * self.schedule.num_microbatches * self.layout.num_chunks * len(self.splits)
-        candidates = list(itertools.islice(self._exchanges(stage), max(1, MOST_TIMES // events)))
-        if not candidates:
+        most = max(1, MOST_AT_ONCE // self.events)
+        candidates = list(itertools.islice(self._exchanges(stage), most))
+        self.events_left -= self.events * len(candidates)
+        if not candidates or self.events_left < 0:
             return False
         steps_ms = self._steps_ms(stage, candidates)
         for best in np.argsort(steps_ms, kind="stable"):

@@ -107,7 +107,7 @@ MIXED = "none,full/2*2,selective[core_attn],full/3*3,none"
     ("kind", "fields", "policy"),
     [
         ("dense", PP2, None),
-        ("dense", PP2, "full*8"),
+        pytest.param("dense", PP2, "full*8", marks=pytest.mark.any_version),
         ("dense", PP2, "selective[core_attn+layernorm+mlp]*8"),
         ("dense", PP2, MIXED),
         ("dense", {**PP2, "deallocate_pipeline_outputs": False}, MIXED),
@@ -176,6 +176,7 @@ def large_stage(stage: int, chunks: int | None, text: str) -> StageDryRun:
     return dry_run_stage(config, stage, LARGE, policy, build)
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("stage", "chunks", "policy", "expected"),
     [
