@@ -32,7 +32,7 @@ Split = tuple[tuple[LayerPolicy, ...], ...]
 """What a stage does, `[chunk][position]`."""
 MOST_AT_ONCE = 1 << 22
 """Events replayed at once, 16 bytes each; candidates beyond them are not tried."""
-MOST_EVENTS = 1 << 29
+MOST_EVENTS = 1 << 27
 """Events replayed in all, some seconds: the search ends there with what it has found."""
 
 
