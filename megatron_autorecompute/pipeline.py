@@ -15,6 +15,7 @@ segments are dealt round the stages as here (`select_pipeline_segment` in
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -616,19 +617,21 @@ def _finish_of_last_event_ms(
     # the slot. Columns 0 and p + 1 are what arrives at the first stage and, backward, at the last.
     finish = np.zeros((slots + stride, p + 2, *candidates))
     finish[:, 0] = finish[:, -1] = -math.inf
+    starts = ((0, finish), (first_backward, finish[:, ::-1]))
+    active = _all_active(stride, p, total)
     for slot in range(slots):
         now = slot + stride
         finish[now, 1:-1] = finish[now - 1, 1:-1]
-        for start, view in ((0, finish), (first_backward, finish[:, ::-1])):
-            active = _active(slot - start, stride, p, total)
-            if not active:
+        for start, view in starts:
+            since = slot - start
+            slices = active[since] if 0 <= since < len(active) else None
+            if slices is None:
                 continue
-            number = (slot - start) // 2
-            if active[0] == 0 and source[number] >= 0:
-                view[slot, 0] = view[start + stride * p + 2 * source[number], p]
-            before = view[slot, active.start : active.stop : active.step]
-            here = view[now, active.start + 1 : active.stop + 1 : active.step]
-            np.maximum(here, before + p2p_ms, out=here)
+            before, after = slices
+            if before.start == 0 and source[since // 2] >= 0:
+                view[slot, 0] = view[start + stride * p + 2 * source[since // 2], p]
+            here = view[now, after]
+            np.maximum(here, view[slot, before] + p2p_ms, out=here)
         finish[now, 1:-1] += duration[slot]
     return finish[-1, 1:-1]
 
@@ -640,6 +643,20 @@ def _fill(
     for stage, row in enumerate(times):
         first = start + stride * stage
         duration[first : first + 2 * len(row) : 2, stage] = row
+
+
+@functools.lru_cache(maxsize=16)
+def _all_active(stride: int, num_stages: int, total: int) -> list[tuple[slice, slice] | None]:
+    """`_active` of every slot since the first one as slices, and the same one column on; None where
+    there is none."""
+    ranges = [
+        _active(since, stride, num_stages, total)
+        for since in range(stride * (num_stages - 1) + 2 * total - 1)
+    ]
+    return [
+        (slice(r.start, r.stop, r.step), slice(r.start + 1, r.stop + 1, r.step)) if r else None
+        for r in ranges
+    ]
 
 
 def _active(since: int, stride: int, num_stages: int, total: int) -> range:
