@@ -60,7 +60,18 @@ def rearranged(
     stages, unchanged = itertools.cycle(range(layout.num_stages)), 0
     while unchanged < layout.num_stages:
         unchanged = 0 if search.improved(next(stages)) else unchanged + 1
-    return search.policy() if search.whole_step_ms() < before_ms else policy
+    return put_together(layout, search.splits) if search.whole_step_ms() < before_ms else policy
+
+
+def put_together(layout: Layout, splits: Sequence[Split]) -> RecomputePolicy:
+    """The policy of all layers from every stage's split."""
+    choices = {
+        layer: choice
+        for chunks, split in zip(layout.stages, splits, strict=True)
+        for chunk, policies in zip(chunks, split, strict=True)
+        for layer, choice in zip(chunk.layers, policies, strict=True)
+    }
+    return RecomputePolicy(tuple(choices[layer] for layer in range(len(choices))))
 
 
 class _Search:
@@ -85,6 +96,7 @@ class _Search:
             for chunks in layout.stages
         ]
         stages = range(layout.num_stages)
+        self.residual_ms = [residual_ms(profile, layout, stage) for stage in stages]
         rows = [self._stage_times(stage, self.splits[stage]) for stage in stages]
         self.forward_ms, self.backward_ms = (np.array(part) for part in zip(*rows, strict=True))
         self.step_ms = float(self._steps_ms(0, [self.splits[0]])[0])
@@ -93,15 +105,6 @@ class _Search:
         """Of all microbatches, with all stages as they are now."""
         times = self.forward_ms[:, :, None], self.backward_ms[:, :, None]
         return float(finished_ms(self.schedule, *times)[0])
-
-    def policy(self) -> RecomputePolicy:
-        """Of all stages as they are now."""
-        layers = [NONE] * self.profile.num_layers
-        for chunks, split in zip(self.layout.stages, self.splits, strict=True):
-            for chunk, policies in zip(chunks, split, strict=True):
-                for layer, choice in zip(chunk.layers, policies, strict=True):
-                    layers[layer] = choice
-        return RecomputePolicy(tuple(layers))
 
     def improved(self, stage: int) -> bool:
         """Make exchanges in a stage while they shorten the step; whether one did."""
@@ -153,7 +156,7 @@ class _Search:
 
     def _stage_times(self, stage: int, split: Split) -> tuple[list[float], list[float]]:
         (forward,), (backward,) = chunk_times_ms([self._units(self.times, stage, split)])
-        backward[-1] += residual_ms(self.profile, self.layout, stage)
+        backward[-1] += self.residual_ms[stage]
         return forward, backward
 
     def _peak_bytes(self, stage: int, split: Split) -> int:

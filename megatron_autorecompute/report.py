@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_autorecompute.comparison import Comparison, Family, StrategyResult
+from megatron_autorecompute.errors import MachineError
 
 MIB = 1 << 20
 _COLOUR: dict[Family, str] = {
@@ -82,7 +83,10 @@ def fits(comparison: Comparison, strategy: StrategyResult) -> str:
 
 
 def picture(comparison: Comparison, path: Path) -> None:
-    """Step time against peak memory of the fullest stage: a point a strategy, the budget a line."""
+    """Step time against peak memory of the fullest stage: a point a strategy, the budget a line.
+
+    Raises: MachineError where it cannot be written.
+    """
     figure, axes = pyplot.subplots(figsize=(8.5, 5.2), layout="constrained")
     timed = [strategy for strategy in comparison.strategies if strategy.step_ms]
     for strategy in timed:
@@ -102,8 +106,15 @@ def picture(comparison: Comparison, path: Path) -> None:
     axes.set_title(_title(comparison), fontsize=10)
     axes.margins(0.12)
     axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise MachineError(
+            f"Cannot write the picture {path}: {error.strerror}. The table and the record beside "
+            "it are written; give another folder with --output."
+        ) from error
+    finally:
+        pyplot.close(figure)
 
 
 def _point(axes: Axes, strategy: StrategyResult) -> None:

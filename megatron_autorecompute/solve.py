@@ -29,9 +29,9 @@ from megatron_autorecompute.cost_model import (
 )
 from megatron_autorecompute.errors import InfeasibleError, PolicyError, ProfileError
 from megatron_autorecompute.pipeline import Layout, Schedule, replay_ms
-from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.rearrange import rearranged
+from megatron_autorecompute.rearrange import put_together, rearranged
 from megatron_autorecompute.stage_search import (
     ChunkProblem,
     StageChoice,
@@ -256,12 +256,7 @@ class Planner:
         return list(budget)
 
     def _policy(self, choices: Sequence[StageChoice]) -> RecomputePolicy:
-        layers = [NONE] * self.profile.num_layers
-        for chunks, choice in zip(self.layout.stages, choices, strict=True):
-            for chunk, policies in zip(chunks, choice.policies, strict=True):
-                for layer, policy in zip(chunk.layers, policies, strict=True):
-                    layers[layer] = policy
-        return RecomputePolicy(tuple(layers))
+        return put_together(self.layout, [choice.policies for choice in choices])
 
     def _evidence(
         self, stage: int, budget: int, choice: StageChoice, cost: PolicyCost

@@ -228,10 +228,14 @@ def test_a_run_finds_no_loss_scale_of_the_run_before_it():
 
 
 def test_deactivating_twice_is_harmless():
+    before = torch.cuda.current_device
     activation = without_cuda.activate()
+    assert torch.cuda.current_device is not before
     activation.deactivate()
     activation.deactivate()
+    assert torch.cuda.current_device is before
     without_cuda.activate().deactivate()
+    assert torch.cuda.current_device is before
 
 
 # ------------------------------------------------------------------------------------ stand-ins
