@@ -32,7 +32,6 @@ from rich.progress import track
 
 from megatron_autorecompute import compat, measure, without_cuda
 from megatron_autorecompute.apply import apply
-from megatron_autorecompute.cost_model import evaluate
 from megatron_autorecompute.dry_run import (
     StepShape,
     TokenStep,
@@ -44,7 +43,9 @@ from megatron_autorecompute.dry_run import (
     kept_between_steps,
 )
 from megatron_autorecompute.live_bytes import LiveBytes
-from megatron_autorecompute.pipeline import Layout, Schedule
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.policy_cost import evaluate
+from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import FULL, RecomputePolicy
 from megatron_autorecompute.profile import Model, Parallelism, Profile, StaticBytes
 
@@ -257,7 +258,7 @@ def points(case: Case, stages: Sequence[int], policies: int) -> Iterator[Point]:
     """Compare full, none and random policies, the stages in turn."""
     rng = random.Random(f"{case.name} 0")
     profile = measured_profile(case)
-    layout = Layout.even(case.num_layers, case.pp, case.vp)
+    layout = Layout.from_flags(case.num_layers, case.pp, case.vp)
     schedule = Schedule(case.pp, case.vp or 1, case.num_microbatches)
     chosen = [RecomputePolicy.parse(text, num_layers=case.num_layers) for text in ("full", "none")]
     chosen += [random_policy(rng, profile, layout) for _ in range(policies)]

@@ -23,7 +23,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from megatron_autorecompute.pipeline import Layout, Schedule
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerKind,
@@ -32,7 +34,6 @@ from megatron_autorecompute.profile import (
     Profile,
     StaticBytes,
 )
-from megatron_autorecompute.solve import Planner
 
 RESULTS = Path(__file__).parent / "results" / "solve_speed.json"
 UNIT = 32 << 20  # bytes of sequence * micro-batch * hidden elements
@@ -127,7 +128,7 @@ def _record(costs) -> ChoiceRecord:
 
 def planner(case: Case) -> Planner:
     ends = (case.layers + 2) % (case.stages * case.chunks) == 0
-    layout = Layout.even(
+    layout = Layout.from_flags(
         case.layers,
         case.stages,
         case.chunks,

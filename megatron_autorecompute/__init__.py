@@ -1,4 +1,57 @@
 """Per-layer activation recompute for Megatron-Core: measured, solved, applied.
 
-Importing this package imports neither torch nor megatron and changes nothing.
+Importing this package imports neither torch nor megatron and changes nothing. Its public names:
+
+- `RecomputePolicy`, `LayerPolicy`: what every layer recomputes, and its text.
+- `Profile`: what each choice costs, read from a file or measured.
+- `solve(profile, layout, schedule, budget)`: the fastest policy that fits.
+- `Plan`: a policy with everything that speaks for it, as one file.
+- `apply(policy, model)`: make a built model recompute as a policy says. This one needs torch and
+  megatron-core.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_autorecompute.apply import apply
+    from megatron_autorecompute.planner.plan import Plan
+    from megatron_autorecompute.planner.planner import solve
+    from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+    from megatron_autorecompute.profile import Profile
+
+
+__version__ = "0.1.0"
+__all__ = [
+    "LayerPolicy",
+    "Plan",
+    "Profile",
+    "RecomputePolicy",
+    "__version__",
+    "apply",
+    "solve",
+]
+
+_HOME = {
+    "LayerPolicy": "policy",
+    "RecomputePolicy": "policy",
+    "Profile": "profile",
+    "Plan": "planner.plan",
+    "solve": "planner.planner",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if (
+        name == "apply"
+    ):  # the module, which can be called: importing it binds this name to it anyway
+        return importlib.import_module(f"{__name__}.apply")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

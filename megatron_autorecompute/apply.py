@@ -8,10 +8,12 @@ modules are the attributes Megatron itself reads (see `compat`).
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -21,28 +23,69 @@ from megatron_autorecompute.errors import ApplyError, AutorecomputeError, Policy
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy, Run
 
 HOLDER_KEY = "_autorecompute_holder"
+"""Under this name a block, or a multi-token-prediction depth, carries the policy in force on it."""
 
 
-def live_view(original: Any, **overrides: Any) -> Any:
-    """An object that shares all state with `original`, now and later, except what is overridden."""
-    kind = type(original)
-    shown = {name: property(lambda _, value=value: value) for name, value in overrides.items()}
-    view_type = type(kind.__name__, (kind,), {**shown, "__module__": kind.__module__})
-    view = object.__new__(view_type)
+def live_view(original: Any, shown: dict[str, Any]) -> Any:
+    """An object that shares all state with `original`, now and later, except what is shown.
+
+    Of a deep copy, and of a pickle, it is a view again, of what became of `original` there.
+    copy.copy and dataclasses.replace give what they give for any object: a plain one.
+    """
+    view = object.__new__(_view_type(type(original), tuple(shown)))
     object.__setattr__(view, "__dict__", original.__dict__)
+    object.__setattr__(view, "_viewed", original)
+    for name, value in shown.items():
+        object.__setattr__(view, name, value)
     return view
 
 
-class AppliedPolicy:
-    """A policy in force on a model, until `undo()` or the end of the `with` block."""
+@functools.cache
+def _view_type(kind: type, names: tuple[str, ...]) -> type:
+    """A class whose objects have `names` to themselves: slots come before what `__dict__` holds."""
 
-    def __init__(self, sites: _Sites, policy: RecomputePolicy, holder: str) -> None:
-        self.policy = policy
+    def shown(self: Any) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if name in names:
+            raise AttributeError(f"{name} is said by the recompute policy in force: switch() it.")
+        setattr(self._viewed, name, value)
+
+    def plain_copy(self: Any) -> Any:
+        copied = copy.copy(self._viewed)
+        for name, value in shown(self).items():
+            setattr(copied, name, value)
+        return copied
+
+    body = {
+        "__slots__": ("_viewed", *names),
+        "__module__": kind.__module__,
+        "__class__": property(lambda _: kind),
+        "__setattr__": set_attribute,
+        # Of a class with slots of its own: these are empty in the view.
+        "__getattr__": lambda self, name: getattr(object.__getattribute__(self, "_viewed"), name),
+        "__copy__": plain_copy,
+        "__reduce_ex__": lambda self, _: (live_view, (self._viewed, shown(self))),
+    }
+    return type(kind.__name__, (kind,), body)
+
+
+class AppliedPolicy:
+    """A policy in force on a model, until `undo()` or the end of the `with` block.
+
+    Copies of the model (copy.deepcopy, pickle) carry a policy of their own: the one in force when
+    they were made. They know nothing of this object, nor it of them; `in_force(copy)` is theirs.
+    """
+
+    def __init__(self, sites: _Sites) -> None:
         self._sites = sites
-        self._saved = sites.save()
-        self._active = True
-        sites.hold(holder)
-        sites.set(policy)
+        self._held: list[_Held] = [owner.__dict__[HOLDER_KEY] for owner in sites.owners]
+
+    @property
+    def policy(self) -> RecomputePolicy:
+        """The policy in force, or that was until it was undone."""
+        return self._held[0].policy
 
     def switch(self, policy: RecomputePolicy) -> None:
         """Run `policy` from the next step on; call it between steps, on all ranks of a stage.
@@ -51,19 +94,27 @@ class AppliedPolicy:
             PolicyError: the model cannot run it; the policy in force stays.
             ApplyError: already undone, or the ranks of this stage were given different policies.
         """
-        if not self._active:
+        if not all(self._is_active()):
             raise ApplyError("This policy was undone; apply the new one with apply(policy, model).")
         agree_on(policy, functools.partial(self._sites.check, policy))
-        self._sites.clear(self._saved)
-        self._sites.set(policy)
-        self.policy = policy
+        for owner, held in zip(self._sites.owners, self._held, strict=True):
+            held.clear(owner)
+            held.set(owner, policy)
 
     def undo(self) -> None:
         """Give the model back exactly as it was; undoing twice does nothing."""
-        if self._active:
-            self._sites.clear(self._saved)
-            self._sites.release()
-            self._active = False
+        for owner, held, active in zip(
+            self._sites.owners, self._held, self._is_active(), strict=True
+        ):
+            if active:
+                held.clear(owner)
+                del owner.__dict__[HOLDER_KEY]
+
+    def _is_active(self) -> list[bool]:
+        return [
+            owner.__dict__.get(HOLDER_KEY) is held
+            for owner, held in zip(self._sites.owners, self._held, strict=True)
+        ]
 
     def __enter__(self) -> AppliedPolicy:
         return self
@@ -95,46 +146,63 @@ def apply(
             Megatron refuses for this model, with its reason.
         ApplyError: a policy is already in force here, or ranks of this stage disagree.
     """
-    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-    sites = _Sites(chunks)
+    sites = _Sites(model)
     agree_on(policy, functools.partial(sites.check, policy, new=True))
-    return AppliedPolicy(sites, policy, holder)
+    return sites.hold(policy, holder)
 
 
 def apply_at_construction(
     policy: RecomputePolicy, module: torch.nn.Module, *, holder: str
 ) -> AppliedPolicy:
-    """`apply` for a block just built: ranks compare policies at its first forward, not here.
+    """`apply` for a block just built: ranks compare policies in its first training, not here.
 
     A constructor must not wait for other ranks: not every rank builds the same blocks.
     """
-    sites = _Sites([module])
+    sites = _Sites(module)
     sites.check(policy, new=True)
-    applied = AppliedPolicy(sites, policy, holder)
-
-    def on_first_forward(*_: Any) -> None:
-        handle.remove()
-        agree_on(policy, lambda: None)
-
-    handle = module.register_forward_pre_hook(on_first_forward)
+    applied = sites.hold(policy, holder)
+    module.__dict__[HOLDER_KEY].compare_once(module)
     return applied
 
 
-class _Sites:
-    """The places in a model where a policy takes hold, and what was there before."""
+def in_force(model: torch.nn.Module | Sequence[torch.nn.Module]) -> AppliedPolicy | None:
+    """The policy in force on a model, whoever applied it, or None.
 
-    def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
-        chunks = list(chunks)
+    For models that came with one: a deep copy, an unpickled model, one built from a config with
+    the field. There it is what `apply` would have returned.
+
+    Raises:
+        ApplyError: its blocks have policies of their own, or some have none.
+    """
+    sites = _Sites(model)
+    held = [owner.__dict__.get(HOLDER_KEY) for owner in sites.owners]
+    if not any(held):
+        return None
+    if any(
+        one is None or one.policy != held[0].policy or one.indices != indices
+        for one, indices in zip(held, sites.indices, strict=True)
+    ):
+        raise ApplyError(
+            "The blocks of this model are not under one policy: ask for that of a single block, as "
+            "in_force(model.decoder)."
+        )
+    return AppliedPolicy(sites)
+
+
+class _Sites:
+    """The places in a model where a policy takes hold."""
+
+    def __init__(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
+        chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.blocks = compat.block_sites(chunks)
         self.mtps = compat.mtp_sites(chunks)
-        self.layers = compat.layers(chunks)
         self.encoder_layers = compat.encoder_layers(chunks)
         self.owners = [s.block for s in self.blocks] + [s.mtp for s in self.mtps]
+        self.indices = [s.layers for s in self.blocks] + [(s.index,) for s in self.mtps]
         if not self.owners:
             raise PolicyError("No TransformerBlock in this model: there is nothing to recompute.")
-        configs = [owner.config for owner in self.owners]
-        self.configs = list({id(config): config for config in configs}.values())
-        self._hooks: list[Any] = []
+        held = [owner.__dict__.get(HOLDER_KEY, owner) for owner in self.owners]
+        self.configs = list({id(each.config): each.config for each in held}.values())
 
     def check(self, policy: RecomputePolicy, new: bool = False) -> None:
         """Raise what speaks against running `policy` here."""
@@ -142,7 +210,8 @@ class _Sites:
             if new and HOLDER_KEY in owner.__dict__:
                 raise ApplyError(
                     "A policy is already in force on this model, applied by "
-                    f"{owner.__dict__[HOLDER_KEY]}: undo() it or switch() to the new one."
+                    f"{owner.__dict__[HOLDER_KEY].holder}: undo() it or switch() to the new one. "
+                    "Where the model came with it, as a copy does, in_force(model) gives it."
                 )
         num_layers = compat.num_policy_layers(self.configs[-1], self.encoder_layers)
         policy.checked_length(num_layers, "The policy")
@@ -164,83 +233,140 @@ class _Sites:
                     "depth: Megatron checkpoints each depth by itself; write full."
                 )
 
-    def save(self) -> list[tuple[Any, str, Any]]:
-        """Every attribute that `set` may change, with its value now."""
-        places = [(owner, "config") for owner in self.owners]
-        places += [place for layer, _ in self.layers for place in compat.settings(layer)]
-        return [(owner, name, getattr(owner, name)) for owner, name in places]
-
-    def set(self, policy: RecomputePolicy) -> None:
-        for layer, index in self.layers:
-            compat.set_modules(layer, policy.layers[index].modules)
-            if "mlp" in policy.layers[index].modules:
-                self._let_bias_leave(layer)
-            if policy.layers[index].granularity == "full" or "moe" in policy.layers[index].modules:
-                self._let_graph_go(layer)
+    def hold(self, policy: RecomputePolicy, holder: str) -> AppliedPolicy:
+        """Put the policy in force."""
         for site in self.blocks:
-            self._let_gradient_in(site, policy)
-            runs = policy.chunk_runs(site.layers)
-            if any(run.policy.granularity == "full" for run in runs):
-                _run_by_segments(site.block, runs)
+            layers = tuple(site.block.layers)
+            site.block.__dict__[HOLDER_KEY] = _HeldBlock(site.block, layers, site.layers, holder)
         for mtp in self.mtps:
-            if policy.layers[mtp.index].modules:
-                self._require_gradient_of([mtp.layer])
-            if policy.layers[mtp.index].granularity == "full":
-                mtp.mtp.config = _full_config(mtp.mtp.config, 1)
+            mtp.mtp.__dict__[HOLDER_KEY] = _Held(mtp.mtp, (mtp.layer,), (mtp.index,), holder)
+        for owner in self.owners:
+            owner.__dict__[HOLDER_KEY].set(owner, policy)
+        return AppliedPolicy(self)
 
-    def _let_gradient_in(self, site: compat.BlockSite, policy: RecomputePolicy) -> None:
-        """Where a block's input requires grad, so do its layers': they need no look of their own.
 
-        Looked at in every forward, as parameters may be frozen after a policy is in force.
-        """
-        layers = [
-            layer
-            for layer, index in zip(site.block.layers, site.layers, strict=True)
-            if policy.layers[index].modules
-        ]
+class _Held:
+    """A policy in force on one multi-token-prediction depth, or on a block: `_HeldBlock`.
 
-        def on_forward(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden_states = kwargs.get("hidden_states", args[0] if args else None)
-            if torch.is_grad_enabled() and not getattr(hidden_states, "requires_grad", True):
-                hook.remove()
-                self._require_gradient_of(layers)
+    It lives in that module, its owner, so that a copy of the owner has a copy of this that is about
+    its own layers. It does not refer to the owner, which would then not be freed when it is let go.
+    """
 
-        if layers:
-            hook = site.block.register_forward_pre_hook(on_forward, with_kwargs=True)
-            self._hooks.append(hook)
+    policy: RecomputePolicy
 
-    def _require_gradient_of(self, layers: Iterable[torch.nn.Module]) -> None:
-        for layer in layers:
-            hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)
-            self._hooks.append(hook)
+    def __init__(
+        self,
+        owner: torch.nn.Module,
+        layers: tuple[torch.nn.Module, ...],
+        indices: tuple[int, ...],
+        holder: str,
+    ) -> None:
+        self.holder = holder
+        self.layers = layers
+        self.indices = indices
+        self.config = owner.config
+        places = [place for layer in layers for place in compat.settings(layer)]
+        self.before = [(place, name, getattr(place, name)) for place, name in places]
+        self.hooks: list[Any] = []
+
+    def set(self, owner: torch.nn.Module, policy: RecomputePolicy) -> None:
+        """Put the policy in force; nothing is, so far or any more."""
+        self.policy = policy
+        for layer, choice in self.choices():
+            compat.set_modules(layer, choice.modules)
+            if "mlp" in choice.modules:
+                self._let_bias_leave(layer)
+            if choice.granularity == "full" or "moe" in choice.modules:
+                self._let_graph_go(layer)
+        self.set_full(owner)
+
+    def set_full(self, owner: torch.nn.Module) -> None:
+        """Send the owner into Megatron's full-recompute branch where the policy says so."""
+        ((_, choice),) = self.choices()
+        if choice.modules:
+            self.require_gradient()
+        if choice.granularity == "full":
+            owner.config = _full_config(self.config)
+
+    def clear(self, owner: torch.nn.Module) -> None:
+        """Put back all that `set` has changed."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        for place, name, value in self.before:
+            setattr(place, name, value)
+        owner.config = self.config
+
+    def choices(self) -> list[tuple[torch.nn.Module, LayerPolicy]]:
+        """Every layer with what it does."""
+        layers = zip(self.layers, self.indices, strict=True)
+        return [(layer, self.policy.layers[index]) for layer, index in layers]
+
+    def compare_once(self, owner: torch.nn.Module) -> None:
+        """Let ranks that meet in the owner's layers compare policies before they first train it."""
+        self.compared = owner.register_forward_pre_hook(_compare_before_training)
+        self.hooks.append(self.compared)
+
+    def require_gradient(self) -> None:
+        """Let the inputs of layers with modules require a gradient; see `_require_gradient`."""
+        for layer, choice in self.choices():
+            if choice.modules:
+                hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)
+                self.hooks.append(hook)
 
     def _let_bias_leave(self, layer: torch.nn.Module) -> None:
         mlp = compat.bias_returned_by_mlp(layer)
         if mlp is not None:
-            self._hooks.append(mlp.register_forward_hook(_copy_bias))
+            self.hooks.append(mlp.register_forward_hook(_copy_bias))
 
     def _let_graph_go(self, layer: torch.nn.Module) -> None:
         keepers = compat.graph_keepers(layer)
         if keepers:
             hook = functools.partial(_detach_after_backward, keepers)
-            self._hooks.append(layer.mlp.router.register_forward_hook(hook))
+            self.hooks.append(layer.mlp.router.register_forward_hook(hook))
 
-    def clear(self, saved: list[tuple[Any, str, Any]]) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        for site in self.blocks:
-            compat.restore(site.block)
-        for owner, name, value in saved:
-            setattr(owner, name, value)
 
-    def hold(self, holder: str) -> None:
-        for owner in self.owners:
-            owner.__dict__[HOLDER_KEY] = holder
+class _HeldBlock(_Held):
+    """A policy in force on one block."""
 
-    def release(self) -> None:
-        for owner in self.owners:
-            owner.__dict__.pop(HOLDER_KEY, None)
+    def set_full(self, owner: torch.nn.Module) -> None:
+        if any(choice.modules for _, choice in self.choices()):
+            self.watch = owner.register_forward_pre_hook(_look_at_input, with_kwargs=True)
+            self.hooks.append(self.watch)
+        runs = self.policy.chunk_runs(self.indices)
+        if any(run.policy.granularity == "full" for run in runs):
+            if any(map(compat.attends_to_context, self.layers)):
+                runs = _layer_by_layer(runs)
+            segments = tuple(_segment(self.config, run) for run in _without_modules(runs))
+            owner.config = _full_config(self.config)
+            compat.redirect(owner, compat.Runner(_run_by_segments, segments))
+
+    def clear(self, owner: torch.nn.Module) -> None:
+        compat.restore(owner)
+        super().clear(owner)
+
+
+def _look_at_input(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Where a block's input requires grad, so do its layers': they need no look of their own.
+
+    Looked at in every forward, as parameters may be frozen after a policy is in force.
+    """
+    hidden_states = kwargs.get("hidden_states", args[0] if args else None)
+    if torch.is_grad_enabled() and not getattr(hidden_states, "requires_grad", True):
+        held = block.__dict__[HOLDER_KEY]
+        held.watch.remove()
+        held.require_gradient()
+
+
+def _compare_before_training(block: torch.nn.Module, _: Any) -> None:
+    """In the first forward that a recompute may follow, and only among ranks that meet inside it.
+
+    Those wait for each other there anyway. A forward that one rank may run alone stays its own.
+    """
+    if block.training and torch.is_grad_enabled():
+        held = block.__dict__[HOLDER_KEY]
+        held.compared.remove()
+        agree_on(held.policy, lambda: None, compat.groups_inside(block))
 
 
 def _check_groups(site: compat.BlockSite, runs: Sequence[Run]) -> None:
@@ -292,12 +418,14 @@ def _detach_after_backward(
         probabilities.register_hook(detach)
 
 
-def _full_config(config: Any, group: int) -> Any:
+def _full_config(config: Any, method: str = "uniform", num_layers: int = 1) -> Any:
     return live_view(
         config,
-        recompute_granularity="full",
-        recompute_method="uniform",
-        recompute_num_layers=group,
+        {
+            "recompute_granularity": "full",
+            "recompute_method": method,
+            "recompute_num_layers": num_layers,
+        },
     )
 
 
@@ -305,54 +433,55 @@ def _full_config(config: Any, group: int) -> Any:
 class _Segment:
     """A run of layers of one block, as Megatron's checkpointed forward gets to see it."""
 
-    view: Any
     start: int
+    count: int
     recomputes: bool
-    layers: Sequence[Any] | compat.LayersWithPaddingMask
+    config: Any
+    """What says how; a view of the block's."""
 
 
-def _segment(block: torch.nn.Module, run: Run) -> _Segment:
-    layers: Any = list(block.layers)[run.start : run.start + run.count]
-    config = _full_config(block.config, run.policy.group)
+def _segment(config: Any, run: Run) -> _Segment:
     recomputes = run.policy.granularity == "full"
-    if not recomputes:
-        # `block` with no layer to recompute is Megatron's un-checkpointed path.
-        config = live_view(config, recompute_method="block", recompute_num_layers=0)
-        if compat.LayersWithPaddingMask.needed():
-            layers = compat.LayersWithPaddingMask(layers)
-    view = live_view(block, config=config, layers=layers, num_layers_per_pipeline_rank=run.count)
-    return _Segment(view, run.start, recomputes, layers)
+    # `block` with no layer to recompute is Megatron's un-checkpointed path.
+    how = ("uniform", run.policy.group) if recomputes else ("block", 0)
+    return _Segment(run.start, run.count, recomputes, _full_config(config, *how))
 
 
-def _run_by_segments(block: torch.nn.Module, runs: Sequence[Run]) -> None:
-    """Send the block into Megatron's full-recompute branch, and from there through `runs`."""
+def _run_by_segments(
+    block: torch.nn.Module,
+    segments: Sequence[_Segment],
+    hidden_states: torch.Tensor,
+    **kwargs: Any,
+) -> Any:
+    """Megatron's checkpointed forward of a block, one run of equal layers after the other."""
     megatron_forward = compat.checkpointed_forward(block)
-    runs = _without_modules(runs)
-    if any(map(compat.attends_to_context, block.layers)):
-        runs = _layer_by_layer(runs)
-    segments = [_segment(block, run) for run in runs]
-
-    def forward(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        features: list[torch.Tensor] = []
-        offset = kwargs.get("layer_offset", 0)
-        for segment in segments:
-            if segment.recomputes:
-                hidden_states = _with_gradient(hidden_states, segment.layers)
-            elif isinstance(segment.layers, compat.LayersWithPaddingMask):
-                segment.layers.padding_mask = kwargs.get("padding_mask")
-            if "layer_offset" in kwargs:
-                kwargs["layer_offset"] = offset + segment.start
-            output = megatron_forward(segment.view, hidden_states=hidden_states, **kwargs)
-            # Since 0.17 the layers' outputs asked for in extract_layer_indices come along.
-            hidden_states, more = output if isinstance(output, tuple) else (output, [])
-            features += more
-            if kwargs.get("context") is not None:
-                # Its gradients add up from the last layer to the first, as without checkpoints.
-                kwargs["context"] = kwargs["context"].view_as(kwargs["context"])
-        return (hidden_states, features) if kwargs.get("extract_layer_indices") else hidden_states
-
-    block.config = _full_config(block.config, 1)
-    compat.redirect(block, forward)
+    features: list[torch.Tensor] = []
+    offset = kwargs.get("layer_offset", 0)
+    block_layers = list(block.layers)
+    for segment in segments:
+        layers: Any = block_layers[segment.start : segment.start + segment.count]
+        if segment.recomputes:
+            hidden_states = _with_gradient(hidden_states, layers)
+        elif compat.LayersWithPaddingMask.needed():
+            layers = compat.LayersWithPaddingMask(layers, kwargs.get("padding_mask"))
+        if "layer_offset" in kwargs:
+            kwargs["layer_offset"] = offset + segment.start
+        view = live_view(
+            block,
+            {
+                "config": segment.config,
+                "layers": layers,
+                "num_layers_per_pipeline_rank": segment.count,
+            },
+        )
+        output = megatron_forward(view, hidden_states=hidden_states, **kwargs)
+        # Since 0.17 the layers' outputs asked for in extract_layer_indices come along.
+        hidden_states, more = output if isinstance(output, tuple) else (output, [])
+        features += more
+        if kwargs.get("context") is not None:
+            # Its gradients add up from the last layer to the first, as without checkpoints.
+            kwargs["context"] = kwargs["context"].view_as(kwargs["context"])
+    return (hidden_states, features) if kwargs.get("extract_layer_indices") else hidden_states
 
 
 def _without_modules(runs: Sequence[Run]) -> list[Run]:
@@ -394,8 +523,13 @@ def _with_gradient(hidden_states: torch.Tensor, layers: Iterable[torch.nn.Module
     return hidden_states.detach().requires_grad_()
 
 
-def agree_on(policy: RecomputePolicy, check: Any) -> None:
-    """Run `check` here and compare digests with all ranks of this stage: one error on every rank.
+def agree_on(policy: RecomputePolicy, check: Any, groups: Sequence[Any] | None = None) -> None:
+    """Run `check` here and compare digests with other ranks: one error on every rank.
+
+    Args:
+        policy: what this rank holds.
+        check: raises what speaks against it on this rank.
+        groups: of ranks to compare with; by default the one of all ranks of this stage.
 
     Raises:
         ApplyError: the ranks hold different policies, or another rank refused its own.
@@ -405,8 +539,7 @@ def agree_on(policy: RecomputePolicy, check: Any) -> None:
         check()
     except AutorecomputeError as raised:
         error = raised
-    group = compat.stage_group()
-    if group is not None:
+    for group in compat.stage_groups() if groups is None else groups:
         said: list[Any] = [None] * torch.distributed.get_world_size(group)
         mine = policy.digest() if error is None else f"refused: {error}"
         torch.distributed.all_gather_object(said, mine, group=group)
@@ -419,3 +552,19 @@ def agree_on(policy: RecomputePolicy, check: Any) -> None:
             )
     if error is not None:
         raise error
+
+
+class _Callable(ModuleType):
+    """The import system binds `megatron_autorecompute.apply` to this module: it can be called."""
+
+    def __call__(
+        self,
+        policy: RecomputePolicy,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        **options: Any,
+    ) -> AppliedPolicy:
+        """As the function `apply`."""
+        return apply(policy, model, **options)
+
+
+sys.modules[__name__].__class__ = _Callable

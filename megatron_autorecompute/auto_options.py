@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.options import option
-
-GIB = 1 << 30
+from megatron_autorecompute.profile import IMBALANCE_PERCENTILE
+from megatron_autorecompute.units import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,14 @@ class AutoOptions:
         "reserved beyond what it allocated in the measuring steps",
     )
     recompute_imbalance_percentile: float = option(
-        99.0,
+        IMBALANCE_PERCENTILE,
         "plan mixture-of-experts layers for this percentile of the microbatches measured on the "
         "fullest rank, in percent; 100 is the most that was seen",
     )
     recompute_measure_steps: int = option(
-        12, "measure during at most this many training steps; they train like any other"
+        12,
+        "measure during at most this many training steps, and at least two (three without CUDA); "
+        "they train like any other",
     )
     recompute_plan_path: str | None = option(
         None,

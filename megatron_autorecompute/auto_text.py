@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_autorecompute.plan import Plan
-from megatron_autorecompute.terminal import GIB, legend, strip
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.terminal import imbalance_lines, legend, strip
+from megatron_autorecompute.units import GIB
 
 WIDTH = 100
 """Columns of the text; a log has no terminal to ask."""
@@ -38,6 +39,7 @@ def plan_text(plan: Plan, measured_bytes: Sequence[int] | None, leanest_ms: floa
     else:
         steps.append(f"best manual {plan.best_manual.name} {plan.best_manual.step_ms:,.0f} ms")
     lines = [f"{text.getvalue()}{_legend(plan)}", *plan.notes]
+    lines += imbalance_lines(plan.profile, plan.imbalance_percentile)
     return "\n".join([*lines, f"recompute auto: {'; '.join(steps)}"])
 
 

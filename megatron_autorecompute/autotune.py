@@ -9,43 +9,48 @@ it needs of them.
 from __future__ import annotations
 
 import logging
-import platform
 import statistics
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
-import megatron.core
 import torch
 
 from megatron_autorecompute import compat
 from megatron_autorecompute.apply import apply
 from megatron_autorecompute.auto_options import AutoOptions
+from megatron_autorecompute.auto_rules import refuse_unmeasurable
 from megatron_autorecompute.auto_text import gib, plan_text
-from megatron_autorecompute.errors import InfeasibleError
-from megatron_autorecompute.live_bytes import LiveBytes
+from megatron_autorecompute.budget import budget_bytes, reason, stage_budget_bytes
+from megatron_autorecompute.errors import InfeasibleError, LostStepsError
+from megatron_autorecompute.fingerprint import fingerprint
 from megatron_autorecompute.measure import Measurement
 from megatron_autorecompute.oom import FAILED, FINE, StepGuard
-from megatron_autorecompute.pipeline import Schedule
-from megatron_autorecompute.plan import Plan, make_plan
+from megatron_autorecompute.plan_store import PlanStore
+from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.probe import CudaBytes, Memory
+from megatron_autorecompute.probe import Memory
 from megatron_autorecompute.profile import Model, Parallelism, Profile
 from megatron_autorecompute.ranks import gathered, on_first_rank
-from megatron_autorecompute.records import write_atomically
-from megatron_autorecompute.solve import Planner
-from megatron_autorecompute.static_memory import static_bytes, tensors
-from megatron_autorecompute.terminal import GIB
+from megatron_autorecompute.static_memory import static_bytes
+from megatron_autorecompute.step_memory import StepMemory, available_bytes
+from megatron_autorecompute.units import GIB
 
 logger = logging.getLogger(__name__)
 Number = TypeVar("Number", int, float)
 SETTLING_STEPS = 2
 """Steps at the leanest policy before measuring: they allocate what stays (optimizer state,
 communication buffers), and show what the leanest policy needs."""
+FEWEST_TIMES = 4
+"""Times of each choice on a rank, where the steps allow it; the first one is set aside."""
 NOTCHES = 16
-"""Steps in which a stage that runs short of memory goes down to its leanest policy."""
+"""Steps in which a stage that runs short of memory goes down to its leanest policy; after a lost
+step the next one down is twice as large when that step is lost, too."""
+LOST_IN_A_ROW = NOTCHES.bit_length() + 1
+"""Lost steps in a row that end the job: by then the last one was under the leanest policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +96,8 @@ class AutoTuner:
         job: what the program knows.
 
     Raises:
-        AutorecomputeError: no budget can be found, the plan path cannot be written, the plan file
-            is damaged.
+        AutorecomputeError: the config is one that cannot be measured, no budget can be found, the
+            plan path cannot be written.
     """
 
     def __init__(
@@ -104,17 +109,19 @@ class AutoTuner:
     ) -> None:
         self.chunks, self.optimizer, self.options, self.job = list(chunks), optimizer, options, job
         self.config = compat.unwrapped(self.chunks[0]).config
+        refuse_unmeasurable(self.config)
         self.encoder_layers = compat.encoder_layers(self.chunks)
         self.layout = compat.pipeline_layout(self.config, self.encoder_layers)
+        self.stage = compat.pipeline_rank()
         self.steps = 0
-        self.peak_bytes = 0
-        self.static_bytes = 0
-        self._retries = 0
+        self.memory = StepMemory(self.chunks, optimizer, job.without_cuda, job.memory)
         self._guard: StepGuard | None = None
         self._plan: Plan | None = None
-        self._reading: Memory | None = None
         self._step_ms: list[tuple[RecomputePolicy, float]] = []
-        self._check_budget_known()
+        if job.without_cuda:
+            budget_bytes(options, available_bytes=None, fragmentation_bytes=0)
+        self.fingerprint = self._fingerprint()
+        self._store = PlanStore(options.recompute_plan_path, self.fingerprint, job.say)
         num_layers = compat.num_policy_layers(self.config, self.encoder_layers)
         nothing = RecomputePolicy.parse("none", num_layers=num_layers)
         self.applied = apply(nothing, self.chunks, holder="--recompute-policy auto")
@@ -123,15 +130,17 @@ class AutoTuner:
         self.applied.switch(self._leanest)
         self._course = self._steps()
 
-    def _check_budget_known(self) -> None:
-        if self.options.budget_bytes is None and self.job.without_cuda:
-            raise InfeasibleError(
-                "Off CUDA there is no device memory to take as the budget: give "
-                "--recompute-memory-budget-gib."
-            )
-        path = self.options.recompute_plan_path
-        if path is not None:
-            on_first_rank(lambda: _check_writable(Path(path)))
+    def _fingerprint(self) -> dict[str, str]:
+        shapes = {f.name: str(getattr(self.job.parallelism, f.name)) for f in fields(Parallelism)}
+        encoder = {"encoder_layers": str(self.encoder_layers)} if self.encoder_layers else {}
+        device = "CPU" if self.job.without_cuda else torch.cuda.get_device_name()
+        given = {**shapes, **self.job.shapes, **encoder, "device": device}
+        return fingerprint(self.chunks, self.optimizer, self.layout, given)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most this rank allocated in the last step that was read, or since its plan began."""
+        return self.memory.peak_bytes
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -139,10 +148,12 @@ class AutoTuner:
         with next(self._course):
             yield
         self.steps += 1
+        self._store.step_done()
 
     def close(self) -> None:
         """Leave the policy in force and stop; the model keeps training with it."""
         self._course.close()
+        self._store.close()
         if self._guard is not None:
             self._guard.close()
 
@@ -151,10 +162,10 @@ class AutoTuner:
         plan = self._known_plan()
         if plan is None:
             plan = yield from self._found()
-            self._save(plan)
+            self._store.save(plan)
         elif not self.options.recompute_dry_run:
-            self._guard = StepGuard(self.chunks, self.optimizer, self._is_short)
-            self._run(plan, f"the plan in {self.options.recompute_plan_path}")
+            self._guard = self._new_guard()
+            self._run(plan, f"the plan in {self._store.path}")
             plan = yield from self._carried(plan, reads_bytes=True)
         self._tell(plan)
         if self.options.recompute_dry_run:
@@ -164,27 +175,33 @@ class AutoTuner:
     def _found(self) -> Generator[AbstractContextManager[None], None, Plan]:
         """Measure, solve, climb; returns the plan that runs."""
         self.job.say("recompute auto: measuring in the first steps, from the leanest policy on")
+        self.memory.begin_measuring()
         for _ in range(SETTLING_STEPS):
-            yield self._peak_read()
-        profile = yield from self._measured()
-        self._guard = StepGuard(self.chunks, self.optimizer, self._is_short)
+            yield self._settling()
+            self._check_leanest_fits()
+        lean = self._peaks()
+        profile = self._with_memory((yield from self._measured(lean)), lean)
+        self._guard = self._new_guard()
         return (yield from self._climb(profile))
 
     # --- measure ----------------------------------------------------------------------------------
 
-    def _measured(self) -> Generator[AbstractContextManager[None], None, Profile]:
+    def _measured(
+        self, lean: Sequence[int]
+    ) -> Generator[AbstractContextManager[None], None, Profile]:
         """Ordinary steps in which layers take turns at every choice; returns the profile."""
-        lean = self._by_stage(self.peak_bytes, max)
-        left = self.options.recompute_measure_steps - 1
+        # Where reading bytes distorts times, each takes a step of its own.
+        left = max(1 + self._slow_to_read(), self.options.recompute_measure_steps - 1)
         # Once one layer without recompute is known, so is how many at once will fit.
         for _ in self.measurement.policies(room=[0] * self.layout.num_stages, most_steps=1):
             yield self._watched(reads_bytes=True)
         room = self._room(lean)
         if self._slow_to_read():
-            for _ in self.measurement.policies(room=room, most_steps=max(1, left // 2)):
+            for _ in self.measurement.policies(room=room, most_steps=left // 2):
                 left -= 1
                 yield self._said_and_watched(left, reads_bytes=True)
-        for _ in self.measurement.policies(2, room=room, most_steps=max(1, left)):
+        repeats = max(2, -(-FEWEST_TIMES // self.job.num_microbatches()))
+        for _ in self.measurement.policies(repeats, room=room, most_steps=left):
             left -= 1
             yield self._said_and_watched(left, reads_bytes=not self._slow_to_read())
         missing = self.measurement.unseen()
@@ -207,13 +224,13 @@ class AutoTuner:
             model,
             self.job.parallelism,
             static_bytes(self.chunks, self.optimizer),
-            fingerprint=self.fingerprint(),
+            fingerprint=self.fingerprint,
         )
         return self._with_step_times(profile)
 
     def _with_step_times(self, profile: Profile) -> Profile:
         """The profile with what layers leave of the step times that Megatron's timers saw."""
-        planner, stage = self._planner(profile), compat.pipeline_rank()
+        planner, stage = self._planner(profile), self.stage
         left_ms = []
         for policy, took_ms in self._step_ms:
             if not _covers(profile, policy):
@@ -233,7 +250,7 @@ class AutoTuner:
         Each costs at most what a layer without recompute holds, for every microbatch in flight.
         """
         schedule = self._schedule()
-        budgets = self._by_stage(self._budget(), min)
+        budgets = self._by_stage(self._found_budget(), min)
         most_held = max(1, self.measurement.most_held_bytes())
         room = []
         for stage, (low, high) in enumerate(zip(lean, budgets, strict=True)):
@@ -255,11 +272,17 @@ class AutoTuner:
             with self._timed(), self.measurement.watch(None):
                 yield
             return
-        with self._memory() as memory:
+        with self.memory.measuring() as memory:
             timed = nullcontext() if self._slow_to_read() else self._timed()
             with timed, self.measurement.watch(memory, times=not self._slow_to_read()):
                 yield
-            self._note_peak(memory, self.measurement.peak_bytes)
+            self.memory.note(memory, self.measurement.peak_bytes)
+
+    @contextmanager
+    def _settling(self) -> Iterator[None]:
+        with self.memory.measuring() as memory:
+            yield
+            self.memory.note(memory, memory.peak_bytes)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -284,32 +307,6 @@ class AutoTuner:
             for name in set(timers._timers) - known:
                 del timers._timers[name], timers._log_levels[name]
 
-    @contextmanager
-    def _memory(self) -> Iterator[Memory]:
-        if self.job.memory is not None:
-            with self.job.memory() as memory:
-                yield memory
-        elif self.job.without_cuda:
-            with LiveBytes(tensors(self.chunks, self.optimizer)) as live:
-                yield live
-        else:
-            yield CudaBytes()
-
-    @contextmanager
-    def _peak_read(self) -> Iterator[None]:
-        with self._memory() as memory:
-            memory.reset_peak()
-            yield
-            self._note_peak(memory, memory.peak_bytes)
-
-    def _note_peak(self, memory: Memory, peak_bytes: int) -> None:
-        """Keep the step's peak; torch's allocator counts static bytes itself."""
-        if isinstance(memory, CudaBytes):
-            self.peak_bytes = peak_bytes
-        else:
-            static = static_bytes(self.chunks, self.optimizer)
-            self.peak_bytes = static.total_bytes + peak_bytes
-
     # --- decide and agree -------------------------------------------------------------------------
 
     def _schedule(self) -> Schedule:
@@ -321,24 +318,65 @@ class AutoTuner:
             bool(self.config.overlap_moe_expert_parallel_comm),
         )
 
-    def _budget(self) -> int:
-        """Bytes torch may allocate on this rank."""
-        asked = self.options.budget_bytes
-        if asked is not None:
-            return asked
-        free, total = torch.cuda.mem_get_info()
-        outside = total - free - torch.cuda.memory_reserved()
-        reserve = self.options.reserve_bytes
-        if reserve is None:  # fragmentation: what was reserved beyond what was allocated
-            reserve = torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()
-        return total - outside - reserve
+    def _found_budget(self) -> int:
+        """Bytes torch may allocate on this rank, from what was measured so far."""
+        available = None if self.job.without_cuda else available_bytes()
+        return budget_bytes(self.options, available, self.memory.fragmentation_bytes)
+
+    def _budgets(self, profile: Profile) -> tuple[int, ...]:
+        """Bytes torch may allocate on every stage that was measured, of what is free today."""
+        stage = profile.stages[self.stage]
+        if stage.available_bytes is not None and not self.job.without_cuda:
+            today = min(stage.available_bytes, available_bytes())
+            stage = replace(stage, available_bytes=today)
+        return self._by_stage(stage_budget_bytes(self.options, stage), min)
+
+    def _peaks(self) -> tuple[int, ...]:
+        return self._by_stage(self.peak_bytes, max)
+
+    def _check_leanest_fits(self) -> None:
+        """After a step under the leanest policy: whether there is any use in measuring others."""
+        peaks, budgets = self._peaks(), self._by_stage(self._found_budget(), min)
+        stage = max(range(len(peaks)), key=lambda stage: peaks[stage] - budgets[stage])
+        if peaks[stage] > budgets[stage]:
+            layers = [i for chunk in self.layout.stages[stage] for i in chunk.layers]
+            lean = RecomputePolicy(tuple(self._leanest.layers[i] for i in layers))
+            raise InfeasibleError(
+                f"Stage {stage} needed {gib(peaks[stage])} GiB in training step {self.steps} even "
+                f"with its leanest choices ({lean.format() or 'no layers'}); the budget "
+                f"is {gib(budgets[stage])} GiB: {reason(self.options)}. Raise the budget, lower "
+                "the micro-batch size, or spread the model over more ranks."
+            )
+
+    def _with_memory(self, profile: Profile, lean: Sequence[int]) -> Profile:
+        """The profile with what budgets are found from, and with what others hold.
+
+        Whatever lives on the device beside the model, as a reference model does, shows as bytes
+        that the leanest policy does not explain.
+        """
+        available = 0 if self.job.without_cuda else available_bytes()
+        least = self._by_stage(available, min)
+        fragmentation = self._by_stage(self.memory.fragmentation_bytes, max)
+        predicted = self._planner(profile).evaluate(self._leanest).stages
+        stages = (
+            replace(
+                stage,
+                residual_bytes=stage.residual_bytes + max(0, seen - cost.peak.bytes),
+                available_bytes=None if self.job.without_cuda else found,
+                fragmentation_bytes=lost,
+            )
+            for stage, seen, cost, found, lost in zip(
+                profile.stages, lean, predicted, least, fragmentation, strict=True
+            )
+        )
+        return replace(profile, stages=tuple(stages))
 
     def _by_stage(
         self, mine: Number, together: Callable[[list[Number]], Number]
     ) -> tuple[Number, ...]:
         """A figure of every stage, put together over its ranks."""
         by_stage: dict[int, list[Number]] = {}
-        for stage, value in gathered((compat.pipeline_rank(), mine)):
+        for stage, value in gathered((self.stage, mine)):
             by_stage.setdefault(stage, []).append(value)
         return tuple(together(by_stage[stage]) for stage in sorted(by_stage))
 
@@ -360,10 +398,9 @@ class AutoTuner:
 
     def _climb(self, profile: Profile) -> Generator[AbstractContextManager[None], None, Plan]:
         """Half of the slack first, corrected by what is seen, then all of it; returns the plan."""
-        budgets = self._by_stage(self._budget(), min)
-        seen = self._by_stage(self.peak_bytes, max)
+        budgets = self._budgets(profile)
         stages = self._planner(profile).evaluate(self._leanest).stages
-        lean = [max(low, cost.peak_high_bytes) for low, cost in zip(seen, stages, strict=True)]
+        lean = [cost.peak_high_bytes for cost in stages]
         # Where even the leanest policy needs more than the budget, solving for it says so.
         halfway = [
             min(high, (low + high + 1) // 2) for low, high in zip(lean, budgets, strict=True)
@@ -386,7 +423,7 @@ class AutoTuner:
 
     def _corrected(self, plan: Plan) -> Profile:
         """The plan's profile with what it missed of each stage's peak added to that stage."""
-        seen = self._by_stage(self.peak_bytes, max)
+        seen = self._peaks()
         stages = tuple(
             replace(
                 stage,
@@ -397,11 +434,12 @@ class AutoTuner:
         return replace(plan.profile, stages=stages)
 
     def _over(self, plan: Plan) -> bool:
-        seen = self._by_stage(self.peak_bytes, max)
+        seen = self._peaks()
         return any(peak > most for peak, most in zip(seen, plan.budget_bytes, strict=True))
 
     def _run(self, plan: Plan, what: str) -> None:
         self.applied.switch(plan.policy)
+        self.memory.plan_begins()
         fullest = max(range(plan.layout.num_stages), key=lambda s: plan.cost.stages[s].peak.bytes)
         self.job.say(
             f"recompute auto: running {what}; predicted {gib(plan.cost.stages[fullest].peak.bytes)}"
@@ -417,10 +455,8 @@ class AutoTuner:
             if self.job.num_microbatches() != plan.schedule.num_microbatches:
                 plan = self._solved(plan.profile, plan.budget_bytes)
                 self._run(plan, f"a plan for {plan.schedule.num_microbatches} microbatches")
-                self._save(plan)
-            # Without CUDA nothing is cheap to read.
-            cheap = not self.job.without_cuda or self.job.memory is not None
-            plan = yield from self._carried(plan, reads_bytes=cheap)
+                self._store.save(plan)
+            plan = yield from self._carried(plan, reads_bytes=self.memory.is_cheap)
 
     def _carried(
         self, plan: Plan, reads_bytes: bool
@@ -437,52 +473,54 @@ class AutoTuner:
         assert self._guard is not None, "a step under a plan before the guard is there"
         if self._guard.outcome != FAILED:
             return False
+        if self._guard.lost_in_a_row == LOST_IN_A_ROW:
+            raise LostStepsError(
+                f"The last {LOST_IN_A_ROW} steps ran out of memory and were lost, the last one "
+                f"under {self.applied.policy.format()}, next to which recompute can free no more. "
+                "Give the job more memory for each layer: a smaller --micro-batch-size, more "
+                "tensor, context or pipeline parallel ranks, or fewer other things on the device."
+            )
         self.job.say("recompute auto: out of memory; this step's update was skipped.")
         return True
 
     @contextmanager
     def _observed(self, plan: Plan, reads_bytes: bool) -> Iterator[None]:
-        """A step under the plan; an error that ends the job leaves a smaller plan for the next."""
+        """A step under the plan."""
         assert self._guard is not None, "a step under a plan before the guard is there"
         self._plan = plan
-        try:
-            with self._guard.step(), self._memory() if reads_bytes else nullcontext() as reading:
-                self._reading = reading
-                if reading is not None:
-                    reading.reset_peak()
-                yield
-                if reading is not None:
-                    self._note_peak(reading, reading.peak_bytes)
-        except torch.OutOfMemoryError:
-            self._leave_less(plan)
-            raise
+        read = self.memory.watching() if reads_bytes else nullcontext()
+        with self._guard.step(), read:
+            yield
 
-    def _leave_less(self, plan: Plan) -> None:
+    def _new_guard(self) -> StepGuard:
+        return StepGuard(self.chunks, self.optimizer, self._is_short, self._leave_less)
+
+    def _leave_less(self, why: str) -> None:
         """Before this rank's error ends the job: the next plan down, for the restart to begin with.
 
-        The other ranks wait inside a layer for this one, so it decides alone.
+        The other ranks wait for this one, so it decides alone.
         """
-        outcomes = [FINE] * plan.layout.num_stages
-        outcomes[compat.pipeline_rank()] = FAILED
-        less = self._less(plan, outcomes)
-        path = self.options.recompute_plan_path
-        if less is None or path is None:
-            logger.error("recompute auto: out of memory, and no smaller plan could be left.")
-            return
-        less.save(path)
-        logger.error("recompute auto: out of memory. A restart begins with less, from %s.", path)
+        less = None
+        if self._plan is not None:
+            outcomes = [FINE] * self._plan.layout.num_stages
+            outcomes[self.stage] = FAILED
+            less = self._less(self._plan, outcomes)
+        left = "no smaller plan could be left"
+        if less is not None and self._store.leave(less):
+            left = f"a restart begins with less, from {self._store.path}"
+        logger.error(
+            "recompute auto: out of memory on pipeline stage %d, and the other ranks cannot finish "
+            "the step without this one: %s. The job ends; %s.",
+            self.stage,
+            why,
+            left,
+        )
 
     def _is_short(self) -> bool:
         """Whether this rank passed its budget in this step, or its allocator had to retry."""
-        if self._reading is None or self._plan is None:
+        if self._plan is None:
             return False
-        self._note_peak(self._reading, self._reading.peak_bytes)
-        retries = 0
-        if not self.job.without_cuda:
-            stats = torch.cuda.memory_stats()
-            retries = stats.get("num_alloc_retries", 0) + stats.get("num_ooms", 0)
-        more, self._retries = retries > self._retries, retries
-        return more or self.peak_bytes > self._plan.budget_bytes[compat.pipeline_rank()]
+        return self.memory.is_short(self._plan.budget_bytes[self.stage])
 
     def _less(self, plan: Plan, outcomes: Sequence[int]) -> Plan | None:
         """The best plan with a notch less for the stages that ran short; alike on every rank.
@@ -497,7 +535,7 @@ class AutoTuner:
             peak, least = plan.cost.stages[stage].peak_high_bytes, leanest[stage].peak_high_bytes
             if outcome == FINE or peak <= least:
                 continue
-            notch = max(1, (peak - least) // NOTCHES)
+            notch = max(1, (peak - least) * self._notches() // NOTCHES)
             missed = plan.budget_bytes[stage] - peak + notch
             residual = stages[stage].residual_bytes + missed
             stages[stage] = replace(stages[stage], residual_bytes=residual)
@@ -509,6 +547,11 @@ class AutoTuner:
         planner = self._planner(replace(plan.profile, stages=tuple(stages)))
         return replace(make_plan(planner, plan.budget_bytes), notes=tuple(notes))
 
+    def _notches(self) -> int:
+        """How many at once: more with every step that is lost, so that they end."""
+        lost = 0 if self._guard is None else self._guard.lost_in_a_row
+        return int(min(NOTCHES, 2 ** max(0, lost - 1)))
+
     def _stepped_down(self, plan: Plan) -> Plan:
         assert self._guard is not None, "a step under a plan before the guard is there"
         outcomes = self._by_stage(self._guard.own_outcome, max)
@@ -517,65 +560,45 @@ class AutoTuner:
             self.job.say("recompute auto: short of memory, and no plan needs less than this one.")
             return plan
         self._run(down, "the next plan down, short of memory")
-        self._save(down)
+        self._store.save(down)
         return down
 
     # --- the plan file ----------------------------------------------------------------------------
 
-    def fingerprint(self) -> dict[str, str]:
-        """What must be equal for a plan to be used again, one entry for each thing that matters."""
-        simple = (bool, int, float, str, torch.dtype)
-        config = {
-            f.name: str(getattr(self.config, f.name))
-            for f in fields(self.config)
-            if isinstance(getattr(self.config, f.name), simple)
-            and getattr(self.config, f.name) != f.default
-        }
-        device = "CPU" if self.job.without_cuda else torch.cuda.get_device_name()
-        shapes = {f.name: str(getattr(self.job.parallelism, f.name)) for f in fields(Parallelism)}
-        return {
-            **config,
-            **shapes,
-            **self.job.shapes,
-            "model": type(compat.unwrapped(self.chunks[0])).__name__,
-            **({"encoder_layers": str(self.encoder_layers)} if self.encoder_layers else {}),
-            "device": device,
-            "torch": torch.__version__,
-            "megatron-core": megatron.core.__version__,
-            "python": platform.python_version(),
-        }
-
     def _known_plan(self) -> Plan | None:
-        """The plan file's plan when it is of this very job; says what changed when it is not."""
-        path = self.options.recompute_plan_path
-        if path is None:
-            return None
-        plan = on_first_rank(lambda: Plan.load(path) if Path(path).exists() else None)
+        """The plan file's plan when it is of this very job, solved again for what is asked now."""
+        plan = self._store.known()
         if plan is None:
             return None
-        changed = plan.changed(self.fingerprint())
-        if changed:
-            self.job.say(
-                f"recompute auto: the plan in {path} is of another job, measuring again. "
-                f"Changed: {'; '.join(changed)}"
-            )
-            return None
-        asked_bytes = self.options.budget_bytes
-        budgets = plan.budget_bytes if asked_bytes is None else self._by_stage(asked_bytes, min)
-        asked = (budgets, self.options.recompute_imbalance_percentile)
-        if asked != (plan.budget_bytes, plan.moe_percentile):
-            self.job.say(
-                f"recompute auto: the plan in {path} was made for another budget or percentile; "
-                "solved again from its measurements."
-            )
-            plan = self._solved(plan.profile, budgets)
-            self._save(plan)
+        budgets = self._budgets(plan.profile)
+        asked = {
+            "budgets in GiB": (plan.budget_bytes, budgets),
+            "percentile": (plan.imbalance_percentile, self.options.recompute_imbalance_percentile),
+            "microbatches": (plan.schedule.num_microbatches, self.job.num_microbatches()),
+        }
+        other = [
+            f"{what} {_shown(was)}, now {_shown(now)}"
+            for what, (was, now) in asked.items()
+            if was != now
+        ]
+        if not plan.proven:
+            why = "was changed, or another version of this program wrote it"
+        elif other:
+            why = f"was made for other figures ({'; '.join(other)})"
+        else:
+            return plan
+        self.job.say(
+            f"recompute auto: the plan in {self._store.path} {why}; solved again from its "
+            "measurements."
+        )
+        plan = self._solved(plan.profile, budgets)
+        self._store.save(plan)
         return plan
 
     def _tell(self, plan: Plan) -> None:
         """A row per stage, and the writers that are on, once the plan has run a step."""
         full = self._planner(plan.profile).evaluate(self._leanest)
-        peaks = self._by_stage(self.peak_bytes, max) if self.steps else None
+        peaks = self._peaks() if self.steps else None
         self.job.say(f"recompute auto: the plan\n{plan_text(plan, peaks, full.step_ms)}")
         for stage, cost in enumerate(plan.cost.stages):
             if peaks is not None:
@@ -590,11 +613,6 @@ class AutoTuner:
                 writer.add_scalar(name, value, iteration)
             else:  # Weights & Biases
                 writer.log({name: value}, iteration)
-
-    def _save(self, plan: Plan) -> None:
-        if self.options.recompute_plan_path is not None:
-            path = self.options.recompute_plan_path
-            on_first_rank(lambda: plan.save(path))
 
 
 def _compute_s(timers: Any) -> float:
@@ -612,8 +630,6 @@ def _covers(profile: Profile, policy: RecomputePolicy) -> bool:
     )
 
 
-def _check_writable(path: Path) -> None:
-    """Raise ProfileError now and not after an hour of training."""
-    probe = path.with_name(f"{path.name}.writable")
-    write_atomically("", probe)
-    probe.unlink(missing_ok=True)  # another job with this path may have been here, too
+def _shown(figure: Any) -> str:
+    """A figure for people; budgets of all stages in GiB, once where they are equal."""
+    return " ".join(dict.fromkeys(map(gib, figure))) if isinstance(figure, tuple) else str(figure)

@@ -21,16 +21,12 @@ from types import ModuleType
 from typing import TypeAlias
 from unittest import mock
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress import Progress
+from rich.text import Text
 
 from megatron_autorecompute import terminal
-from megatron_autorecompute.alternatives import (
-    explained,
-    same_samples,
-    search_layout,
-    search_micro_batch,
-)
+from megatron_autorecompute.cli_report import add_report
 from megatron_autorecompute.errors import (
     AutorecomputeError,
     InfeasibleError,
@@ -38,14 +34,23 @@ from megatron_autorecompute.errors import (
     OptionError,
     ProfileError,
 )
-from megatron_autorecompute.native import launch_lines
-from megatron_autorecompute.pipeline import Layout, Schedule
-from megatron_autorecompute.plan import Plan, curve_point, make_plan
-from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.solve import GIB, Planner, neighbours
+from megatron_autorecompute.packages import needed
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.megatron_strategies import launch_lines
+from megatron_autorecompute.planner.plan import Plan, curve_point, make_plan
+from megatron_autorecompute.planner.planner import Planner, neighbours
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.suggestions import (
+    explained,
+    same_samples,
+    search_layout,
+    search_micro_batch,
+)
+from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, Profile
+from megatron_autorecompute.units import GIB, MOST_GIB
 
-MOST_GIB = 1 << 20
-"""More than any device has, and far below where the solver's integers end."""
+MOST_POINTS = 1 << 12
+"""Of a curve: more than anybody can tell apart."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        args.run(args)
+        with needed(args.verb):
+            args.run(args)
         sys.stdout.flush()  # what cannot be written shows here, not when the interpreter ends
     except OSError as error:
         # The interpreter flushes standard output once more at its end; that must not fail again.
@@ -120,7 +126,7 @@ def _add_plan(verbs: Verbs) -> None:
     )
     verb.add_argument(
         "--curve-points",
-        type=_at_least(0),
+        type=_at_least(0, MOST_POINTS),
         default=0,
         metavar="N",
         help="put the curve of time against budget into the plan, for stepping down",
@@ -163,7 +169,11 @@ def _add_pareto(verbs: Verbs) -> None:
     verb = verbs.add_parser("pareto", help="time of the step against the budget")
     _add_problem(verb)
     verb.add_argument(
-        "--points", type=_at_least(1), default=64, metavar="N", help="budgets (default: 64)"
+        "--points",
+        type=_at_least(1, MOST_POINTS),
+        default=64,
+        metavar="N",
+        help="budgets (default: 64)",
     )
     _add_json(verb)
     verb.set_defaults(run=_pareto)
@@ -200,18 +210,10 @@ def _profile(args: argparse.Namespace) -> None:
 
 def _runtime(module: str) -> ModuleType:
     # Not an import statement: the type checker of the planner half would follow it into torch.
-    try:
-        return importlib.import_module(f"megatron_autorecompute.{module}")
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "megatron"):
-            raise
-        raise MachineError(
-            f"This runs Megatron's own code, and {error.name} is not installed. Install torch and "
-            "megatron-core beside this package; plan, show, explain and pareto need neither."
-        ) from error
+    return importlib.import_module(f"megatron_autorecompute.{module}")
 
 
-VERBS = (_add_profile, _add_plan, _add_show, _add_explain, _add_pareto, _add_verify)
+VERBS = (_add_profile, _add_plan, _add_show, _add_explain, _add_pareto, _add_verify, add_report)
 
 
 def _add_json(verb: argparse.ArgumentParser) -> None:
@@ -231,7 +233,13 @@ def _add_problem(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--account-for-loss-in-pipeline-split", action="store_true")
     verb.add_argument("--pipeline-model-parallel-layout", metavar="TEXT", help="as Et*3|(tt|)*6mL")
     verb.add_argument(
-        "--moe-percentile", type=_percentile, metavar="P", help="budget for this routing imbalance"
+        "--imbalance-percentile",
+        "--moe-percentile",  # its name before
+        type=_percentile,
+        metavar="P",
+        help="plan layers with experts for this percentile of routing (default: "
+        f"{IMBALANCE_PERCENTILE:g} where the profile states imbalance, else its records as they "
+        "are, of measured ones the most that was seen)",
     )
     verb.add_argument(
         "--allow",
@@ -273,14 +281,15 @@ def _number(text: str) -> float:
         return math.nan  # within no range
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def _at_least(least: int, most: int | None = None) -> Callable[[str], int]:
     def read(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, {least} or more")
+        if value < least or (most is not None and value > most):
+            limit = "or more" if most is None else f"to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, {least} {limit}")
         return value
 
     return read
@@ -295,7 +304,7 @@ def _file(text: str) -> Path:
 def _planners(args: argparse.Namespace) -> list[Planner]:
     """One planner per profile, all with as many samples per step as the first."""
     profiles = [Profile.load(path) for path in args.profile]
-    if args.moe_percentile is not None:
+    if args.imbalance_percentile is not None:
         _check_imbalance(args, profiles)
     schedule = None
     planners = []
@@ -314,7 +323,7 @@ def _planners(args: argparse.Namespace) -> list[Planner]:
                 profile,
                 layout,
                 same_samples(schedule, profiles[0], profile),
-                percentile=args.moe_percentile,
+                percentile=args.imbalance_percentile or "stated",
                 allowed=args.allow,
             )
         )
@@ -325,13 +334,13 @@ def _check_imbalance(args: argparse.Namespace, profiles: Sequence[Profile]) -> N
     for path, profile in zip(args.profile, profiles, strict=True):
         if not any(kind.knows_imbalance for kind in profile.kinds):
             raise OptionError(
-                f"--moe-percentile {args.moe_percentile:g}: {path} records no routing imbalance. "
-                "Leave the flag out, or profile a model with experts."
+                f"--imbalance-percentile {args.imbalance_percentile:g}: {path} records no routing "
+                "imbalance. Leave the flag out, or profile a model with experts."
             )
 
 
 def _layout(args: argparse.Namespace, profile: Profile) -> Layout:
-    return Layout.even(
+    return Layout.from_flags(
         profile.model.num_layers,
         args.pp,
         args.vp,
@@ -373,9 +382,10 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _print_plan(args: argparse.Namespace, plan: Plan) -> None:
+    lines = launch_lines(plan)
     _print(args, plan.to_json(), terminal.plan_view(plan))
     if not args.json:
-        for line in launch_lines(plan):
+        for line in lines:
             print(line)  # not through rich: a wrapped line cannot be pasted
 
 
@@ -435,7 +445,8 @@ def _pareto(args: argparse.Namespace) -> None:
         found = planners[0].pareto(args.points, lambda share: bar.update(task, completed=share))
     points = [curve_point(point) for point in found]
     data = json.dumps([asdict(point) for point in points], indent=1)
-    _print(args, data, terminal.curve_view(points))
+    said = terminal.imbalance_lines(planners[0].profile, planners[0].percentile)
+    _print(args, data, Group(terminal.curve_view(points), *map(Text, said)))
 
 
 def _progress() -> Progress:

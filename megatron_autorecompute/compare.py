@@ -25,7 +25,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megatron_autorecompute import report
 from megatron_autorecompute.comparison import (
     ON_A_GPU,
     Comparison,
@@ -39,15 +38,18 @@ from megatron_autorecompute.errors import (
     MachineError,
     OptionError,
 )
+from megatron_autorecompute.json_records import write_atomically
+from megatron_autorecompute.manual_search import NotTried, needless
 from megatron_autorecompute.options import add_flags, from_flags, option
-from megatron_autorecompute.pipeline import Layout, Schedule
-from megatron_autorecompute.plan import Plan, make_plan
-from megatron_autorecompute.records import write_atomically
-from megatron_autorecompute.solve import Planner
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.report.comparison import markdown, picture, table
+from megatron_autorecompute.units import GIB, MOST_GIB
 
-GIB = 1 << 30
 WARM_UP_STEPS = 2
-MOST_GIB = 1 << 20
 LONGEST_S = 7 * 24 * 3600
 COUNTS = (
     "num_layers",
@@ -145,7 +147,7 @@ def _default_shape() -> Shape:
 
 def show(comparison: Comparison, folder: Path, console: Console) -> None:
     """Print the table and say where everything lies."""
-    console.print(report.table(comparison))
+    console.print(table(comparison))
     console.print(f"Written: {folder}/comparison.json, comparison.md, comparison.png")
 
 
@@ -175,7 +177,7 @@ def run(settings: Settings, console: Console) -> Comparison:
                 if isinstance(message, Comparison):
                     comparison = message
                     comparison.save(folder / "comparison.json")
-                    write_atomically(report.markdown(comparison), folder / "comparison.md")
+                    write_atomically(markdown(comparison), folder / "comparison.md")
                 elif isinstance(message, Plan):
                     message.save(folder / "plan.json")
                 else:
@@ -183,7 +185,7 @@ def run(settings: Settings, console: Console) -> Comparison:
                     progress.update(task, description=text, completed=done, total=total)
     finally:  # once: drawing while ranks step would slow the steps down
         if comparison.rows():
-            report.picture(comparison, folder / "comparison.png")
+            picture(comparison, folder / "comparison.png")
     return comparison
 
 
@@ -289,9 +291,11 @@ def _distributed(rank: int, settings: Settings, store_path: str) -> Iterator[Non
 
 
 def _compare(settings: Settings, tell: Callable[[Any], None]) -> None:
-    from megatron_autorecompute.workload import TrainingJob, read_text
+    from megatron_autorecompute.workload import TrainingJob, Variant, read_text
 
-    job = TrainingJob(settings.shape, read_text(Path(settings.text)))
+    # With biases, which few models have now, Megatron's own recompute of mlp would never end.
+    variant = Variant({"add_bias_linear": False})
+    job = TrainingJob(settings.shape, read_text(Path(settings.text)), variant)
     contest = _Contest(settings, job, tell)
     contest.warm_up()
     contest.anchors()
@@ -310,9 +314,7 @@ class _Contest:
         self.tell = tell
         self.comparison = Comparison(None, job=settings.shape, machine=_machine())
         self.done = 0
-        self.total = (
-            WARM_UP_STEPS + 3 + (1 + settings.tries) * (len(self.job.counted_settings()) + 3)
-        )
+        self.total = WARM_UP_STEPS + 3 + (1 + settings.tries) * (len(self.job.own_settings()) + 3)
         self.total += 5 * settings.rounds
 
     def _step(self, text: str) -> None:
@@ -365,16 +367,27 @@ class _Contest:
         self.tell(self.comparison)
 
     def manual_search(self) -> None:
-        """What a person does by hand: try every setting, time those that fit, keep the fastest."""
+        """What a person does by hand: try the settings, time those that fit, keep the fastest.
+
+        What reruns more than a setting that fits is passed over, see `manual_search`.
+        """
         begin = time.perf_counter()
-        fitting = []
-        for policy in self.job.counted_settings():
-            result = self._measured(policy.removeprefix("megatron:"), "tried", policy)
+        fitting: dict[str, StrategyResult] = {}
+        policies: dict[str, RecomputePolicy] = {}
+        for text in self.job.own_settings():
+            name, policy = text.removeprefix("megatron:"), self.job.policy(text)
+            if reason := needless(policy, policies):
+                self._pass_over(name, reason)
+                continue
+            result = self._known(text) or self._measured(name, "tried", text)
+            result = replace(result, name=name, family="tried")
             if not self.comparison.exceeds(result):
-                result = self._timed(result, self.settings.tries)
-                fitting.append(result)
+                fitting[name] = result = self._timed(result, self.settings.tries)
+                policies[name] = policy
             self._note(result)
-        best = min(fitting, key=lambda result: result.median_ms or 0.0)
+        for module, reason in self.job.left_out().items():
+            self._pass_over(f"selective with {module}", reason)
+        best = min(fitting.values(), key=lambda result: result.median_ms or 0.0)
         self._note(
             replace(
                 best,
@@ -384,6 +397,15 @@ class _Contest:
                 search_s=time.perf_counter() - begin,
             )
         )
+
+    def _known(self, policy: str) -> StrategyResult | None:
+        """A strategy whose peaks were measured before."""
+        return next((s for s in self.comparison.strategies if s.policy == policy), None)
+
+    def _pass_over(self, name: str, reason: str) -> None:
+        self.total -= 1 + self.settings.tries
+        not_tried = (*self.comparison.not_tried, NotTried(name, reason))
+        self.comparison = replace(self.comparison, not_tried=not_tried)
 
     def _timed(self, result: StrategyResult, steps: int) -> StrategyResult:
         import torch
@@ -418,7 +440,6 @@ class _Contest:
         from megatron_autorecompute import compat
         from megatron_autorecompute.apply import apply
         from megatron_autorecompute.measure import Measurement
-        from megatron_autorecompute.policy import RecomputePolicy
         from megatron_autorecompute.profile import Model, Parallelism
 
         job, shape = self.job, self.settings.shape
@@ -451,7 +472,7 @@ class _Contest:
         from megatron_autorecompute.ranks import on_first_rank
 
         shape = self.settings.shape
-        layout = Layout.even(shape.num_layers, shape.pipeline_stages)
+        layout = Layout.from_flags(shape.num_layers, shape.pipeline_stages)
         schedule = Schedule(shape.pipeline_stages, 1, shape.num_microbatches)
         plan = on_first_rank(
             lambda: make_plan(Planner(profile, layout, schedule), self.comparison.budget_bytes or 0)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from megatron_autorecompute import records
+from megatron_autorecompute import json_records
+from megatron_autorecompute.manual_search import NotTried
 from megatron_autorecompute.options import option
 
 SCHEMA_VERSION = 1
@@ -53,7 +54,7 @@ class StrategyResult:
     """For people: `none`, `full`, `block/3`, `manual: block/3`, `ours`."""
 
     family: Family
-    """Its row of the table; `manual` is the best the manual search found, `tried` all the rest."""
+    """Its row of the table; `manual` is the best the manual search found, `tried` all it ran."""
 
     policy: str
     """What it recomputes, as policy text; the same words `--recompute-policy` takes."""
@@ -100,6 +101,9 @@ class Comparison:
     strategies: tuple[StrategyResult, ...] = ()
     """In table order, then everything else the manual search tried."""
 
+    not_tried: tuple[NotTried, ...] = ()
+    """Settings that the manual search had no need to run, or could not."""
+
     complete: bool = False
     """False when the run was cut short; finished strategies are still whole."""
 
@@ -123,10 +127,10 @@ class Comparison:
 
     def with_result(self, result: StrategyResult) -> Comparison:
         """This comparison with one strategy's result added, or replaced where its row is known."""
-        known = [s.name for s in self.strategies]
-        kept = list(self.strategies)
-        if result.name in known:
-            kept[known.index(result.name)] = result
+        known = [(s.family == "tried", s.name) for s in self.strategies]
+        kept, key = list(self.strategies), (result.family == "tried", result.name)
+        if key in known:
+            kept[known.index(key)] = result
         else:
             kept.append(result)
         order = [*get_args(Family)]
@@ -135,9 +139,9 @@ class Comparison:
 
     def save(self, path: str | Path) -> None:
         """Write atomically."""
-        records.save(self, path)
+        json_records.save(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
         """Read a file; raises ProfileError."""
-        return records.load(cls, path, major=SCHEMA_VERSION)
+        return json_records.load(cls, path, major=SCHEMA_VERSION)

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -25,12 +26,16 @@ import megatron.core
 import torch
 from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossLoggingHelper,
+    MultiTokenPredictionLayer,
+)
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
@@ -40,12 +45,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from packaging.version import Version
 
 from megatron_autorecompute.errors import (
+    ApplyError,
     MachineError,
     PolicyError,
     ProfileError,
     UnsupportedVersionError,
 )
-from megatron_autorecompute.pipeline import Layout
+from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 
 logger = logging.getLogger(__name__)
@@ -127,30 +133,72 @@ def checkpointed_forward(block: torch.nn.Module) -> Callable[..., Any]:
 
 _RUNNER = "_autorecompute_runner"
 _originals: dict[ModuleType, Callable[..., Any]] = {}
-_redirected: set[int] = set()
+_runners: set[weakref.ref[Runner]] = set()
+"""Those alive. Until the last one is let go of, Megatron's free functions ask for them."""
 
 
-def redirect(block: torch.nn.Module, runner: Callable[..., Any]) -> None:
-    """Make Megatron's full-recompute branch of this block call `runner` instead."""
+class Runner:
+    """What a block runs in Megatron's full-recompute branch; a copy of the block has a copy of it.
+
+    Args:
+        run: takes the block, `segments`, and what Megatron's checkpointed forward takes.
+        segments: what else it needs; of the block at most what is copied and pickled with it.
+    """
+
+    def __init__(self, run: Callable[..., Any], segments: Any) -> None:
+        self.run, self.segments = run, segments
+        if not _holds_seam_as_method():
+            _ask_for_runners()
+            _runners.add(weakref.ref(self, _let_go))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Runner, (self.run, self.segments)
+
+
+class _OfBlock:
+    """Through 0.17, what stands in a block in place of the method; it does not keep the block."""
+
+    def __init__(self, block: torch.nn.Module, runner: Runner) -> None:
+        self.block, self.runner = weakref.ref(block), runner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self.block()
+        if block is None:
+            raise ApplyError("A copy.copy of a block outlived the block: use copy.deepcopy.")
+        return self.runner.run(block, self.runner.segments, *args, **kwargs)
+
+    def __getstate__(self) -> Any:
+        return self.block(), self.runner
+
+    def __setstate__(self, state: Any) -> None:
+        block, self.runner = state
+        self.block = weakref.ref(block)
+
+
+def redirect(block: torch.nn.Module, runner: Runner) -> None:
+    """Make Megatron's full-recompute branch of this block, and of its copies, call `runner`."""
     if _holds_seam_as_method():
-        block._checkpointed_forward = runner
-        return
-    block.__dict__[_RUNNER] = runner
-    if not _redirected and not _sources_dispatch():
-        for module in _seam_modules():
-            _originals[module] = module.checkpointed_forward
-            module.checkpointed_forward = dispatching(_originals[module])
-    _redirected.add(id(block))
+        block._checkpointed_forward = _OfBlock(block, runner)
+    else:
+        block.__dict__[_RUNNER] = runner
 
 
 def restore(block: torch.nn.Module) -> None:
-    """Undo `redirect`; the last block restores Megatron's identical functions."""
-    if _holds_seam_as_method():
-        block.__dict__.pop("_checkpointed_forward", None)
-        return
+    """Undo `redirect`; when no block has a runner any more, Megatron's functions are its own."""
+    block.__dict__.pop("_checkpointed_forward", None)
     block.__dict__.pop(_RUNNER, None)
-    _redirected.discard(id(block))
-    if not _redirected:
+
+
+def _ask_for_runners() -> None:
+    if not _originals and not _sources_dispatch():
+        for module in _seam_modules():
+            _originals[module] = module.checkpointed_forward
+            module.checkpointed_forward = dispatching(_originals[module])
+
+
+def _let_go(runner: weakref.ref[Runner]) -> None:
+    _runners.discard(runner)
+    if not _runners:
         for module, original in _originals.items():
             module.checkpointed_forward = original
         _originals.clear()
@@ -163,7 +211,7 @@ def dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
         runner = block.__dict__.get(_RUNNER)
         if runner is None:
             return original(block, *args, **kwargs)
-        return runner(*args, **kwargs)
+        return runner.run(block, runner.segments, *args, **kwargs)
 
     return checkpointed_forward
 
@@ -181,9 +229,10 @@ class LayersWithPaddingMask:
     0.18's `chunk_runner` passes it. Remove when 0.17 is no longer supported.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
-        self.layers = layers
-        self.padding_mask: torch.Tensor | None = None
+    def __init__(
+        self, layers: Sequence[torch.nn.Module], padding_mask: torch.Tensor | None
+    ) -> None:
+        self.layers, self.padding_mask = layers, padding_mask
 
     @staticmethod
     def needed() -> bool:
@@ -373,16 +422,42 @@ def global_buffers() -> list[torch.Tensor]:
     return list(parallel_state.get_global_memory_buffer().buffer.values())
 
 
-def ranks_meet_inside_layers() -> bool:
-    """Whether layers have collectives (tensor, context or expert parallelism)."""
-    if not parallel_state.model_parallel_is_initialized():
-        return False
-    sizes = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_world_size(),
-    )
-    return max(sizes) > 1
+# --- a step that one rank cannot finish -----------------------------------------------------------
+
+_GROUPS_INSIDE_LAYERS = {
+    "tensor": "get_tensor_model_parallel_world_size",
+    "context": "get_context_parallel_world_size",
+    "expert": "get_expert_model_parallel_world_size",
+    "expert tensor": "get_expert_tensor_parallel_world_size",
+}
+"""Kinds of parallelism whose ranks meet inside layers, and `parallel_state`'s function for each."""
+
+_KEPT_BETWEEN_FORWARDS = {
+    "cpu_offloading": "what it has moved to the host",
+    "defer_embedding_wgrad_compute": "the gradients that it still owes",
+    "delay_wgrad_compute": "the gradients that it still owes",
+    "fine_grained_activation_offloading": "what it has moved to the host",
+    "log_max_attention_logit": "the largest logits, which ranks compare after the optimizer's step",
+    "moe_paged_stash": "the pages in use",
+    "moe_shared_expert_overlap": "how far the shared experts have come",
+    "qk_clip": "the largest logits, by which weights are clipped after the optimizer's step",
+}
+"""Flags under which Megatron keeps something from one forward to the next that an interrupted one
+leaves half done; in which versions each exists does not matter here."""
+
+
+def why_no_stand_in(config: TransformerConfig) -> str | None:
+    """Why a rank that runs out of memory cannot finish its step with zeros; None where it may."""
+    if parallel_state.model_parallel_is_initialized():
+        for name, size in _GROUPS_INSIDE_LAYERS.items():
+            if getattr(parallel_state, size)() > 1:
+                return f"ranks of a {name} parallel group meet inside layers"
+    for flag, kept in _KEPT_BETWEEN_FORWARDS.items():
+        if getattr(config, flag, False):
+            return f"{flag} keeps {kept}"
+    if config.fp8 and config.fp8_recipe == "delayed":
+        return "delayed scaling takes fp8's scales from the microbatches before"
+    return None
 
 
 def leave_interrupted_checkpoint() -> None:
@@ -395,6 +470,69 @@ def leave_interrupted_checkpoint() -> None:
         megatron_random._unset_checkpointing()
 
 
+def stop_interrupted_timer(config: TransformerConfig) -> None:
+    """Stop the timer of a backward that an exception ended.
+
+    Symptom: "timer has already been started" in the next step, with `timing_log_level` 2.
+    Reference: `backward_step` of `pipeline_parallel.schedules`, 0.16 to 0.19, stops it without
+    `finally`. Remove when it does.
+    """
+    if config.timers is None:
+        return
+    timer = config.timers("backward-compute", log_level=2)
+    if getattr(timer, "_started", False):
+        timer.stop()
+
+
+def output_shape(
+    model: torch.nn.Module,
+    tokens: torch.Size | None,
+    received: torch.Size | None,
+    another: torch.Size,
+) -> torch.Size | None:
+    """The shape of what a forward returns, on a rank that shares its layers with no other.
+
+    Args:
+        model: a bare model chunk.
+        tokens: of the microbatch, [b, s]; None on a stage that takes none.
+        received: hidden states from the stage before, [s, b, h]; None on the first.
+        another: what the forward returns for another microbatch.
+
+    Returns:
+        None where it is not known for this model.
+    """
+    if tokens is None:
+        return received
+    if len(tokens) != 2 or not hasattr(model, "post_process"):
+        return None
+    batch, sequence = tokens
+    front = (batch, sequence) if model.post_process else (sequence, batch)
+    return torch.Size((*front, *another[2:]))
+
+
+def forget_lost_step(config: TransformerConfig, chunks: Sequence[torch.nn.Module]) -> None:
+    """Drop what Megatron's routers have counted for `finalize_model_grads`, which is left out."""
+    reset_model_temporary_tensors(config, list(chunks))
+
+
+def loss_groups() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The trackers of losses that are logged, each with the groups it reduces over.
+
+    Symptom: after a lost step ranks wait for ever where losses are logged. Reference:
+    `MTPLossLoggingHelper` and `DSAIndexerLossLoggingHelper` of 0.16 to 0.19 learn the groups in a
+    forward and forget them when they log. Remove when they do not.
+    """
+    trackers = [MTPLossLoggingHelper.tracker]
+    try:
+        from megatron.core.transformer.experimental_attention_variant import dsa
+    except ImportError:
+        pass
+    else:
+        trackers.append(dsa.DSAIndexerLossLoggingHelper.tracker)
+    names = ("reduce_group", "avg_group")
+    return [(tracker, {name: tracker.get(name) for name in names}) for tracker in trackers]
+
+
 def num_policy_layers(config: TransformerConfig, encoder_layers: int = 0) -> int:
     """How many layers a policy for this model covers, multi-token-prediction depths included."""
     return encoder_layers + int(config.num_layers) + int(config.mtp_num_layers or 0)
@@ -403,7 +541,7 @@ def num_policy_layers(config: TransformerConfig, encoder_layers: int = 0) -> int
 def pipeline_layout(config: TransformerConfig, encoder_layers: int = 0) -> Layout:
     """Which stage and chunk holds which layers, from the config's own fields."""
     given = config.pipeline_model_parallel_layout
-    return Layout.even(
+    return Layout.from_flags(
         encoder_layers + config.num_layers,
         config.pipeline_model_parallel_size,
         config.virtual_pipeline_model_parallel_size,
@@ -459,19 +597,27 @@ def _is_inert(owner: Any, attribute: str) -> bool:
     return False
 
 
+def runnable_modules(layer: torch.nn.Module) -> list[str]:
+    """The modules this layer has, Megatron allows here, and this machine can run."""
+    return [
+        name
+        for name in MODULE_FLAGS
+        if flags(layer, name)
+        and is_allowed(layer.config, LayerPolicy("selective", (name,)))
+        and _can_be_compiled(name)
+    ]
+
+
 def usable_modules(layer: torch.nn.Module) -> list[str]:
-    """The modules this layer has, Megatron allows here, and that keep results bit-identical.
+    """Those of `runnable_modules` that keep results bit-identical.
 
     `layernorm` on torch's RMSNorm is left out: its recompute adds gradients up in another order
     (1e-8 to 1e-7). Say it explicitly to use it.
     """
     return [
         name
-        for name in MODULE_FLAGS
-        if flags(layer, name)
-        and is_allowed(layer.config, LayerPolicy("selective", (name,)))
-        and not (name == "layernorm" and isinstance(layer.input_layernorm, torch.nn.RMSNorm))
-        and _can_be_compiled(name)
+        for name in runnable_modules(layer)
+        if not (name == "layernorm" and isinstance(layer.input_layernorm, torch.nn.RMSNorm))
     ]
 
 
@@ -695,13 +841,23 @@ def own_recompute(config: TransformerConfig) -> str | None:
     return None
 
 
-def stage_group() -> Any:
-    """The ranks that share a pipeline stage (TP x CP x DP), or None where there is one rank."""
+def stage_groups() -> list[Any]:
+    """The group of the ranks that share a pipeline stage (TP x CP x DP); none for a single rank."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return None
+        return []
     if not parallel_state.model_parallel_is_initialized():
-        return torch.distributed.group.WORLD
-    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        return [torch.distributed.group.WORLD]
+    return [parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)]
+
+
+def groups_inside(block: torch.nn.Module) -> list[Any]:
+    """The groups of ranks that wait for each other in every forward of this block's layers."""
+    if not parallel_state.model_parallel_is_initialized():
+        return []
+    groups = [parallel_state.get_tensor_and_context_parallel_group()]
+    if has_experts(block):
+        groups.append(parallel_state.get_expert_tensor_and_model_parallel_group())
+    return [group for group in groups if torch.distributed.get_world_size(group) > 1]
 
 
 MODEL_FACTS = (

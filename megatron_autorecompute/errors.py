@@ -32,7 +32,7 @@ class UnsupportedVersionError(AutorecomputeError):
 
 
 class ApplyError(AutorecomputeError):
-    """A policy cannot be applied: already held by someone else, or ranks disagree."""
+    """A policy cannot be applied: already held, ranks disagree, or a step auto cannot measure."""
 
     exit_code = 6
 
@@ -59,3 +59,9 @@ class VerificationError(AutorecomputeError):
     """Megatron's own schedule needs more than a plan's budget, or other bytes than predicted."""
 
     exit_code = 10
+
+
+class LostStepsError(AutorecomputeError):
+    """Steps run out of memory one after another, whatever is recomputed."""
+
+    exit_code = 13

@@ -19,8 +19,9 @@ import torch
 
 from megatron_autorecompute import compat
 from megatron_autorecompute.apply import AppliedPolicy
-from megatron_autorecompute.boundary import extra_tensors
-from megatron_autorecompute.pipeline import Schedule
+from megatron_autorecompute.errors import ApplyError, PipelineError
+from megatron_autorecompute.planner.p2p_tensors import extra_tensors
+from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.probe import Memory, Pass, Place, Probe, Stretch, stretches
 from megatron_autorecompute.profile import (
@@ -33,8 +34,10 @@ from megatron_autorecompute.profile import (
     ScheduleOverhead,
     StageRecord,
     StaticBytes,
+    in_order,
 )
 from megatron_autorecompute.ranks import gathered
+from megatron_autorecompute.work_order import RERUN_WITH
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 100.0)
 """Of microbatches, at which the bytes of layers with experts are recorded."""
@@ -62,6 +65,16 @@ class Seen:
         """Take over what another rank saw."""
         for name in self.__slots__:
             getattr(self, name).extend(getattr(other, name))
+
+    def settled(self) -> Seen:
+        """Without the first times, where there are others: what runs for the first time on a rank
+        is compiled, tuned or loaded first, which can take a thousand times as long."""
+        forward_ms, backward_ms = self.forward_ms, self.backward_ms
+        return replace(
+            self,
+            forward_ms=forward_ms[1:] or forward_ms,
+            backward_ms=backward_ms[1:] or backward_ms,
+        )
 
     def complete(self) -> bool:
         """Whether there is enough for a record."""
@@ -167,7 +180,7 @@ def choices(layer: torch.nn.Module) -> tuple[LayerPolicy, ...]:
         combination
         for size in range(1, len(modules) + 1)
         for combination in itertools.combinations(modules, size)
-        if not ("moe" in combination and {"moe_act", "shared_experts"} & set(combination))
+        if not any(set(combination) & set(RERUN_WITH.get(name, ())) for name in combination)
     )
     selective = (LayerPolicy("selective", combination) for combination in sets)
     full = [FULL] if compat.is_allowed(layer.config, FULL) else []
@@ -271,19 +284,53 @@ class Measurement:
         Args:
             memory: where bytes are read; None where a step is for its times only.
             times: False where reading the bytes slows the step down (`LiveBytes`).
+
+        Raises:
+            ApplyError: on every rank, when on any of them the step was not one forward and one
+                backward of every microbatch, in the order of Megatron's schedule.
         """
         if memory is not None:
             self.static_bytes = memory.current_bytes
         with Probe(self.chunks, memory) as probe:
             yield
+        self._check_measurable(probe.passes)
         if memory is not None:
             self.boundary_bytes = probe.boundary_bytes
-            self.peak_bytes = max(memory.peak_bytes, probe.peak_bytes())
+            self.peak_bytes = max(memory.peak_bytes, probe.peak_bytes)
             self.optimizer_step_peak_bytes = memory.peak_bytes - self.static_bytes
-            self._note_overhead(probe)
+            self._note_overhead(probe.passes)
         for one in probe.passes:
             for stretch in stretches(one):
                 self._note(one, stretch, memory is not None, times)
+
+    def _check_measurable(self, passes: Sequence[Pass]) -> None:
+        reasons = [reason for reason in gathered(self._not_measurable(passes)) if reason]
+        if reasons:
+            raise ApplyError(
+                f"auto cannot measure layers in this training step: {reasons[0]}. Give a policy in "
+                "place of auto."
+            )
+
+    def _not_measurable(self, passes: Sequence[Pass]) -> str | None:
+        """What keeps this rank's passes from being those of Megatron's schedule, or None."""
+        if not passes:
+            return "no forward of the model had a backward"
+        for one in passes:
+            if one.phase == "forward" and not one.output_has_gradient:
+                return "gradients reach the layers by another way than what the model returns"
+            layers = [mark.place for mark in one.marks if isinstance(mark.place, int)]
+            if len(set(layers)) < len(layers):
+                return f"layer {statistics.mode(layers)} runs more than once in one {one.phase}"
+        try:
+            events = self._schedule(passes).events(compat.pipeline_rank())
+        except PipelineError:  # no schedule has so many
+            events = ()
+        if [(one.phase, one.chunk) for one in passes] != [(e.direction, e.chunk) for e in events]:
+            return (
+                "a microbatch goes through the model with gradients more than once, or in another "
+                "order than Megatron's schedule has"
+            )
+        return None
 
     def unseen(self) -> list[str]:
         """Choices that no rank has measured yet, each with its kind."""
@@ -341,11 +388,11 @@ class Measurement:
             return bool(model.pre_process)
         return place != "head" or bool(model.post_process)  # "between" is with both blocks only
 
-    def _note_overhead(self, probe: Probe) -> None:
+    def _note_overhead(self, passes: Sequence[Pass]) -> None:
         """What is alive when a pass starts besides what layers own and boundary tensors."""
         most = {"forward": self.overhead.forward_bytes, "backward": self.overhead.backward_bytes}
         in_flight: dict[int, deque[int]] = defaultdict(deque)
-        for one, extra in zip(probe.passes, self._extra_tensors(probe), strict=True):
+        for one, extra in zip(passes, self._extra_tensors(passes), strict=True):
             held = sum(map(sum, in_flight.values()))
             above = one.marks[0].current_bytes - self.static_bytes - held
             # The received input belongs to the first layer, the received gradient to the last.
@@ -359,19 +406,23 @@ class Measurement:
                 in_flight[one.chunk].popleft()
         self.overhead = ScheduleOverhead(most["forward"], most["backward"])
 
-    def _extra_tensors(self, probe: Probe) -> Sequence[int]:
-        """Boundary tensors at every pass that belong to no layer."""
+    def _schedule(self, passes: Sequence[Pass]) -> Schedule:
+        """Megatron's schedule of as many passes."""
         config = compat.unwrapped(self.chunks[0]).config
         num_chunks = len(self.chunks)
-        schedule = Schedule(
+        return Schedule(
             compat.pipeline_size(),
             num_chunks,
-            len(probe.passes) // (2 * num_chunks),
+            len(passes) // (2 * num_chunks),
             config.microbatch_group_size_per_vp_stage if num_chunks > 1 else None,
             config.overlap_moe_expert_parallel_comm,
         )
+
+    def _extra_tensors(self, passes: Sequence[Pass]) -> Sequence[int]:
+        """Boundary tensors at every pass that belong to no layer."""
+        config = compat.unwrapped(self.chunks[0]).config
         return extra_tensors(
-            schedule,
+            self._schedule(passes),
             compat.pipeline_rank(),
             overlap_p2p=config.overlap_p2p_comm,
             deallocated=config.deallocate_pipeline_outputs,
@@ -504,7 +555,7 @@ def _put_together(by_rank: Sequence[SeenByKey]) -> SeenByKey:
     everything: SeenByKey = defaultdict(Seen)
     for seen in by_rank:
         for key, found in seen.items():
-            everything[key].add(found)
+            everything[key].add(found.settled())
     return everything
 
 
@@ -522,7 +573,9 @@ def _layer_kind(
             record = replace(record, percentiles=_percentiles(record, ranks))
         records[str(choice)] = record
     inert = _inert([choice for choice in kind.choices if str(choice) in records], records)
-    planned = tuple(record for choice, record in records.items() if choice not in inert)
+    samples = [len(seen[kind.signature, choice].backward_ms) for choice in records]
+    ordered = in_order(list(records.values()), samples)
+    planned = tuple(record for record in ordered if record.choice not in inert)
     return LayerKind(kind.name, kind.layers, planned, inert)
 
 

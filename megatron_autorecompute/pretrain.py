@@ -19,6 +19,7 @@ from megatron_autorecompute.auto_options import AutoOptions
 from megatron_autorecompute.errors import AutorecomputeError, MachineError, OptionError
 from megatron_autorecompute.integrations import megatron_lm
 from megatron_autorecompute.options import add_flags
+from megatron_autorecompute.packages import needed
 from megatron_autorecompute.policy import GRAMMAR
 
 RUN_ON_CPU = "--recompute-run-on-cpu"
@@ -37,10 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     try:
         script = _script(command)
-        # As `python script.py` does; the checkout's own megatron comes before an installed one.
-        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-        _prepare_device(command)
-        megatron_lm.install()
+        # As `python script.py` does, which follows links; the checkout's own megatron comes before
+        # an installed one.
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+        with needed("The launcher"):
+            _prepare_device(command)
+            megatron_lm.install()
         sys.argv = command
         _run(script)
         megatron_lm.leave_together()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -66,7 +66,7 @@ class Mark:
     """Forward only: of the hidden states at earlier boundaries, those still alive."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pass:
     """The boundaries of one forward or backward of one chunk and microbatch, in order of time."""
 
@@ -76,6 +76,10 @@ class Pass:
     kept: dict[Place, int] = field(default_factory=dict)
     """Forward only: places whose input was alive at the end, and its size. An unfused RMSNorm, for
     one, saves a copy in fp32 and lets its input go, but what another stage has sent stays."""
+    backward: Pass | None = None
+    """Forward only: the pass that its gradients ran."""
+    output_has_gradient: bool = False
+    """Forward only: whether a gradient came to what the model returned."""
 
     @property
     def first_place(self) -> Place:
@@ -86,6 +90,9 @@ class Pass:
 class Probe:
     """Notes every boundary between layers while it is entered; costs nothing before and after.
 
+    Only a forward whose gradients come back counts. One without gradients (an evaluation, a
+    teacher's or a log-prob pass inside the step) is not looked at.
+
     Args:
         chunks: this rank's model chunks, wrapped or bare.
         memory: where bytes are read, or None to note times only.
@@ -93,12 +100,14 @@ class Probe:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], memory: Memory | None) -> None:
         self.passes: list[Pass] = []
+        self.peak_bytes = 0
+        """The most bytes alive from the first boundary to the last."""
         self.boundary_bytes = 0
         """Size of the largest hidden state between two layers."""
         self._chunks = chunks
         self._memory = memory
         self._handles: list[Any] = []
-        self._open: Pass | None = None
+        self._forward: Pass | None = None
         self._inputs: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __enter__(self) -> Probe:
@@ -115,22 +124,21 @@ class Probe:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def peak_bytes(self) -> int:
-        """The most bytes alive from the first boundary to the last."""
-        return max((mark.peak_bytes for one in self.passes for mark in one.marks), default=0)
+        self.passes = [one for one in self.passes if one.phase == "backward" or one.backward]
 
     def _watch(self, number: int, chunk: torch.nn.Module) -> None:
         model = compat.unwrapped(chunk)
 
         def model_begins(*_: Any) -> None:
-            self._begin("forward", number)
-            self._mark("embedding")
+            self._inputs.clear()
+            self._forward = None
+            if torch.is_grad_enabled():
+                self._forward = self._begun("forward", number, "embedding")
 
-        def model_ends(_: Any, __: Any, output: torch.Tensor) -> None:
-            self._mark("output")
-            self._end_forward()
-            self._on_gradient(output, lambda: self._begin_backward(number))
+        def model_ends(_: Any, __: Any, output: Any) -> None:
+            if self._forward is not None:
+                self._end_forward(self._forward, output)
+                self._forward = None
 
         self._handles.append(model.register_forward_pre_hook(model_begins))
         encoder_ends = (compat.encoder_layers([chunk]) - 1,)
@@ -145,7 +153,7 @@ class Probe:
 
     def _watch_layer(self, layer: torch.nn.Module, index: int) -> None:
         def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not _recomputing():
+            if self._forward is not None and not _recomputing():
                 hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
                 size_bytes = hidden_states.untyped_storage().nbytes()
                 self.boundary_bytes = max(self.boundary_bytes, size_bytes)
@@ -164,42 +172,61 @@ class Probe:
     def _after_mtp(self, *call: Any) -> None:
         self._boundary("head", _tensor(call))
 
-    def _end_forward(self) -> None:
-        assert self._open is not None, "the end of no pass"
-        self._open.kept.update(self._alive())
+    def _end_forward(self, forward: Pass, output: Any) -> None:
+        def on_gradient() -> None:
+            forward.output_has_gradient = True
+            self._backward_of(forward)
+
+        self._mark(forward, "output")
+        forward.kept.update(self._alive())
         self._inputs.clear()
+        for tensor in _tensors_in(output):
+            self._on_gradient(tensor, on_gradient)
 
     def _alive(self) -> dict[Place, int]:
         """Places in this forward whose input is alive, and its size."""
         return {place: size for place, (ref, size) in self._inputs.items() if ref() is not None}
 
     def _boundary(self, place: Place, hidden_states: torch.Tensor) -> None:
+        forward = self._forward
+        if forward is None:
+            return
         storage = hidden_states.untyped_storage()
         size_bytes = storage.nbytes()
-        self._mark(place, size_bytes)
+        self._mark(forward, place, size_bytes)
         self._inputs[place] = (weakref.ref(storage), size_bytes)
-        self._on_gradient(hidden_states, lambda: self._mark(place, size_bytes))
+        self._on_gradient(
+            hidden_states, lambda: self._mark(self._backward_of(forward), place, size_bytes)
+        )
 
     def _on_gradient(self, tensor: torch.Tensor, do: Callable[[], None]) -> None:
         if tensor.requires_grad:
             tensor.register_hook(lambda _: do())
 
-    def _begin_backward(self, chunk: int) -> None:
-        self._begin("backward", chunk)
-        self._mark("output")
+    def _backward_of(self, forward: Pass) -> Pass:
+        """The running backward of a forward, begun where this is the first gradient of it."""
+        running = forward.backward
+        if running is not None and running.marks[-1].place != "embedding":
+            return running
+        backward = forward.backward = self._begun("backward", forward.chunk, "output")
         # The engine calls this when the backward it is in has finished, embedding included.
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._mark("embedding"))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: self._mark(backward, "embedding")
+        )
+        return backward
 
-    def _begin(self, phase: Literal["forward", "backward"], chunk: int) -> None:
-        self._open = Pass(phase, chunk, [])
-        self.passes.append(self._open)
+    def _begun(self, phase: Literal["forward", "backward"], chunk: int, at: Place) -> Pass:
+        one = Pass(phase, chunk, [])
+        self.passes.append(one)
+        self._mark(one, at)
+        return one
 
-    def _mark(self, place: Place, input_bytes: int = 0) -> None:
-        assert self._open is not None, "a boundary outside any pass"
+    def _mark(self, one: Pass, place: Place, input_bytes: int = 0) -> None:
         memory = self._memory
         current, peak = (memory.current_bytes, memory.peak_bytes) if memory else (0, 0)
         alive_bytes = sum(self._alive().values())
-        self._open.marks.append(Mark(place, _now(), current, peak, input_bytes, alive_bytes))
+        one.marks.append(Mark(place, _now(), current, peak, input_bytes, alive_bytes))
+        self.peak_bytes = max(self.peak_bytes, peak)
         if memory:
             memory.reset_peak()
 
@@ -207,6 +234,19 @@ class Probe:
 def _tensor(call: tuple[Any, ...]) -> torch.Tensor:
     output = call[-1]
     return output[0] if isinstance(output, tuple) else output
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a model returned: one (GPT), several (BERT), a dictionary, an object."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors_in(tuple(output.values()))
+    elif isinstance(output, (list, tuple)):
+        for part in output:
+            yield from _tensors_in(part)
+    elif is_dataclass(output):
+        yield from _tensors_in(tuple(getattr(output, each.name) for each in fields(output)))
 
 
 def _recomputing() -> bool:

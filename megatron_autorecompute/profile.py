@@ -12,19 +12,23 @@ layer, whoever saves it; its output belongs to the next one.
   and outgoing gradient and everything recomputed included.
 
 This module does not know where the numbers come from, nor what a policy made of them costs:
-that is `cost_model`.
+that is `planner.policy_cost`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from megatron_autorecompute import records
+from megatron_autorecompute import json_records
+from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.policy import LayerPolicy
+from megatron_autorecompute.work_order import contains, ordered_ms
 
 SCHEMA_VERSION = 1
 
@@ -32,20 +36,80 @@ SCHEMA_VERSION = 1
 MOST_BYTES = 1 << 44  # 16 TiB
 MOST_MS = 1e6
 MOST_LAYERS = 1 << 12
+ROUNDING = 1e-3
+"""By this share a choice may seem cheaper than one whose work it contains: figures are rounded."""
+
+MEASURED = "measured"
+"""`ChoiceRecord.source` of what ran on a device."""
+IMBALANCE_PERCENTILE = 99.0
+"""What layers with experts are planned for where nobody says: by auto, and where a profile states
+imbalance."""
 
 Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 SignedBytes = Annotated[int, Field(ge=-MOST_BYTES, le=MOST_BYTES)]
 Milliseconds = Annotated[float, Field(ge=0, le=MOST_MS, allow_inf_nan=False)]
 SignedMilliseconds = Annotated[float, Field(ge=-MOST_MS, le=MOST_MS, allow_inf_nan=False)]
 Positive = Annotated[int, Field(ge=1, le=1 << 40)]
+Version = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
+Percentile = Annotated[float, Field(ge=0, le=100)]
+
+
+def _choice(text: str) -> str:
+    """The text, if it is that of a choice as `LayerPolicy` writes it."""
+    try:
+        written = str(LayerPolicy.parse(text))
+    except PolicyError as error:
+        raise ValueError(str(error)) from error
+    if written != text:
+        raise ValueError(f"write it as {written}")
+    return text
+
+
+Choice = Annotated[str, AfterValidator(_choice)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """The three byte figures of a layer under a choice; see above."""
+
+    held: int
+    forward_transient: int
+    backward_transient: int
+
+    @classmethod
+    def of(cls, record: ChoiceRecord | BytesAt) -> LayerBytes:
+        """Those of a record."""
+        return cls(
+            record.held_bytes, record.forward_transient_bytes, record.backward_transient_bytes
+        )
+
+    def each(self, change: Callable[[int], int]) -> LayerBytes:
+        """All three changed alike."""
+        return LayerBytes(
+            change(self.held), change(self.forward_transient), change(self.backward_transient)
+        )
+
+    def into(self, record: _HasBytes) -> _HasBytes:
+        """A record with these figures instead of its own."""
+        return replace(
+            record,
+            held_bytes=self.held,
+            forward_transient_bytes=self.forward_transient,
+            backward_transient_bytes=self.backward_transient,
+        )
+
+    @property
+    def total(self) -> int:
+        """All three together."""
+        return self.held + self.forward_transient + self.backward_transient
 
 
 @dataclass(frozen=True, slots=True)
 class BytesAt:
     """What a layer with experts needs at a percentile of uneven routing."""
 
-    percentile: Annotated[float, Field(ge=0, le=100)]
+    percentile: Percentile
     """Of the microbatches on the rank that needs most there, in percent."""
     held_bytes: Bytes
     """As in the record."""
@@ -59,7 +123,7 @@ class BytesAt:
 class ChoiceRecord:
     """Cost of one choice on one layer of a kind, for one microbatch."""
 
-    choice: str
+    choice: Choice
     """`str(LayerPolicy)`: none, full, full/2, selective[core_attn+mlp]. A record of `full/g`
     with g > 1 is about one whole checkpoint of g consecutive layers, not about one of them."""
     held_bytes: Bytes
@@ -79,10 +143,15 @@ class ChoiceRecord:
     input_kept: bool = True
     """Whether held_bytes counts the layer's input. False where nothing saves it, so that it is let
     go; a chunk's first layer then holds `Profile.boundary_bytes` more: what was sent stays."""
-    source: str = "measured"
+    source: str = MEASURED
     """Where the figures come from: measured, dry-run, counted, assumed, ..."""
     percentiles: tuple[BytesAt, ...] = ()
     """Measured MoE layers: the three byte figures at percentiles; above they are the most seen."""
+
+    @property
+    def knows_routing(self) -> bool:
+        """Whether its bytes were measured at percentiles: no factor that is stated applies."""
+        return bool(self.percentiles) and self.source == MEASURED
 
     def at_percentile(self, percentile: float | None) -> ChoiceRecord:
         """With the bytes of the nearest recorded percentile at or above; as it is without one."""
@@ -90,22 +159,21 @@ class ChoiceRecord:
         above = [p for p in points if percentile is not None and p.percentile >= percentile]
         if not above:
             return self
-        return replace(
-            self,
-            held_bytes=above[0].held_bytes,
-            forward_transient_bytes=above[0].forward_transient_bytes,
-            backward_transient_bytes=above[0].backward_transient_bytes,
-        )
+        return LayerBytes.of(above[0]).into(self)
+
+
+_HasBytes = TypeVar("_HasBytes", ChoiceRecord, BytesAt)
 
 
 @dataclass(frozen=True, slots=True)
 class Imbalance:
     """How much more a MoE layer holds when routing is uneven."""
 
-    percentile: Annotated[float, Field(ge=0, le=100)]
+    percentile: Percentile
     """Of the microbatches on the fullest rank, in percent."""
     factor: Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
-    """Multiplies held and transient bytes of the kind; 1 is what was measured."""
+    """Multiplies held and transient bytes of the kind's records, but for those measured at
+    `percentiles`; 1 is what the records say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +210,7 @@ class LayerKind:
     """0-based global indices; MTP depth d is num_layers + d."""
     choices: tuple[ChoiceRecord, ...]
     """One record per choice that may be planned."""
-    inert: dict[str, str] = field(default_factory=dict)
+    inert: dict[Choice, Choice] = field(default_factory=dict)
     """Choice that changes nothing here, and the choice it equals; never planned."""
     imbalance: tuple[Imbalance, ...] = ()
     """MoE only. Without an entry for the percentile asked for, the factor is 1."""
@@ -162,6 +230,7 @@ class LayerKind:
                 raise ValueError(f"kind {self.name!r}: {name!r} is both inert and a choice")
             if equal not in names:
                 raise ValueError(f"kind {self.name!r}: inert {name!r} equals unknown {equal!r}")
+        _check_order(self)
 
     def record(self, choice: str) -> ChoiceRecord | None:
         """The record of a choice, through `inert`; None where it was not measured."""
@@ -171,22 +240,27 @@ class LayerKind:
     @property
     def knows_imbalance(self) -> bool:
         """Whether there is anything recorded for any percentile."""
-        return bool(self.imbalance) or any(record.percentiles for record in self.choices)
+        return bool(self.imbalance) or any(record.knows_routing for record in self.choices)
 
     def imbalance_factor(self, percentile: float | None) -> float:
-        """Multiplier on bytes at a percentile: that of the nearest recorded one at or above it.
+        """Multiplier on bytes at a percentile: that of `imbalance_at`, 1 for None.
 
-        A percentile above all recorded ones gets the largest; None, or nothing recorded, gets 1.
+        Records that know the routing themselves are not multiplied.
         """
-        if percentile is None or not self.imbalance:
-            return 1.0
+        point = None if percentile is None else self.imbalance_at(percentile)
+        return 1.0 if point is None else point.factor
+
+    def imbalance_at(self, percentile: float) -> Imbalance | None:
+        """The nearest stated point at or above a percentile, or the highest; None without any."""
         points = sorted(self.imbalance, key=lambda point: point.percentile)
-        return next((p.factor for p in points if p.percentile >= percentile), points[-1].factor)
+        return next(
+            (p for p in points if p.percentile >= percentile), points[-1] if points else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOverhead:
-    """What is alive besides static bytes, layers, and the boundary tensors `boundary` counts."""
+    """What is alive besides static bytes, layers, and the boundary tensors `p2p_tensors` counts."""
 
     forward_bytes: Bytes
     """Live while a layer's forward runs, at most: masks, token ids, what `forward_step` keeps."""
@@ -212,6 +286,10 @@ class StageRecord:
     """Half the width of what the residual leaves open."""
     residual_ms: SignedMilliseconds = 0.0
     """Measured minus predicted time of one microbatch on this stage. May be negative."""
+    available_bytes: Bytes | None = None
+    """Device memory less what lies outside torch, on the rank with the least; None: no device."""
+    fragmentation_bytes: Bytes = 0
+    """What the allocator reserved beyond what it allocated, on the rank with the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +361,7 @@ class Profile:
     """Versions, device, config digest: a plan is used again only where all of it is equal."""
     assumptions: tuple[str, ...] = ()
     """One sentence each; printed with every result that rests on the profile."""
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Version = SCHEMA_VERSION
     """Major version of this schema; added fields do not raise it."""
 
     def __post_init__(self) -> None:
@@ -297,32 +375,84 @@ class Profile:
         """All layers with an index: decoder layers and MTP depths."""
         return self.model.num_layers + self.model.mtp_num_layers
 
+    @property
+    def stated_percentile(self) -> float | None:
+        """What is planned for unasked: IMBALANCE_PERCENTILE where a kind states imbalance.
+
+        None elsewhere, which takes records as they are: measured ones are the most that was seen.
+        """
+        return IMBALANCE_PERCENTILE if any(kind.imbalance for kind in self.kinds) else None
+
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of a global 0-based layer index."""
         return next(kind for kind in self.kinds if layer in kind.layers)
 
     def to_json(self) -> str:
         """JSON text, checked against the schema."""
-        return records.to_json(self)
+        return json_records.to_json(self)
 
     @classmethod
     def from_json(cls, text: str, source: str = "The profile") -> Profile:
         """Read and check; raises ProfileError with the path of each bad field."""
-        return records.from_json(cls, text, source=source, major=SCHEMA_VERSION)
+        return json_records.from_json(cls, text, source=source, major=SCHEMA_VERSION)
 
     def save(self, path: str | Path) -> None:
         """Write atomically."""
-        records.save(self, path)
+        json_records.save(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile file, or the profile in a plan file; raises ProfileError."""
-        return records.load(cls, path, major=SCHEMA_VERSION, field="profile")
+        return json_records.load(cls, path, major=SCHEMA_VERSION, field="profile")
 
 
 def scaled_bytes(count_bytes: int, factor: float) -> int:
     """Bytes times an imbalance factor, rounded up so that a budget stays met."""
     return count_bytes if factor == 1.0 else math.ceil(count_bytes * factor)
+
+
+def in_order(records: Sequence[ChoiceRecord], weights: Sequence[float]) -> tuple[ChoiceRecord, ...]:
+    """One kind's records with the nearest times in which doing more is never faster.
+
+    A time that had to be moved is uncertain by as much.
+
+    Args:
+        records: of single layers, each of another choice.
+        weights: how much each one's times are to be believed; numbers of samples.
+    """
+    choices = [LayerPolicy.parse(record.choice) for record in records]
+    forward_ms = [record.forward_ms for record in records]
+    backward_ms = [record.backward_ms for record in records]
+    times = zip(records, *ordered_ms(choices, forward_ms, backward_ms, weights), strict=True)
+    return tuple(_with_times(*each) for each in times)
+
+
+def _with_times(record: ChoiceRecord, forward_ms: float, backward_ms: float) -> ChoiceRecord:
+    moved_ms = abs(forward_ms + backward_ms - record.forward_ms - record.backward_ms)
+    return replace(
+        record,
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        spread_ms=max(record.spread_ms, moved_ms),
+    )
+
+
+def _check_order(kind: LayerKind) -> None:
+    """Refuse times by which doing more takes less: a planner would recompute for nothing."""
+    choices = [LayerPolicy.parse(record.choice) for record in kind.choices]
+    layer_ms = [
+        (record.forward_ms + record.backward_ms) / choice.group
+        for record, choice in zip(kind.choices, choices, strict=True)
+    ]
+    timed = list(zip(choices, layer_ms, strict=True))
+    for larger, larger_ms in timed:
+        for smaller, smaller_ms in timed:
+            if larger_ms < smaller_ms * (1 - ROUNDING) and contains(larger, smaller):
+                raise ValueError(
+                    f"kind {kind.name!r}: {larger} takes {larger_ms:g} ms a layer, forward and "
+                    f"backward, less than {smaller} with {smaller_ms:g} ms, all of which it does "
+                    "and more; measure both again, or leave one out"
+                )
 
 
 def _check_coverage(profile: Profile) -> None:

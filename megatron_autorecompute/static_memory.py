@@ -1,5 +1,7 @@
 """Bytes a rank keeps through the whole step, by object: no allocator is asked.
 
+Of the device that trains only, where the first parameter lies.
+
 Works for any device and any of Megatron's optimizers, whose parts it reads by the names that 0.16
 to 0.19 share. Storages count once, whoever views them.
 """
@@ -17,18 +19,20 @@ from megatron_autorecompute.profile import StaticBytes
 
 def tensors(chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[torch.Tensor]:
     """Parameters, gradient buffers, optimizer state and shared buffers of this rank."""
-    return [
-        *_parameters(chunks),
-        *_gradients(chunks),
-        *_optimizer_state(optimizer),
-        *compat.global_buffers(),
-    ]
+    return _on_device(
+        chunks,
+        _parameters(chunks)
+        + _gradients(chunks)
+        + _optimizer_state(optimizer)
+        + compat.global_buffers(),
+    )
 
 
 def static_bytes(chunks: Sequence[torch.nn.Module], optimizer: Any) -> StaticBytes:
     """The same by what it is; complete once the optimizer has made its first step."""
-    parameters, gradients = _parameters(chunks), _gradients(chunks)
-    state = _optimizer_state(optimizer)
+    parameters = _on_device(chunks, _parameters(chunks))
+    gradients = _on_device(chunks, _gradients(chunks))
+    state = _on_device(chunks, _optimizer_state(optimizer))
     parameter_bytes = _size_bytes(parameters)
     gradient_bytes = _size_bytes(parameters + gradients) - parameter_bytes
     # In fp32 the optimizer works on the parameters themselves.
@@ -37,8 +41,16 @@ def static_bytes(chunks: Sequence[torch.nn.Module], optimizer: Any) -> StaticByt
         parameter_bytes=parameter_bytes,
         gradient_bytes=gradient_bytes,
         optimizer_state_bytes=everything - parameter_bytes - gradient_bytes,
-        buffer_bytes=_size_bytes(compat.global_buffers()),
+        buffer_bytes=_size_bytes(_on_device(chunks, compat.global_buffers())),
     )
+
+
+def _on_device(
+    chunks: Sequence[torch.nn.Module], found: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Those on the device that trains: an optimizer may keep its state in the host's memory."""
+    devices = [parameter.device for chunk in chunks for parameter in chunk.parameters()]
+    return [tensor for tensor in found if tensor.device in devices[:1]]
 
 
 def _parameters(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_autorecompute.cost_model import PolicyCost
-from megatron_autorecompute.pipeline import Chunk
-from megatron_autorecompute.plan import CurvePoint, Plan
+from megatron_autorecompute.planner.layout import Chunk
+from megatron_autorecompute.planner.plan import CurvePoint, Plan
+from megatron_autorecompute.planner.policy_cost import PolicyCost
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
-
-GIB = 1 << 30
+from megatron_autorecompute.profile import LayerKind, Profile
+from megatron_autorecompute.units import GIB
 
 
 def gib(size_bytes: float) -> str:
@@ -109,12 +109,58 @@ def _legend(policy: RecomputePolicy) -> Text:
 
 
 def _footer(plan: Plan) -> Text:
-    gap = max(evidence.gap for evidence in plan.evidence)
-    proof = "proven optimal" if gap == 0 else f"within {100 * gap:.3f}% of the optimum"
-    lines = [f"Each stage's choices are {proof} in this model."]
+    lines = [_proof([evidence.gap for evidence in plan.evidence])]
+    lines += imbalance_lines(plan.profile, plan.imbalance_percentile)
     lines += [f"Set {name} {value}" for name, value in plan.megatron_flags.items()]
     lines += [*plan.notes, *(f"Assumes: {text}" for text in plan.profile.assumptions)]
     return Text("\n".join(lines))
+
+
+def _proof(gaps: Sequence[float | None]) -> str:
+    known = [gap for gap in gaps if gap is not None]
+    if len(known) < len(gaps):
+        return (
+            "Not proven: the file was changed after it was written, or another version of this "
+            "program wrote it. plan --profile with this file solves it again."
+        )
+    most = max(known)
+    proof = "proven optimal" if most == 0 else f"within {100 * most:.3f}% of the optimum"
+    return f"Each stage's choices are {proof} in this model."
+
+
+def imbalance_lines(profile: Profile, percentile: float | None) -> list[str]:
+    """Which imbalance of routing the layers with experts are planned for; none without experts."""
+    records = [record for kind in profile.kinds for record in kind.choices]
+    measured = [point for r in records if r.knows_routing for point in r.percentiles]
+    stated = any(kind.imbalance for kind in profile.kinds)
+    lines = []
+    if measured and percentile is None:
+        lines.append(
+            "Imbalance: planned for the most that was seen in measuring; --imbalance-percentile "
+            "plans for less."
+        )
+    elif measured and percentile is not None:
+        most = max(point.percentile for point in measured)
+        seen = "" if percentile <= most else ", above all recorded: the most that was seen"
+        lines.append(
+            f"Imbalance: planned for percentile {percentile:g} of the measured microbatches{seen}."
+        )
+    if stated and percentile is None:
+        lines.append("Imbalance: what the profile states is not planned for.")
+    elif stated and percentile is not None:
+        lines.append(
+            f"Imbalance: planned for percentile {percentile:g} of what the profile states, "
+            f"{', '.join(_factors(profile.kinds, percentile))}."
+        )
+    return lines
+
+
+def _factors(kinds: Sequence[LayerKind], percentile: float) -> Iterator[str]:
+    """`moe x 1.25`, with the percentile that this is stated for where it is another one."""
+    for kind in kinds:
+        if point := kind.imbalance_at(percentile):
+            of = "" if point.percentile == percentile else f" (stated for {point.percentile:g})"
+            yield f"{kind.name} x {point.factor:g}{of}"
 
 
 def stages_explained(plan: Plan) -> RenderableType:

@@ -17,12 +17,14 @@ from typing import Any
 from rich.table import Table
 
 from megatron_autorecompute import compat
-from megatron_autorecompute.cost_model import Peak, evaluate
 from megatron_autorecompute.dry_run import StageDryRun, StepShape, build_gpt, dry_run
 from megatron_autorecompute.errors import ProfileError, VerificationError
-from megatron_autorecompute.pipeline import Layout, Schedule
-from megatron_autorecompute.plan import Plan
-from megatron_autorecompute.solve import GIB
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.peak_memory import Peak
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.policy_cost import evaluate
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.units import GIB
 
 TOLERANCE = 0.005
 """How far a predicted activation peak may lie from the dry run's, as a share of it."""

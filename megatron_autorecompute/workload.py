@@ -6,6 +6,7 @@ no result, and one model is all that fits where memory is what is compared.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,9 +35,11 @@ from megatron_autorecompute.apply import apply
 from megatron_autorecompute.comparison import Shape
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.live_bytes import LiveBytes
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.planner.megatron_strategies import RUNS_FOREVER, runs_forever
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.probe import CudaBytes, Memory
 from megatron_autorecompute.profile import StaticBytes
+from megatron_autorecompute.ranks import gathered
 from megatron_autorecompute.static_memory import static_bytes, tensors
 
 VOCABULARY = 256
@@ -118,6 +121,40 @@ class TrainingJob:
         with LiveBytes(tensors(self.chunks, self.optimizer)) as live:
             yield live
 
+    def own_settings(self) -> list[str]:
+        """Every setting that Megatron offers for this model and can run, as policy text.
+
+        What reruns less comes first: none, sets of modules, block/N, uniform/N.
+        """
+        modules = [name for name in self._modules() if name not in self.left_out()]
+        sets = itertools.chain.from_iterable(
+            itertools.combinations(modules, size) for size in range(1, len(modules) + 1)
+        )
+        choices = (LayerPolicy("selective", chosen) for chosen in sets)
+        allowed = [choice for choice in choices if compat.is_allowed(self.config, choice)]
+        return [
+            "megatron:none",
+            *(f"megatron:{choice}" for choice in allowed),
+            *self.counted_settings(),
+        ]
+
+    def left_out(self) -> dict[str, str]:
+        """Modules that Megatron allows here and its own code cannot recompute, and why."""
+        return {
+            name: RUNS_FOREVER
+            for name in self._modules()
+            if runs_forever(LayerPolicy("selective", (name,)), self.config.add_bias_linear)
+        }
+
+    def _modules(self) -> list[str]:
+        """What `recompute_modules` may name for this model: whatever some layer of it has."""
+        mine = {
+            name
+            for layer, _ in compat.layers(self.chunks)
+            for name in compat.runnable_modules(layer)
+        }
+        return sorted(set().union(*gathered(mine)))
+
     def counted_settings(self) -> list[str]:
         """Every block/N and uniform/N that differs on the fullest stage and that Megatron can run.
 
@@ -129,6 +166,14 @@ class TrainingJob:
             counts = [n for n in counts if all(length % n == 0 for length in chunks)]
         blocks = [f"megatron:block/{n}" for n in range(1, max(chunks))]
         return blocks + [f"megatron:uniform/{n}" for n in counts]
+
+    def policy(self, text: str) -> RecomputePolicy:
+        """Policy text for this model, Megatron's named strategies included."""
+        return RecomputePolicy.parse(
+            text,
+            num_layers=compat.num_policy_layers(self.config),
+            layout=compat.layout(self.config),
+        )
 
     def peak_bytes(self) -> tuple[int, bool]:
         """The most bytes alive on this rank during one step, static ones included.
@@ -167,18 +212,13 @@ class TrainingJob:
             with self._megatron_strategy(text):
                 yield
             return
-        policy = RecomputePolicy.parse(text, num_layers=compat.num_policy_layers(self.config))
-        with apply(policy, self.chunks):
+        with apply(self.policy(text), self.chunks):
             yield
 
     @contextmanager
     def _megatron_strategy(self, text: str) -> Iterator[None]:
         name, _, count = text.removeprefix("megatron:").partition("/")
-        policy = RecomputePolicy.parse(
-            text,
-            num_layers=compat.num_policy_layers(self.config),
-            layout=compat.layout(self.config),
-        )
+        policy = self.policy(text)
         compat.check_allowed(self.config, policy)
         if name in ("uniform", "block"):
             self.config.recompute_granularity = "full"

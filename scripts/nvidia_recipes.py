@@ -21,14 +21,15 @@ warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE
 
 from rich.progress import track  # noqa: E402
 
-from megatron_autorecompute.cost_model import PolicyCost  # noqa: E402
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
 from megatron_autorecompute.no_device.command import default_budget_bytes  # noqa: E402
-from megatron_autorecompute.no_device.devices import GIB, device  # noqa: E402
+from megatron_autorecompute.no_device.devices import device  # noqa: E402
 from megatron_autorecompute.no_device.job import Job, job_from  # noqa: E402
 from megatron_autorecompute.no_device.sensitivity import planner  # noqa: E402
+from megatron_autorecompute.planner.planner import Planner  # noqa: E402
+from megatron_autorecompute.planner.policy_cost import PolicyCost  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
-from megatron_autorecompute.solve import Planner  # noqa: E402
+from megatron_autorecompute.units import GIB  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "benchmarks" / "data" / "nvidia_tuned_recipes.csv"

@@ -57,7 +57,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120,
+    timeout_s: float = 240,
     memory_bytes: int = 12 << 30,
     activate: bool = True,
 ) -> list[Any]:

@@ -16,12 +16,13 @@ import torch
 from benchmarks.gpu.cases import Case, built
 from megatron_autorecompute import compat
 from megatron_autorecompute.apply import apply
-from megatron_autorecompute.cost_model import PolicyCost, evaluate
-from megatron_autorecompute.measure import Measurement, kinds
-from megatron_autorecompute.pipeline import Layout, Schedule
+from megatron_autorecompute.measure import Measurement
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
+from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Model, Parallelism, Profile
-from megatron_autorecompute.solve import Planner
 
 CORRECTIONS = 4
 """How often a plan that does not fit when run is corrected before it is reported as not fitting."""
@@ -54,7 +55,7 @@ class Contest:
         self.case, self.tries = case, tries
         self.job = built(case)
         self.num_layers = compat.num_policy_layers(self.job.config)
-        self.layout = Layout.even(case.shape.num_layers, 1)
+        self.layout = Layout.from_flags(case.shape.num_layers, 1)
         self.schedule = Schedule(1, 1, case.shape.num_microbatches)
         with self.job.strategy("megatron:uniform/1"):
             for _ in range(2):  # allocates what stays: optimizer state, shared buffers
@@ -62,16 +63,7 @@ class Contest:
 
     def policy(self, text: str) -> RecomputePolicy:
         """Policy text, Megatron's named strategies included."""
-        layout = compat.layout(self.job.config)
-        return RecomputePolicy.parse(text, num_layers=self.num_layers, layout=layout)
-
-    # --- Megatron's own settings ---
-
-    def named_settings(self) -> list[str]:
-        """none, and selective with every set of modules that Megatron allows and the model has."""
-        every = (choice for kind in kinds(self.job.chunks) for choice in kind.choices)
-        sets = dict.fromkeys(str(choice) for choice in every if choice.granularity == "selective")
-        return ["megatron:none", *(f"megatron:{text}" for text in sets)]
+        return self.job.policy(text)
 
     # --- what a strategy takes ---
 

@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.gpu import published
 from benchmarks.gpu.results import OUTCOMES, Results, Section, ratios, spread
 from megatron_autorecompute.errors import AutorecomputeError
-from megatron_autorecompute.records import write_atomically
+from megatron_autorecompute.json_records import write_atomically
+from megatron_autorecompute.units import GIB
 
-GIB = 1 << 30
 NOT_YET = "not yet measured"
 TITLES = {
     1: "The Autodist experiment",

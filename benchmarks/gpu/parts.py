@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +15,8 @@ from benchmarks.gpu.mixes import random_policies
 from benchmarks.gpu.published import BUDGET_FRACTION
 from benchmarks.gpu.results import Ledger, between
 from megatron_autorecompute.errors import InfeasibleError
+from megatron_autorecompute.manual_search import needless
+from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 
 FULL = "megatron:uniform/1"
@@ -35,7 +37,7 @@ def autodist(contest: Contest, ledger: Ledger, rounds: int) -> None:
     )
     _enforce(budget)
     limited = {text: peak(f"limited/{text}", text) for text in (SELECTIVE, FULL)}
-    tried = _settings(contest, ledger, contest.job.counted_settings(), budget)
+    tried = _searched(contest, ledger, budget)
     profile_seconds = _timed(ledger, "profile", lambda: _profile(contest))
     plan_seconds = _timed(
         ledger, "ours", lambda: contest.plan(_read(ledger.section.items["profile"]), budget)
@@ -57,14 +59,19 @@ def autodist(contest: Contest, ledger: Ledger, rounds: int) -> None:
 
 def curve(contest: Contest, ledger: Ledger, rounds: int) -> None:
     """Part 2: ours against the best of Megatron's settings at every budget from full to none."""
-    names = [*contest.named_settings(), *contest.job.counted_settings()]
-    tried = _settings(contest, ledger, names, None)
+    peak = _peaks(contest, ledger)
+    tried = {text: peak(f"manual/{text}", text) for text in contest.job.own_settings()}
+    ledger.item("left_out", contest.job.left_out)
     profile = _read({"value": ledger.item("profile", lambda: _profile(contest))})
     low, high = tried[FULL]["allocated_bytes"], tried["megatron:none"]["allocated_bytes"]
     for number in range(BUDGETS):
         budget = between(low, high, number / (BUDGETS - 1))
+        if f"budget/{number}" in ledger.section.items:
+            continue
+        timed = _timed_within(contest, ledger, tried, budget)
         ledger.item(
-            f"budget/{number}", lambda budget=budget: _duel(contest, profile, tried, budget, rounds)
+            f"budget/{number}",
+            lambda budget=budget, timed=timed: _duel(contest, profile, timed, budget, rounds),
         )
 
 
@@ -137,18 +144,44 @@ def _enforce(budget_bytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(budget_bytes / total)
 
 
-def _settings(
-    contest: Contest, ledger: Ledger, names: Iterable[str], budget: int | None
-) -> dict[str, dict[str, Any]]:
-    """Peak of every setting of Megatron's own, and times of those within the budget."""
+def _searched(contest: Contest, ledger: Ledger, budget: int) -> dict[str, dict[str, Any]]:
+    """Peak and times of Megatron's own settings, one after the other as a person would.
 
-    def tried(text: str) -> dict[str, Any]:
+    What reruns more than a setting within the budget is passed over, see `manual_search`.
+    """
+    fitting: dict[str, RecomputePolicy] = {}
+    tried: dict[str, dict[str, Any]] = {}
+    passed_over = dict(contest.job.left_out())
+
+    def run(text: str) -> dict[str, Any]:
         peak = contest.peak(text)
-        fits = peak.fits(budget) if budget else not peak.out_of_memory
-        times = contest.times_ms(text) if fits else []
+        times = contest.times_ms(text) if peak.fits(budget) else []
         return {**asdict(peak), "step_ms": times}
 
-    return {text: ledger.item(f"manual/{text}", lambda text=text: tried(text)) for text in names}
+    for text in contest.job.own_settings():
+        if reason := needless(contest.policy(text), fitting):
+            passed_over[text] = reason
+            continue
+        tried[text] = ledger.item(f"manual/{text}", lambda text=text: run(text))
+        if tried[text]["step_ms"]:
+            fitting[text] = contest.policy(text)
+    ledger.item("not_tried", lambda: passed_over)
+    return tried
+
+
+def _timed_within(
+    contest: Contest, ledger: Ledger, tried: dict[str, dict[str, Any]], budget: int
+) -> dict[str, dict[str, Any]]:
+    """The settings within a budget with their times, without those that rerun more than another."""
+    fitting: dict[str, RecomputePolicy] = {}
+    timed = {}
+    for text, peak in tried.items():
+        policy = contest.policy(text)
+        if Peak(**peak).fits(budget) and not needless(policy, fitting):
+            fitting[text] = policy
+            times = ledger.item(f"manual_ms/{text}", lambda text=text: contest.times_ms(text))
+            timed[text] = {**peak, "step_ms": times}
+    return timed
 
 
 def _best(tried: dict[str, dict[str, Any]], budget: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_autorecompute.errors import AutorecomputeError
-from megatron_autorecompute.records import write_atomically
+from megatron_autorecompute.json_records import write_atomically
 
 SCHEMA_VERSION = 1
 OUTCOMES = ("passed", "failed", "skipped")

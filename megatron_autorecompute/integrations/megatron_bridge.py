@@ -24,11 +24,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from megatron_autorecompute import native
 from megatron_autorecompute.auto_options import AutoOptions
+from megatron_autorecompute.auto_rules import as_field, refuse_unmeasurable
 from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
 from megatron_autorecompute.integrations.megatron_lm import PLAN_FILE
-from megatron_autorecompute.native import FIELD, NATIVE
+from megatron_autorecompute.planner import megatron_strategies
+from megatron_autorecompute.planner.megatron_strategies import FIELD, NATIVE
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 
 HOLDER = "the recompute_policy of a Megatron Bridge config"
@@ -98,7 +99,9 @@ def native_fields(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
         model: `cfg.model`; its pipeline layout says what `uniform` and `block` count in.
     """
     config = _core_config(model)
-    return native.native_fields(policy, _chunks(config), linear_bias=config.add_bias_linear)
+    return megatron_strategies.native_fields(
+        policy, _chunks(config), linear_bias=config.add_bias_linear
+    )
 
 
 def _chunks(config: Any) -> list[tuple[int, ...]]:
@@ -130,7 +133,7 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     Raises:
         PolicyError: it does not fit the model, Bridge or Megatron refuse it, or Megatron's own
             recompute fields are set as well.
-        OptionError: `auto` together with CUDA graphs.
+        OptionError: `auto` together with what it cannot measure.
     """
     from megatron_autorecompute import compat
     from megatron_autorecompute import config as field
@@ -141,7 +144,7 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
         return None
     field.refuse_contradiction(config)
     if value == "auto":
-        _refuse_graphs(config)
+        refuse_unmeasurable(config, as_field)
         return None
     field.refuse_plan_of_another_model(value, config)
     policy = RecomputePolicy.from_config(
@@ -158,16 +161,6 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
 
 def _lasting_fields(policy: RecomputePolicy, cfg: Any) -> dict[str, Any] | None:
     return None if cfg.peft is not None else native_fields(policy, cfg.model)
-
-
-def _refuse_graphs(config: Any) -> None:
-    if config.cuda_graph_impl != "none":
-        raise OptionError(
-            "model.recompute_policy=auto was given with model.cuda_graph_impl="
-            f"{config.cuda_graph_impl}: auto measures by varying the choices, and a CUDA graph "
-            "keeps those it was captured with. Run auto for a few steps with "
-            "model.cuda_graph_impl=none, then give model.recompute_policy=@PLAN."
-        )
 
 
 def _ask_bridge(cfg: Any, choice: LayerPolicy) -> None:
@@ -382,4 +375,4 @@ def _say_lines(policy: RecomputePolicy, cfg: Any) -> None:
 
 def recipe_lines(policy: RecomputePolicy, cfg: Any) -> list[str]:
     """Python lines that set the policy in a recipe, in the form that `resolve` writes."""
-    return native.recipe_lines(policy, _lasting_fields(policy, cfg))
+    return megatron_strategies.recipe_lines(policy, _lasting_fields(policy, cfg))

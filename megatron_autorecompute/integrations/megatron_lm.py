@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 from megatron_autorecompute.auto_options import AutoOptions
+from megatron_autorecompute.auto_rules import refuse_unmeasurable
 from megatron_autorecompute.errors import (
     ApplyError,
     AutorecomputeError,
@@ -112,9 +113,9 @@ def check(args: Namespace) -> None:
     """Check parsed and validated arguments, and claim `auto` for the models built from now on.
 
     Raises:
-        OptionError: an option of auto cannot be meant, or was given without auto.
+        OptionError: an option of auto cannot be meant, or was given without auto; or auto was
+            given with what it cannot measure.
         MachineError: a run without CUDA was asked for and nobody prepared it.
-            Also auto together with CUDA graphs.
         PolicyError: the policy does not fit the model, Megatron refuses it, or Megatron's own
             recompute settings were given as well.
     """
@@ -144,7 +145,7 @@ def check(args: Namespace) -> None:
     if encoder_layers and policy != "auto":
         _keep_for_whole_model(model_config, encoder_layers, policy)
     if policy == "auto":
-        _refuse_graphs(model_config)
+        refuse_unmeasurable(model_config)
         config.claim_auto(HOLDER)
 
 
@@ -174,16 +175,6 @@ def _whole_policy(text: str, model_config: Any, encoder_layers: int) -> Any:
         num_layers=compat.num_policy_layers(model_config, encoder_layers),
         layout=compat.layout(model_config, encoder_layers),
     )
-
-
-def _refuse_graphs(model_config: Any) -> None:
-    if model_config.cuda_graph_impl != "none":
-        raise OptionError(
-            "--recompute-policy auto was given with --cuda-graph-impl "
-            f"{model_config.cuda_graph_impl}: auto measures by varying the choices, and a CUDA "
-            "graph keeps those it was captured with. Run auto for a few steps without CUDA graphs "
-            "and with --recompute-plan-path FILE, then give --recompute-policy @FILE."
-        )
 
 
 def options_of(args: Namespace) -> AutoOptions:
@@ -224,7 +215,7 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
     from megatron.training import get_args
 
     args = get_args()
-    _check_all_given(args)
+    _check_all_given(args, model)
     if args.recompute_policy is not None:
         _check_blocks(model, args.recompute_policy)
     if _for_whole_model is not None:
@@ -256,18 +247,30 @@ def with_step(train_step: Function) -> Function:
     return wrapper
 
 
-def _check_all_given(args: Namespace) -> None:
+def _check_all_given(args: Namespace, model: Sequence[Any]) -> None:
     """One error on every rank; otherwise those with a policy would wait for those without."""
     from megatron_autorecompute.ranks import gathered
 
-    policy = args.recompute_policy or _for_whole_model
-    said = gathered("nothing" if policy is None else "auto" if policy == "auto" else "a policy")
+    said = gathered(_given(args, model))
     if len(set(said)) > 1:
         held = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
         raise ApplyError(
             "--recompute-policy was not given alike on all ranks, which would wait for each other: "
-            f"{held}. Start every rank with the same flags."
+            f"{held}. Start every rank with the same flags, and with files of the same content."
         )
+
+
+def _given(args: Namespace, model: Sequence[Any]) -> str:
+    """What this rank was given: nothing, auto, or a policy, by the digest of what it says."""
+    from megatron_autorecompute import compat, config
+
+    model_config = compat.unwrapped(model[0]).config
+    if args.recompute_policy == "auto":
+        return "auto"
+    policy = config.policy_of(model_config)
+    if policy is None and _for_whole_model is not None:
+        policy = _whole_policy(_for_whole_model, model_config, compat.encoder_layers(model))
+    return "nothing" if policy is None else f"policy {policy.digest()}"
 
 
 def _check_blocks(model: Sequence[Any], policy: str) -> None:

@@ -11,12 +11,13 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from megatron_autorecompute.errors import MachineError, OptionError
-from megatron_autorecompute.no_device.devices import GIB, Device, Efficiency, device
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.no_device.devices import Device, Efficiency, device
 from megatron_autorecompute.no_device.job import Job, load_job
 from megatron_autorecompute.no_device.measured import with_measured
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.terminal import gib
+from megatron_autorecompute.units import GIB
 
 RESERVE_GIB = 2.0
 """CUDA's context and NCCL's buffers, outside torch."""
@@ -27,7 +28,7 @@ RESERVE_SHARE = 0.05
 def run(args: Namespace) -> None:
     """Make the profile, print it, and say how to go on.
 
-    Raises OptionError for what cannot be meant, MachineError where torch or Megatron is missing.
+    Raises OptionError for what cannot be meant.
     """
     job, gpu, efficiency = read_job(args), device(args.gpu), read_efficiency(args.efficiency)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib)
@@ -39,14 +40,9 @@ def run(args: Namespace) -> None:
     measured = Profile.load(args.measured) if args.measured else None
     console = Console(highlight=False, stderr=True)
     with console.status(f"{job.name}: starting") as status:
-        try:
-            from megatron_autorecompute.no_device.profiling import profile_job
-            from megatron_autorecompute.no_device.sensitivity import sensitivity
-        except ModuleNotFoundError as error:
-            raise MachineError(
-                f"profile --no-device runs Megatron's model code, and {error.name} is not "
-                "installed. Install the extra: pip install 'megatron-autorecompute[megatron]'."
-            ) from error
+        from megatron_autorecompute.no_device.profiling import profile_job
+        from megatron_autorecompute.no_device.sensitivity import sensitivity
+
         profile = profile_job(job, gpu, efficiency, status.update)
         if measured is not None:
             profile = with_measured(profile, measured)

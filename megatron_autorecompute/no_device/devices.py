@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 
 from megatron_autorecompute.errors import OptionError
-
-GIB = 1 << 30
+from megatron_autorecompute.units import GIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,12 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.pipeline import Layout, Schedule
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.schedule import Schedule
 
 Count = Annotated[int, Field(ge=1)]
+Percent = Annotated[str, Field(pattern=r"^(100(\.0+)?|\d{1,2}(\.\d+)?)$")]
+Factor = Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -72,8 +75,9 @@ class Job:
     """Over 0: base weights frozen, one adapter of this rank on every linear layer but experts'."""
     described_by: Literal["yaml", "flags", "recipe"] = "yaml"
     """Where the job was read from, and what `plan` prints to be pasted there."""
-    moe_imbalance: dict[str, float] = field(default_factory=dict)
-    """Percentile of microbatches on the fullest rank -> factor on a MoE layer's bytes. Assumed."""
+    moe_imbalance: dict[Percent, Factor] = field(default_factory=dict)
+    """Percentile of microbatches on the fullest rank -> factor on a MoE layer's bytes. Assumed, and
+    planned for (`Profile.stated_percentile`)."""
 
     @property
     def data_parallel(self) -> int:
@@ -156,7 +160,7 @@ class Job:
         )
         given = {name: self.config[name] for name in names if self.config.get(name)}
         chunks = self.config.get("virtual_pipeline_model_parallel_size")
-        return Layout.even(
+        return Layout.from_flags(
             self.num_layers,
             self.size("pipeline"),
             chunks,
@@ -202,4 +206,9 @@ def job_from(data: Any, source: str) -> Job:
     ]
     if missing:
         raise OptionError(f"{source}: config lacks {', '.join(missing)}; give Megatron's values.")
+    if job.moe_imbalance and not job.config.get("num_moe_experts"):
+        raise OptionError(
+            f"{source}: moe_imbalance is stated, and config has no num_moe_experts. Give their "
+            "number, or leave moe_imbalance out."
+        )
     return job

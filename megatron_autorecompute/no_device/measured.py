@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.profile import ChoiceRecord, LayerKind, Profile
+from megatron_autorecompute.profile import MEASURED, ChoiceRecord, LayerKind, Profile, in_order
 
 LAYER_FIELDS = (
     *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -37,21 +37,23 @@ def with_measured(profile: Profile, measured: Profile) -> Profile:
 
     A kind is the same where shapes, LAYER_FIELDS, precision and its name are. Its measured choices
     replace the modelled ones; times of its other choices are scaled by its measured over modelled
-    time, those of other kinds, embedding and head by that of all kinds together.
+    time, those of other kinds, embedding and head by that of all kinds together. A record is
+    measured where its `source` says so: what was modelled on another day is no measurement.
 
-    Raises OptionError where no kind is the same, with what differs.
+    Raises OptionError where nothing is measured, or no kind is the same, with what differs.
     """
+    kinds = _measured_kinds(measured)
     if differing := _differences(profile, measured):
         raise OptionError(
             f"--measured: the measured profile is of other layers than {profile.model.name}: "
             f"{'; '.join(differing)}. Measure at the job's own shapes, or leave --measured out."
         )
-    pairs = [(kind, _named(measured.kinds, kind.name)) for kind in profile.kinds]
+    pairs = [(kind, _named(kinds, kind.name)) for kind in profile.kinds]
     common = [pair for kind, other in pairs if other for pair in _common(kind, other)]
     if not common:
         raise OptionError(
             f"--measured: no choice of {', '.join(k.name for k in profile.kinds)} is among the "
-            f"measured ones ({', '.join(k.name for k in measured.kinds)}). Leave --measured out."
+            f"measured ones ({', '.join(k.name for k in kinds)}). Leave --measured out."
         )
     overall = _ratio(common)
     model = replace(profile.model, facts={**profile.model.facts, "measured": True})
@@ -64,6 +66,23 @@ def with_measured(profile: Profile, measured: Profile) -> Profile:
         fingerprint={**profile.fingerprint, "measured": measured.fingerprint.get("device", "")},
         assumptions=(_sentence(pairs, measured, overall), *profile.assumptions[1:]),
     )
+
+
+def _measured_kinds(profile: Profile) -> list[LayerKind]:
+    """The kinds that have measured records, with these alone."""
+    found = []
+    for kind in profile.kinds:
+        records = tuple(record for record in kind.choices if record.source == MEASURED)
+        if records:
+            found.append(replace(kind, choices=records, inert={}))
+    if not found:
+        sources = sorted({record.source for kind in profile.kinds for record in kind.choices})
+        raise OptionError(
+            f"--measured: no record of {profile.model.name} there is measured; they come from "
+            f"{', '.join(map(repr, sources))}. Give a profile or plan that auto or compare "
+            "measured on the device, or leave --measured out."
+        )
+    return found
 
 
 def _differences(profile: Profile, measured: Profile) -> list[str]:
@@ -117,8 +136,10 @@ def _merged(kind: LayerKind, other: LayerKind | None, overall: _Ratio) -> LayerK
     records = []
     for modelled in kind.choices:
         found = _measured_record(other, modelled.choice)
-        records.append(replace(found, source="measured") if found else _scaled(modelled, ratio))
-    return replace(kind, choices=tuple(records))
+        records.append(found or _scaled(modelled, ratio))
+    # What was scaled gives way where it would be faster than a measured part of it.
+    weights = [1e6 if record.source == MEASURED else 1.0 for record in records]
+    return replace(kind, choices=in_order(records, weights))
 
 
 def _scaled(record: ChoiceRecord, ratio: _Ratio) -> ChoiceRecord:

@@ -261,7 +261,7 @@ def _alone(model: torch.nn.Module, clock: Roofline) -> Iterator[None]:
         mock.patch.object(compat, "usable_modules", worth_trying),
         mock.patch.object(compat, "signature", own_signature),
         mock.patch.object(measure, "gathered", lambda mine: [mine]),
-        mock.patch.object(compat, "stage_group", return_value=None),
+        mock.patch.object(compat, "stage_groups", return_value=[]),
         mock.patch.object(probe, "_now", clock.now_seconds),
     ):
         yield
@@ -389,7 +389,9 @@ def _kind(job: Job, kind: LayerKind, built: Shard, counted: _Counted) -> LayerKi
 
 
 def _sourced(record: ChoiceRecord) -> ChoiceRecord:
-    return replace(record, source="bytes: dry run; times: roofline", spread_ms=0.0)
+    """As modelled: no time was measured more than once, and all routing is even."""
+    source = "bytes: dry run; times: roofline"
+    return replace(record, source=source, spread_ms=0.0, percentiles=())
 
 
 def _parallelism(job: Job) -> Parallelism:
@@ -421,9 +423,16 @@ def _fingerprint(job: Job, device: Device, efficiency: Efficiency) -> dict[str, 
         "job": hashlib.sha256(repr(job).encode()).hexdigest()[:12],
         "device": device.name,
         "efficiency": repr(efficiency),
-        "megatron_core": metadata.version("megatron-core"),
+        "megatron-core": metadata.version("megatron-core"),
         "torch": torch.__version__,
     }
+
+
+def _stated(imbalance: dict[str, float]) -> str:
+    if not imbalance:
+        return ""
+    factors = ", ".join(f"x {factor:g} at percentile {at}" for at, factor in imbalance.items())
+    return f", and plans multiply their bytes as stated ({factors})"
 
 
 def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]:
@@ -450,8 +459,8 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
         )
     if job.config.get("num_moe_experts"):
         sentences.append(
-            "MoE: every expert gets equally many tokens"
-            + (", times the stated imbalance" if job.moe_imbalance else "")
+            "MoE: in the records every expert gets equally many tokens"
+            + _stated(job.moe_imbalance)
             + "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
         )
     if job.lora_rank:

@@ -8,8 +8,8 @@ from dataclasses import fields
 from megatron_autorecompute.no_device.devices import Device, Efficiency
 from megatron_autorecompute.no_device.job import Job
 from megatron_autorecompute.no_device.profiling import profile_job
+from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.solve import Planner
 
 MOVED = 0.2
 

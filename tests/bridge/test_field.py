@@ -123,6 +123,15 @@ def test_auto_with_cuda_graphs_is_refused_before_anything_is_built(cfg):
         megatron_bridge.resolve(cfg)
 
 
+def test_auto_with_expert_parallel_overlap_is_refused_before_anything_is_built(cfg):
+    megatron_bridge.set_policy(cfg.model, "auto")
+    cfg.model.overlap_moe_expert_parallel_comm = True
+    with pytest.raises(
+        OptionError, match=r"model\.recompute_policy=@PLAN with a plan made without"
+    ):
+        megatron_bridge.resolve(cfg)
+
+
 def test_a_policy_that_cuda_graphs_exclude_is_refused_in_megatrons_words(cfg):
     megatron_bridge.set_policy(cfg.model, MIX)
     cfg.model.cuda_graph_impl = "transformer_engine"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_autorecompute.plan import Plan
+from megatron_autorecompute.planner.plan import Plan
 from tests.bridge import recipes
 
 RECIPE = "tests/bridge/recipes.py:"

@@ -735,3 +735,43 @@ def test_a_wrong_policy_on_one_rank_is_an_error_on_both():
         assert wrong[way].startswith("PolicyError: Unknown module nonsense")
         assert right[way].startswith("ApplyError: The ranks of this pipeline stage")
         assert "rank 1: refused: Unknown module nonsense" in right[way]
+
+
+def rank_0_alone(policy):
+    """Rank 0 evaluates and trains the model while rank 1 does nothing; with the field in place."""
+    from megatron_autorecompute import config as config_field
+
+    start_parallel()
+    config_field.install()
+    (model,) = tiny_gpt(tiny_config(recompute_policy=policy))
+    if torch.distributed.get_rank() > 0:
+        return None
+    with torch.no_grad():
+        model(**microbatch())
+    return one_step([model])
+
+
+def test_a_forward_that_one_rank_runs_alone_does_not_wait_for_the_others():
+    without, _ = run_ranks(rank_0_alone, 2, None, timeout_s=60)
+    under_policy, _ = run_ranks(rank_0_alone, 2, "full,selective[mlp]*3", timeout_s=60)
+    assert under_policy.same_bits(without)
+
+
+def evaluation_of_other_policies():
+    """Ranks that meet in layers and have different policies: evaluating recomputes nothing."""
+    from megatron_autorecompute import config as config_field
+
+    sizes = {"tensor_model_parallel_size": 2}
+    start_parallel(**sizes)
+    config_field.install()
+    text = ("full", "none")[torch.distributed.get_rank()]
+    (model,) = tiny_gpt(tiny_config(**sizes, recompute_policy=text))
+    with torch.no_grad():
+        model(**microbatch())
+    return refusal_of(lambda: one_step([model]))
+
+
+def test_policies_are_compared_before_the_first_training_and_not_in_an_evaluation():
+    for said in run_ranks(evaluation_of_other_policies, 2, timeout_s=60):
+        assert "rank 0: " in said
+        assert "rank 1: " in said

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_autorecompute.comparison import Shape
+from megatron_autorecompute.errors import LostStepsError
 from megatron_autorecompute.oom import StepGuard
-from megatron_autorecompute.plan import Plan
+from megatron_autorecompute.planner.plan import Plan
 from tests.support import RankError, fresh_processes, run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
@@ -35,7 +36,8 @@ def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **chang
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=shape.pipeline_stages)
     job = TrainingJob(shape, TEXT)
-    said, losses, peaks, policies, weights = [], [], [], [], []
+    said = changes.get("said", [])
+    losses, peaks, policies, weights = [], [], [], []
     if budget_gib is None:
         for _ in range(STEPS):
             losses.append(job.step())
@@ -45,9 +47,12 @@ def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **chang
         recompute_plan_path=plan_path,
         recompute_dry_run=changes.get("dry_run", False),
         recompute_imbalance_percentile=changes.get("percentile", 99.0),
+        recompute_measure_steps=changes.get("measure_steps", 12),
     )
     microbatches = changes.get("microbatches", lambda step: shape.num_microbatches)
     enforced = Enforced(job, fails_in, said)
+    if fails_in == "always":
+        enforced.fail_always()
     facts = JobFacts(
         Parallelism(shape.micro_batch_size, shape.seq_length, dtype="float32"),
         lambda: microbatches(len(losses)),
@@ -56,7 +61,8 @@ def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **chang
         memory=enforced.reading if fails_in else None,
     )
     tuner = AutoTuner(job.chunks, job.optimizer, options, facts)
-    for _ in range(STEPS):
+    steps = changes.get("steps", STEPS)
+    for _ in range(steps):
         job.shape = replace(job.shape, num_microbatches=microbatches(len(losses)))
         with tuner.step():
             losses.append(job.step())
@@ -71,7 +77,7 @@ def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **chang
         "policies": policies,
         "peaks": peaks,
         "weights": weights[-1],
-        "unchanged": [step for step in range(1, STEPS) if weights[step] == weights[step - 1]],
+        "unchanged": [step for step in range(1, steps) if weights[step] == weights[step - 1]],
         "held": held,
     }
 
@@ -90,6 +96,18 @@ class Enforced:
     def __init__(self, job, fails_in, said):
         self.job, self.fails_in, self.said, self.failed = job, fails_in, said, False
         self.after = "all of the slack" if fails_in == "climb" else "recompute auto: the plan"
+
+    def fail_always(self):
+        layer = self.job.chunks[0].module.decoder.layers[0]
+        original, self.failed = layer.forward, True
+
+        def forward(*args, **named):
+            on_first = torch.distributed.get_rank() == 0
+            if on_first and any(self.after in line for line in self.said):
+                raise torch.OutOfMemoryError("nothing is left")
+            return original(*args, **named)
+
+        layer.forward = forward
 
     @contextmanager
     def reading(self):
@@ -143,6 +161,18 @@ def test_measuring_starts_lean_and_ends_within_twelve_steps(auto):
     assert len(set(policies[15:])) == 1
 
 
+def measured_in_one(shape):
+    return trained(shape, measure_steps=1)
+
+
+@pytest.mark.any_version
+def test_no_fewer_steps_are_measured_than_it_takes_and_no_fewer_than_none_said_to_be_left():
+    ranks = run_ranks(measured_in_one, 2, SHAPE)
+    said = [line for line in ranks[0]["said"] if "more steps" in line]
+    assert [line.split("at most ")[1] for line in said] == ["1 more steps", "0 more steps"]
+    assert ranks[0]["policies"][-1] == ranks[1]["policies"][-1]
+
+
 def test_ranks_agree_on_every_policy(auto):
     first, second = auto[1]
     assert first["policies"] == second["policies"]
@@ -174,11 +204,41 @@ def test_a_restart_with_another_percentile_solves_again_and_measures_nothing(aut
     # A dense model's plan is the same at every percentile of what its routers did.
     assert set(again[0]["policies"]) == {auto[1][0]["policies"][-1]}
     assert "solved again from its measurements" in again[0]["said"][0]
-    assert (Plan.load(auto[0]).moe_percentile, Plan.load(path).moe_percentile) == (99.0, 50.0)
+    assert (Plan.load(auto[0]).imbalance_percentile, Plan.load(path).imbalance_percentile) == (
+        99.0,
+        50.0,
+    )
+
+
+@pytest.mark.any_version
+def test_a_restart_with_a_plan_changed_by_hand_solves_again_and_measures_nothing(auto, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**json.loads(auto[0].read_text()), "notes": ["mine"]}))
+    again = run_ranks(trained, 2, SHAPE, str(path))
+    assert not any("measuring" in line for line in again[0]["said"])
+    assert "was changed, or another version" in again[0]["said"][0]
+    assert Plan.load(path).proven
 
 
 def rerouted(shape, path):
     return trained(shape, path, percentile=50.0)
+
+
+@pytest.mark.any_version
+def test_a_restart_with_more_microbatches_is_planned_before_its_first_step(auto, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(auto[0].read_text())
+    fewer = run_ranks(restarted, 2, SHAPE, str(path), 1)[0]
+    assert "microbatches 4, now 1" in fewer["said"][0]
+    assert fewer["policies"][0] != auto[1][0]["policies"][-1]
+    ranks = run_ranks(restarted, 2, SHAPE, str(path), 4)
+    assert "microbatches 1, now 4" in ranks[0]["said"][0]
+    assert ranks[0]["policies"][0] == auto[1][0]["policies"][-1]
+    assert max(peak for rank in ranks for peak in rank["peaks"]) <= BUDGET_GIB * (1 << 30)
+
+
+def restarted(shape, path, microbatches):
+    return trained(shape, path, microbatches=lambda step: microbatches, steps=2)
 
 
 @pytest.mark.any_version
@@ -204,7 +264,7 @@ def _with_first_choice(text, choice):
     [
         (lambda text: text[: len(text) // 2], "is not whole JSON"),
         (lambda text: json.dumps({**json.loads(text), "schema_version": 99}), "schema_version 99"),
-        (lambda text: _with_first_choice(text, "selective[magic]"), "Unknown module magic"),
+        (lambda text: _with_first_choice(text, "selective[magic]"), "no plan that could run"),
     ],
 )
 def test_a_damaged_plan_file_is_an_error_on_every_rank(auto, tmp_path, content, message):
@@ -246,6 +306,29 @@ def test_out_of_memory_while_climbing_costs_one_step_and_steps_down(tmp_path):
     assert first["policies"][failed + 1] != first["policies"][failed]
     assert Plan.load(path).policy.format() == first["policies"][-1]
     assert any("went down" in note for note in Plan.load(path).notes)
+
+
+@pytest.mark.any_version
+def test_lost_steps_in_a_row_step_down_faster_and_end_the_job_on_all_ranks(auto, tmp_path):
+    from megatron_autorecompute.autotune import LOST_IN_A_ROW
+
+    path = tmp_path / "plan.json"
+    path.write_text(auto[0].read_text())
+    ranks = run_ranks(lost_for_ever, 2, SHAPE, str(path))
+    for said in ranks:
+        # The first step is a good one; of the lost ones the fifth leads to the leanest policy.
+        assert sum("this step's update was skipped" in line for line in said) == LOST_IN_A_ROW - 1
+        assert f"The last {LOST_IN_A_ROW} steps ran out of memory" in said[-1]
+        assert "under full*4," in said[-1] or "under full*5," in said[-1], said[-1]
+    assert ranks[0] == ranks[1]
+
+
+def lost_for_ever(shape, path):
+    """What a job says of which rank 0 runs out of memory in every step but the first."""
+    said = []
+    with pytest.raises(LostStepsError) as ended:
+        trained(shape, path, fails_in="always", said=said)
+    return [*said, str(ended.value)]
 
 
 def test_out_of_memory_in_an_evaluation_is_raised_and_no_loss_made_up():
@@ -311,7 +394,7 @@ def killed_at(moment, rank, store, plan_path):
     import signal
     from datetime import timedelta
 
-    from megatron_autorecompute import records, without_cuda
+    from megatron_autorecompute import json_records, without_cuda
     from megatron_autorecompute.apply import AppliedPolicy
     from megatron_autorecompute.measure import Measurement
 
@@ -326,7 +409,7 @@ def killed_at(moment, rank, store, plan_path):
     owner, name, calls, victim = {
         "measuring": (Measurement, "watch", 3, 1),
         "switching": (AppliedPolicy, "switch", 4, 1),
-        "writing": (records.os, "fsync", 1, 0),
+        "writing": (json_records.os, "fsync", 1, 0),
     }[moment]
     original, seen = getattr(owner, name), []
 

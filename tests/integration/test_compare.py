@@ -1,6 +1,8 @@
 """The comparison as a user runs it, in a small size, and as it ends when something goes wrong."""
 
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from megatron_autorecompute.cli import main as verify
 from megatron_autorecompute.compare import main, parse
 from megatron_autorecompute.comparison import Comparison, Shape
 from megatron_autorecompute.errors import MachineError
-from megatron_autorecompute.plan import Plan
+from megatron_autorecompute.planner.plan import Plan
 
 # Importing megatron-core 0.19 warns of a model that nobody here uses.
 pytestmark = pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning")
@@ -68,10 +70,27 @@ def test_our_peak_is_what_the_plan_said(finished):
         assert predicted == pytest.approx(measured, rel=0.02)
 
 
-def test_the_manual_search_tried_every_block_and_uniform(finished):
-    comparison = Comparison.load(finished[0] / "comparison.json")
-    tried = {row.name for row in comparison.strategies if row.family == "tried"}
-    assert tried == {"block/1", "uniform/1", "uniform/2"}
+def test_every_setting_of_megatrons_was_tried_or_has_a_reason(finished):
+    folder, printed = finished
+    comparison = Comparison.load(folder / "comparison.json")
+    tried = {row.name: row for row in comparison.strategies if row.family == "tried"}
+    passed_over = {setting.name: setting.reason for setting in comparison.not_tried}
+    modules = ("core_attn", "layernorm", "mlp")
+    sets = (chosen for size in (1, 2, 3) for chosen in itertools.combinations(modules, size))
+    named = {"none", "block/1", "uniform/1", "uniform/2"}
+    named |= {f"selective[{'+'.join(chosen)}]" for chosen in sets}
+    assert tried.keys() | passed_over.keys() == named
+    assert not tried.keys() & passed_over.keys()
+    for reason in passed_over.values():
+        (name,) = re.findall(r"reruns all that (\S+) reruns, which fits, and more", reason)
+        assert tried[name].step_ms
+        assert not comparison.exceeds(tried[name])
+        assert reason in " ".join(printed.split())
+    fitting = [row for row in tried.values() if row.step_ms]
+    best = min(fitting, key=lambda row: row.median_ms)
+    (manual,) = (row for row in comparison.rows() if row.family == "manual")
+    assert manual.policy == best.policy
+    assert all(not comparison.exceeds(row) for row in fitting)
 
 
 def test_the_files_around_the_record_are_written(finished):
@@ -119,7 +138,7 @@ def test_bad_input_says_what_to_do(arguments, code, message, tmp_path, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def small_job(**fields):
+def small_job(variant=None, **fields):
     from megatron_autorecompute.workload import TrainingJob
 
     shape = Shape(
@@ -132,7 +151,7 @@ def small_job(**fields):
             **fields,
         }
     )
-    job = TrainingJob(shape, (ROOT / "LICENSE").read_bytes())
+    job = TrainingJob(shape, (ROOT / "LICENSE").read_bytes(), variant)
     job.step()  # allocates what stays
     return job
 
@@ -147,6 +166,55 @@ def test_every_uniform_is_tried_that_megatron_itself_can_run():
             ran.append(f"megatron:uniform/{count}")
     blocks = [f"megatron:block/{count}" for count in range(1, 4)]
     assert job.counted_settings() == blocks + ran
+
+
+MOE = {
+    "add_bias_linear": False,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_layer_freq": [0, 1, 1, 1],
+}
+MLA = {
+    "add_bias_linear": False,
+    "multi_latent_attention": True,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "rope_type": "rope",
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("fields", "modules"),
+    [
+        (MOE, ("core_attn", "layernorm", "mlp", "moe", "shared_experts")),
+        (MLA, ("core_attn", "layernorm", "mla_up_proj", "mlp")),
+        ({}, ("core_attn", "layernorm")),  # with biases Megatron's mlp would never end
+    ],
+)
+def test_every_set_of_modules_that_some_layer_has_is_a_setting_that_megatron_runs(fields, modules):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from megatron_autorecompute.workload import Variant
+
+    def spec(config):
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+
+    job = small_job(Variant(fields, spec))
+    settings = [text for text in job.own_settings() if text.startswith("megatron:selective")]
+    sizes = range(1, len(modules) + 1)
+    sets = (chosen for size in sizes for chosen in itertools.combinations(modules, size))
+    assert settings == [f"megatron:selective[{'+'.join(chosen)}]" for chosen in sets]
+    assert job.left_out().keys() == (set() if fields else {"mlp"})
+    for text in settings:
+        with job.strategy(text):
+            job.step()
 
 
 class RunsOut:
@@ -224,7 +292,7 @@ def running(tmp_path):
         start_new_session=True,
     )
     path = tmp_path / "comparison.json"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     try:
         while not (path.exists() and Comparison.load(path).rows()[-1].family == "ours"):
             assert time.monotonic() < deadline, "the comparison never got to its rounds"

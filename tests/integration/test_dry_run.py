@@ -24,7 +24,7 @@ from megatron_autorecompute.dry_run import (
     trace_step,
 )
 from megatron_autorecompute.errors import MachineError
-from megatron_autorecompute.pipeline import Event, Schedule
+from megatron_autorecompute.planner.schedule import Event, Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from tests.support import fresh_processes, run_ranks, start_parallel, tiny_config
 

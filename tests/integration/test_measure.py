@@ -1,5 +1,6 @@
 """Measured bytes against the paper, against saved tensors, and against the peaks of real steps."""
 
+import itertools
 import random
 import statistics
 import weakref
@@ -9,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from megatron_autorecompute.comparison import Shape
-from megatron_autorecompute.cost_model import evaluate
-from megatron_autorecompute.pipeline import Layout, Schedule
-from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.solve import Planner
+from megatron_autorecompute.measure import Seen
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.policy_cost import evaluate
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.work_order import contains
 from tests.support import run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
@@ -170,7 +174,7 @@ def test_measured_profile_predicts_the_peaks_of_policies_it_never_saw():
     mixes = [",".join(chooser.choices(chosen, k=12)) for _ in range(6)]
     policies = ("none", "full/3*6,none*6", "full/2*2,none*4,full/6*6", *mixes)
     ranks = run_ranks(profiled, 2, shape, False, policies)
-    layout, schedule = Layout.even(12, 2), Schedule(2, 1, 4)
+    layout, schedule = Layout.from_flags(12, 2), Schedule(2, 1, 4)
     for number, text in enumerate(policies):
         policy = RecomputePolicy.parse(text, num_layers=12)
         cost = evaluate(ranks[0][0], layout, schedule, policy)
@@ -187,6 +191,37 @@ def test_all_ranks_put_together_the_same_profile():
     assert first == second
     assert [stage.layers for stage in first.stages] == [(0, 1), (2, 3)]
     assert first.kinds[0].layers == (0, 1, 2, 3)
+
+
+def measured_by_a_clock_of_chance(shape):
+    """A profile whose times have nothing to do with what ran."""
+    from megatron_autorecompute import probe
+
+    moments = random.Random(0)
+    probe._now = lambda: moments.uniform(0, 1) + 10 * next(probe_calls)
+    probe_calls = itertools.count()
+    return profiled(shape)[0]
+
+
+@pytest.mark.any_version
+def test_whatever_the_clock_says_doing_more_is_not_recorded_as_faster():
+    shape = replace(SHAPE, num_layers=4, hidden_size=64, seq_length=32, num_microbatches=1)
+    (kind,) = run_ranks(measured_by_a_clock_of_chance, 1, shape)[0].kinds
+    records = [(LayerPolicy.parse(r.choice), r) for r in kind.choices]
+    for (larger, more), (smaller, less) in itertools.permutations(records, 2):
+        if contains(larger, smaller):
+            assert more.backward_ms > less.backward_ms
+            assert more.forward_ms + more.backward_ms > less.forward_ms + less.backward_ms
+    assert sum(contains(a, b) for (a, _), (b, _) in itertools.permutations(records, 2)) > 20
+
+
+def test_the_first_time_of_a_choice_is_set_aside_where_there_are_others():
+    # Compiling at first use: CheckpointWithoutOutput's C++ since core 0.17, autotuned kernels.
+    once = Seen([1], [0], [1], [1], forward_ms=[9.0], backward_ms=[2000.0])
+    again = Seen([1], [0], [1], [1], forward_ms=[9.0, 3.0], backward_ms=[2000.0, 6.0])
+    assert once.settled().record("full", 0).backward_ms == 2000.0
+    assert again.settled().record("full", 0).backward_ms == 6.0
+    assert again.settled().held_bytes == again.held_bytes
 
 
 def routed_unevenly(microbatches):
@@ -247,7 +282,7 @@ def test_layers_with_experts_are_planned_at_the_percentile_of_the_fullest_rank()
     # Not the most: gloo lets go of a buffer it has sent when it likes.
     full = profile.kinds[0].record("full")
     assert full.at_percentile(50).held_bytes == profile.boundary_bytes
-    layout, schedule = Layout.even(2, 1), Schedule(1, 1, 1)
+    layout, schedule = Layout.from_flags(2, 1), Schedule(1, 1, 1)
     peaks = [
         Planner(profile, layout, schedule, percentile=p)
         .evaluate(RecomputePolicy.parse("none", num_layers=2))

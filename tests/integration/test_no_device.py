@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -19,10 +20,11 @@ from megatron_autorecompute.no_device.measured import with_measured
 from megatron_autorecompute.no_device.profiling import profile_job
 from megatron_autorecompute.no_device.recipe import job_from_recipe
 from megatron_autorecompute.no_device.sensitivity import sensitivity
-from megatron_autorecompute.plan import Plan, make_plan
+from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.unit_costs import CostTable
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.solve import Planner
 from megatron_autorecompute.verify import require_verified, verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "no_device"
@@ -376,6 +378,7 @@ def measured_like(profile, **changed):
             held_bytes=record.held_bytes + 1,
             forward_ms=2 * record.forward_ms,
             backward_ms=3 * record.backward_ms,
+            source="measured",
         )
         for record in (dense.record("none"), dense.record("full"))
     )
@@ -418,6 +421,20 @@ def test_measured_records_of_other_layers_or_shapes_are_refused_with_what_differ
         with_measured(modelled, replace(measured_like(modelled), parallelism=longer))
 
 
+def test_modelled_records_are_not_taken_for_measured_ones(modelled):
+    with pytest.raises(
+        OptionError, match=r"no record of \S+ there is measured; they come from .bytes"
+    ):
+        with_measured(modelled, modelled)
+    measured = measured_like(modelled)
+    dense = measured.kinds[0]
+    none = replace(dense.record("none"), source="bytes: dry run; times: roofline")
+    partly = replace(dense, choices=(none, dense.record("full")))
+    found = with_measured(modelled, replace(measured, kinds=(partly, *measured.kinds[1:])))
+    assert found.assumptions[0].startswith("Measured on a real GPU: choices 1 of dense.")
+    assert found.kinds[0].record("none").source.startswith("bytes: dry run")
+
+
 def test_a_plan_of_measured_records_is_not_verified_against_stand_ins(modelled):
     found = with_measured(modelled, measured_like(modelled))
     with pytest.raises(ProfileError, match="Verify the plan of a profile made without --measured"):
@@ -434,9 +451,14 @@ def test_assumptions_travel_with_the_profile():
 
 
 def test_stated_imbalance_is_on_moe_layers_only():
-    dense, moe = profile_job(job(MOE, moe_imbalance={"99": 1.3}), H100).kinds
+    profile = profile_job(job(MOE, moe_imbalance={"99": 1.3}), H100)
+    dense, moe = profile.kinds
     assert dense.imbalance == ()
-    assert moe.imbalance_factor(99) == 1.3
+    even, stated = (CostTable(profile, percentile) for percentile in (None, 99))
+    for kind, factor in ((dense, 1.0), (moe, 1.3)):
+        layer = kind.layers[0]
+        held = even.record(layer, "none").held_bytes
+        assert stated.record(layer, "none").held_bytes == math.ceil(held * factor)
 
 
 def test_an_unknown_field_of_the_config_is_named():

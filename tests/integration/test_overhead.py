@@ -178,7 +178,7 @@ def test_a_selective_policy_costs_one_hook_a_block(calls):
     more = changed(calls, "selective[core_attn]", "Megatron's selective[core_attn]")
     ours = own(calls["selective[core_attn]"])
     in_step = {name: number for name, number in ours.items() if name.startswith("apply")}
-    assert in_step == {"apply.py:on_forward": MICROBATCHES}
+    assert in_step == {"apply.py:_look_at_input": MICROBATCHES}
     assert more <= 6 * MICROBATCHES
 
 
@@ -192,6 +192,6 @@ def test_auto_costs_a_handful_of_calls_a_step_once_its_plan_stands(calls):
     ours = own(calls["auto"]) - own(calls["auto's policy"])
     in_step = {name: n for name, n in ours.items() if name.startswith(("autotune", "oom", "ranks"))}
     # Of every microbatch the guard sees one forward and one backward; the rest is once a step.
-    assert sum(in_step.values()) <= 16 + 2 * MICROBATCHES, in_step
+    assert sum(in_step.values()) <= 20 + 2 * MICROBATCHES, dict(in_step)
     assert changed(calls, "auto", "auto's policy") <= 80
     assert not any(name.startswith(("probe", "measure", "live_bytes")) for name in ours)

@@ -19,9 +19,9 @@ from benchmarks.peak_fidelity import (
     stages_of,
     with_table,
 )
-from megatron_autorecompute.boundary import extra_tensors
 from megatron_autorecompute.dry_run import boundary_tensors
-from megatron_autorecompute.pipeline import Schedule
+from megatron_autorecompute.planner.p2p_tensors import extra_tensors
+from megatron_autorecompute.planner.schedule import Schedule
 from tests.support import fresh_processes, tiny_config
 
 pytestmark = pytest.mark.any_version

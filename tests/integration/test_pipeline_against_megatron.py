@@ -9,7 +9,8 @@ import torch
 
 from megatron_autorecompute import without_cuda
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.pipeline import Layout, Schedule
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.schedule import Schedule
 from tests.support import (
     SEQ_LENGTH,
     forward_step,
@@ -52,7 +53,7 @@ def become(core, monkeypatch):
 
 
 def triples(schedule, stage):
-    return [(event.kind, event.chunk, event.microbatch) for event in schedule.events(stage)]
+    return [(event.direction, event.chunk, event.microbatch) for event in schedule.events(stage)]
 
 
 # Megatron's own functions
@@ -99,7 +100,7 @@ def test_schedule_equals_megatrons_warmup_and_table_on_a_grid(become):
 
 
 def layout_grid():
-    """Yield keyword arguments of Layout.even, right and wrong ones."""
+    """Yield keyword arguments of Layout.from_flags, right and wrong ones."""
     for layers, p, v in itertools.product(range(1, 27), (1, 2, 3, 4, 6), (1, 2, 3)):
         if p == 1 and v > 1:
             continue  # Megatron ignores the chunks then, we refuse
@@ -198,7 +199,7 @@ def megatrons_or_none(arguments, become):
 def test_layout_equals_megatrons_layer_offsets_or_both_refuse_on_a_grid(become):
     accepted = refused = 0
     for arguments in layout_grid():
-        ours = ours_or_none(lambda arguments=arguments: Layout.even(**arguments))
+        ours = ours_or_none(lambda arguments=arguments: Layout.from_flags(**arguments))
         assert ours == megatrons_or_none(arguments, become), arguments
         accepted, refused = accepted + (ours is not None), refused + (ours is None)
     assert accepted >= 500

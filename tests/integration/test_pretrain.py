@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_autorecompute.auto_options import AutoOptions
-from megatron_autorecompute.plan import Plan
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.terminal import strip
 from tests.pretrain.jobs import FOUR_RANKS, MODEL, ROOT, WITHOUT_US, Job, run, run_many
 
@@ -261,14 +262,16 @@ def test_two_jobs_that_share_a_plan_path_each_run_a_whole_plan_of_their_own(tmp_
     assert set(seen) == {"32", "64"}
 
 
-def test_a_policy_on_some_ranks_only_is_an_error_on_all_of_them_at_once():
+def test_a_policy_that_some_ranks_do_not_have_is_an_error_on_all_of_them_at_once():
     pair = FLAGS + "--tensor-model-parallel-size 2 --recompute-policy "
     auto = AUTO.format(budget=1).removeprefix("--recompute-policy ")
     given = [Job(pair + policy, 2, before="uneven_flags.py") for policy in ("full ", auto)]
-    for job, said in zip(run_many(SCRIPT, given), ("a policy", "auto"), strict=True):
+    full, none = (RecomputePolicy.parse(text, num_layers=4).digest() for text in ("full", "none"))
+    held = f"rank 0: policy {full}; rank 1: policy {none}", "rank 0: auto; rank 1: nothing"
+    for job, said in zip(run_many(SCRIPT, given), held, strict=True):
         assert job.returncode != 0
         assert len(job.said) == 2, job.text
-        assert all(f"rank 0: {said}; rank 1: nothing" in line for line in job.said)
+        assert all(said in line for line in job.said)
 
 
 T5_MIXED = "full*2,none*1,selective[core_attn]*2,full*2,selective[mlp]*1"
@@ -301,7 +304,8 @@ def test_a_t5_trains_alike_under_a_text_under_auto_and_under_the_plan_it_leaves(
 def test_what_auto_says_is_short(jobs):
     said = [line for line in jobs["auto"].text.splitlines() if line.startswith("recompute auto:")]
     assert len([line for line in said if "measuring" in line]) <= 13
-    rest = [line for line in said if "measuring" not in line]
+    # Which plan it is hangs on times, and so does whether it takes a little more than predicted.
+    rest = [line for line in said if "measuring" not in line and "a corrected plan" not in line]
     assert [line[:30] for line in rest] == [
         "recompute auto: running a plan",
         "recompute auto: running a plan",
@@ -335,7 +339,7 @@ REFUSED_BEFORE_A_MODEL_IS_BUILT = {
     "--recompute-policy full --cpu-offloading-num-layers 1": (2, "offloading"),
     "--recompute-policy full --recompute-dry-run": (9, "only auto makes a plan"),
     "--recompute-policy auto --recompute-memory-budget-gib 0": (9, "above 0"),
-    "--recompute-policy auto --cuda-graph-impl local": (9, "CUDA graphs"),
+    "--recompute-policy auto --cuda-graph-impl local": (9, "a CUDA graph keeps"),
     "--recompute-policy none --recompute-granularity full --recompute-method block "
     "--recompute-num-layers 2": (2, "megatron:block/2"),
 }

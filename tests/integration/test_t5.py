@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from megatron_autorecompute.errors import PolicyError
-from megatron_autorecompute.pipeline import Layout, Schedule
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.solve import Planner
 from tests.support import VOCAB, run_ranks, start_parallel, tiny_config
 
 ENCODER, DECODER = 3, 4
@@ -162,9 +163,9 @@ def test_what_a_t5_cannot_run_is_refused_with_the_reason():
 def measured():
     """A profile measured on a T5; the peaks of policies, as predicted from it and as they were."""
     from megatron_autorecompute.apply import apply
-    from megatron_autorecompute.cost_model import evaluate
     from megatron_autorecompute.live_bytes import LiveBytes
     from megatron_autorecompute.measure import Measurement
+    from megatron_autorecompute.planner.policy_cost import evaluate
     from megatron_autorecompute.profile import Model, Parallelism, StaticBytes
 
     start_parallel()
@@ -193,7 +194,7 @@ def measured():
                 step()
                 peak_bytes = memory.peak_bytes
             cost = evaluate(
-                profile, Layout.even(ENCODER + DECODER, 1), Schedule(1, 1, 1), applied.policy
+                profile, Layout.from_flags(ENCODER + DECODER, 1), Schedule(1, 1, 1), applied.policy
             )
             peaks[text] = (cost.stages[0].peak.bytes, peak_bytes)
     return profile, peaks
@@ -218,7 +219,7 @@ def test_encoder_and_decoder_layers_are_measured_apart_and_predict_the_peaks_of_
 
 def test_no_checkpoint_goes_around_decoder_layers_and_megatrons_settings_count_afresh(profiled):
     profile, _ = profiled
-    planner = Planner(profile, Layout.even(ENCODER + DECODER, 1), Schedule(1, 1, 1))
+    planner = Planner(profile, Layout.from_flags(ENCODER + DECODER, 1), Schedule(1, 1, 1))
     least = planner.evaluate(RecomputePolicy.parse("full", num_layers=7)).stages[0].peak.bytes
     groups = [choice.group for choice in planner.solve(least).policy.layers]
     assert groups[ENCODER:] == [1] * DECODER

@@ -11,10 +11,11 @@ from benchmarks.peak_fidelity import CASES, builder, config, measured_profile, s
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.comparison import Shape
 from megatron_autorecompute.errors import VerificationError
-from megatron_autorecompute.pipeline import Layout, Schedule
-from megatron_autorecompute.plan import make_plan
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.plan import make_plan
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.solve import Planner
 from megatron_autorecompute.verify import StageCheck, layout_names, require_verified
 from tests.support import fresh_processes, run_ranks, tiny_config
 
@@ -60,7 +61,7 @@ def profile():
 
 
 def plan_of(profile, budget_share=0.5, pp=2, vp=None):
-    layout = Layout.even(8, pp, vp)
+    layout = Layout.from_flags(8, pp, vp)
     planner = Planner(profile, layout, Schedule(pp, vp or 1, 4))
     least = max(choice.peak_bytes for choice in planner.leanest)
     most = max(choice.peak_bytes for choice in planner.fastest)
@@ -115,7 +116,7 @@ def test_a_stage_that_needs_more_than_its_budget_is_an_error_even_where_predicte
 def test_a_layout_is_read_back_from_the_names_given_to_megatron(text):
     layout = Layout.parse(text, pp=text.count("|") + 1)
     names = layout_names(layout)
-    again = Layout.even(
+    again = Layout.from_flags(
         layout.num_layers,
         layout.num_stages,
         mtp_num_layers=1,

@@ -269,10 +269,12 @@ def test_dropout_keeps_one_byte_per_element():
 def test_events_measure_time():
     with without_cuda.activate():
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began_s = time.monotonic()
         start.record()
         time.sleep(0.02)
         end.record()
-    assert 20 <= start.elapsed_time(end) < 2000
+        took_s = time.monotonic() - began_s
+    assert 20 <= start.elapsed_time(end) <= took_s * 1e3
 
 
 def test_compiled_functions_run_eagerly_meanwhile():
@@ -295,14 +297,12 @@ def test_compiled_functions_run_eagerly_meanwhile():
 def fail_on_rank_one() -> None:
     if torch.distributed.get_rank() == 1:
         raise KeyError("a clear sign")
-    time.sleep(60)
+    time.sleep(3600)  # longer than a test may take
 
 
 def test_failure_of_one_rank_ends_all_with_its_traceback():
-    start_s = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 raised:[\s\S]*fail_on_rank_one[\s\S]*clear sign"):
         run_ranks(fail_on_rank_one, 2)
-    assert time.monotonic() - start_s < 30
 
 
 def test_ranks_that_never_finish_are_an_error_not_a_hang():

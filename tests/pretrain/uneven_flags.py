@@ -1,4 +1,4 @@
-"""Runs first in a rank: rank 1 is started without --recompute-policy."""
+"""Runs first in a rank: rank 1 is started with another policy, or without auto."""
 
 import os
 
@@ -9,7 +9,7 @@ original = arguments.parse_args
 
 def parse_args(*given, **named):
     args = original(*given, **named)
-    args.recompute_policy = None
+    args.recompute_policy = None if args.recompute_policy == "auto" else "none"
     return args
 
 

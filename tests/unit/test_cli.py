@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 from megatron_autorecompute.cli import main
-from megatron_autorecompute.pipeline import Layout
-from megatron_autorecompute.plan import Plan
+from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.packages import needed
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.solve import Planner
 from megatron_autorecompute.terminal import strip
 
-PROFILES = Path(__file__).parents[2] / "examples" / "profiles"
+ROOT = Path(__file__).parents[2]
+PROFILES = ROOT / "examples" / "profiles"
 LLAMA = str(PROFILES / "llama3-70b.json")
 COMMAND = [sys.executable, "-m", "megatron_autorecompute.cli"]
 SHAPE = ["--pp", "4", "--vp", "2", "--num-microbatches", "32"]
@@ -29,6 +32,11 @@ def planned(tmp_path_factory):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = main(["plan", "--profile", LLAMA, *SHAPE, "--budget-gib", "28", "-o", str(path)])
     return code, path, out.getvalue()
+
+
+def printed(words, capsys):
+    assert main(words) == 0
+    return " ".join(capsys.readouterr().out.split())
 
 
 def test_plan_writes_a_plan_and_prints_strips_of_80_columns(planned):
@@ -51,6 +59,22 @@ def test_show_json_is_the_plan(planned, capsys):
     _, path, _ = planned
     assert main(["show", str(path), "--json"]) == 0
     assert Plan.from_json(capsys.readouterr().out) == Plan.load(path)
+
+
+def test_a_plan_changed_by_hand_is_not_shown_as_proven(planned, tmp_path, capsys):
+    data = json.loads(planned[1].read_text())
+    assert "proven optimal" in printed(["show", str(planned[1])], capsys)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**data, "notes": ["mine"]}))
+    shown = printed(["show", str(path)], capsys)
+    assert "mine" in shown
+    assert "Not proven: the file was changed after it was written" in shown
+    path.write_text(json.dumps({**data, "recompute_policy": ["full"] * 80}))
+    for verb in ("show", "explain", "verify"):
+        assert main([verb, str(path)]) == 4
+        printed_error = capsys.readouterr().err
+        assert "the rest of it gives" in printed_error
+        assert printed_error.count("\n") == 1
 
 
 def test_explain_a_layer_says_what_faster_choices_would_break(planned, capsys):
@@ -118,6 +142,8 @@ def test_pareto_shows_how_far_it_is_on_a_terminal_only():
         (["--budget-gib", "30", "--num-layers-in-first-pipeline-stage", "7"], 8, "layers"),
         (["--budget-gib", "30", "--search-micro-batch", "1,2"], 4, "one file for each size"),
         (["--budget-gib", "30", "--moe-percentile", "99"], 9, "records no routing imbalance"),
+        (["--budget-gib", "30", "--allow", "nonsense"], 2, "Cannot read 'nonsense' as a choice"),
+        (["--budget-gib", "30", "--allow", "full/2"], 2, "groups are allowed all together"),
         (["--budget-gib", "30", "-o", "absent/p.json"], 4, "Cannot write absent/p.json: No such"),
     ],
 )
@@ -141,14 +167,19 @@ def test_a_missing_file_is_exit_code_4(tmp_path, capsys):
         ("plan", ["--budget-gib", "0"], "more than 0 GiB"),
         ("plan", ["--budget-gib", "30", "--search-micro-batch", "1,x"], "'x': give a whole number"),
         ("plan", ["--budget-gib", "30", "--search-micro-batch", "0"], "1 or more"),
-        ("plan", ["--budget-gib", "30", "--curve-points", "-3"], "0 or more"),
-        ("plan", ["--budget-gib", "30", "--moe-percentile", "nan"], "above 0 and at most 100"),
+        ("plan", ["--budget-gib", "30", "--curve-points", "-3"], "0 to 4096"),
+        ("plan", ["--budget-gib", "30", "--curve-points", "1000000000"], "0 to 4096"),
+        (
+            "plan",
+            ["--budget-gib", "30", "--imbalance-percentile", "nan"],
+            "above 0 and at most 100",
+        ),
         ("plan", ["--budget-gib", "30", "--moe-percentile", "101"], "above 0 and at most 100"),
         ("plan", ["--budget-gib", "30", "-o", ""], "'' is no file name"),
         ("plan", ["--budget-gib", "30", "-o", "/"], "'/' is no file name"),
         ("plan", ["--budget-gib", "30", "--", "--bf16"], "-- --bf16: plan takes nothing after --"),
-        ("pareto", ["--points", "0"], "1 or more"),
-        ("pareto", ["--points", "-2"], "1 or more"),
+        ("pareto", ["--points", "0"], "1 to 4096"),
+        ("pareto", ["--points", "-2"], "1 to 4096"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(verb, words, message, capsys):
@@ -165,13 +196,44 @@ def test_a_reserve_is_a_number_of_gib(gib, capsys):
     assert "from 0 to" in capsys.readouterr().err
 
 
-def test_a_percentile_is_planned_for_where_imbalance_is_recorded(capsys):
-    words = ["--pp", "1", "--num-microbatches", "8", "--points", "2", "--json"]
-    moe = ["pareto", "--profile", str(PROFILES / "moe-16b.json"), *words]
-    assert main([*moe, "--moe-percentile", "99"]) == 0
-    uneven = json.loads(capsys.readouterr().out)[-1]["peak_high_bytes"]
-    assert main(moe) == 0
-    assert uneven > json.loads(capsys.readouterr().out)[-1]["peak_high_bytes"]
+MOE_PLAN = ["--pp", "1", "--num-microbatches", "8", "--budget-gib", "40"]
+
+
+def test_stated_imbalance_is_planned_for_unasked_and_its_percentile_is_named(capsys, tmp_path):
+    path = PROFILES / "moe-16b.json"
+    moe = ["plan", "--profile", str(path), *MOE_PLAN, "-o", str(tmp_path / "plan.json")]
+    said = "Imbalance: planned for percentile {} of what the profile states, moe x {}."
+    assert said.format(99, 1.35) in printed(moe, capsys)
+    unasked = Plan.load(tmp_path / "plan.json")
+    assert unasked.imbalance_percentile == 99
+    for flag in ("--imbalance-percentile", "--moe-percentile"):
+        assert said.format(50, 1) in printed([*moe, flag, "50"], capsys)
+        even = Plan.load(tmp_path / "plan.json")
+        assert even.imbalance_percentile == 50
+        assert even.cost.step_ms < unasked.cost.step_ms
+    assert "moe x 1.35 (stated for 99)." in printed([*moe, "--imbalance-percentile", "98"], capsys)
+    pareto = ["pareto", "--profile", str(path), *MOE_PLAN[:4], "--points", "1"]
+    assert said.format(99, 1.35) in printed(pareto, capsys)
+
+
+def test_which_measured_routing_is_planned_for_is_said(capsys, tmp_path):
+    data = json.loads((PROFILES / "moe-16b.json").read_text())
+    for kind in data["kinds"]:
+        kind["imbalance"] = []
+    none = data["kinds"][-1]["choices"][0]
+    sizes = {name: size for name, size in none.items() if name.endswith("_bytes")}
+    del sizes["uncertainty_bytes"]
+    none["source"] = "measured"
+    none["percentiles"] = [
+        {"percentile": 50.0, **{name: size // 2 for name, size in sizes.items()}},
+        {"percentile": 100.0, **sizes},
+    ]
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(data))
+    moe = ["plan", "--profile", str(path), *MOE_PLAN]
+    assert "planned for the most that was seen in measuring;" in printed(moe, capsys)
+    half = printed([*moe, "--imbalance-percentile", "50"], capsys)
+    assert "planned for percentile 50 of the measured microbatches." in half
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -206,17 +268,62 @@ def test_an_interrupt_is_exit_code_130_and_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "megatron-autorecompute pareto: interrupted\n"
 
 
-def test_verify_without_torch_says_what_to_install(planned):
-    _, path, _ = planned
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from megatron_autorecompute.cli import main\n"
-        f"sys.exit(main(['verify', {str(path)!r}]))"
+@pytest.mark.parametrize("package", ["torch", "megatron", "triton"])
+def test_a_missing_package_is_one_line_that_says_what_to_install(package):
+    said = f"verify runs .*{package}.* not installed: pip install"
+    with pytest.raises(MachineError, match=said), needed("verify"):
+        raise ModuleNotFoundError(name=f"{package}.language")
+
+
+def test_a_missing_package_that_megatron_does_not_need_is_an_error_of_its_own():
+    with pytest.raises(ModuleNotFoundError), needed("verify"):
+        raise ModuleNotFoundError(name="torch_of_somebody")
+
+
+WITHOUT_TORCH = {
+    "verify": "megatron_autorecompute.cli import main; sys.exit(main(['verify', {plan!r}]))",
+    "profile": "megatron_autorecompute.cli import main; sys.exit(main(['profile', '--no-device', "
+    "'--gpu', 'h100-80gb', {job!r}]))",
+    "launcher": "megatron_autorecompute.pretrain import main; main([{script!r}])",
+}
+
+
+@pytest.mark.parametrize("entry", WITHOUT_TORCH)
+def test_without_torch_every_entry_says_what_to_install_in_one_line(planned, tmp_path, entry):
+    (tmp_path / "megatron" / "training").mkdir(parents=True)  # a checkout, found beside the script
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("")
+    given = {
+        "plan": str(planned[1]),
+        "job": str(ROOT / "examples" / "no_device" / "llama3-70b.yaml"),
+        "script": str(script),
+    }
+    code = "import sys; sys.modules['torch'] = None; from " + WITHOUT_TORCH[entry].format(**given)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 7
-    assert "torch is not installed" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 7, done.stderr
+    assert "torch is not installed: pip install" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_launcher_finds_modules_beside_the_script_that_a_link_points_to(tmp_path, monkeypatch):
+    from megatron_autorecompute import pretrain
+
+    real, links = tmp_path / "real", tmp_path / "links"
+    real.mkdir()
+    links.mkdir()
+    (real / "beside_the_script.py").write_text("found = True\n")
+    (real / "train.py").write_text("import beside_the_script\nprint(beside_the_script.found)\n")
+    (links / "link.py").symlink_to(real / "train.py")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(pretrain, "_prepare_device", lambda command: None)
+    monkeypatch.setattr(pretrain.megatron_lm, "install", lambda: None)
+    monkeypatch.setattr(pretrain.megatron_lm, "leave_together", lambda: None)
+    pretrain.main([str(links / "link.py")])
+    assert sys.path[0] == str(real)
+    sys.modules.pop("beside_the_script")
 
 
 def test_verify_says_one_thing_without_what_upstream_warns_of(planned):
@@ -233,7 +340,7 @@ def test_a_searched_layout_comes_with_megatrons_flags(capsys):
     assert code == 0
     plan = Plan.from_json(capsys.readouterr().out)
     assert plan.notes
-    assert bool(plan.megatron_flags) == (plan.layout != Layout.even(80, 4))
+    assert bool(plan.megatron_flags) == (plan.layout != Layout.from_flags(80, 4))
 
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
@@ -245,6 +352,6 @@ def test_example_profiles_are_valid_and_say_that_nothing_is_measured(path):
 
 def test_strips_show_groups_chunks_embedding_and_head():
     policy = RecomputePolicy.parse("full/2*4,none*2,selective[mlp]*1,full*1", num_layers=8)
-    layout = Layout.even(8, 2, 2)
+    layout = Layout.from_flags(8, 2, 2)
     assert strip(policy, layout.stages[0]) == "E(FF)|.."
     assert strip(policy, layout.stages[1]) == "(FF)|aFL"

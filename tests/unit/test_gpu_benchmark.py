@@ -24,10 +24,10 @@ from benchmarks.gpu.results import (
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.units import GIB
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {"device": "NVIDIA H200", "torch": "2.11.0"}
-GIB = 1 << 30
 FULL, SELECTIVE = "megatron:uniform/1", "megatron:selective[core_attn]"
 
 

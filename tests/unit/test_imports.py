@@ -1,4 +1,4 @@
-"""Importing changes nothing, the planner half needs no torch, and imports point one way only."""
+"""Importing changes nothing, and folders say who may know what: imports point one way only."""
 
 import ast
 import subprocess
@@ -10,28 +10,23 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_autorecompute"
 HEAVY = {"torch", "megatron"}
-PLANNER = (
-    "alternatives",
+SHARED = {"errors", "json_records", "packages", "policy", "profile", "units", "work_order"}
+"""Words that every part may use."""
+SHOWN = {
     "auto_options",
+    "auto_rules",
     "auto_text",
-    "boundary",
+    "budget",
     "cli",
+    "cli_report",
     "comparison",
-    "cost_model",
-    "errors",
-    "native",
+    "manual_search",
     "options",
-    "pipeline",
-    "plan",
-    "policy",
-    "profile",
-    "rearrange",
-    "records",
-    "solve",
-    "stage_search",
+    "report",
     "terminal",
-)
-SOLVER = {"solve", "cost_model", "plan"}
+}
+"""What is asked and shown, where there is no torch, too."""
+LIGHT = {"__init__", "planner", *SHARED, *SHOWN}
 ENTRIES = {"pretrain", "__main__"}  # what `python -m` starts
 
 
@@ -44,21 +39,22 @@ def heavy_modules_after(code: str) -> set[str]:
     return set(ran.stdout.split())
 
 
-def imports(source: str, package: str = PACKAGE) -> set[str]:
-    """All that a source imports, in functions too: `name` of ours, else the outermost package."""
+def imports(source: str) -> set[str]:
+    """All that a source imports, in functions too: whole names of ours, else the outermost name."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == package:
-            found |= {f"{package}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports are not followed here"
-            found.add(node.module or "")
-    return {
-        name.split(".")[1] if name.startswith(f"{package}.") else name.split(".")[0]
-        for name in found
-    }
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name if name.startswith(f"{PACKAGE}.") else name.split(".")[0] for name in found}
+
+
+def part(module: str) -> str:
+    """The folder or module of the package that a module is in; of others their outermost name."""
+    words = module.split(".")
+    return words[1] if words[0] == PACKAGE and len(words) > 1 else words[0]
 
 
 def reached(start: str, imported: dict[str, set[str]]) -> set[str]:
@@ -73,18 +69,30 @@ def reached(start: str, imported: dict[str, set[str]]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def imported() -> dict[str, set[str]]:
-    """What each module of the package imports, by its name within the package."""
-    found: dict[str, set[str]] = {}
+def by_module() -> dict[str, set[str]]:
+    """What each module of the package imports."""
+    found = {}
     for path in (ROOT / PACKAGE).rglob("*.py"):
-        name = path.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py")
-        found[name] = found.get(name, set()) | imports(path.read_text())
+        words = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(words)] = imports(path.read_text())
+    # By name, when it is asked for: importing the package reaches nothing.
+    found[f"{PACKAGE}.__init__"] = set()
     return found
 
 
-def test_the_planner_half_imports_neither_torch_nor_megatron():
-    lines = [f"import {PACKAGE}.{module}" for module in PLANNER]
-    assert heavy_modules_after("\n".join([f"import {PACKAGE}", *lines])) == set()
+@pytest.fixture(scope="module")
+def imported(by_module) -> dict[str, set[str]]:
+    """What each part of the package imports."""
+    found: dict[str, set[str]] = {}
+    for module, names in by_module.items():
+        found.setdefault(part(module), set()).update(map(part, names))
+    return found
+
+
+def test_the_planner_and_the_shared_words_import_neither_torch_nor_megatron(by_module):
+    modules = [module for module in by_module if part(module) in LIGHT]
+    assert f"{PACKAGE}.planner.stage_search.search" in modules
+    assert heavy_modules_after("\n".join(f"import {module}" for module in modules)) == set()
 
 
 @pytest.mark.parametrize("module", sorted(HEAVY))
@@ -94,18 +102,24 @@ def test_the_check_in_a_fresh_interpreter_can_fail(module):
     assert heavy_modules_after(f"{code}\nimport {PACKAGE}") == {module}
 
 
-@pytest.mark.parametrize("module", PLANNER)
-def test_the_planner_half_never_reaches_the_runtime_half(module, imported):
-    assert reached(module, imported) & HEAVY == set()
+def test_what_needs_no_torch_is_known(imported):
+    assert {name for name in imported if not reached(name, imported) & HEAVY} == LIGHT
 
 
-def test_every_module_without_torch_is_listed_as_planner_half(imported):
-    light = {name for name in imported if not reached(name, imported) & HEAVY}
-    assert light == {*PLANNER, "__init__", "report"}  # report draws what others measured
+@pytest.mark.parametrize("name", sorted(SHARED))
+def test_shared_words_know_no_part(name, imported):
+    assert reached(name, imported) & set(imported) <= SHARED
 
 
-def test_applying_never_reaches_the_solver(imported):
-    assert reached("apply", imported) & SOLVER == set()
+def test_the_planner_knows_shared_words_only(imported):
+    assert imported["planner"] & set(imported) <= SHARED | {"planner"}
+
+
+@pytest.mark.parametrize("start", ["apply", "config"])
+def test_applying_never_reaches_the_planners_search(start, by_module):
+    search = {f"{PACKAGE}.planner.{name}" for name in ("planner", "plan", "policy_cost")}
+    assert search & set(by_module) == search
+    assert reached(f"{PACKAGE}.{start}", by_module) & search == set()
 
 
 @pytest.mark.parametrize("target", ["integrations", "cli"])
@@ -122,10 +136,11 @@ from megatron_autorecompute.integrations.megatron_lm import main
 def later():
     from megatron.core import parallel_state
 """
-    assert imports(source) == {"torch", "compat", "policy", "integrations", "megatron"}
+    found = {part(name) for name in imports(source)}
+    assert found == {PACKAGE, "torch", "compat", "policy", "integrations", "megatron"}
 
 
 def test_the_search_for_arrows_can_fail():
     imported = {"plan": {"solve"}, "solve": {"apply"}, "apply": {"torch", "plan"}}
     assert reached("plan", imported) & HEAVY == {"torch"}
-    assert reached("apply", imported) & SOLVER == {"plan", "solve"}
+    assert reached("apply", imported) & {"plan", "solve"} == {"plan", "solve"}

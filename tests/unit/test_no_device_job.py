@@ -11,7 +11,7 @@ import pytest
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.no_device import command
-from megatron_autorecompute.no_device.devices import GIB, Efficiency, device, devices
+from megatron_autorecompute.no_device.devices import Efficiency, device, devices
 from megatron_autorecompute.no_device.job import job_from, load_job
 from megatron_autorecompute.no_device.static import (
     Parameters,
@@ -19,7 +19,8 @@ from megatron_autorecompute.no_device.static import (
     optimizer_step_bytes,
     static_bytes,
 )
-from megatron_autorecompute.pipeline import Layout
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.units import GIB
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "no_device"
@@ -77,6 +78,18 @@ def test_missing_dimensions_are_named():
         )
 
 
+@pytest.mark.parametrize("stated", [{"p99": 1.2}, {"101": 1.2}, {"99": 0.0}, {"99": float("nan")}])
+def test_imbalance_is_a_factor_at_a_percentile(stated):
+    with pytest.raises(OptionError, match=r"moe_imbalance"):
+        job({"num_moe_experts": 8}, moe_imbalance=stated)
+
+
+def test_imbalance_without_experts_is_refused():
+    assert job({"num_moe_experts": 8}, moe_imbalance={"99.9": 1.2}).moe_imbalance == {"99.9": 1.2}
+    with pytest.raises(OptionError, match="config has no num_moe_experts"):
+        job(moe_imbalance={"99": 1.2})
+
+
 def test_gpus_that_do_not_divide_are_refused():
     with pytest.raises(OptionError, match="8 GPUs cannot be divided into groups of 3"):
         _ = job({"tensor_model_parallel_size": 3}).data_parallel
@@ -102,7 +115,7 @@ def test_vocabulary_is_padded_to_a_multiple_for_every_tensor_rank():
 
 def test_layout_is_megatrons():
     found = job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3})
-    expected = Layout.even(8, 2, num_layers_in_first_pipeline_stage=3)
+    expected = Layout.from_flags(8, 2, num_layers_in_first_pipeline_stage=3)
     assert found.layout() == expected
 
 

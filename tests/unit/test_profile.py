@@ -1,11 +1,12 @@
 import json
 import os
+import re
 
 import pytest
 
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.profile import BytesAt, ChoiceRecord, Imbalance, LayerKind, Profile
-from tests.unit.random_profiles import problem
+from tests.planner.random_profiles import problem
 
 
 @pytest.fixture
@@ -183,3 +184,48 @@ def test_a_record_takes_the_bytes_of_the_recorded_percentile_at_or_above_the_ask
         9,
     ]
     assert record.at_percentile(50.0).backward_transient_bytes == 2
+
+
+def with_times(**times_ms):
+    """A kind of which each choice takes so long, half of it in forward."""
+    names = {"mlp": "selective[mlp]", "attention_and_mlp": "selective[core_attn+mlp]"}
+    return [
+        {
+            "choice": names.get(name, name.replace("_", "/")),
+            "held_bytes": 1,
+            "forward_transient_bytes": 0,
+            "backward_transient_bytes": 0,
+            "forward_ms": ms / 2,
+            "backward_ms": ms / 2,
+        }
+        for name, ms in times_ms.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "said"),
+    [
+        ({"none": 10, "full": 9}, "full takes 9 ms a layer, .* none with 10 ms"),
+        ({"mlp": 10, "attention_and_mlp": 8}, "core_attn.mlp. takes 8 ms .*.mlp. with 10 ms"),
+        ({"mlp": 10, "full": 8}, "full takes 8 ms .*.mlp. with 10 ms"),
+        ({"none": 10, "full_4": 32}, "full/4 takes 8 ms a layer, .* none with 10 ms"),
+    ],
+)
+def test_a_choice_that_is_cheaper_than_one_it_contains_is_refused(data, times_ms, said):
+    data["kinds"][0]["choices"] = with_times(**times_ms)
+    message = refusal(data)
+    assert re.search(rf"kinds\[0\]: kind 'kind0': .*{said}", message), message
+
+
+@pytest.mark.parametrize(
+    "times_ms",
+    [
+        {"none": 10, "full": 10},
+        {"none": 10, "full": 9.995},  # rounded
+        {"full": 15, "full_4": 50},  # one checkpoint instead of four
+        {"full": 15, "attention_and_mlp": 12, "mlp": 11, "none": 10},
+    ],
+)
+def test_equal_times_rounding_and_cheaper_groups_are_no_contradiction(data, times_ms):
+    data["kinds"][0]["choices"] = with_times(**times_ms)
+    assert Profile.from_json(json.dumps(data)).kinds[0].choices[0].held_bytes == 1

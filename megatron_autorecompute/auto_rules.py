@@ -1,0 +1,47 @@
+"""Settings under which `auto` cannot measure; asked of a config before any model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_autorecompute.errors import OptionError
+
+Spelled = Callable[[str, Any], str]
+"""A setting as the program around writes it, from the name of its field and its value."""
+
+
+def as_flag(name: str, value: Any) -> str:
+    """As on Megatron's command line: `--cuda-graph-impl local`, or `--bf16` where it is on."""
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value}"
+
+
+def as_field(name: str, value: Any) -> str:
+    """As in a Megatron Bridge config: `model.cuda_graph_impl=local`."""
+    return f"model.{name}={value}"
+
+
+def refuse_unmeasurable(config: Any, spelled: Spelled = as_flag) -> None:
+    """Raise OptionError for a config whose steps `auto` cannot measure.
+
+    Args:
+        config: a TransformerConfig.
+        spelled: how to write settings in the error.
+    """
+    auto, plan = spelled("recompute_policy", "auto"), spelled("recompute_policy", "@PLAN")
+    if config.cuda_graph_impl != "none":
+        raise OptionError(
+            f"{auto} was given with {spelled('cuda_graph_impl', config.cuda_graph_impl)}: auto "
+            "measures by varying the choices, and a CUDA graph keeps those it was captured with. "
+            f"Run auto for a few steps with {spelled('cuda_graph_impl', 'none')} and a plan path, "
+            f"then give {plan}."
+        )
+    if config.overlap_moe_expert_parallel_comm:
+        raise OptionError(
+            f"{auto} was given with {spelled('overlap_moe_expert_parallel_comm', True)}: there "
+            "Megatron runs parts of layers of two microbatches in turn, and auto, which measures "
+            "whole layers, would see none. Give a policy as text, such as "
+            f"{spelled('recompute_policy', 'selective[layernorm]')}, or {plan} with a plan made "
+            "without a device (megatron-autorecompute profile --no-device, then plan)."
+        )

@@ -1,0 +1,63 @@
+"""Which collectives this process enters: seen where every one of them passes in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+_ENTER = ("all", "reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv")
+"""What the names of a process group's methods have in them that enter a collective. Not seen are
+those entered from C++: functional collectives, and what transports of other libraries do."""
+
+
+class Meetings:
+    """Collectives of several ranks that are entered while `inside` is set.
+
+    with meetings.watched():
+        meetings.inside = True
+        layer(hidden_states)
+        meetings.inside = False
+    meetings.found  # ["allreduce of 4 ranks"]
+    """
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.found: list[str] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look at every call of a process group's methods meanwhile."""
+        originals = {
+            name: method
+            for name, method in vars(ProcessGroup).items()
+            if any(part in name for part in _ENTER)
+        }
+        for name in originals:
+            setattr(ProcessGroup, name, self._noted(name, getattr(ProcessGroup, name)))
+        try:
+            yield
+        finally:
+            for name, method in originals.items():
+                setattr(ProcessGroup, name, method)
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Around collectives that are entered inside, and do not belong there."""
+        was, self.inside = self.inside, False
+        try:
+            yield
+        finally:
+            self.inside = was
+
+    def _noted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if self.inside and group.size() > 1:
+                entered = f"{name.strip('_')} of {group.size()} ranks"
+                if entered not in self.found:
+                    self.found.append(entered)
+            return original(group, *args, **kwargs)
+
+        return method

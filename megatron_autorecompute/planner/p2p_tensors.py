@@ -1,0 +1,266 @@
+"""Pipeline boundary tensors alive at each event of a stage that belong to no layer, by replay.
+
+A boundary tensor is what one stage sends the next. A received input belongs to the first layer of
+its chunk from the chunk's forward on, and the gradient a backward starts from to its last layer.
+Everything else that Megatron's schedule keeps is counted here: tensors received before their turn,
+and names that stay bound after their use. The names below are those of megatron-core's
+`schedules.py`, the same in 0.16.1 and 0.19.2.
+
+An output that is kept for want of `deallocate_pipeline_outputs` belongs to its microbatch in
+flight, and counts here only when that is done and the output's name is still bound.
+
+It knows neither bytes nor layers. `overlap_p2p_comm_warmup_flush` is not replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from megatron_autorecompute.planner.schedule import Direction, Moment, Schedule, maximal
+
+Tensor = int | None
+"""A number for each tensor; None where Megatron has None."""
+
+
+@lru_cache(maxsize=1024)
+def extra_tensors(
+    schedule: Schedule, stage: int, *, overlap_p2p: bool = True, deallocated: bool = True
+) -> tuple[int, ...]:
+    """Boundary tensors alive all through each event of `schedule.events(stage)`.
+
+    Args:
+        schedule: the order of events.
+        stage: pipeline rank.
+        overlap_p2p: `overlap_p2p_comm`; without effect when there is one chunk.
+        deallocated: `deallocate_pipeline_outputs`.
+
+    Raises: PipelineError for a stage that does not exist.
+    """
+    if schedule.num_chunks == 1:
+        return _one_chunk(schedule, stage, deallocated)
+    return tuple(_Interleaved(schedule, stage, overlap_p2p, deallocated).extra)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a stage's memory carries while one event runs, besides that event's own layers."""
+
+    direction: Direction
+    chunk: int
+    in_flight: tuple[int, ...]
+    """Per chunk, microbatches whose forward is done and whose backward has not begun."""
+    extra: int
+    """Boundary tensors that belong to no layer."""
+    microbatch: int
+    """The first one of which such an event is."""
+
+
+@lru_cache(maxsize=4096)
+def decisive_loads(
+    schedule: Schedule, stage: int, *, overlap_p2p: bool = True, deallocated: bool = True
+) -> tuple[Load, ...]:
+    """The loads that can make a stage's highest moment, whatever its policy.
+
+    No other of the same direction and chunk reaches them in every count. Bytes are linear in the
+    counts, and within a group of microbatches these pass from one chunk to another one by one:
+    where a load has no more than the mean of its two neighbours, one of the ends of such a passage
+    is at least as high.
+    """
+    short = schedule.shortened()
+    extra = extra_tensors(short, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
+    counts = np.column_stack([short.in_flight(stage), extra])
+    first: dict[tuple[Direction, int], dict[tuple[int, ...], int]] = {}
+    for number, (event, row) in enumerate(zip(short.events(stage), counts.tolist(), strict=True)):
+        first.setdefault((event.direction, event.chunk), {}).setdefault(tuple(row), number)
+    kept: list[Moment] = []
+    for (direction, chunk), rows in first.items():
+        moments = maximal([Moment(direction, chunk, row, event) for row, event in rows.items()])
+        kept += _without_passages(sorted(moments, key=lambda moment: moment.event))
+    return tuple(
+        Load(
+            m.direction,
+            m.chunk,
+            m.in_flight[:-1],
+            m.in_flight[-1],
+            schedule.microbatch(stage, m.event),
+        )
+        for m in sorted(kept, key=lambda moment: moment.event)
+    )
+
+
+def _without_passages(moments: list[Moment]) -> list[Moment]:
+    counts = np.array([moment.in_flight for moment in moments])
+    between = np.zeros(len(moments), np.bool_)
+    between[1:-1] = np.all(2 * counts[1:-1] <= counts[:-2] + counts[2:], axis=1)
+    return [moment for moment, implied in zip(moments, between, strict=True) if not implied]
+
+
+def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[int, ...]:
+    """1F1B, in `forward_backward_pipelining_without_interleaving`.
+
+    Once a backward has run, `output_tensor_grad` stays bound where there is a next stage, and
+    where there is one before, `input_tensor_grad`, and until the next forward ends the input of
+    the microbatch just finished, with its output if that is kept. A backward starts when the first
+    is its own gradient again.
+    """
+    after, before = int(stage < schedule.num_stages - 1), int(stage > 0)
+    counts, begun = [], False
+    for event in schedule.events(stage):
+        forward = event.direction == "forward"
+        in_forward = after + 2 * before + after * (not deallocated)
+        counts.append((in_forward if forward else before) if begun else 0)
+        begun = begun or not forward
+    return tuple(counts)
+
+
+@dataclass
+class _Interleaved:
+    """The names that hold tensors in `forward_backward_pipelining_with_interleaving`."""
+
+    schedule: Schedule
+    stage: int
+    overlap: bool
+    deallocated: bool
+    extra: list[int] = field(default_factory=list)
+    """Counted so far, one per event."""
+    bound: dict[object, Tensor] = field(default_factory=dict)
+    """By name: local variables, receive buffers, and every block's `input_tensor`."""
+    gradient_of: dict[Tensor, Tensor] = field(default_factory=dict)
+    """What an input has as `.grad` once its backward has run: alive as long as the input is."""
+    in_flight: set[Tensor] = field(default_factory=set)
+    """Inputs and kept outputs of microbatches whose forward has begun and backward not ended."""
+    last: int = 0
+
+    def __post_init__(self) -> None:
+        v = self.schedule.num_chunks
+        _, chunk, _ = self.schedule.forward_table()
+        self.chunk = chunk.tolist()
+        self.backward_chunk = [v - 1 - number for number in self.chunk]
+        self.inputs: list[list[Tensor]] = [[] for _ in range(v)]
+        self.grads: list[list[Tensor]] = [[] for _ in range(v)]
+        self.outputs: list[list[Tensor]] = [[] for _ in range(v)]
+        self.is_first, self.is_last = self.stage == 0, self.stage == self.schedule.num_stages - 1
+        self._run()
+
+    def _run(self) -> None:
+        total, warmup = len(self.chunk), self.schedule.warmup(self.stage)
+        self.inputs[0].append(self._received(not self.is_first))
+        for k in range(warmup):
+            self._warm_up(k, steady_follows=k == warmup - 1 < total - 1)
+        for k in range(total - warmup):
+            self._steady(k + warmup, k, is_last=k == total - warmup - 1)
+        if warmup == total:
+            self.grads[-1].append(self._received(not self.is_last))
+        for k in range(total - warmup, total):
+            self._cool_down(k, is_last=k == total - 1)
+
+    def _warm_up(self, k: int, steady_follows: bool) -> None:
+        self._bind_output(self._forward(k))
+        self._receive_input(k, "input_tensor", stop=k == len(self.chunk) - 1)
+        if steady_follows:
+            name = ("bwd_recv_buffer", self._buffer_size(self.is_last) - 1)
+            self.bound[name if self.overlap else "output_tensor_grad"] = self._received(
+                not self.is_last
+            )
+            self.grads[-1].append(self.last if not self.is_last else None)
+
+    def _steady(self, forward_k: int, backward_k: int, is_last: bool) -> None:
+        output = self._forward(forward_k)
+        if self.overlap:
+            slot = forward_k % self._buffer_size(self.is_first)
+            self._receive_input(forward_k, ("fwd_recv_buffer", slot), stop=is_last)
+            self._clear("fwd_recv_buffer", forward_k, self.is_first)
+        self.bound["forward_output_tensor"] = output[0]  # until sent, whatever is freed then
+        self.bound["its graph"] = output[1]
+        gradient = self._backward(backward_k)
+        self.bound["forward_output_tensor"] = self.bound["its graph"] = None
+        self._bind_output(output)
+        if self.overlap:
+            slot = backward_k % self._buffer_size(self.is_last)
+            self._receive_gradient(backward_k, ("bwd_recv_buffer", slot))
+            self._clear("bwd_recv_buffer", backward_k, self.is_last)
+        else:
+            self._receive_input(forward_k, "input_tensor", stop=is_last)
+            self._receive_gradient(backward_k, "output_tensor_grad")
+        self.bound["input_tensor_grad"] = gradient
+
+    def _cool_down(self, k: int, is_last: bool) -> None:
+        self.bound["input_tensor_grad"] = self._backward(k)
+        self._receive_gradient(k, "output_tensor_grad", stop=is_last)
+
+    def _bind_output(self, output: tuple[Tensor, Tensor]) -> None:
+        """Bind `output_tensor`: the tensor if it is kept, and the input that its graph holds."""
+        self.bound["output_tensor"] = None if self.deallocated else output[0]
+        self.bound["output_tensor's graph"] = output[1]
+
+    def _forward(self, k: int) -> tuple[Tensor, Tensor]:
+        chunk = self.chunk[k]
+        inputs, outputs = self.inputs[chunk], self.outputs[chunk]
+        if chunk == 0 and self.is_first and len(inputs) == len(outputs):
+            inputs.append(None)
+        own = inputs[len(outputs)]
+        self.bound["block", chunk] = own
+        self.in_flight.add(own)
+        self._count(None)
+        loss = chunk == len(self.inputs) - 1 and self.is_last
+        output = self._received(not loss)
+        outputs.append(None if self.deallocated else output)
+        self.in_flight.add(outputs[-1])
+        return output, None if loss else own
+
+    def _backward(self, k: int) -> Tensor:
+        chunk = self.backward_chunk[k]
+        if chunk == len(self.inputs) - 1 and self.is_last:
+            self.grads[chunk].append(None)
+        own, output = self.inputs[chunk].pop(0), self.outputs[chunk].pop(0)
+        self._count(self.grads[chunk].pop(0))
+        self.in_flight -= {own, output}
+        if own is not None:
+            self.gradient_of[own] = self._received(True)
+        return self.gradient_of.get(own)
+
+    def _count(self, gradient: Tensor) -> None:
+        """Everything alive but what belongs to microbatches in flight and to the event's layers."""
+        alive = set(self.bound.values())
+        for inputs, outputs, gradients in zip(self.inputs, self.outputs, self.grads, strict=True):
+            alive.update(inputs[len(outputs) :], gradients)
+        alive -= self.in_flight
+        alive.update([self.gradient_of[tensor] for tensor in alive if tensor in self.gradient_of])
+        self.extra.append(len(alive - {None, gradient}))
+
+    def _received(self, there: bool) -> Tensor:
+        self.last += there
+        return self.last if there else None
+
+    def _receive_input(self, k: int, name: object, stop: bool) -> None:
+        there, chunk = self._expected(k, self.is_first, self.chunk, 1)
+        self.bound[name] = self._received(there and not stop)
+        if there and not stop:
+            self.inputs[chunk].append(self.bound[name])
+
+    def _receive_gradient(self, k: int, name: object, stop: bool = False) -> None:
+        there, chunk = self._expected(k, self.is_last, self.backward_chunk, -1)
+        self.bound[name] = self._received(there and not stop)
+        if there and not stop:
+            self.grads[chunk].append(self.bound[name])
+
+    def _expected(self, k: int, leads: bool, chunks: list[int], step: int) -> tuple[bool, int]:
+        """`recv_tensor_from_previous_stage`: whether something comes, and for which chunk."""
+        p, end = self.schedule.num_stages, chunks[-1]
+        if not leads:
+            return True, chunks[(k + 1) % len(chunks)]
+        if k < p - 1:
+            return False, 0
+        chunk = chunks[k - (p - 1)]
+        return chunk != end, chunk + step
+
+    def _buffer_size(self, leads: bool) -> int:
+        return self.schedule.group_size - self.schedule.num_stages + 1 if leads else 1
+
+    def _clear(self, buffer: str, k: int, leads: bool) -> None:
+        size = self._buffer_size(leads)
+        if self.bound[buffer, k % size] is not None:
+            self.bound[buffer, (k + 1) % size] = None

@@ -1,0 +1,344 @@
+"""Bytes of a stage at every moment of its step, and the highest of them.
+
+While unit i of a chunk runs, a stage holds
+
+    static + overhead + boundary tensors + sum over chunks of in_flight * held(chunk)
+           + held of units 0 .. i of the running chunk + transient of unit i
+
+with the forward transient in a forward and the backward transient in a backward. So position
+matters: in the backward of an early layer the later ones are already freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.layout import Chunk, Layout
+from megatron_autorecompute.planner.p2p_tensors import Load, decisive_loads, extra_tensors
+from megatron_autorecompute.planner.schedule import Direction, Schedule
+from megatron_autorecompute.planner.unit_costs import SIGN, Bound, CostTable, Unit
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import (
+    BytesAt,
+    ChoiceRecord,
+    LayerBytes,
+    LayerKind,
+    Profile,
+    ScheduleOverhead,
+    StaticBytes,
+    scaled_bytes,
+)
+
+MOST_BYTES_OF_A_STAGE = 1 << 59
+MOST_MS_OF_A_STAGE = float(1 << 29)
+"""Six days; in picoseconds 59 bits."""
+
+
+def check_layout(profile: Profile, layout: Layout, schedule: Schedule) -> None:
+    """Refuse a layout of another model or a schedule of other stages; raises ProfileError."""
+    layers = layout.num_layers, layout.mtp_num_layers
+    model = profile.model.num_layers, profile.model.mtp_num_layers
+    if layers != model:
+        raise ProfileError(
+            f"The layout has {layers[0]} layers and {layers[1]} MTP depths, the profile's model "
+            f"{model[0]} and {model[1]}. Give the layout of this model."
+        )
+    shape = layout.num_stages, layout.num_chunks
+    if shape != (schedule.num_stages, schedule.num_chunks):
+        raise ProfileError(
+            f"The layout has {shape[0]} stages of {shape[1]} chunks, the schedule "
+            f"{schedule.num_stages} of {schedule.num_chunks}. Give the same to both."
+        )
+
+
+def check_figures(profile: Profile, layout: Layout, schedule: Schedule) -> None:
+    """Refuse figures whose sums leave 64 bits, which no device and no step has.
+
+    Raises: ProfileError.
+    """
+    for stage, chunks in enumerate(layout.stages):
+        kinds = [profile.kind_of(layer) for chunk in chunks for layer in chunk.layers]
+        figures = [_most(kind) for kind in kinds]
+        figures += [_most_of(profile.embedding)] * any(chunk.embedding for chunk in chunks)
+        figures += [_most_of(profile.head)] * any(chunk.head for chunk in chunks)
+        size, time_ms = (sum(part) for part in zip((0, 0.0), *figures, strict=True))
+        size = (schedule.warmup(stage) + 2) * (size + 8 * profile.boundary_bytes)
+        if size > MOST_BYTES_OF_A_STAGE or time_ms > MOST_MS_OF_A_STAGE:
+            raise ProfileError(
+                f"The records of stage {stage} add up to {size:.2g} bytes and to {time_ms:.2g} ms "
+                f"for one microbatch; at most {MOST_BYTES_OF_A_STAGE:.2g} bytes and "
+                f"{MOST_MS_OF_A_STAGE:.2g} ms are planned. Correct the records: bytes are of one "
+                "device, times in milliseconds."
+            )
+
+
+def _most(kind: LayerKind) -> tuple[int, float]:
+    factor = max((point.factor for point in kind.imbalance), default=1.0)
+    sizes, times = zip(*map(_most_of, kind.choices), strict=True)
+    return scaled_bytes(max(sizes), max(factor, 1.0)), max(times)
+
+
+def _most_of(record: ChoiceRecord) -> tuple[int, float]:
+    """At least what a layer can need, and its time."""
+    figures: list[ChoiceRecord | BytesAt] = [record, *record.percentiles]
+    size = max(LayerBytes.of(each).total for each in figures)
+    return size + 3 * record.uncertainty_bytes, record.forward_ms + record.backward_ms
+
+
+@dataclass(frozen=True, slots=True)
+class StageBase:
+    """What a stage needs whatever its policy."""
+
+    static: StaticBytes
+    optimizer_step_peak_bytes: int
+    overhead: ScheduleOverhead
+    boundary_bytes: int
+    """One boundary tensor; `p2p_tensors` counts them. Also the gradient of a chunk's output."""
+    residual_bytes: int
+    """Measured minus predicted, at the asked end of its interval."""
+    measured: bool
+    """Whether the profile has this very stage, or its static bytes were added up."""
+
+    def constant_bytes(self, direction: Direction, extra: int) -> int:
+        """Alive throughout a forward or backward with so many extra boundary tensors."""
+        overhead = self.overhead
+        rest = overhead.forward_bytes if direction == "forward" else overhead.backward_bytes
+        boundary = extra * self.boundary_bytes
+        return self.static.total_bytes + self.residual_bytes + rest + boundary
+
+
+def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nominal") -> StageBase:
+    """Static bytes, overhead and residual of one stage.
+
+    A stage record is used when it was measured with exactly these layers; otherwise static bytes
+    are added up from the kinds, the embedding and the head, and there is no residual.
+    Raises: ProfileError when the profile has neither.
+    """
+    chunks = layout.stages[stage]
+    layers = tuple(sorted(layer for chunk in chunks for layer in chunk.layers))
+    boundary, nothing = profile.boundary_bytes, ScheduleOverhead(0, 0)
+    if stage < len(profile.stages) == layout.num_stages:
+        found = profile.stages[stage]
+        if tuple(sorted(found.layers)) == layers:
+            residual = found.residual_bytes + SIGN[bound] * found.uncertainty_bytes
+            peak = found.optimizer_step_peak_bytes
+            rest = found.overhead or nothing
+            return StageBase(found.static, peak, rest, boundary, residual, True)
+    return StageBase(_added_static(profile, chunks, stage), 0, nothing, boundary, 0, False)
+
+
+def stage_loads(profile: Profile, schedule: Schedule, stage: int) -> tuple[Load, ...]:
+    """`boundary.decisive_loads` under the profile's settings."""
+    return decisive_loads(
+        schedule,
+        stage,
+        overlap_p2p=profile.overlap_p2p_comm,
+        deallocated=profile.deallocate_pipeline_outputs,
+    )
+
+
+def _added_static(profile: Profile, chunks: Sequence[Chunk], stage: int) -> StaticBytes:
+    named = [(kind.name, kind.static) for c in chunks for kind in map(profile.kind_of, c.layers)]
+    named += [("embedding", profile.embedding_static) for c in chunks if c.embedding]
+    named += [("head", profile.head_static) for c in chunks if c.head]
+    if missing := sorted({name for name, static in named if static is None}):
+        raise ProfileError(
+            f"Stage {stage} of this layout was not measured, and the profile has no static bytes "
+            f"of {', '.join(missing)} to add them up from. Plan the measured layout "
+            f"({[len(s.layers) for s in profile.stages]} layers per stage), or add `static`."
+        )
+    parts = [static for _, static in named if static is not None]
+    return StaticBytes(
+        sum(part.parameter_bytes for part in parts),
+        sum(part.gradient_bytes for part in parts),
+        sum(part.optimizer_state_bytes for part in parts),
+        sum(part.buffer_bytes for part in parts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Bytes of one moment by what they are; they add up to the total."""
+
+    static_bytes: int
+    """Parameters, gradients, optimizer state, buffers."""
+    in_flight_bytes: int
+    """Held by layers of microbatches that wait for their backward."""
+    running_bytes: int
+    """Held by the layers of the chunk that runs, up to the one that runs."""
+    transient_bytes: int
+    """Of the unit that runs."""
+    embedding_head_bytes: int
+    """Held by embedding and head, in flight and running."""
+    overhead_bytes: int
+    """Pipeline boundary tensors, and the measured residual."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return (
+            self.static_bytes
+            + self.in_flight_bytes
+            + self.running_bytes
+            + self.transient_bytes
+            + self.embedding_head_bytes
+            + self.overhead_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The highest moment of a stage."""
+
+    bytes: int
+    moment: str
+    """For people: `stage 0, backward of layer 11, microbatch 3`."""
+    breakdown: Breakdown
+
+
+@dataclass(frozen=True)
+class ChunkColumns:
+    """One chunk's units as columns, `[unit]`."""
+
+    chunk: Chunk
+    units: tuple[Unit, ...]
+
+    @cached_property
+    def held_bytes(self) -> Ints:
+        """Held by each unit."""
+        return np.array([unit.held_bytes for unit in self.units], np.int64)
+
+    @cached_property
+    def outside_bytes(self) -> Ints:
+        """Held by each unit that is embedding or head, else 0."""
+        outside = np.array([unit.name in ("embedding", "head") for unit in self.units])
+        return np.where(outside, self.held_bytes, 0)
+
+    def transient_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
+        """Transient of each unit, with the chunk's output gradient where it is not yet counted.
+
+        The schedule holds that gradient until the chunk's backward ends. The last unit is given
+        this very tensor: only where the unit keeps it, too, is it counted already. Elsewhere a
+        record whose highest point comes before the gradient is let go makes it count twice.
+        """
+        if direction == "forward":
+            return np.array([unit.forward_transient_bytes for unit in self.units], np.int64)
+        own = np.array([unit.backward_transient_bytes for unit in self.units], np.int64)
+        gradient_bytes = 0 if self.chunk.head else boundary_bytes
+        own[:-1] += gradient_bytes
+        own[-1:] += 0 if self.units[-1].keeps_output_gradient else gradient_bytes
+        return own
+
+    def reach_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
+        """While each unit runs: held of the units up to it plus its transient."""
+        return self.held_bytes.cumsum() + self.transient_bytes(direction, boundary_bytes)
+
+
+def stage_peak(
+    base: StageBase,
+    stage: int,
+    columns: Sequence[ChunkColumns],
+    loads: Sequence[Load],
+) -> Peak:
+    """The highest moment of a stage; the first one where several are equal."""
+    held = np.array([chunk.held_bytes.sum() for chunk in columns], np.int64)
+    best: tuple[int, Load | None, int] = (
+        base.static.total_bytes + base.optimizer_step_peak_bytes,
+        None,
+        0,
+    )
+    for load in loads:
+        reach = columns[load.chunk].reach_bytes(load.direction, base.boundary_bytes)
+        unit = int(reach.argmax())
+        constant = base.constant_bytes(load.direction, load.extra)
+        total = constant + int(held @ load.in_flight) + int(reach[unit])
+        if total > best[0]:
+            best = (total, load, unit)
+    return _named_peak(base, stage, columns, best[1], best[2])
+
+
+def _named_peak(
+    base: StageBase,
+    stage: int,
+    columns: Sequence[ChunkColumns],
+    load: Load | None,
+    unit: int,
+) -> Peak:
+    if load is None:
+        peak = base.optimizer_step_peak_bytes
+        split = Breakdown(base.static.total_bytes, 0, 0, peak, 0, 0)
+        return Peak(split.total_bytes, f"stage {stage}, optimizer step", split)
+    split = moment_bytes(base, columns, load, unit)
+    where = f"{load.direction} of {columns[load.chunk].units[unit].name}"
+    chunk = f", chunk {load.chunk}" if len(columns) > 1 else ""
+    name = f"stage {stage}{chunk}, {where}, microbatch {load.microbatch}"
+    return Peak(split.total_bytes, name, split)
+
+
+def moment_bytes(
+    base: StageBase, columns: Sequence[ChunkColumns], load: Load, unit: int
+) -> Breakdown:
+    """Bytes while one unit of the load's chunk runs."""
+    running, pairs = columns[load.chunk], list(zip(load.in_flight, columns, strict=True))
+    waiting = sum(n * int(c.held_bytes.sum()) for n, c in pairs)
+    outside_waiting = sum(n * int(c.outside_bytes.sum()) for n, c in pairs)
+    outside_running = int(running.outside_bytes[: unit + 1].sum())
+    return Breakdown(
+        static_bytes=base.static.total_bytes,
+        in_flight_bytes=waiting - outside_waiting,
+        running_bytes=int(running.held_bytes[: unit + 1].sum()) - outside_running,
+        transient_bytes=int(running.transient_bytes(load.direction, base.boundary_bytes)[unit]),
+        embedding_head_bytes=outside_waiting + outside_running,
+        overhead_bytes=base.constant_bytes(load.direction, load.extra) - base.static.total_bytes,
+    )
+
+
+def timeline(
+    profile: Profile,
+    layout: Layout,
+    schedule: Schedule,
+    policy: RecomputePolicy,
+    stage: int,
+    *,
+    percentile: float | None = None,
+) -> list[tuple[str, Breakdown]]:
+    """Every moment of one stage's step in order: its name and its bytes.
+
+    A forward passes the units from first to last, a backward from last to first.
+    Raises: as `evaluate`.
+    """
+    check_layout(profile, layout, schedule)
+    table = CostTable(profile, percentile)
+    base = stage_base(profile, layout, stage)
+    columns = [ChunkColumns(c, table.chunk_units(c, policy)) for c in layout.stages[stage]]
+    moments = []
+    for load, event in zip(
+        every_load(profile, schedule, stage), schedule.events(stage), strict=True
+    ):
+        order = range(len(columns[event.chunk].units))
+        for unit in order if event.direction == "forward" else reversed(order):
+            name = f"{event.direction} of {columns[event.chunk].units[unit].name}"
+            split = moment_bytes(base, columns, load, unit)
+            moments.append((f"{name}, microbatch {event.microbatch}", split))
+    return moments
+
+
+def every_load(profile: Profile, schedule: Schedule, stage: int) -> list[Load]:
+    """The load of each event of a stage, under the profile's settings."""
+    extra = extra_tensors(
+        schedule,
+        stage,
+        overlap_p2p=profile.overlap_p2p_comm,
+        deallocated=profile.deallocate_pipeline_outputs,
+    )
+    rows = zip(schedule.events(stage), schedule.in_flight(stage).tolist(), extra, strict=True)
+    return [
+        Load(event.direction, event.chunk, tuple(in_flight), count, event.microbatch)
+        for event, in_flight, count in rows
+    ]

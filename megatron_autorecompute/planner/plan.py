@@ -1,0 +1,364 @@
+"""The plan: a policy together with everything that speaks for it, as one file.
+
+A plan contains the profile it rests on, so that it can be explained, verified and solved again
+wherever the file is. `RecomputePolicy.load` reads the same file for the policy alone. This module
+does not solve and does not print.
+
+What follows from policy, profile, layout, schedule and budgets is worked out again when a plan is
+read. What cannot be worked out again at once is the proof that no other policy is faster. So a file
+carries the digest of what was written; where what is read has another, the proof is let go.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, Field
+
+from megatron_autorecompute import json_records
+from megatron_autorecompute.errors import AutorecomputeError, ProfileError
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.planner import (
+    NOTHING_BINDS,
+    Budget,
+    ManualStrategy,
+    ParetoPoint,
+    Planner,
+    StageEvidence,
+)
+from megatron_autorecompute.planner.policy_cost import PolicyCost
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.stage_times import residual_ms
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import Choice, Profile, Version
+
+SCHEMA_VERSION = 1
+DIGEST = "digest"
+"""Field of a plan file beside the plan's: of everything else in the file, as it was written."""
+TOLERANCE = 1e-9
+"""By how much a time may differ from the same sum on another machine, as a share of it. Files hold
+every digit."""
+WORKED_OUT = ("cost", "evidence", "best_manual", "curve")
+"""Fields of a plan that follow from the others."""
+BudgetBytes = Annotated[int, Field(gt=0, le=1 << 60)]
+# Plans had the second name before.
+_OR_MOE_PERCENTILE = Field(
+    gt=0, le=100, validation_alias=AliasChoices("imbalance_percentile", "moe_percentile")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """One plan of the time-against-budget curve, for stepping down when memory runs short."""
+
+    budget_bytes: int
+    """Of every stage."""
+    step_ms: float
+    """Predicted time of the step."""
+    peak_high_bytes: int
+    """Predicted peak of the fullest stage, high end."""
+    recompute_policy: str
+    """As `RecomputePolicy.parse` reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManualResult:
+    """One of Megatron's own settings in the same model."""
+
+    name: str
+    """As `RecomputePolicy.parse` reads it: megatron:block/4, ..."""
+    step_ms: float
+    """Predicted time of the step."""
+    peak_high_bytes: int
+    """Predicted peak of the fullest stage, high end."""
+    fits: bool
+    """Whether every stage is within its budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A solved policy with its evidence. See docs/plan.md."""
+
+    recompute_policy: tuple[Choice, ...]
+    """One choice per layer, what a config field takes."""
+    layout: Layout
+    """Which stage and chunk holds which layers."""
+    schedule: Schedule
+    """Order of forwards and backwards."""
+    budget_bytes: tuple[BudgetBytes, ...]
+    """Per stage, bytes that torch may allocate."""
+    cost: PolicyCost
+    """Predicted peaks with their breakdown, and times."""
+    evidence: tuple[StageEvidence, ...]
+    """Objective, bound, gap and binding constraint per stage."""
+    profile: Profile
+    """What the prediction rests on, fingerprint and assumptions included."""
+    imbalance_percentile: Annotated[float | None, _OR_MOE_PERCENTILE] = None
+    """What layers with experts are budgeted for, in percent; None is their records as they are."""
+    allowed: tuple[str, ...] | None = None
+    """Choices that might be used; None is every recorded one."""
+    best_manual: ManualResult | None = None
+    """The fastest of Megatron's own settings that fits; None when none does."""
+    curve: tuple[CurvePoint, ...] = ()
+    """Largest budget first."""
+    megatron_flags: Mapping[str, str] = field(default_factory=dict)
+    """Flags other than recompute that the plan asks for: a searched layout or micro-batch size."""
+    notes: tuple[str, ...] = ()
+    """What the searches found, one sentence each."""
+    schema_version: Version = SCHEMA_VERSION
+    """Major version of this schema; added fields do not raise it."""
+
+    def __post_init__(self) -> None:
+        if len(self.recompute_policy) != self.profile.num_layers:
+            raise ValueError(
+                f"recompute_policy has {len(self.recompute_policy)} choices, the profile's model "
+                f"{self.profile.num_layers} layers"
+            )
+        for name, values in (
+            ("budget_bytes", self.budget_bytes),
+            ("evidence", self.evidence),
+            ("cost.stages", self.cost.stages),
+        ):
+            if len(values) != self.layout.num_stages:
+                raise ValueError(
+                    f"{name} has {len(values)} entries, the layout {self.layout.num_stages} stages"
+                )
+
+    @property
+    def policy(self) -> RecomputePolicy:
+        """The policy as a value."""
+        return RecomputePolicy.from_config(
+            list(self.recompute_policy), num_layers=len(self.recompute_policy)
+        )
+
+    @property
+    def fingerprint(self) -> Mapping[str, str]:
+        """What must be equal for the plan to be used again."""
+        return self.profile.fingerprint
+
+    @property
+    def proven(self) -> bool:
+        """Whether the evidence says how near the optimum is: the solver did, of this very plan."""
+        return all(evidence.gap is not None for evidence in self.evidence)
+
+    def changed(self, fingerprint: Mapping[str, str]) -> tuple[str, ...]:
+        """Parts of a fingerprint that differ from the plan's, one `name: was, is` each."""
+        return changes(self.fingerprint, fingerprint)
+
+    def planner(self) -> Planner:
+        """A planner for the plan's own profile, layout and schedule."""
+        return Planner(
+            self.profile,
+            self.layout,
+            self.schedule,
+            percentile=self.imbalance_percentile,
+            allowed=self.allowed,
+        )
+
+    def to_json(self) -> str:
+        """JSON text with its digest, checked against the schema."""
+        data = json.loads(json_records.to_json(self))
+        return json.dumps({**data, DIGEST: json_records.digest(data)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "The plan") -> Plan:
+        """Read, check, and work the figures out again.
+
+        Where nobody changed the text since it was written, other figures are those of another
+        version of this program: the plan gets this version's, and no proof. Of a plan that was
+        changed, or has no digest, all figures must be right, and it has no proof either.
+
+        Raises: ProfileError with the path of each bad field, or with the first figure that is
+        wrong, what it says and what was worked out.
+        """
+        plan = json_records.from_json(cls, text, source=source, major=SCHEMA_VERSION)
+        data = json.loads(text)
+        return _checked(
+            plan, source, as_written=data.pop(DIGEST, None) == json_records.digest(data)
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write atomically."""
+        json_records.write_atomically(self.to_json(), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a file; raises ProfileError. See `from_json`."""
+        return cls.from_json(json_records.read(path, cls.__name__), str(path))
+
+
+def changes(was: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+    """Parts in which two fingerprints differ, one `name: was, now is` each."""
+    pairs = [(n, was.get(n, "absent"), now.get(n, "absent")) for n in sorted({*was, *now})]
+    return tuple(
+        f"{name}: {before}, now {after}" for name, before, after in pairs if before != after
+    )
+
+
+def make_plan(
+    planner: Planner,
+    budget: Budget,
+    *,
+    curve_points: int = 0,
+    megatron_flags: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Solve and put the evidence together.
+
+    Args:
+        budget: bytes, one for all stages or one each.
+        curve_points: budgets of the stepping-down curve; 0 leaves it out.
+
+    Raises: InfeasibleError, ProfileError.
+    """
+    solution = planner.solve(budget)
+    budgets = tuple(item.budget_bytes for item in solution.evidence)
+    manual = planner.best_manual(budgets)
+    return Plan(
+        recompute_policy=tuple(solution.policy.to_config()),
+        layout=planner.layout,
+        schedule=planner.schedule,
+        budget_bytes=budgets,
+        cost=solution.cost,
+        evidence=solution.evidence,
+        profile=planner.profile,
+        imbalance_percentile=planner.percentile,
+        allowed=planner.allowed,
+        best_manual=_result(manual) if manual else None,
+        curve=tuple(curve_point(p) for p in planner.pareto(curve_points)) if curve_points else (),
+        megatron_flags=dict(megatron_flags or {}),
+        notes=tuple(notes),
+    )
+
+
+def curve_point(point: ParetoPoint) -> CurvePoint:
+    """A Pareto point with its policy as text."""
+    return CurvePoint(
+        point.budget_bytes, point.step_ms, point.peak_high_bytes, point.policy.format()
+    )
+
+
+def _result(manual: ManualStrategy) -> ManualResult:
+    if manual.cost is None:
+        raise ProfileError(f"{manual.name} has no cost: {manual.refused}.")
+    return ManualResult(manual.name, manual.cost.step_ms, manual.cost.peak_high_bytes, manual.fits)
+
+
+# --- what a file says against what its profile gives ----------------------------------------------
+
+
+def _checked(plan: Plan, source: str, *, as_written: bool) -> Plan:
+    try:
+        cost = plan.planner().evaluate(plan.policy)
+        if as_written and not any(_differences("cost", asdict(plan.cost), asdict(cost))):
+            return plan
+        right = _worked_out(plan, cost)
+    except AutorecomputeError as error:
+        raise ProfileError(f"{source} holds no plan that could run: {error}") from error
+    if as_written:
+        note = (
+            "Written by another version of this program, which predicted "
+            f"{plan.cost.step_ms:,.1f} ms a step; the figures are this version's."
+        )
+        return _without_proof(replace(right, notes=(*plan.notes, note)))
+    _refuse_wrong(plan, right, source)
+    return _without_proof(plan)
+
+
+def _refuse_wrong(plan: Plan, right: Plan, source: str) -> None:
+    said, true = asdict(plan), asdict(right)
+    for name in WORKED_OUT:
+        for path, found, expected in _differences(name, said[name], true[name]):
+            raise _refused(source, f"{path} is {found!r}, the rest of it gives {expected!r}")
+    for stage, budget_bytes in zip(plan.cost.stages, plan.budget_bytes, strict=True):
+        if stage.peak_high_bytes > budget_bytes:
+            path = f"budget_bytes[{stage.stage}]"
+            raise _refused(
+                source, f"{path} is {budget_bytes}, the stage needs {stage.peak_high_bytes}"
+            )
+    for number, point in enumerate(plan.curve):
+        if point.peak_high_bytes > point.budget_bytes:
+            path = f"curve[{number}].budget_bytes"
+            raise _refused(
+                source, f"{path} is {point.budget_bytes}, its policy needs {point.peak_high_bytes}"
+            )
+    planner = plan.planner()
+    for layer, choice in enumerate(plan.policy.layers):
+        if not planner.allows(layer, choice):
+            name = "full/N" if choice.group > 1 else str(choice)
+            raise _refused(source, f"recompute_policy[{layer}] is {choice}, allowed has no {name}")
+
+
+def _refused(source: str, wrong: str) -> ProfileError:
+    return ProfileError(
+        f"{source} was changed after it was written, or another version wrote it: {wrong}. To run "
+        "its policy give --recompute-policy @FILE, which reads no figures; to plan again give it "
+        "to plan --profile."
+    )
+
+
+def _worked_out(plan: Plan, cost: PolicyCost) -> Plan:
+    manual = plan.planner().best_manual(plan.budget_bytes)
+    return replace(
+        plan,
+        cost=cost,
+        evidence=tuple(_evidence(plan, cost, stage) for stage in range(plan.layout.num_stages)),
+        best_manual=_result(manual) if manual else None,
+        curve=tuple(_point(plan, point) for point in plan.curve),
+    )
+
+
+def _evidence(plan: Plan, cost: PolicyCost, stage: int) -> StageEvidence:
+    """What follows from the cost; the bound is believed as far as a bound can be."""
+    own, said = cost.stages[stage], plan.evidence[stage]
+    residual = residual_ms(plan.profile, plan.layout, stage)
+    objective_ms = sum(own.forward_ms) + sum(own.backward_ms) - residual
+    bound_ms = said.bound_ms
+    if bound_ms is not None and not 0 <= bound_ms <= objective_ms:
+        bound_ms = objective_ms
+    gap = None
+    if bound_ms is not None:
+        gap = (objective_ms - bound_ms) / objective_ms if objective_ms else 0.0
+    return StageEvidence(
+        stage,
+        plan.budget_bytes[stage],
+        objective_ms,
+        bound_ms,
+        gap,
+        own.peak_high_bytes,
+        NOTHING_BINDS if said.binding == NOTHING_BINDS else own.peak.moment,
+    )
+
+
+def _point(plan: Plan, point: CurvePoint) -> CurvePoint:
+    policy = RecomputePolicy.parse(point.recompute_policy, num_layers=plan.profile.num_layers)
+    cost = plan.planner().evaluate(policy)
+    return replace(point, step_ms=cost.step_ms, peak_high_bytes=cost.peak_high_bytes)
+
+
+def _without_proof(plan: Plan) -> Plan:
+    unproven = (replace(evidence, bound_ms=None, gap=None) for evidence in plan.evidence)
+    return replace(plan, evidence=tuple(unproven))
+
+
+def _differences(path: str, found: Any, expected: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Every (path, found, expected) in which two plain values differ."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        for name in expected:
+            yield from _differences(f"{path}.{name}", found[name], expected[name])
+    elif isinstance(found, tuple) and isinstance(expected, tuple) and len(found) == len(expected):
+        for index, pair in enumerate(zip(found, expected, strict=True)):
+            yield from _differences(f"{path}[{index}]", *pair)
+    elif not _same(found, expected):
+        yield path, found, expected
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(found, float) and isinstance(expected, float):
+        return math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return bool(found == expected)

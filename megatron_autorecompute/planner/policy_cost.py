@@ -1,0 +1,178 @@
+"""Memory and time of a policy: peak of every stage, and the step. It chooses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.peak_memory import (
+    ChunkColumns,
+    Peak,
+    check_layout,
+    stage_base,
+    stage_loads,
+    stage_peak,
+)
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.stage_times import Times, residual_times, times_of
+from megatron_autorecompute.planner.step_time import replay_ms
+from megatron_autorecompute.planner.unit_costs import (
+    PS_PER_MS,
+    SIGN,
+    Bound,
+    CostTable,
+    Unit,
+    fastest_choice,
+)
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Memory and time of one stage under a policy."""
+
+    stage: int
+    peak: Peak
+    peak_low_bytes: int
+    """Peak with every figure at the low end of its interval."""
+    peak_high_bytes: int
+    """Peak with every figure at the high end; this is what must fit the budget."""
+    forward_ms: tuple[float, ...]
+    """Per chunk, for one microbatch."""
+    backward_ms: tuple[float, ...]
+    """Per chunk, for one microbatch, recompute included."""
+    ideal_ms: float
+    """All microbatches, if every stage had the mean work and recomputed nothing."""
+    imbalance_ms: float
+    """What this stage's share of the model adds to ideal; may be negative."""
+    recompute_ms: float
+    """What the policy adds to it."""
+
+    @property
+    def busy_ms(self) -> float:
+        """All microbatches: ideal + imbalance + recompute."""
+        return self.ideal_ms + self.imbalance_ms + self.recompute_ms
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyCost:
+    """Memory and time of a whole step under a policy."""
+
+    stages: tuple[StageCost, ...]
+    step_ms: float
+    """Time of the step by dependency replay, messages free."""
+    bubble_ms: float
+    """Part of step_ms that the busiest stage waits."""
+    recompute_ms: float
+    """Part of step_ms that recompute adds: step_ms minus the replay without recompute."""
+    step_low_ms: float | None = None
+    """step_ms with every layer at the fast end of its spread at once; None without spreads."""
+    step_high_ms: float | None = None
+    """step_ms with every layer at the slow end of its spread at once; None without spreads."""
+
+    @property
+    def peak_high_bytes(self) -> int:
+        """Of the fullest stage."""
+        return max(stage.peak_high_bytes for stage in self.stages)
+
+
+def evaluate(
+    profile: Profile,
+    layout: Layout,
+    schedule: Schedule,
+    policy: RecomputePolicy,
+    *,
+    percentile: float | None = None,
+) -> PolicyCost:
+    """Peak of every stage and time of the step under a policy.
+
+    Raises: ProfileError where the profile lacks a record, or layout and profile disagree;
+    PolicyError where a group spans two chunks.
+    """
+    check_layout(profile, layout, schedule)
+    policy.checked_length(profile.num_layers, "The policy")
+    tables = {bound: CostTable(profile, percentile, bound) for bound in SIGN}
+    units = {
+        bound: [[table.chunk_units(chunk, policy) for chunk in chunks] for chunks in layout.stages]
+        for bound, table in tables.items()
+    }
+    loads = [stage_loads(profile, schedule, stage) for stage in range(layout.num_stages)]
+    peaks = {
+        bound: [
+            stage_peak(stage_base(profile, layout, stage, bound), stage, columns, loads[stage])
+            for stage, columns in enumerate(_all_columns(layout, units[bound]))
+        ]
+        for bound in SIGN
+    }
+    return _with_times(profile, layout, schedule, units["nominal"], peaks)
+
+
+def _all_columns(
+    layout: Layout, units: Sequence[Sequence[tuple[Unit, ...]]]
+) -> list[list[ChunkColumns]]:
+    return [
+        [ChunkColumns(chunk, u) for chunk, u in zip(chunks, stage_units, strict=True)]
+        for chunks, stage_units in zip(layout.stages, units, strict=True)
+    ]
+
+
+def _with_times(
+    profile: Profile,
+    layout: Layout,
+    schedule: Schedule,
+    units: Sequence[Sequence[tuple[Unit, ...]]],
+    peaks: dict[Bound, list[Peak]],
+) -> PolicyCost:
+    table = CostTable(profile)
+    residual = residual_times(table, layout)
+    times = times_of(units).plus(residual)
+    plain = times_of(_without_recompute(table, layout)).plus(residual)
+    m = schedule.num_microbatches
+    busy_ms, work_ms = ((part.busy / PS_PER_MS * m).tolist() for part in (times, plain))
+    mean_ms = sum(work_ms) / len(work_ms)
+    stages = tuple(
+        StageCost(
+            stage=stage,
+            peak=peaks["nominal"][stage],
+            peak_low_bytes=peaks["low"][stage].bytes,
+            peak_high_bytes=peaks["high"][stage].bytes,
+            forward_ms=tuple((times.forward[stage] / PS_PER_MS).tolist()),
+            backward_ms=tuple((times.backward[stage] / PS_PER_MS).tolist()),
+            ideal_ms=mean_ms,
+            imbalance_ms=work_ms[stage] - mean_ms,
+            recompute_ms=busy_ms[stage] - work_ms[stage],
+        )
+        for stage in range(layout.num_stages)
+    )
+    step_ms = _step_ms(schedule, times)
+    low, high = _interval_ms(schedule, times, units)
+    recompute_ms = step_ms - _step_ms(schedule, plain)
+    return PolicyCost(stages, step_ms, step_ms - max(busy_ms), recompute_ms, low, high)
+
+
+def _step_ms(schedule: Schedule, times: Times) -> float:
+    return replay_ms(schedule, times.forward / PS_PER_MS, times.backward / PS_PER_MS).total_ms
+
+
+def _interval_ms(
+    schedule: Schedule, times: Times, units: Sequence[Sequence[tuple[Unit, ...]]]
+) -> tuple[float | None, float | None]:
+    """The step if all layers err alike, to the fast and to the slow end; None without spreads."""
+    spread = np.array([[sum(u.spread_ps for u in own) for own in s] for s in units], np.int64)
+    if not spread.any():
+        return None, None
+    zero = np.zeros_like(spread)
+    low, high = (_step_ms(schedule, times.plus(Times(zero, sign * spread))) for sign in (-1, 1))
+    return low, high
+
+
+def _without_recompute(table: CostTable, layout: Layout) -> list[list[tuple[Unit, ...]]]:
+    """Every layer at `none`, or, where none was not measured, at its fastest choice."""
+    policy = RecomputePolicy(
+        tuple(fastest_choice(table, layer) for layer in range(table.profile.num_layers))
+    )
+    return [[table.chunk_units(chunk, policy) for chunk in chunks] for chunks in layout.stages]

@@ -1,0 +1,255 @@
+"""The order in which megatron-core runs forwards and backwards on every stage.
+
+The order is the same in megatron-core 0.16.1 and 0.19.2, so no version is asked. This module knows
+neither bytes, times nor policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_autorecompute.errors import PipelineError
+from megatron_autorecompute.planner.arrays import Bools
+from megatron_autorecompute.planner.checks import check_at_least, check_chunks
+from megatron_autorecompute.planner.layout import Layout
+
+Direction = Literal["forward", "backward"]
+_GROUPS = 8
+
+"""Every event of a step is replayed: a slip of some digits must not fill the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing a stage does: the forward or backward of one chunk for one microbatch."""
+
+    direction: Direction
+    chunk: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A state of a stage's memory that occurs while one event runs."""
+
+    direction: Direction
+    chunk: int
+    in_flight: tuple[int, ...]
+    """Per chunk, microbatches whose forward is done and whose backward has not begun."""
+    event: int
+    """Position of the first event in `Schedule.events(stage)` where this occurs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What fixes the order of events on every stage.
+
+    One chunk per stage is 1F1B (or no pipelining, on one stage), several are interleaved 1F1B.
+    Source: `forward_backward_*`, `get_pp_rank_microbatches`, `get_schedule_table` in `schedules.py`
+    and `combined_1f1b.py` of megatron-core. Raises PipelineError for what Megatron refuses.
+    """
+
+    num_stages: int
+    num_chunks: int
+    num_microbatches: int
+    microbatch_group_size: int | None = None
+    """Megatron's `microbatch_group_size_per_vp_stage`: microbatches that pass one chunk before the
+    next chunk has its turn. None is `num_stages`. Without effect when there is one chunk."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """One more warm-up forward, so that a forward and a backward can run side by side. Their events
+    are listed forward first; each counts the other as in flight."""
+
+    @classmethod
+    def of_layout(
+        cls,
+        layout: Layout,
+        num_microbatches: int,
+        *,
+        microbatch_group_size: int | None = None,
+        overlap_moe_expert_parallel_comm: bool = False,
+    ) -> Schedule:
+        """The schedule of a layout's stages and chunks."""
+        return cls(
+            layout.num_stages,
+            layout.num_chunks,
+            num_microbatches,
+            microbatch_group_size,
+            overlap_moe_expert_parallel_comm,
+        )
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            1,
+            num_stages=self.num_stages,
+            num_chunks=self.num_chunks,
+            num_microbatches=self.num_microbatches,
+        )
+        check_chunks(self.num_stages, self.num_chunks)
+        if self.num_chunks > 1:
+            self._check_groups()
+        elif self.overlap_moe_expert_parallel_comm and self.num_stages > 1:
+            raise PipelineError(
+                f"overlap_moe_expert_parallel_comm on {self.num_stages} stages needs interleaving: "
+                "found one chunk per stage. Ask for two or more, or turn the overlap off."
+            )
+
+    def _check_groups(self) -> None:
+        p, m, group = self.num_stages, self.num_microbatches, self.group_size
+        if not p <= group <= m:
+            raise PipelineError(
+                f"The microbatch group size is {group}; interleaved, it must lie between the "
+                f"number of stages {p} and of microbatches {m}. Change either."
+            )
+        if 0 < m % group < p:
+            raise PipelineError(
+                f"{m} microbatches in groups of {group} leave a last group of {m % group}, fewer "
+                f"than the {p} stages. Choose a group size that leaves none, or at least {p}."
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Microbatches that pass one chunk in a row."""
+        return self.num_stages if self.microbatch_group_size is None else self.microbatch_group_size
+
+    def warmup(self, stage: int) -> int:
+        """Return how many forwards the stage runs before the first forward that a backward follows.
+
+        Source: `get_pp_rank_microbatches`; on one stage with EP overlap,
+        `combined_1f1b_schedule_for_no_pipelining`.
+        """
+        self._check_stage(stage)
+        wanted = self.stride * (self.num_stages - 1 - stage) + self.warmup_of_last_stage
+        return min(wanted, self.num_microbatches * self.num_chunks)
+
+    @property
+    def stride(self) -> int:
+        """By how many forwards a stage's warm-up exceeds that of the next stage."""
+        return 1 if self.num_chunks == 1 else 2
+
+    @property
+    def warmup_of_last_stage(self) -> int:
+        """How many forwards the last stage's warm-up would have if there were enough."""
+        return (self.num_chunks - 1) * self.group_size + self.overlap_moe_expert_parallel_comm
+
+    def shortened(self) -> Schedule:
+        """The schedule of fewer microbatches, if there are many, that has the same moments.
+
+        Its steady state is long enough to repeat once, and its last group is as large.
+        """
+        v, m = self.num_chunks, self.num_microbatches
+        size = self.group_size if v > 1 else 1
+        # The longest warm-up is of less than two groups of all chunks, or of a microbatch a stage.
+        whole = _GROUPS if v > 1 else self.num_stages + _GROUPS
+        return replace(self, num_microbatches=min(m // size, whole) * size + m % size)
+
+    def microbatch(self, stage: int, event: int) -> int:
+        """The microbatch here of an event of the shortened schedule, the first one of its kind."""
+        short = self.shortened()
+        size = self.group_size if self.num_chunks > 1 else 1
+        # It takes a few periods after the warm-up until all that is bound is of the steady state.
+        once = short.warmup(stage) + 8 * size * self.num_chunks
+        later = self.num_microbatches - short.num_microbatches if event >= once else 0
+        return short.events(stage)[event].microbatch + later
+
+    def events(self, stage: int) -> tuple[Event, ...]:
+        """Return everything the stage does in a step, in order."""
+        backward, chunk, microbatch = self._order(stage)
+        return tuple(
+            Event("backward" if is_backward else "forward", c, b)
+            for is_backward, c, b in zip(
+                backward.tolist(), chunk.tolist(), microbatch.tolist(), strict=True
+            )
+        )
+
+    def in_flight(self, stage: int) -> NDArray[np.int32]:
+        """Return, `[event, chunk]`, the microbatches in flight while the event runs.
+
+        In flight: the forward is done and the backward has not begun. So the microbatch that the
+        event itself runs is not counted, neither in its forward nor in its backward.
+        """
+        backward, chunk, _ = self._order(stage)
+        position = np.arange(len(chunk))
+        change = np.zeros((len(chunk), self.num_chunks), np.int32)
+        change[position, chunk] = np.where(backward, -1, 1)
+        counts = np.cumsum(change, axis=0, dtype=np.int32)
+        counts[position[~backward], chunk[~backward]] -= 1
+        return counts
+
+    def distinct_moments(self, stage: int) -> tuple[Moment, ...]:
+        """Return the different moments, each with the first event that has it."""
+        backward, chunk, _ = self._order(stage)
+        rows = np.column_stack((backward, chunk, self.in_flight(stage))).astype(np.int32)
+        first: dict[bytes, int] = {}
+        for event, row in enumerate(rows):
+            first.setdefault(row.tobytes(), event)
+        return tuple(_moment(rows[event].tolist(), event) for event in first.values())
+
+    def binding_moments(self, stage: int) -> tuple[Moment, ...]:
+        """Return the distinct moments that no other of the same direction and chunk exceeds.
+
+        Bytes held are never negative, so a peak that fits at these moments fits at all; there are
+        far fewer of them, since those of warm-up and cool-down drop out.
+        """
+        groups: dict[tuple[Direction, int], list[Moment]] = {}
+        for moment in self.distinct_moments(stage):
+            groups.setdefault((moment.direction, moment.chunk), []).append(moment)
+        kept = [moment for group in groups.values() for moment in maximal(group)]
+        return tuple(sorted(kept, key=lambda moment: moment.event))
+
+    def _check_stage(self, stage: int) -> None:
+        if not 0 <= stage < self.num_stages:
+            raise PipelineError(
+                f"Stage {stage} does not exist: stages are 0 to {self.num_stages - 1}."
+            )
+
+    def _order(self, stage: int) -> tuple[Bools, NDArray[np.intp], NDArray[np.intp]]:
+        """Return for each event whether it is a backward, its chunk and its microbatch."""
+        total, warmup = self.num_microbatches * self.num_chunks, self.warmup(stage)
+        backward = np.zeros(2 * total, np.bool_)
+        cooldown = 2 * total - warmup
+        backward[warmup + 1 : cooldown : 2] = True
+        backward[cooldown:] = True
+        microbatch, chunk, _ = self.forward_table()
+        order = np.empty(2 * total, np.intp)
+        order[~backward] = order[backward] = np.arange(total)
+        chunks = chunk[order]
+        chunks[backward] = self.num_chunks - 1 - chunks[backward]
+        return backward, chunks, microbatch[order]
+
+    def forward_table(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+        """Return microbatch, chunk and size of its group for each forward of a stage, in order.
+
+        The n-th backward has the same microbatch and the chunk counted from the end. Source:
+        `get_schedule_table`.
+        """
+        v, m = self.num_chunks, self.num_microbatches
+        size = self.group_size if v > 1 else m
+        groups = [np.arange(start, min(start + size, m)) for start in range(0, m, size)]
+        return (
+            np.concatenate([np.tile(group, v) for group in groups]),
+            np.concatenate([np.repeat(np.arange(v), len(group)) for group in groups]),
+            np.concatenate([np.full(v * len(group), len(group)) for group in groups]),
+        )
+
+
+def _moment(row: Sequence[int], event: int) -> Moment:
+    backward, chunk, *in_flight = row
+    return Moment("backward" if backward else "forward", chunk, tuple(in_flight), event)
+
+
+def maximal(moments: Sequence[Moment]) -> list[Moment]:
+    """Return the moments whose in-flight counts no other moment's reach in every chunk."""
+    # By descending total: what comes first exceeds, and is not exceeded by, what comes after it.
+    rest = sorted(moments, key=lambda moment: -sum(moment.in_flight))
+    counts = np.array([moment.in_flight for moment in rest])
+    kept = []
+    left = np.arange(len(rest))
+    while len(left):
+        kept.append(rest[left[0]])
+        left = left[~np.all(counts[left] <= counts[left[0]], axis=1)]
+    return kept

@@ -1,0 +1,1 @@
+"""Fastest choices of one stage under its memory limits, exactly."""

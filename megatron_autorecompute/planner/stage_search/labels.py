@@ -1,0 +1,113 @@
+"""Labels: all that matters of the choices for the last few layers of a chunk.
+
+Prepending a unit (h, x) to a suffix of a chunk gives H' = H + h and M' = h + max(x, M). So all that
+matters of a suffix is a *label* (time, H, M forward, M backward), and of two labels of the same
+suffix the one that is not better in anything is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_autorecompute.planner.arrays import Bools, Floats, Ints
+
+TIME, HELD, FORWARD, BACKWARD, RUNS, FIRST, PARENT, POSITION, OPTION = range(9)
+COLUMNS = ("time", "held", "forward", "backward", "runs", "first", "parent", "position", "option")
+
+
+class Labels:
+    """Labels of all positions searched so far, in one growing table `[label, column]`."""
+
+    def __init__(self) -> None:
+        self.data = np.zeros((256, len(COLUMNS)), np.int64)
+        self.stops: dict[int, int] = {}
+        self.size = 0
+
+    def append(self, rows: Ints, position: int) -> None:
+        """Add the labels of a position, the next one towards the chunk's first layer."""
+        while self.size + len(rows) > len(self.data):
+            self.data = np.concatenate([self.data, np.zeros_like(self.data)])
+        self.data[self.size : self.size + len(rows)] = rows
+        self.size += len(rows)
+        self.stops[position] = self.size
+
+    def of(self, first: int, last: int) -> tuple[Ints, int]:
+        """Labels of positions `first` .. `last`, and the index of the first one."""
+        start = self.stops.get(last + 1, 0)
+        return self.data[start : self.stops[first]], start
+
+
+GROUP_IDS = 1 << 20  # ids of groups lie above those of single choices
+
+
+def prepend(
+    rows: Ints, parents: Ints, costs: tuple[Ints, Ints, Ints], time: Ints, ids: Ints
+) -> Ints:
+    """Put one unit before each row, in place; `costs` is held, forward and backward transient."""
+    held, forward, backward = costs
+    rows[:, TIME] += time
+    rows[:, HELD] += held
+    rows[:, FORWARD] = held + np.maximum(rows[:, FORWARD], forward)
+    rows[:, BACKWARD] = held + np.maximum(rows[:, BACKWARD], backward)
+    rows[:, RUNS] += rows[:, FIRST] != ids
+    rows[:, FIRST] = rows[:, OPTION] = ids
+    rows[:, PARENT] = parents
+    return rows
+
+
+def spread(price: Floats, held: Ints, width: int) -> NDArray[np.intp]:
+    """At most `width` labels: half the cheapest, half the cheapest of equal ranges of held bytes.
+
+    The cheapest alone would not do: along a mixture of two choices the price stands still, so
+    they may all hold too much or too little for what is to come.
+    """
+    half = width // 2
+    step = max(1, -(-int(held.max() - held.min() + 1) // max(half, 1)))
+    ranges = (held - held.min()) // step
+    order = np.lexsort((price, ranges))
+    first = order[np.unique(ranges[order], return_index=True)[1]]
+    return np.union1d(np.argsort(price, kind="stable")[: width - half], first[:half])
+
+
+def front(dims: Ints, runs: Ints, first: Ints, block: int = 256) -> NDArray[np.intp]:
+    """Indices of the labels that no other makes superfluous.
+
+    Column 0 of `dims` is the time. A label makes another superfluous when it is nowhere worse and
+    either faster, or sure to end with no more runs: its runs may grow by one against the other's
+    where their first choices differ.
+    """
+    order = np.lexsort((runs, *dims.T[::-1]))
+    runs, first = runs[order].astype(np.int32), first[order].astype(np.int32)
+    # Only the order matters, and ranks of two bytes are compared four times as fast.
+    narrow = np.int16 if len(order) < 1 << 15 else np.int32
+    ranks = np.empty((dims.shape[1], len(order)), narrow)
+    for rank, column in zip(ranks, dims[order].T, strict=True):
+        rank[:] = np.unique(column, return_inverse=True)[1]
+    kept = np.zeros(0, np.intp)
+    for start in range(0, len(order), block):
+        fresh = np.arange(start, min(start + block, len(order)))
+        fresh = fresh[~_dominated(ranks, runs, first, kept, fresh).any(axis=0)]
+        inside = _dominated(ranks, runs, first, fresh, fresh)
+        inside &= fresh[:, None] < fresh[None, :]
+        # A dominated label's dominator may itself be dominated, by one that dominates both.
+        kept = np.concatenate([kept, fresh[~inside.any(axis=0)]])
+    return order[kept]
+
+
+def _dominated(
+    ranks: NDArray[Any],
+    runs: NDArray[Any],
+    first: NDArray[Any],
+    by: NDArray[np.intp],
+    what: NDArray[np.intp],
+) -> Bools:
+    """`[by, what]` whether the one makes the other superfluous; `ranks` is `[column, label]`."""
+    result: Bools = (ranks[0, by][:, None] < ranks[0, what]) | (
+        runs[by][:, None] + (first[by][:, None] != first[what]) <= runs[what]
+    )
+    for rank in ranks[1:]:
+        result &= rank[by][:, None] <= rank[what]
+    return result

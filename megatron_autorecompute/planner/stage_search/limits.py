@@ -1,0 +1,67 @@
+"""What one search is about: the limits of the moments, and what a byte costs at each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_autorecompute.planner.arrays import Bools, Floats, Ints
+from megatron_autorecompute.planner.stage_search.labels import BACKWARD, FORWARD, HELD, TIME
+from megatron_autorecompute.planner.stage_search.problem import StageProblem
+
+SLACK = 1e-9  # relative; the bound is a float sum of about 1e3 terms, wrong by at most 1e-12
+NO_LIMIT = np.int64(1) << 60
+NEVER = np.int64(1) << 60  # ps
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a search, and multipliers for a bound."""
+
+    problem: StageProblem
+    room: Ints
+    """`[moment]` bytes that the chunks may put on it."""
+    price: Floats
+    """`[moment]` picoseconds per byte; any that are not negative give a valid bound."""
+    timed: bool = True
+    """Whether time counts, or only bytes."""
+
+    @property
+    def budget_price(self) -> float:
+        """What the limits are worth at the multipliers."""
+        return float(self.price @ self.room) if self.timed else 0.0
+
+    def prices(self, c: int) -> tuple[float, float, float]:
+        """Prices of a byte of H, of M forward and of M backward of a chunk."""
+        runs, forward = self.problem.running == c, self.problem.is_forward
+        return (
+            float(self.price @ self.problem.counts[:, c]),
+            float(self.price[runs & forward].sum()),
+            float(self.price[runs & ~forward].sum()),
+        )
+
+    def unsearched_bound(self, c: int) -> float:
+        """Least time plus priced bytes of a chunk, were every layer free to choose."""
+        chunk, price = self.problem.chunks[c], sum(self.prices(c))
+        after = sum(u.time_ps * self.timed + price * u.held_bytes for u in chunk.after)
+        return float(chunk.covering(price, self.timed)[-1]) + after
+
+    def priced(self, rows: Ints, c: int) -> Floats:
+        """Time plus priced bytes of labels of a chunk."""
+        held, forward, backward = self.prices(c)
+        priced: Floats = (
+            rows[:, TIME]
+            + held * rows[:, HELD]
+            + forward * rows[:, FORWARD]
+            + backward * rows[:, BACKWARD]
+        )
+        return priced
+
+    def may_win(self, priced: Floats, upper_ps: int | None) -> Bools:
+        """Whether the bound leaves room for a time of at most `upper_ps`."""
+        if upper_ps is None:
+            return np.ones(len(priced), np.bool_)
+        ceiling = upper_ps + self.budget_price
+        allowed: Bools = priced <= ceiling + SLACK * max(abs(ceiling), upper_ps)
+        return allowed

@@ -1,0 +1,274 @@
+"""One stage as a problem: what may be chosen in each chunk, and the moments that must fit.
+
+Constraints. For every binding moment k (direction, running chunk r, in flight n[k, c]):
+
+    constant[k] + sum over chunks c of n[k, c] * H[c] + M[r, direction] <= budget
+
+where H[c] is what chunk c holds and M[c, direction] the highest point of its forward or backward:
+max over its units of (held of the units up to it + its transient).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron_autorecompute.errors import PolicyError, ProfileError
+from megatron_autorecompute.planner.arrays import Bools, Floats, Ints
+from megatron_autorecompute.planner.layout import Chunk
+from megatron_autorecompute.planner.p2p_tensors import Load
+from megatron_autorecompute.planner.peak_memory import StageBase
+from megatron_autorecompute.planner.unit_costs import Checkpoints, CostTable, Unit
+from megatron_autorecompute.policy import LayerPolicy
+
+GROUPS = "full/N"
+"""Stands for checkpoints around several layers, of any size."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnlyChoices:
+    """The choices that may be used, where not every recorded one may."""
+
+    choices: frozenset[LayerPolicy]
+    """Of one layer by itself."""
+    groups: bool
+    """Whether checkpoints around several layers may be used, of any size."""
+
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> OnlyChoices:
+        """Read choices, `full/N` standing for all groups; raises PolicyError for other texts."""
+        wanted = set(texts)
+        alone = frozenset(LayerPolicy.parse(text) for text in wanted - {GROUPS})
+        for choice in alone:
+            if choice.group > 1:
+                raise PolicyError(f"{choice}: groups are allowed all together, as {GROUPS}.")
+        return cls(alone, GROUPS in wanted)
+
+    def __iter__(self) -> Iterator[str]:
+        """The texts, sorted."""
+        return iter(sorted([*map(str, self.choices), *[GROUPS] * self.groups]))
+
+    def allow(self, table: CostTable, layer: int, choice: LayerPolicy) -> bool:
+        """Whether a layer may have a choice; one that is inert there stands for what it equals."""
+        if choice.group > 1:
+            return self.groups
+        return not self.choices.isdisjoint(table.names(layer, choice))
+
+
+@dataclass(frozen=True, slots=True)
+class Singles:
+    """Choices of one layer by itself, `[choice]`."""
+
+    policies: tuple[LayerPolicy, ...]
+    held: Ints
+    forward: Ints
+    backward: Ints
+    time: Ints
+    keeps: Ints
+    """1 where the choice is a checkpoint; see `Unit.keeps_output_gradient`."""
+
+
+@dataclass(frozen=True)
+class ChunkProblem:
+    """What may be chosen in one chunk. Independent of budget and schedule."""
+
+    layers: tuple[int, ...]
+    before: tuple[Unit, ...]
+    after: tuple[Unit, ...]
+    singles: tuple[Singles, ...]
+    """Per position in the chunk."""
+    groups: tuple[Checkpoints, ...]
+    """Per position: one checkpoint around the g layers from there, `[g - 1]`."""
+    output_gradient_bytes: int
+    """In the backward of every unit, but of a checkpoint that is the chunk's last."""
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """Per position, what tells layers of different cost apart."""
+        return tuple(tuple(tuple(column.tolist()) for column in _numbers(s)) for s in self.singles)
+
+    def covering(self, price: float, timed: bool) -> Floats:
+        """Least time + price * held over the ways to cover the layers before each position.
+
+        `[position]` for 0 .. number of layers, `before` included.
+        """
+        cost = np.zeros(len(self.layers) + 1)
+        cost[0] = sum(u.time_ps * timed + price * u.held_bytes for u in self.before)
+        cost[1:] = np.inf
+        for i, single in enumerate(self.singles):
+            alone = (single.time * timed + price * single.held).min()
+            cost[i + 1] = min(cost[i + 1], cost[i] + alone)
+            group = self.groups[i]
+            if len(group.held_bytes) > 1:
+                together = (group.forward_ps + group.backward_ps) * timed + price * group.held_bytes
+                reached = cost[i + 2 : i + 1 + len(together)]
+                np.minimum(reached, cost[i] + together[1:], out=reached)
+        return cost
+
+    @cached_property
+    def least_ps(self) -> int:
+        """Time when every layer has its fastest choice."""
+        return self.time_ps([s.policies[int(s.time.argmin())] for s in self.singles])
+
+    def time_ps(self, policies: Sequence[LayerPolicy]) -> int:
+        """Time of one microbatch under the given policies, one per position."""
+        time = sum(unit.time_ps for unit in (*self.before, *self.after))
+        position = 0
+        while position < len(policies):
+            policy = policies[position]
+            if policy.group > 1:
+                group = self.groups[position]
+                index = policy.group - 1
+                time += int(group.forward_ps[index] + group.backward_ps[index])
+            else:
+                single = self.singles[position]
+                time += int(single.time[single.policies.index(policy)])
+            position += policy.group
+        return time
+
+    @cached_property
+    def least_held(self) -> Ints:
+        """Least bytes held by the layers before each position, `before` included."""
+        return np.floor(self.covering(1.0, timed=False)).astype(np.int64)
+
+    @cached_property
+    def least_total(self) -> int:
+        """Least bytes the whole chunk can hold."""
+        return int(self.least_held[-1]) + sum(unit.held_bytes for unit in self.after)
+
+    @cached_property
+    def forward_is_below_backward_by(self) -> int:
+        """Least (backward transient - forward transient) over all units; negative if above."""
+        pairs = [
+            (u.forward_transient_bytes, u.backward_transient_bytes)
+            for u in (*self.before, *self.after)
+        ]
+        gaps = [b - f for f, b in pairs]
+        gaps += [int((s.backward - s.forward).min()) for s in self.singles]
+        gaps += [
+            int((g.backward_transient_bytes - g.forward_transient_bytes)[1:].min())
+            for g in self.groups
+            if len(g.held_bytes) > 1
+        ]
+        return min(gaps)
+
+
+def _numbers(single: Singles) -> tuple[Ints, ...]:
+    return single.held, single.forward, single.backward, single.time
+
+
+def chunk_problem(
+    table: CostTable,
+    chunk: Chunk,
+    base: StageBase,
+    only: OnlyChoices | None = None,
+) -> ChunkProblem:
+    """Collect the options of a chunk; `only` restricts choices, None allows all recorded."""
+    before, after = table.pseudo_layers(chunk)
+    layers = chunk.layers
+    grouped = only is None or only.groups
+    groups = [table.checkpoints(layers[i:] if grouped else ()) for i in range(len(layers))]
+    return ChunkProblem(
+        layers,
+        tuple(before),
+        tuple(after),
+        tuple(
+            _singles(table, layer, only, received=layer == layers[0] and not chunk.embedding)
+            for layer in layers
+        ),
+        tuple(groups),
+        0 if chunk.head else base.boundary_bytes,
+    )
+
+
+def _singles(table: CostTable, layer: int, only: OnlyChoices | None, received: bool) -> Singles:
+    policies = tuple(p for p in table.choices(layer) if only is None or only.allow(table, layer, p))
+    if not policies:
+        raise ProfileError(
+            f"None of the allowed choices {list(only or ())} has a record for layer {layer}, "
+            f"which has {', '.join(map(str, table.choices(layer)))}. Allow one of these."
+        )
+    units = [table.layer(layer, policy, received) for policy in policies]
+    columns = [
+        np.array([getattr(unit, name) for unit in units], np.int64)
+        for name in (
+            "held_bytes",
+            "forward_transient_bytes",
+            "backward_transient_bytes",
+            "time_ps",
+            "keeps_output_gradient",
+        )
+    ]
+    return Singles(policies, *columns)
+
+
+@dataclass(frozen=True)
+class StageProblem:
+    """One stage: its chunks and its binding moments, `[moment]`."""
+
+    chunks: tuple[ChunkProblem, ...]
+    counts: Ints
+    """`[moment, chunk]` microbatches in flight."""
+    running: Ints
+    """Chunk that runs."""
+    is_forward: Bools
+    constant: Ints
+    """Bytes alive whatever is chosen."""
+    floor_bytes: int
+    """Peak outside forwards and backwards: static bytes and the optimizer step."""
+
+
+def stage_problem(
+    chunks: Sequence[ChunkProblem], moments: Sequence[Load], base: StageBase
+) -> StageProblem:
+    """Put chunks and moments together, without the moments that others imply."""
+    kept = [moment for moment in moments if not _implied(moment, moments, chunks, base)]
+    return StageProblem(
+        tuple(chunks),
+        np.array([moment.in_flight for moment in kept], np.int64).reshape(len(kept), len(chunks)),
+        np.array([moment.chunk for moment in kept], np.int64),
+        np.array([moment.direction == "forward" for moment in kept], np.bool_),
+        np.array([base.constant_bytes(load.direction, load.extra) for load in kept], np.int64),
+        base.static.total_bytes + base.optimizer_step_peak_bytes,
+    )
+
+
+def _implied(
+    moment: Load, moments: Sequence[Load], chunks: Sequence[ChunkProblem], base: StageBase
+) -> bool:
+    """Whether a forward never needs more than some backward of the same chunk."""
+    if moment.direction == "backward":
+        return False
+    constant = base.constant_bytes("forward", moment.extra)
+    below = chunks[moment.chunk].forward_is_below_backward_by
+    return any(
+        other.direction == "backward"
+        and other.chunk == moment.chunk
+        and constant <= base.constant_bytes("backward", other.extra) + below
+        and all(n >= k for n, k in zip(other.in_flight, moment.in_flight, strict=True))
+        for other in moments
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """The best choices of a stage, and the proof."""
+
+    policies: tuple[tuple[LayerPolicy, ...], ...]
+    """`[chunk][position]`."""
+    time_ps: int
+    """Forward plus backward of one microbatch through all chunks."""
+    peak_bytes: int
+    runs: int
+    """Runs of equal policy, counted per chunk."""
+    bound_ps: int
+    """No choices that fit are faster than this."""
+
+    @property
+    def gap(self) -> float:
+        """(time - bound) / time; 0 is proven optimal."""
+        return (self.time_ps - self.bound_ps) / self.time_ps if self.time_ps else 0.0

@@ -1,0 +1,181 @@
+"""Exact search for the fastest choices of one stage under its memory limits.
+
+Rounds of growing width find the best known solution; the round in which nothing had to be cut off
+proves it. Where even the widest round cut labels off, the cheapest of them is the bound, and what
+lies between is the gap of the answer. Short chunks have few labels in all; these are kept for every
+budget, and then no prices are needed.
+
+Equal times: the lower peak wins; equal both: the fewest runs of equal policy, counted per chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_autorecompute.planner.stage_search.chunk_labels import ChunkLabels, Filters
+from megatron_autorecompute.planner.stage_search.combine import ChunkOptions, Combiner, Goal
+from megatron_autorecompute.planner.stage_search.limits import NEVER, NO_LIMIT, SLACK, Limits
+from megatron_autorecompute.planner.stage_search.prices import multipliers
+from megatron_autorecompute.planner.stage_search.problem import StageChoice, StageProblem
+from megatron_autorecompute.policy import LayerPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much work a search may be; what is left open is the gap of its answer."""
+
+    widths: tuple[int, ...] = (64, 256, 1024, 4096, 16_384, 131_072)
+    """Labels kept per position in successive rounds; the last bounds memory to about 100 MB."""
+    most_work: float = 2e8
+    """Width times squared layers of a chunk, beyond which no wider round is begun: about 10 s on
+    one core for 512 layers of 12 choices in one chunk."""
+    complete_layers: int = 4
+    """Layers of a chunk up to which all labels of a stage are found once and kept for every budget.
+    Longer chunks have too many: each budget then searches its own."""
+    complete_width: int = 256
+    """Labels of a position up to which the same is done."""
+
+    def affordable(self, longest: int) -> tuple[int, ...]:
+        """Widths of the rounds for chunks of at most so many layers."""
+        wider = (width for width in self.widths[1:] if width * longest**2 <= self.most_work)
+        return (self.widths[0], *wider)
+
+
+class StageSearch:
+    """Searches one stage for any number of budgets."""
+
+    def __init__(self, problem: StageProblem, effort: Effort | None = None) -> None:
+        self.problem = problem
+        self.effort = effort or Effort()
+
+    @property
+    def _longest(self) -> int:
+        return max(len(chunk.layers) for chunk in self.problem.chunks)
+
+    @cached_property
+    def complete(self) -> Combiner | None:
+        """All labels of all chunks, whatever the budget; None where they are too many to keep."""
+        if self._longest > self.effort.complete_layers:
+            return None
+        moments = len(self.problem.constant)
+        limits = Limits(self.problem, np.full(moments, NO_LIMIT), np.zeros(moments))
+        options, left_ps = _Rounds(limits, None).options(Goal(), self.effort.complete_width)
+        return Combiner(self.problem, options) if left_ps == math.inf else None
+
+    def fastest(self, budget_bytes: int, known: StageChoice | None = None) -> StageChoice | None:
+        """Fastest choices whose peak is at most the budget; None when no choices fit.
+
+        `known` choices that fit, such as those of a smaller budget, only make it quicker.
+        """
+        problem = self.problem
+        if problem.floor_bytes > budget_bytes:
+            return None
+        rounds = self._rounds(budget_bytes)
+        if rounds.bound_ps >= NEVER:
+            return None
+        least_ps = sum(chunk.least_ps for chunk in problem.chunks)
+        if rounds.complete or rounds.bound_ps <= least_ps:
+            # Mostly the answer: the fastest choices where memory is no limit, and elsewhere what an
+            # exact bound allows. Then nearly every label is dropped at once.
+            goal = Goal(max(least_ps, rounds.bound_ps))
+            found, left_ps = rounds.round(goal, self.effort.widths[0])
+            if found is not None and found.time_ps == goal.time_ps and left_ps == math.inf:
+                return found
+            known = _better(known, found)
+        best, bound_ps = known, 0.0
+        for width in self.effort.affordable(self._longest):
+            found, left_ps = rounds.round(Goal.of(best, budget_bytes), width)
+            best = _better(best, found)
+            if left_ps == math.inf:
+                return best
+            bound_ps = max(bound_ps, rounds.bound_ps, left_ps)
+            if best is None:
+                lean = self.leanest
+                if lean.peak_bytes > budget_bytes:
+                    return None
+                best = lean
+        assert best is not None  # the leanest choices fit
+        bound = min(best.time_ps, math.floor(bound_ps))
+        return StageChoice(best.policies, best.time_ps, best.peak_bytes, best.runs, bound)
+
+    @cached_property
+    def leanest(self) -> StageChoice:
+        """The choices with the lowest peak, whatever their time."""
+        moments = len(self.problem.constant)
+        limits = Limits(self.problem, np.full(moments, NO_LIMIT), np.zeros(moments), timed=False)
+        rounds = _Rounds(limits, None)
+        for width in self.effort.widths:
+            found, left_ps = rounds.round(Goal(), width)
+            if left_ps == math.inf:
+                break
+        assert found is not None  # without a budget everything fits
+        return found
+
+    def _rounds(self, budget_bytes: int) -> _Rounds:
+        problem, complete = self.problem, self.complete
+        room = budget_bytes - problem.constant
+        price = np.zeros(len(room)) if complete else multipliers(problem, room)
+        return _Rounds(Limits(problem, room, price), complete)
+
+
+def _better(one: StageChoice | None, other: StageChoice | None) -> StageChoice | None:
+    if one is None or other is None:
+        return one or other
+    return min(one, other, key=lambda c: (c.time_ps, c.peak_bytes, c.runs))
+
+
+class _Rounds:
+    """The rounds of one search: same problem, same budget, same multipliers."""
+
+    def __init__(self, limits: Limits, complete: Combiner | None) -> None:
+        self.limits, self.complete = limits, complete
+        self.ids: dict[LayerPolicy, int] = {}
+        self.chunk_bounds: list[float] = []
+        if complete is None:
+            chunks = range(len(limits.problem.chunks))
+            self.chunk_bounds = [limits.unsearched_bound(c) for c in chunks]
+
+    @property
+    def bound_ps(self) -> int:
+        """Lower bound on the time of any choices that fit."""
+        if self.complete is not None:
+            return self.complete.bound_ps(self.limits.room)
+        value = sum(self.chunk_bounds) - self.limits.budget_price
+        return max(0, int(np.floor(value - SLACK * abs(value))))
+
+    def round(self, goal: Goal, width: int) -> tuple[StageChoice | None, float]:
+        """One pass: the best found, and what no label cut off for width can become faster than.
+
+        The second is infinite where none was cut off, which proves the first.
+        """
+        combiner, left_ps = self.complete, math.inf
+        if combiner is None:
+            options, left_ps = self.options(goal, width)
+            if not all(len(option.final) for option in options):
+                return None, left_ps
+            combiner = Combiner(self.limits.problem, options)
+        found, also_left_ps = combiner.best(self.limits.room, self.limits.price, goal, width)
+        return found, min(left_ps, also_left_ps)
+
+    def options(self, goal: Goal, width: int) -> tuple[list[ChunkOptions], float]:
+        """Labels of every chunk, up to one that has none; and as in `round`."""
+        options: list[ChunkOptions] = []
+        left_ps = math.inf
+        for c in range(len(self.limits.problem.chunks)):
+            filters = Filters(self.limits, c, self.chunk_bounds, goal.time_ps, width)
+            labels, final = ChunkLabels(self.limits, c, self.ids).search(filters)
+            if filters.left < math.inf:
+                cut_ps = filters.left - self.limits.budget_price
+                left_ps = min(left_ps, cut_ps - SLACK * max(abs(filters.left), abs(cut_ps)))
+            options.append(ChunkOptions(labels, final, self.ids))
+            if not len(final):
+                break
+            if filters.left == math.inf:
+                self.chunk_bounds[c] = max(
+                    self.chunk_bounds[c], float(self.limits.priced(final, c).min())
+                )
+        return options, left_ps

@@ -1,0 +1,357 @@
+"""What runs as one and what it costs: a profile's records for one choice of each layer.
+
+A *unit* is what runs as one: a layer with its choice, one checkpoint around several layers, the
+embedding, or the head.
+
+Times are whole picoseconds inside the planner, so that sums are exact and ties are ties; one
+picosecond is far below what any timer resolves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.layout import Chunk
+from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.profile import (
+    ChoiceRecord,
+    LayerBytes,
+    LayerKind,
+    Profile,
+    scaled_bytes,
+)
+
+Bound = Literal["low", "nominal", "high"]
+PS_PER_MS = 10**9
+SIGN: dict[Bound, int] = {"low": -1, "nominal": 0, "high": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Costs of one unit for one microbatch."""
+
+    name: str
+    """`layer 7`, `layers 4-7`, `embedding`, `head`, `boundary`."""
+    layers: tuple[int, ...]
+    """Global layer indices; empty for what is no layer."""
+    held_bytes: int
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+    forward_ps: int
+    backward_ps: int
+    spread_ps: int = 0
+    """Half the width of the interval that `time_ps` lies in."""
+    keeps_output_gradient: bool = False
+    """Whether its backward holds the gradient of its output to the end, so that its transient
+    counts it throughout. A checkpoint does: it is an argument of its backward. Other layers let
+    it go once it is used."""
+
+    @property
+    def time_ps(self) -> int:
+        """Forward plus backward, recompute included."""
+        return self.forward_ps + self.backward_ps
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Costs of one checkpoint around the first g of some layers, `[g - 1]` for every g."""
+
+    held_bytes: Ints
+    forward_transient_bytes: Ints
+    backward_transient_bytes: Ints
+    forward_ps: Ints
+    backward_ps: Ints
+    spread_ps: Ints
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """A profile's records as the planner uses them: imbalance applied, at one end of the interval.
+
+    `low` and `high` shift every byte figure by its uncertainty; a budget is met at `high`.
+    """
+
+    profile: Profile
+    percentile: float | None = None
+    """Imbalance percentile to budget for; None takes the records as they are."""
+    bound: Bound = "nominal"
+
+    @cached_property
+    def _kinds(self) -> tuple[LayerKind, ...]:
+        owner = {layer: kind for kind in self.profile.kinds for layer in kind.layers}
+        return tuple(owner[layer] for layer in range(self.profile.num_layers))
+
+    @cached_property
+    def _records(self) -> dict[str, dict[LayerPolicy, ChoiceRecord]]:
+        """The shifted records of every kind, by its name; those of inert choices come last."""
+        return {kind.name: self._records_of(kind) for kind in self.profile.kinds}
+
+    def _records_of(self, kind: LayerKind) -> dict[LayerPolicy, ChoiceRecord]:
+        factor = kind.imbalance_factor(self.percentile)
+        found = {
+            LayerPolicy.parse(record.choice): self._shifted(
+                record.at_percentile(self.percentile), 1.0 if record.knows_routing else factor
+            )
+            for record in kind.choices
+        }
+        equal = {LayerPolicy.parse(a): LayerPolicy.parse(b) for a, b in kind.inert.items()}
+        return found | {inert: found[choice] for inert, choice in equal.items()}
+
+    @cached_property
+    def _planned(self) -> dict[str, tuple[LayerPolicy, ...]]:
+        """What may be chosen, by kind: every record's own choice, groups included."""
+        return {
+            kind.name: tuple(self._records[kind.name])[: len(kind.choices)]
+            for kind in self.profile.kinds
+        }
+
+    def _shifted(self, record: ChoiceRecord, factor: float) -> ChoiceRecord:
+        shift = SIGN[self.bound] * record.uncertainty_bytes
+        own = LayerBytes.of(record)
+        return own.each(lambda size: max(0, scaled_bytes(size + shift, factor))).into(record)
+
+    @cached_property
+    def _modules(self) -> dict[str, frozenset[str]]:
+        """Modules in any record, by kind."""
+        return {
+            name: frozenset(module for choice in records for module in choice.modules)
+            for name, records in self._records.items()
+        }
+
+    def kind(self, layer: int) -> LayerKind:
+        """The kind of a global layer index."""
+        return self._kinds[layer]
+
+    def record(self, layer: int, choice: LayerPolicy) -> ChoiceRecord | None:
+        """The shifted record of one layer's choice; None where the profile has none."""
+        return self._records[self._kinds[layer].name].get(choice)
+
+    def choices(self, layer: int) -> tuple[LayerPolicy, ...]:
+        """What one layer by itself may be given: every record but those of groups, in order."""
+        planned = self._planned[self._kinds[layer].name]
+        return tuple(policy for policy in planned if policy.group == 1)
+
+    def what_runs(self, layer: int, choice: LayerPolicy) -> LayerPolicy:
+        """What Megatron runs on a layer for a setting of all: the modules the layer's kind has.
+
+        Every set of modules that a kind has is measured on it. So a module that is in none of its
+        records, such as `moe` on a dense layer, is taken to be one that it has not.
+        """
+        if choice.granularity != "selective" or self.record(layer, choice) is not None:
+            return choice
+        has = self._modules[self._kinds[layer].name]
+        modules = tuple(module for module in choice.modules if module in has)
+        return LayerPolicy("selective", modules) if modules else NONE
+
+    def names(self, layer: int, choice: LayerPolicy) -> frozenset[LayerPolicy]:
+        """A choice and those that are inert on this layer and equal it."""
+        kind = self._kinds[layer]
+        equal = (name for name, other in kind.inert.items() if other == str(choice))
+        return frozenset([choice, *map(LayerPolicy.parse, equal)])
+
+    def layer(self, layer: int, policy: LayerPolicy, received: bool = False) -> Unit:
+        """Costs of one layer; `received` if another stage sent its input, which then stays alive.
+
+        Raises: ProfileError when the profile has no record of the choice.
+        """
+        record = self.record(layer, policy)
+        if record is None:
+            kind = self._kinds[layer]
+            known = ", ".join(r.choice for r in kind.choices)
+            raise ProfileError(
+                f"The profile has no record of {policy} for layer {layer} (kind {kind.name!r}, "
+                f"which has {known}). Measure it, or use one of these."
+            )
+        if received and not record.input_kept:
+            record = self._with_input(record)
+        return _unit(f"layer {layer}", (layer,), record, policy == FULL)
+
+    def _with_input(self, record: ChoiceRecord) -> ChoiceRecord:
+        """With the input held; in forward it was in the transient already."""
+        size_bytes = self.profile.boundary_bytes
+        return replace(
+            record,
+            held_bytes=record.held_bytes + size_bytes,
+            forward_transient_bytes=max(0, record.forward_transient_bytes - size_bytes),
+        )
+
+    def pseudo_layers(self, chunk: Chunk) -> tuple[list[Unit], list[Unit]]:
+        """Units before and after a chunk's layers.
+
+        A pipeline output that is not deallocated, and the input that an empty chunk passes on,
+        stay like a held tensor; as they outlive every backward of the chunk they stand first.
+        """
+        boundary = ChoiceRecord("none", self.profile.boundary_bytes, 0, 0, 0.0, 0.0)
+        kept = not chunk.head and not self.profile.deallocate_pipeline_outputs
+        passed_on = not (chunk.layers or chunk.embedding or chunk.head)
+        before = [_unit("boundary", (), boundary)] * (kept + passed_on)
+        if chunk.embedding:
+            before.append(_unit("embedding", (), self._shifted(self.profile.embedding, 1.0)))
+        after = [_unit("head", (), self._shifted(self.profile.head, 1.0))] if chunk.head else []
+        return before, after
+
+    def checkpoints(self, layers: Sequence[int]) -> Checkpoints:
+        """Costs of checkpoints around the first g of `layers`, for each g that may be grouped.
+
+        One checkpoint holds the input of its first layer. Its backward first runs all members'
+        forward under grad and then their backwards from last to first, so on top of nothing it
+        reaches max over members i of (none's held of 0..i + the larger transient of i). What a
+        checkpoint keeps besides (the incoming gradient, saved random states) is what the measured
+        `full` has more than this formula at g = 1. In forward the members run one at a time
+        without grad, each with its own input alive. A measured record of `full/g` wins.
+        The result is empty where the first layer has no record of `full`; MTP depths and layers
+        without records of `none` and `full` end it, since they cannot be in a group, nor can
+        decoder layers behind an encoder.
+        """
+        members = self._groupable(layers)
+        if not members:
+            empty = np.zeros(0, np.int64)
+            return Checkpoints(*[empty] * 6)
+        none, full = ([pair[side] for pair in members] for side in (0, 1))
+        reach = _column(none, "held").cumsum() + np.maximum(
+            _column(none, "forward_transient"), _column(none, "backward_transient")
+        )
+        alone = _column(none, "held") + np.maximum(
+            _column(none, "forward_transient"), _column(none, "backward_transient")
+        )
+        held_full = _column(full, "held")
+        extra = held_full + _column(full, "backward_transient") - alone
+        backward = np.maximum.accumulate(reach) + np.maximum.accumulate(extra) - held_full[0]
+        inputs = held_full.copy()
+        inputs[0] = 0  # the group's own input is in held
+        forward = np.maximum.accumulate(_column(full, "forward_transient") + inputs)
+        costs = np.stack(
+            [
+                np.full(len(members), held_full[0]),
+                forward,
+                np.maximum(backward, 0),
+                np.cumsum([_ps(record.forward_ms) for record in full]),
+                np.cumsum([_ps(record.backward_ms) for record in full]),
+                np.cumsum([_ps(record.spread_ms) for record in full]),
+            ]
+        ).astype(np.int64)
+        self._put_measured(costs, layers)
+        return Checkpoints(*costs)
+
+    def _groupable(self, layers: Sequence[int]) -> list[tuple[ChoiceRecord, ChoiceRecord]]:
+        found: list[tuple[ChoiceRecord, ChoiceRecord]] = []
+        model = self.profile.model
+        for layer in layers:
+            none, full = self.record(layer, NONE), self.record(layer, FULL)
+            if none is None or full is None or layer >= model.num_layers:
+                break
+            if found and 0 < model.encoder_layers <= layer:
+                break
+            found.append((none, full))
+        return found
+
+    def _put_measured(self, costs: Ints, layers: Sequence[int]) -> None:
+        """Overwrite column g - 1 where the whole group is of one kind that has `full/g`."""
+        kind = self._kinds[layers[0]]
+        for choice in self._planned[kind.name]:
+            group = choice.group
+            same = all(self._kinds[layer] is kind for layer in layers[:group])
+            if choice.granularity == "full" and group <= costs.shape[1] and same:
+                unit = _unit("", (), self._records[kind.name][choice])
+                costs[:, group - 1] = (
+                    unit.held_bytes,
+                    unit.forward_transient_bytes,
+                    unit.backward_transient_bytes,
+                    unit.forward_ps,
+                    unit.backward_ps,
+                    unit.spread_ps,
+                )
+
+    def checkpoint(self, layers: Sequence[int]) -> Unit:
+        """Costs of one checkpoint around all of `layers`.
+
+        Raises: ProfileError when a member cannot be grouped for lack of records.
+        """
+        costs = self.checkpoints(layers)
+        if len(costs.held_bytes) < len(layers):
+            lacking = layers[len(costs.held_bytes)]
+            raise ProfileError(
+                f"Layers {layers[0]}-{layers[-1]} in one checkpoint: layer {lacking} is an MTP "
+                "depth, lacks a record of none or full, or is of the decoder behind an encoder, so "
+                "the group's cost is not known. Measure both choices, or end the group before it."
+            )
+        held, forward, backward, *times = (int(column[-1]) for column in _columns(costs))
+        forward_ps, backward_ps, spread_ps = times
+        name = f"layers {layers[0]}-{layers[-1]}"
+        return Unit(
+            name,
+            tuple(layers),
+            held,
+            forward,
+            backward,
+            forward_ps,
+            backward_ps,
+            spread_ps,
+            keeps_output_gradient=True,
+        )
+
+    def chunk_units(self, chunk: Chunk, policy: RecomputePolicy) -> tuple[Unit, ...]:
+        """The units of one chunk under a policy, in the order their forwards run.
+
+        Raises: ProfileError (no record), PolicyError (a group spans two chunks).
+        """
+        before, after = self.pseudo_layers(chunk)
+        units = before
+        for run in policy.chunk_runs(chunk.layers):
+            layers = chunk.layers[run.start : run.start + run.count]
+            if run.policy.group == 1:
+                first = None if chunk.embedding else chunk.layers[0]
+                units += [self.layer(layer, run.policy, layer == first) for layer in layers]
+                continue
+            step = run.policy.group
+            units += [self.checkpoint(layers[i : i + step]) for i in range(0, len(layers), step)]
+        return (*units, *after)
+
+
+def _ps(time_ms: float) -> int:
+    return round(time_ms * PS_PER_MS)
+
+
+def _unit(
+    name: str, layers: tuple[int, ...], record: ChoiceRecord, keeps_output_gradient: bool = False
+) -> Unit:
+    return Unit(
+        name,
+        layers,
+        record.held_bytes,
+        record.forward_transient_bytes,
+        record.backward_transient_bytes,
+        _ps(record.forward_ms),
+        _ps(record.backward_ms),
+        _ps(record.spread_ms),
+        keeps_output_gradient,
+    )
+
+
+def _column(recorded: Sequence[ChoiceRecord], what: str) -> Ints:
+    return np.array([getattr(record, f"{what}_bytes") for record in recorded], np.int64)
+
+
+def _columns(costs: Checkpoints) -> tuple[Ints, ...]:
+    return (
+        costs.held_bytes,
+        costs.forward_transient_bytes,
+        costs.backward_transient_bytes,
+        costs.forward_ps,
+        costs.backward_ps,
+        costs.spread_ps,
+    )
+
+
+def fastest_choice(table: CostTable, layer: int) -> LayerPolicy:
+    """`none` where the profile has it, otherwise the choice with the least time."""
+    if table.record(layer, NONE) is not None:
+        return NONE
+    return min(table.choices(layer), key=lambda policy: table.layer(layer, policy).time_ps)

@@ -1,0 +1,160 @@
+"""Showing a comparison: table, Markdown and picture, from its record alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from rich import box
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_autorecompute.comparison import Comparison, Family, StrategyResult
+from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.units import MIB
+
+_COLOUR: dict[Family, str] = {
+    "none": "#777777",
+    "selective": "#2f6db3",
+    "full": "#8a5fbf",
+    "manual": "#d98218",
+    "tried": "#e8c79b",
+    "ours": "#c8322f",
+}
+HEADINGS = ("strategy", "step ms", "spread", "peak MiB", "search s", "fits")
+
+
+def table(comparison: Comparison) -> Group:
+    """The comparison as people know it, a row per strategy; below it, what each recomputes."""
+    shown = Table(
+        title=_budget(comparison), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
+    )
+    for heading in HEADINGS:
+        number = heading not in ("strategy", "fits")
+        shown.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    policies = Table.grid(padding=(0, 2))
+    for strategy in comparison.rows():
+        style = "bold" if strategy.family == "ours" else None
+        shown.add_row(*map(escape, cells(comparison, strategy)), style=style)
+        policy = escape(strategy.policy.replace(",", ", "))
+        policies.add_row(escape(strategy.name), policy, style=style)
+    return Group(shown, policies, *map(escape, not_tried(comparison)))
+
+
+def markdown(comparison: Comparison) -> str:
+    """The same table in Markdown, with what each strategy recomputes as last column."""
+    headings = (*HEADINGS, "policy")
+    lines = [_budget(comparison), "", f"| {' | '.join(headings)} |", f"|{' --- |' * len(headings)}"]
+    for strategy in comparison.rows():
+        row = (*cells(comparison, strategy), f"`{strategy.policy}`")
+        lines.append(f"| {' | '.join(row)} |")
+    for line in not_tried(comparison):
+        lines += ["", line]
+    return "\n".join(lines) + "\n"
+
+
+def not_tried(comparison: Comparison) -> list[str]:
+    """A sentence for each reason why the manual search passed settings over."""
+    names: dict[str, list[str]] = {}
+    for setting in comparison.not_tried:
+        names.setdefault(setting.reason, []).append(setting.name)
+    return [f"Not tried by hand: {', '.join(those)}: {reason}." for reason, those in names.items()]
+
+
+def _budget(comparison: Comparison) -> str:
+    if comparison.budget_bytes is None:
+        return "Budget not yet set."
+    return f"Budget: {comparison.budget_bytes / MIB:,.1f} MiB on every pipeline stage."
+
+
+def cells(comparison: Comparison, strategy: StrategyResult) -> tuple[str, ...]:
+    """One row as text, in the order of `HEADINGS`."""
+    median = strategy.median_ms
+    time = "-" if median is None else f"{median:,.0f}"
+    spread = "-" if median is None else f"{strategy.spread_ms:,.0f}"
+    peaks = " / ".join(f"{peak / MIB:,.1f}" for peak in strategy.peak_bytes)
+    search = "-" if strategy.search_s is None else f"{strategy.search_s:.1f}"
+    return strategy.name, time, spread, peaks, search, fits(comparison, strategy)
+
+
+def fits(comparison: Comparison, strategy: StrategyResult) -> str:
+    """Whether the strategy stays within the budget."""
+    if strategy.out_of_memory:
+        return "OOM"
+    if comparison.budget_bytes is None:
+        return ""
+    return "NO" if comparison.exceeds(strategy) else "yes"
+
+
+def picture(comparison: Comparison, path: Path) -> None:
+    """Step time against peak memory of the fullest stage: a point a strategy, the budget a line.
+
+    Raises: MachineError where it cannot be written.
+    """
+    figure, axes = pyplot.subplots(figsize=(8.5, 5.2), layout="constrained")
+    timed = [strategy for strategy in comparison.strategies if strategy.step_ms]
+    for strategy in timed:
+        _point(axes, strategy)
+    if comparison.budget_bytes is not None:
+        axes.axvline(comparison.budget_bytes / MIB, color="black", linestyle="--", linewidth=1)
+        axes.annotate(
+            "budget",
+            (comparison.budget_bytes / MIB, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, -12),
+            textcoords="offset points",
+            fontsize=9,
+        )
+    axes.set_xlabel("peak memory of the fullest stage (MiB)")
+    axes.set_ylabel("step time, median and quartiles (ms)")
+    axes.set_title(_title(comparison), fontsize=10)
+    axes.margins(0.12)
+    axes.grid(alpha=0.25)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise MachineError(
+            f"Cannot write the picture {path}: {error.strerror}. The table and the record beside "
+            "it are written; give another folder with --output."
+        ) from error
+    finally:
+        pyplot.close(figure)
+
+
+def _point(axes: Axes, strategy: StrategyResult) -> None:
+    tried = strategy.family == "tried"
+    x, y = max(strategy.peak_bytes) / MIB, strategy.median_ms or 0.0
+    axes.errorbar(
+        x,
+        y,
+        yerr=None if tried else strategy.spread_ms / 2,
+        fmt="o",
+        capsize=3,
+        markersize=5 if tried else 9,
+        color=_COLOUR[strategy.family],
+        zorder=2 if tried else 3,
+    )
+    axes.annotate(
+        strategy.name,
+        (x, y),
+        xytext=(7, -10 if tried else 7),
+        textcoords="offset points",
+        fontsize=7 if tried else 9,
+        color="#8a6a3a" if tried else _COLOUR[strategy.family],
+        weight="bold" if strategy.family == "ours" else "normal",
+    )
+
+
+def _title(comparison: Comparison) -> str:
+    job = comparison.job
+    return (
+        f"{job.num_layers} layers, hidden {job.hidden_size}, sequence {job.seq_length}, "
+        f"{job.pipeline_stages} pipeline stages, {job.num_microbatches} microbatches; "
+        f"{comparison.machine.get('device', '')}"
+    )

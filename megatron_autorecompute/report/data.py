@@ -1,0 +1,259 @@
+"""Everything the report of a plan shows, computed from the plan alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from megatron_autorecompute.errors import PolicyError, ProfileError
+from megatron_autorecompute.planner.chunk_splits import put_together, rearranged
+from megatron_autorecompute.planner.megatron_strategies import flags, launch_lines, recipe_lines
+from megatron_autorecompute.planner.outcomes import Outcome, Outcomes
+from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
+from megatron_autorecompute.planner.planner import Planner, changed_at
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.report.timeline import Timeline, timeline
+
+CURVE_POINTS = 24
+
+Progress = Callable[[str, float], None]
+"""Told what is being computed, and the share of it that is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEffect:
+    """What another choice at one layer would change, the rest of the policy as it is."""
+
+    choice: str
+    """As `LayerPolicy.parse` reads it."""
+    step_ms: float
+    """More time of the step."""
+    stage_busy_ms: float
+    """More time that the layer's stage works in a step."""
+    peak_bytes: int
+    """More bytes at the stage's fullest moment, high end."""
+    fits: bool
+    """Whether the stage then stays within its budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Step time against memory."""
+
+    title: str
+    """Whose it is."""
+    points: tuple[CurvePoint, ...]
+    """Plans, largest budget first."""
+    strategies: tuple[ManualResult, ...]
+    """Megatron's own settings."""
+    budget_bytes: int | None = None
+    """Of the tightest stage; None where none was asked for."""
+    plan: CurvePoint | None = None
+    """The plan itself, at what its fullest stage needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paste:
+    """Something to paste."""
+
+    where: str
+    """Into what."""
+    text: str
+    """As it is to be pasted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportData:
+    """What the report of one plan shows."""
+
+    plan: Plan
+    """The plan."""
+    timeline: Timeline
+    """Its step."""
+    effects: tuple[tuple[ChoiceEffect, ...], ...]
+    """Per layer, its other choices."""
+    curve: Curve
+    """Time against budget, Megatron's own settings beside it."""
+    pastes: tuple[Paste, ...]
+    """The likeliest first."""
+
+    @property
+    def stage_of(self) -> dict[int, int]:
+        """The stage of every layer."""
+        return {
+            layer: stage
+            for stage, chunks in enumerate(self.plan.layout.stages)
+            for chunk in chunks
+            for layer in chunk.layers
+        }
+
+
+def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> ReportData:
+    """Replay, explain and compare a plan. Raises: ProfileError where its profile lacks a record."""
+    planner = plan.planner()
+    outcomes = Outcomes(planner)
+    return ReportData(
+        plan,
+        timeline(plan),
+        _effects(plan, planner, outcomes, lambda share: progress("Other choices", share)),
+        _curve(plan, planner, outcomes, progress),
+        tuple(_pastes(plan)),
+    )
+
+
+def _effects(
+    plan: Plan, planner: Planner, outcomes: Outcomes, progress: Callable[[float], None]
+) -> tuple[tuple[ChoiceEffect, ...], ...]:
+    stages = {i: s for s, chunks in enumerate(plan.layout.stages) for c in chunks for i in c.layers}
+    changes = [changed_at(planner, plan.policy, layer) for layer in range(plan.profile.num_layers)]
+    policies = [changed for layer in changes for _, changed in layer]
+    now, *found = outcomes.of([plan.policy, *policies], progress)
+    answers = iter(found)
+    return tuple(
+        tuple(
+            _effect(str(choice), stages[layer], now, next(answers), plan.budget_bytes)
+            for choice, _ in others
+        )
+        for layer, others in enumerate(changes)
+    )
+
+
+def _effect(
+    choice: str, stage: int, now: Outcome, other: Outcome, budgets: tuple[int, ...]
+) -> ChoiceEffect:
+    peak = other.peak_high_bytes[stage]
+    return ChoiceEffect(
+        choice,
+        other.step_ms - now.step_ms,
+        other.busy_ms[stage] - now.busy_ms[stage],
+        peak - now.peak_high_bytes[stage],
+        peak <= budgets[stage],
+    )
+
+
+def _curve(plan: Plan, planner: Planner, outcomes: Outcomes, progress: Progress) -> Curve:
+    strategies = strategies_of(
+        planner, outcomes, plan.budget_bytes, lambda share: progress("Megatron's own", share)
+    )
+    here = CurvePoint(
+        max(plan.budget_bytes), plan.cost.step_ms, plan.cost.peak_high_bytes, plan.policy.format()
+    )
+    known = [here] if len(set(plan.budget_bytes)) == 1 else []
+    points = best_points(
+        planner, outcomes, unbeaten(strategies), known, lambda share: progress("Curve", share)
+    )
+    return Curve(plan.profile.model.name, points, strategies, min(plan.budget_bytes), here)
+
+
+def unbeaten(strategies: Iterable[ManualResult]) -> list[ManualResult]:
+    """Those that no other is faster than in as few bytes."""
+    found: list[ManualResult] = []
+    for strategy in sorted(strategies, key=lambda s: (s.peak_high_bytes, s.step_ms)):
+        if not found or strategy.step_ms < found[-1].step_ms:
+            found.append(strategy)
+    return found
+
+
+def best_points(
+    planner: Planner,
+    outcomes: Outcomes,
+    strategies: Iterable[ManualResult],
+    known: Iterable[CurvePoint],
+    progress: Callable[[float], None],
+) -> tuple[CurvePoint, ...]:
+    """The best policy of some budgets, largest first, among them what each strategy needs.
+
+    `Planner.pareto` finds the choices of even steps quickly; their splits over chunks are
+    rearranged here, as in every plan.
+    """
+    even = planner.pareto(CURVE_POINTS, lambda share: progress(share / 2))
+    least, most = even[-1].budget_bytes, even[0].budget_bytes
+    budgets = {point.budget_bytes for point in even}
+    budgets |= {s.peak_high_bytes for s in strategies if least <= s.peak_high_bytes <= most}
+    points = {point.budget_bytes: point for point in known}
+    policies: dict[int, RecomputePolicy] = {}
+    for done, budget in enumerate(sorted(budgets - set(points)), start=1):
+        policies[budget] = _best(planner, budget)
+        progress(0.5 + done / len(budgets) / 2)
+    for (budget, policy), outcome in zip(
+        policies.items(), outcomes.of(list(policies.values())), strict=True
+    ):
+        peak = max(outcome.peak_high_bytes)
+        points[budget] = CurvePoint(budget, outcome.step_ms, peak, policy.format())
+    return tuple(_never_slower(sorted(points.values(), key=lambda point: point.budget_bytes)))
+
+
+def _best(planner: Planner, budget: int) -> RecomputePolicy:
+    """As `Planner.attempt`, for a budget that is known to do, without what else is told there."""
+    stages = range(planner.layout.num_stages)
+    choices = [choice for s in stages if (choice := planner.choose(s, budget)) is not None]
+    policy = put_together(planner.layout, [choice.policies for choice in choices])
+    context = planner.profile, planner.layout, planner.schedule
+    return rearranged(*context, policy, [budget] * len(stages), planner.percentile)
+
+
+def _never_slower(points: Sequence[CurvePoint]) -> list[CurvePoint]:
+    """Largest budget first; what fits a smaller budget fits a larger one, too."""
+    found: list[CurvePoint] = []
+    for point in points:
+        if found and found[-1].step_ms < point.step_ms:
+            point = replace(found[-1], budget_bytes=point.budget_bytes)
+        found.append(point)
+    return found[::-1]
+
+
+def strategies_of(
+    planner: Planner,
+    outcomes: Outcomes,
+    budgets: tuple[int, ...] | None,
+    progress: Callable[[float], None],
+) -> tuple[ManualResult, ...]:
+    """Megatron's own settings, those left out that it refuses or the profile lacks a record of."""
+    policies: dict[str, RecomputePolicy] = {}
+    for name in planner.manual_names():
+        with suppress(PolicyError, ProfileError):
+            policy = planner.manual_policy(name)
+            outcomes.check(policy)
+            policies[name] = policy
+    found = outcomes.of(list(policies.values()), progress)
+    return tuple(
+        ManualResult(
+            name,
+            outcome.step_ms,
+            max(outcome.peak_high_bytes),
+            budgets is None
+            or all(p <= b for p, b in zip(outcome.peak_high_bytes, budgets, strict=True)),
+        )
+        for name, outcome in zip(policies, found, strict=True)
+    )
+
+
+def _pastes(plan: Plan) -> Iterator[Paste]:
+    """What the job's own form takes first, then every other form."""
+    likeliest = launch_lines(plan)
+    policy_flag = " ".join(
+        [
+            flags(plan.policy, None),
+            *(f"{name} {value}" for name, value in plan.megatron_flags.items()),
+        ]
+    )
+    recipe = "\n".join(recipe_lines(plan.policy, None))
+    forms = {
+        "Add to the flags of pretrain_gpt.py": policy_flag,
+        "Or put into a Megatron Bridge recipe": recipe,
+        "Or run in Python": (
+            "from megatron_autorecompute.apply import apply\n"
+            "from megatron_autorecompute.policy import RecomputePolicy\n\n"
+            f"policy = RecomputePolicy.parse({plan.policy.format()!r}, "
+            f"num_layers={plan.profile.num_layers})\n"
+            "apply(policy, model)"
+        ),
+    }
+    if likeliest:
+        first, *lines = likeliest
+        text = "\n".join(lines)
+        if text not in forms.values():
+            yield Paste(first.rstrip(":"), text)
+    for where, text in forms.items():
+        yield Paste(where, text)

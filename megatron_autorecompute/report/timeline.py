@@ -1,0 +1,252 @@
+"""One step of a plan, event by event: when each runs, and what the stage then holds.
+
+Columns over events rather than a record for each: a step of 16 stages, 8 chunks and 256
+microbatches has 65,536 events. Bytes are those of `peak_memory.timeline`, times those of the step's
+replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_autorecompute.planner.peak_memory import (
+    Breakdown,
+    ChunkColumns,
+    StageBase,
+    every_load,
+    stage_base,
+)
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable, Unit, fastest_choice
+
+Bytes = NDArray[np.int64]
+Numbers = NDArray[np.intp]
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """What runs as one: a layer, a checkpoint around several, the embedding, the head."""
+
+    name: str
+    """`layer 7`, `layers 4-7`, `embedding`, `head`, `boundary`."""
+    layers: tuple[int, ...]
+    """Global layer indices; empty for what is no layer."""
+    held_bytes: int
+    """From its forward to its backward."""
+    forward_transient_bytes: int
+    """On top of it while its forward runs."""
+    backward_transient_bytes: int
+    """The same in its backward, the gradient of the chunk's output included where it is kept."""
+    forward_ms: float
+    """One microbatch."""
+    backward_ms: float
+    """One microbatch, recompute included."""
+    recompute_ms: float
+    """Part of backward_ms that recompute adds."""
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether its bytes are a layer's rather than the embedding's or the head's."""
+        return self.name not in ("embedding", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One unit of one event."""
+
+    event: int
+    """Its position in the stage's columns."""
+    unit: int
+    """Its position among the units of the event's chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimeline:
+    """One stage's step. Arrays have one entry for each event, in order."""
+
+    stage: int
+    """Its number."""
+    budget_bytes: int
+    """What torch may allocate."""
+    units: tuple[tuple[UnitCost, ...], ...]
+    """Of every chunk, in the order their forwards run."""
+    backward: NDArray[np.bool_]
+    """Whether the event is a backward."""
+    chunk: Numbers
+    """Which chunk runs."""
+    microbatch: Numbers
+    """For which microbatch."""
+    start_ms: Times
+    """Since the step began."""
+    end_ms: Times
+    """Since the step began."""
+    in_flight_bytes: Bytes
+    """Held by layers for microbatches that wait for their backward."""
+    outside_bytes: Bytes
+    """The same by embedding and head."""
+    overhead_bytes: Bytes
+    """Boundary tensors, what the measured job kept besides, and the measured residual."""
+    static_bytes: int
+    """Parameters, gradients, optimizer state, buffers."""
+    optimizer_step_peak_bytes: int
+    """On top of static_bytes after the last event."""
+    binding: Moment | None
+    """Where the stage is fullest; None in the optimizer step."""
+
+    def moments(self) -> Iterator[Moment]:
+        """In the order of time: a forward passes the units from first to last."""
+        for event, (backward, chunk) in enumerate(zip(self.backward, self.chunk, strict=True)):
+            order = range(len(self.units[chunk]))
+            for unit in reversed(order) if backward else order:
+                yield Moment(event, unit)
+
+    def at(self, moment: Moment) -> Breakdown:
+        """Bytes by what they are."""
+        event = moment.event
+        units = self.units[self.chunk[event]]
+        done, unit = units[: moment.unit + 1], units[moment.unit]
+        transient = (
+            unit.backward_transient_bytes if self.backward[event] else unit.forward_transient_bytes
+        )
+        return Breakdown(
+            static_bytes=self.static_bytes,
+            in_flight_bytes=int(self.in_flight_bytes[event]),
+            running_bytes=sum(u.held_bytes for u in done if u.is_layer),
+            transient_bytes=transient,
+            embedding_head_bytes=int(self.outside_bytes[event])
+            + sum(u.held_bytes for u in done if not u.is_layer),
+            overhead_bytes=int(self.overhead_bytes[event]),
+        )
+
+    def span_ms(self, moment: Moment) -> tuple[float, float]:
+        """When a moment begins and ends: an event's time is its units', each by its share."""
+        event = moment.event
+        backward = bool(self.backward[event])
+        units = self.units[self.chunk[event]]
+        taken = [unit.backward_ms if backward else unit.forward_ms for unit in units]
+        earlier = taken[moment.unit + 1 :] if backward else taken[: moment.unit]
+        start, end = float(self.start_ms[event]), float(self.end_ms[event])
+        scale = (end - start) / (sum(taken) or 1.0)
+        begin = start + sum(earlier) * scale
+        return begin, begin + taken[moment.unit] * scale
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A whole step."""
+
+    stages: tuple[StageTimeline, ...]
+    step_ms: float
+    """When the last event ends."""
+
+
+def timeline(plan: Plan) -> Timeline:
+    """Replay a plan's step. Raises: ProfileError where its profile lacks a record."""
+    times = [[stage.forward_ms, stage.backward_ms] for stage in plan.cost.stages]
+    forward, backward = ([list(pair[side]) for pair in times] for side in (0, 1))
+    ends = _ends_ms(plan.schedule, forward, backward)
+    stages = tuple(_stage(plan, stage, ends[stage]) for stage in range(plan.layout.num_stages))
+    return Timeline(stages, max(float(stage.end_ms.max()) for stage in stages))
+
+
+def _ends_ms(
+    schedule: Schedule, forward_ms: list[list[float]], backward_ms: list[list[float]]
+) -> list[Times]:
+    """When each event of each stage ends: as soon as its stage is free and its input is there."""
+    last = schedule.num_stages * schedule.num_chunks - 1
+    events = [schedule.events(stage) for stage in range(schedule.num_stages)]
+    ends: list[list[float]] = [[] for _ in events]
+    done: dict[tuple[str, int, int], float] = {}
+    waiting = set(range(schedule.num_stages))
+    while waiting:
+        for stage in sorted(waiting):
+            own = ends[stage]
+            for event in events[stage][len(own) :]:
+                place = event.chunk * schedule.num_stages + stage
+                before = place + (-1 if event.direction == "forward" else 1)
+                arrived = done.get((event.direction, before, event.microbatch))
+                if arrived is None and 0 <= before <= last:
+                    break
+                times = forward_ms if event.direction == "forward" else backward_ms
+                start = max(own[-1] if own else 0.0, arrived or 0.0)
+                own.append(start + times[stage][event.chunk])
+                done[event.direction, place, event.microbatch] = own[-1]
+            else:
+                waiting.remove(stage)
+    return [np.array(own) for own in ends]
+
+
+def _stage(plan: Plan, stage: int, end_ms: Times) -> StageTimeline:
+    table = CostTable(plan.profile, plan.imbalance_percentile)
+    policy, chunks = plan.policy, plan.layout.stages[stage]
+    base = stage_base(plan.profile, plan.layout, stage)
+    columns = [ChunkColumns(chunk, table.chunk_units(chunk, policy)) for chunk in chunks]
+    loads = every_load(plan.profile, plan.schedule, stage)
+    backward = np.array([load.direction == "backward" for load in loads])
+    chunk = np.array([load.chunk for load in loads], np.intp)
+    in_flight = np.array([load.in_flight for load in loads], np.int64)
+    outside = np.array([c.outside_bytes.sum() for c in columns], np.int64)
+    held = np.array([c.held_bytes.sum() for c in columns], np.int64)
+    constant = np.array(
+        [base.constant_bytes(load.direction, load.extra) for load in loads], np.int64
+    )
+    reach = [
+        [c.reach_bytes(direction, base.boundary_bytes) for c in columns]
+        for direction in ("forward", "backward")
+    ]
+    highest = np.array([[units.max() for units in chunks] for chunks in reach], np.int64)
+    peaks = constant + in_flight @ held + highest[backward.astype(np.intp), chunk]
+    binding = None
+    if peaks.max() > base.static.total_bytes + base.optimizer_step_peak_bytes:
+        event = int(peaks.argmax())
+        binding = Moment(event, int(reach[int(backward[event])][chunk[event]].argmax()))
+    cost = plan.cost.stages[stage]
+    taken = np.where(backward, np.array(cost.backward_ms)[chunk], np.array(cost.forward_ms)[chunk])
+    return StageTimeline(
+        stage=stage,
+        budget_bytes=plan.budget_bytes[stage],
+        units=tuple(_units(table, column, base) for column in columns),
+        backward=backward,
+        chunk=chunk,
+        microbatch=np.array([e.microbatch for e in plan.schedule.events(stage)], np.intp),
+        start_ms=end_ms - taken,
+        end_ms=end_ms,
+        in_flight_bytes=in_flight @ (held - outside),
+        outside_bytes=in_flight @ outside,
+        overhead_bytes=constant - base.static.total_bytes,
+        static_bytes=base.static.total_bytes,
+        optimizer_step_peak_bytes=base.optimizer_step_peak_bytes,
+        binding=binding,
+    )
+
+
+def _units(table: CostTable, columns: ChunkColumns, base: StageBase) -> tuple[UnitCost, ...]:
+    transients = [
+        columns.transient_bytes(direction, base.boundary_bytes).tolist()
+        for direction in ("forward", "backward")
+    ]
+    return tuple(
+        UnitCost(
+            unit.name,
+            unit.layers,
+            unit.held_bytes,
+            forward,
+            backward,
+            unit.forward_ps / PS_PER_MS,
+            unit.backward_ps / PS_PER_MS,
+            _recompute_ps(table, unit) / PS_PER_MS,
+        )
+        for unit, forward, backward in zip(columns.units, *transients, strict=True)
+    )
+
+
+def _recompute_ps(table: CostTable, unit: Unit) -> int:
+    plain = (table.layer(layer, fastest_choice(table, layer)) for layer in unit.layers)
+    without = sum(layer.backward_ps for layer in plain) if unit.layers else unit.backward_ps
+    return max(0, unit.backward_ps - without)

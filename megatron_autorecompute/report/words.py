@@ -1,0 +1,91 @@
+"""Numbers as people read them, and the colours that mean the same in every picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.unit_costs import CostTable, fastest_choice
+from megatron_autorecompute.policy import LayerPolicy
+from megatron_autorecompute.terminal import legend
+from megatron_autorecompute.units import GIB, MIB
+
+RECOMPUTE_RAMP = ("#fdd9bd", "#f9a05f", "#d55e00", "#8a3000")
+"""From the choice that recomputes least to the one that recomputes most, `none` apart."""
+NO_RECOMPUTE = "#e9ecef"
+
+
+def size(size_bytes: float, digits: int = 2) -> str:
+    """Bytes in GiB, or in MiB where that would be less than one."""
+    if abs(size_bytes) >= GIB:
+        return f"{size_bytes / GIB:,.{digits}f} GiB"
+    return f"{size_bytes / MIB:,.{max(digits - 1, 0)}f} MiB"
+
+
+def duration(time_ms: float) -> str:
+    """Milliseconds, or seconds from ten of them on; three figures that mean something."""
+    value, unit = (time_ms / 1000, "s") if abs(time_ms) >= 1000 else (time_ms, "ms")
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f} {unit}"
+
+
+def percent(share: float) -> str:
+    """A share with one digit; two where one would show a zero or a whole that is none."""
+    if share == 0:
+        return "0%"
+    text = f"{100 * share:.1f}"
+    return f"{100 * share:.2f}%" if text in ("0.0", "100.0") and share != 1 else f"{text}%"
+
+
+def choice_colours(plan: Plan) -> dict[LayerPolicy, str]:
+    """A colour for every choice of a policy: the more of a layer's time is recomputed, the darker.
+
+    Only the order counts, so that choices of nearly the same cost can be told apart.
+    """
+    cost: dict[LayerPolicy, float] = {}
+    table = CostTable(plan.profile)
+    for layer, choice in enumerate(plan.policy.layers):
+        alone = LayerPolicy("full") if choice.granularity == "full" else choice
+        plain = table.layer(layer, fastest_choice(table, layer))
+        more = table.layer(layer, alone).time_ps - plain.time_ps
+        cost[choice] = max(cost.get(choice, 0.0), more)
+    recomputing = [c for c in cost if c.granularity != "none"]
+    ordered = sorted(recomputing, key=lambda c: (c.granularity == "full", cost[c], c.group))
+    ranks = list(dict.fromkeys(_without_group(choice) for choice in ordered))
+    colours = {rank: _on_ramp(i, len(ranks)) for i, rank in enumerate(ranks)}
+    return {
+        choice: NO_RECOMPUTE if choice.granularity == "none" else colours[_without_group(choice)]
+        for choice in cost
+    }
+
+
+def symbols(plan: Plan) -> dict[LayerPolicy, str]:
+    """One character per choice, the same as in the terminal."""
+    return legend(plan.policy)
+
+
+def _without_group(choice: LayerPolicy) -> str:
+    return "full" if choice.granularity == "full" else str(choice)
+
+
+def _on_ramp(position: int, count: int) -> str:
+    """A colour of the ramp: evenly from its light end to its dark one."""
+    at = (len(RECOMPUTE_RAMP) - 1) * (position + 1) / max(count, 1) if count > 1 else 2.0
+    low = min(int(at), len(RECOMPUTE_RAMP) - 2)
+    return blend(RECOMPUTE_RAMP[low], RECOMPUTE_RAMP[low + 1], at - low)
+
+
+def blend(first: str, second: str, share: float) -> str:
+    """A colour between two of the form #rrggbb."""
+    pairs = zip(_channels(first), _channels(second), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever can be read on a colour."""
+    red, green, blue = _channels(colour)
+    return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
+
+
+def _channels(colour: str) -> Sequence[int]:
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]

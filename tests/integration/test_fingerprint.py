@@ -1,0 +1,199 @@
+"""What a plan holds for: every setting that changes bytes or times, and nothing that does not."""
+
+import dataclasses
+import enum
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_autorecompute.fingerprint import rendered
+from megatron_autorecompute.planner.layout import Layout
+from tests.support import run_ranks, start_parallel, tiny_config, tiny_gpt
+
+ROOT = Path(__file__).parents[2]
+
+
+class Backend(enum.Enum):
+    fused = 1
+
+
+@dataclasses.dataclass
+class Recipe:
+    function: object
+    names: set
+
+
+class Plain:
+    def __init__(self):
+        self.size = 3
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Backend.fused, "fused"),
+        (torch.bfloat16, "torch.bfloat16"),
+        (torch.nn.functional.silu, "torch.nn.functional.silu"),
+        (functools.partial(torch.nn.init.zeros_, x=0.5), "torch.nn.init.zeros_([], {x: 0.5})"),
+        ((16, 0), "[16, 0]"),
+        ([16, 0], "[16, 0]"),
+        ({"b": 1, "a": [None]}, "{a: [None], b: 1}"),
+        ({"c", "a", "b"}, "{a, b, c}"),
+        (Recipe(Plain, {"y", "x"}), f"Recipe(function={__name__}.Plain, names={{x, y}})"),
+        (Plain(), "Plain(size=3)"),
+        (object(), "object()"),
+    ],
+)
+def test_a_value_of_any_type_is_text_without_addresses(value, text):
+    assert rendered(value) == text
+
+
+def job(distributed=False, **fields):
+    """A small model with an optimizer as Megatron's training job has it, callbacks included."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = tiny_config(**fields)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed, overlap_grad_reduce=True
+    )
+    chunks = [DistributedDataParallel(config, ddp, chunk) for chunk in tiny_gpt(config)]
+    settings = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=distributed)
+    optimizer = get_megatron_optimizer(settings, chunks)
+    config.no_sync_func = [chunk.no_sync for chunk in chunks]
+    config.grad_scale_func = optimizer.scale_loss
+    config.timers = lambda: None
+    return chunks, optimizer
+
+
+def described(chunks, optimizer, layout=None):
+    from megatron_autorecompute import compat
+    from megatron_autorecompute.fingerprint import fingerprint
+
+    layout = layout or compat.pipeline_layout(compat.unwrapped(chunks[0]).config)
+    return fingerprint(chunks, optimizer, layout, {"device": "CPU"})
+
+
+def started(distributed=False, **fields):
+    stages = fields.get("pipeline_model_parallel_size", 1)
+    start_parallel(pipeline_model_parallel_size=stages)
+    return described(*job(distributed, **fields))
+
+
+def on_two_stages():
+    return started(kind="moe", pipeline_model_parallel_size=2)
+
+
+def test_all_ranks_describe_the_job_alike():
+    first, second = run_ranks(on_two_stages, 2)
+    assert first == second
+    assert first["layers"] == "E0-1|2-3L"
+    assert first["model.post_process"] == "False / True"
+
+
+ALONE = """
+import json
+import torch
+from megatron_autorecompute import without_cuda
+from tests.integration.test_fingerprint import started
+torch.distributed.init_process_group(
+    "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+)
+with without_cuda.activate():
+    print(json.dumps(started(kind="moe")))
+"""
+
+
+def test_two_starts_describe_the_job_alike():
+    starts = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", ALONE],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},  # the order of sets, and addresses
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in "12"
+    ]
+    first, second = (json.loads(start.communicate(timeout=250)[0]) for start in starts)
+    assert first == second
+    assert "0x" not in str(first)
+
+
+def test_data_parallel_ranks_and_the_distributed_optimizer_make_another_job():
+    alone, pair, sharded = (
+        run_ranks(started, ranks, distributed)[0]
+        for ranks, distributed in ((1, False), (2, False), (2, True))
+    )
+    assert differing(alone, pair) == {"world_size"}
+    assert differing(pair, sharded) >= {
+        "ddp.use_distributed_optimizer",
+        "optimizer.use_distributed_optimizer",
+        "optimizer",
+    }
+
+
+def differing(one, other):
+    return {name for name in one | other if one.get(name) != other.get(name)}
+
+
+def settings():
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.pipeline_parallel_layer_layout import (
+        PipelineParallelLayerLayout,
+    )
+
+    return {
+        "attention_backend": AttnBackend.unfused,
+        "activation_func": torch.nn.functional.silu,
+        "window_size": (16, 0),
+        "moe_layer_freq": [1, 0, 0, 0],
+        "pipeline_model_parallel_layout": PipelineParallelLayerLayout("Ett|ttL", 2),
+        "attention_dropout": 0.0,
+        "fp8": "hybrid",
+    }
+
+
+@pytest.fixture(scope="module")
+def here(one_rank):
+    return job()
+
+
+def test_a_setting_of_any_type_makes_another_job(here, monkeypatch):
+    from megatron_autorecompute import compat
+
+    config, layout = compat.unwrapped(here[0][0]).config, Layout.from_flags(4, 1)
+    before = described(*here, layout)
+    for name, value in settings().items():
+        with monkeypatch.context() as patch:
+            patch.setattr(config, name, value)
+            assert differing(before, described(*here, layout)) == {name}
+    assert differing(before, described(*here, Layout.from_flags(4, 2))) == {"layers"}
+
+
+def test_what_a_running_job_sets_and_what_changes_numbers_only_is_the_same_job(here, monkeypatch):
+    from megatron_autorecompute import compat
+
+    (chunk,), optimizer = here
+    config, before = compat.unwrapped(chunk).config, described(*here)
+    monkeypatch.setattr(config, "no_sync_func", None)
+    monkeypatch.setattr(config, "finalize_model_grads_func", lambda: None)
+    monkeypatch.setattr(config, "timers", object())
+    monkeypatch.setattr(optimizer.config, "lr", 0.5)
+    monkeypatch.setattr(optimizer.config, "clip_grad", 0.5)
+    chunk.eval()
+    assert described(*here) == before
+    chunk.train()
+
+
+def test_a_model_of_another_vocabulary_and_frozen_parameters_are_another_job(here, one_rank):
+    before, (chunks, optimizer) = described(*here), job()
+    next(chunks[0].parameters()).requires_grad_(False)
+    assert differing(before, described(chunks, optimizer)) == {"modules"}

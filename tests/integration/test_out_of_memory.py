@@ -1,0 +1,422 @@
+"""A step in which one rank runs out of memory: lost without a trace, or the end of the job at once.
+
+Ranks are real processes with gloo. A lost step is held against a run of the same data that never
+makes this step: weights, gradients to come, optimizer state and buffers are equal bit by bit. A
+collective that one rank enters once more or less than another ends in a wait, or in other bits.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_autorecompute.oom import FAILED, FINE
+from tests.support import (
+    RankError,
+    forward_step,
+    microbatch,
+    run_ranks,
+    start_parallel,
+    tiny_config,
+    tiny_gpt,
+)
+
+STEPS, LOST = 5, 2
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a rank runs out of memory, in step LOST."""
+
+    rank: int
+    where: str
+    """forward or backward."""
+    microbatch: int
+    layer: int
+    """Of the rank's last chunk; a backward fails behind this layer's."""
+
+
+def nothing(_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    failure: Failure
+    kind: str = "dense"
+    sizes: dict[str, int] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    microbatches: int = 3
+    lengths: tuple[int, ...] = (32,)
+    """Of the sequences, one microbatch after the other."""
+    aligned: bool = False
+    """Whether the schedule says when gradients are reduced and parameters gathered."""
+    changed: Callable[[Any], None] = nothing
+    """What is done to a model before it is wrapped."""
+    before: Callable[["Job"], None] = nothing
+    """What the job does besides, before every step."""
+    after: Callable[["Job"], None] = nothing
+
+
+class Job:
+    """A small model under Megatron's DistributedDataParallel and optimizer."""
+
+    def __init__(self, case: Case) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        self.case, self.step_number, self.armed = case, 0, False
+        self.config = tiny_config(case.kind, dropout=0.0, **{**case.sizes, **case.config})
+        ddp = DistributedDataParallelConfig(
+            bucket_size=20_000, align_param_gather=case.aligned, **case.ddp
+        )
+        models = tiny_gpt(self.config)
+        for model in models:
+            case.changed(model)
+        self.chunks = [DistributedDataParallel(self.config, ddp, model) for model in models]
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-3,
+                use_distributed_optimizer=ddp.use_distributed_optimizer,
+                overlap_param_gather=ddp.overlap_param_gather,
+            ),
+            self.chunks,
+        )
+        self.config.finalize_model_grads_func = finalize_model_grads
+        if ddp.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        if case.aligned:
+            starts = [[c.start_grad_sync, c.start_param_sync] for c in self.chunks]
+            reduces, gathers = map(list, zip(*starts, strict=True))
+            several = len(self.chunks) > 1
+            self.config.grad_sync_func = reduces if several else reduces[0]
+            self.config.param_sync_func = gathers if several else gathers[0]
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        if torch.distributed.get_rank() == case.failure.rank:
+            self._break(case.failure)
+
+    def _break(self, failure: Failure) -> None:
+        layer = self.chunks[-1].module.decoder.layers[failure.layer]
+        original, passes, fail = layer.forward, itertools.count(), self._fail
+
+        def forward(*args: Any, **named: Any) -> Any:
+            due = next(passes) % self.case.microbatches == failure.microbatch
+            if due and failure.where == "forward":
+                fail()
+            output = original(*args, **named)
+            if due and failure.where == "backward":
+                output[0].register_hook(fail)
+            return output
+
+        layer.forward = forward
+
+    def _fail(self, *_: Any) -> None:
+        if self.armed:
+            self.armed = False
+            raise torch.OutOfMemoryError("simulated")
+
+    def _forward_step(self, iterator: Any, model: Any) -> Any:
+        failure = self.case.failure
+        if failure.where == "data" and torch.distributed.get_rank() == failure.rank:
+            self._fail()
+        return (per_token if self.config.calculate_per_token_loss else forward_step)(
+            iterator, model
+        )
+
+    def step(self) -> bool:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.case.before(self)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        lengths = itertools.cycle(self.case.lengths)
+        first = 100 * self.step_number + self.data_rank
+        batches = [
+            microbatch(first + 10 * number, seq_length=next(lengths))
+            for number in range(self.case.microbatches)
+        ]
+        self.step_number += 1
+        several = len(self.chunks) > 1
+        get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=[iter(batches) for _ in self.chunks] if several else iter(batches),
+            model=self.chunks if several else self.chunks[0],
+            num_microbatches=self.case.microbatches,
+            seq_length=32,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        taken = self.optimizer.step()[0]
+        self.case.after(self)
+        return taken
+
+    def state(self) -> str:
+        """A digest of weights, optimizer state and buffers."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+        tensors = [
+            t
+            for chunk in self.chunks
+            for t in (*chunk.module.parameters(), *chunk.module.buffers())
+        ]
+        tensors += _tensors(self.optimizer.state_dict())
+        data = b"".join(tensor.detach().double().numpy().tobytes() for tensor in tensors)
+        return hashlib.sha256(data).hexdigest()
+
+
+def per_token(iterator, model):
+    """Megatron's forward_step_func with --calculate-per-token-loss."""
+
+    def loss_function(losses):
+        loss, tokens = losses.float().sum(), torch.tensor(losses.numel(), dtype=torch.int)
+        return loss, tokens, {"loss": torch.stack((loss.detach(), tokens))}
+
+    return model(**next(iterator)), loss_function
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    if isinstance(state, dict):
+        state = list(state.values())
+    return [t for part in state for t in _tensors(part)] if isinstance(state, list) else []
+
+
+def survived(cases):
+    """(outcomes, steps that Megatron took, state, state of the run without step LOST) of each."""
+    from megatron_autorecompute.oom import StepGuard
+
+    start_parallel(**cases[0].sizes)
+    found = []
+    for case in cases:
+        job = Job(case)
+        guard = StepGuard(job.chunks, job.optimizer, lambda: False)
+        outcomes, taken = [], []
+        for step in range(STEPS):
+            job.armed = step == LOST
+            with guard.step():
+                taken.append(job.step())
+            outcomes.append(guard.outcome)
+        guard.close()
+        without = Job(case)
+        for step in range(STEPS):
+            if step == LOST:
+                without.step_number += 1
+            else:
+                without.step()
+        found.append((outcomes, taken, job.state(), without.state()))
+    return found
+
+
+def check_survived(cases, world_size, **options):
+    ranks = run_ranks(survived, world_size, cases, timeout_s=60 + 10 * len(cases), **options)
+    for number, case in enumerate(cases):
+        for outcomes, taken, state, without in (found[number] for found in ranks):
+            assert outcomes == [FAILED if s == LOST else FINE for s in range(STEPS)], case.name
+            assert taken == [s != LOST for s in range(STEPS)], case.name
+            assert state == without, case.name
+
+
+OVERLAPS = {
+    "nothing overlapped": {},
+    "gradients": {"overlap_grad_reduce": True},
+    "distributed optimizer": {"use_distributed_optimizer": True},
+    "gradients, distributed optimizer": {
+        "overlap_grad_reduce": True,
+        "use_distributed_optimizer": True,
+    },
+    "gradients and parameters, distributed optimizer": {
+        "overlap_grad_reduce": True,
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": True,
+    },
+}
+PLACES = [
+    Failure(rank=1, where="forward", microbatch=0, layer=-1),
+    Failure(rank=0, where="forward", microbatch=2, layer=0),
+    Failure(rank=0, where="backward", microbatch=0, layer=0),
+    Failure(rank=1, where="backward", microbatch=2, layer=-1),
+]
+LAST_BACKWARD = PLACES[-1]
+
+
+@pytest.mark.any_version
+def test_a_lost_step_between_data_parallel_ranks_leaves_no_trace():
+    check_survived(
+        [
+            Case(f"{name}, {place}", place, ddp=ddp)
+            for (name, ddp), place in itertools.product(OVERLAPS.items(), PLACES)
+        ],
+        2,
+    )
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_a_lost_step_between_pipeline_stages_leaves_no_trace(chunks):
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": chunks}
+    places = [replace(place, layer=0, microbatch=place.microbatch % 2) for place in PLACES]
+    cases = [Case(str(place), place, sizes=sizes, microbatches=4) for place in places]
+    if chunks is None:
+        varied = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+        cases += [replace(case, config=varied, lengths=(32, 16, 24)) for case in cases]
+    check_survived(cases, 2)
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_a_lost_step_in_two_pipelines_leaves_no_trace(chunks):
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": chunks}
+    ddp = OVERLAPS["gradients and parameters, distributed optimizer"]
+    cases = [
+        Case(f"aligned {aligned}, {place}", replace(place, layer=0), aligned=aligned)
+        for place, aligned in zip(PLACES, (False, True, False, True), strict=True)
+    ]
+    check_survived([replace(c, sizes=sizes, ddp=ddp, microbatches=4) for c in cases], 4)
+
+
+def embedding_listed_last(model):
+    model._modules["embedding"] = model._modules.pop("embedding")
+
+
+@pytest.mark.any_version
+def test_gradients_are_reduced_in_the_order_in_which_the_model_runs_and_not_is_listed():
+    ddp = OVERLAPS["gradients and parameters, distributed optimizer"]
+    places = [replace(place, microbatch=2) for place in PLACES]
+    check_survived(
+        [Case(str(place), place, ddp=ddp, changed=embedding_listed_last) for place in places], 2
+    )
+
+
+EXPERT_BIAS = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "none",
+}
+
+
+@pytest.mark.any_version
+def test_a_lost_step_moves_no_expert_bias_and_no_running_statistics():
+    ddp = OVERLAPS["gradients"]
+    check_survived(
+        [
+            Case(f"bias, {PLACES[0]}", PLACES[0], "moe", ddp=ddp, config=EXPERT_BIAS),
+            Case(f"bias, {PLACES[3]}", PLACES[3], "moe", ddp=ddp, config=EXPERT_BIAS),
+            Case("statistics", PLACES[3], ddp=ddp, changed=with_statistics),
+        ],
+        2,
+    )
+
+
+def with_statistics(model):
+    """Adds a running mean that every forward moves, as BatchNorm does."""
+
+    def move(model, _, losses):
+        model.mean.lerp_(losses.detach().mean(), 0.1)
+
+    model.register_buffer("mean", torch.zeros(()))
+    model.register_forward_hook(move)
+
+
+@pytest.mark.any_version
+def test_what_megatron_does_around_a_lost_step_goes_on():
+    ddp = OVERLAPS["gradients, distributed optimizer"]
+    mtp = {"mtp_num_layers": 1}
+    check_survived(
+        [
+            Case("timers", LAST_BACKWARD, ddp=ddp, before=with_timers),
+            Case("lengths", PLACES[0], ddp=ddp, lengths=(32, 16, 24)),
+            Case("loss per token", PLACES[0], ddp=ddp, config={"calculate_per_token_loss": True}),
+            Case("multi-token prediction", PLACES[0], ddp=ddp, config=mtp, after=log_mtp),
+        ],
+        2,
+    )
+
+
+def with_timers(job):
+    """--timing-log-level 2"""
+    from megatron.core.timers import Timers
+
+    job.config.timers = job.config.timers or Timers(2, "minmax")
+
+
+def log_mtp(job):
+    """--log-interval 1"""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    MTPLossLoggingHelper.track_mtp_metrics(1.0, job.step_number, None)
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize("size", [1, 4])
+def test_an_evaluation_of_another_size_leaves_no_shape_behind(size):
+    sizes = {"pipeline_model_parallel_size": 2}
+    place = Failure(rank=0, where="forward", microbatch=0, layer=0)
+    check_survived([Case(str(size), place, sizes=sizes, before=partial(evaluate, size=size))], 2)
+
+
+def evaluate(job, size):
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter([microbatch(7, micro_batch_size=size)]),
+            model=job.chunks[0].eval(),
+            num_microbatches=1,
+            seq_length=32,
+            micro_batch_size=size,
+            forward_only=True,
+        )
+    job.chunks[0].train()
+
+
+def ended(case, path):
+    """A job that runs out of memory where no rank can be spared; leaves the reason behind."""
+    from megatron_autorecompute.oom import StepGuard
+
+    start_parallel(**case.sizes)
+    job = Job(case)
+    guard = StepGuard(job.chunks, job.optimizer, lambda: False, path.write_text)
+    for step in range(STEPS):
+        job.armed = step == (0 if case.name == "first step" else LOST)
+        with guard.step():
+            job.step()
+
+
+MET = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.01}
+INSIDE = Failure(rank=1, where="forward", microbatch=1, layer=1)
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("expert tensor", INSIDE, "moe", sizes={"expert_tensor_parallel_size": 2}),
+        Case("inside layers: allreduce of 2 ranks", INSIDE, "moe", config=MET),
+        Case("first step", INSIDE),
+        Case("outside forward and backward", replace(INSIDE, where="data")),
+    ],
+    ids=lambda case: case.name,
+)
+def test_where_no_rank_can_be_spared_the_job_ends_at_once(case, tmp_path):
+    left = tmp_path / "left"
+    with pytest.raises(RankError, match=r"(?s)rank 1 raised.*OutOfMemoryError: simulated"):
+        run_ranks(ended, 2, case, left, timeout_s=60)
+    assert case.name in left.read_text()

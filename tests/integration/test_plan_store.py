@@ -1,0 +1,98 @@
+"""The plan file: what is written when, and that its folder's troubles end no job."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from megatron_autorecompute import plan_store
+from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.plan_store import PlanStore
+from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.planner import Planner
+from tests.planner.random_profiles import problem_of_many
+
+pytestmark = pytest.mark.any_version
+JOB = {"hidden_size": "64", "world_size": "8"}
+
+
+@pytest.fixture(scope="module")
+def plan():
+    profile, layout, schedule, budget = problem_of_many()
+    return make_plan(Planner(replace(profile, fingerprint=JOB), layout, schedule), budget)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "save").mkdir()
+    return tmp_path / "save"
+
+
+def test_a_plan_of_the_same_job_is_known_and_of_another_one_is_told_apart(folder, plan):
+    path, said = str(folder / "plan.json"), []
+    PlanStore(path, JOB, said.append).save(plan)
+    assert PlanStore(path, JOB, said.append).known() == plan
+    assert said == []
+    assert PlanStore(path, {"hidden_size": "64", "cp": "2"}, said.append).known() is None
+    assert "Changed: cp: absent, now 2; world_size: 8, now absent" in said[0]
+
+
+def test_a_file_of_another_job_is_measured_again_whatever_else_it_holds(folder, plan):
+    path, said = folder / "plan.json", []
+    old = json.loads(plan.to_json()) | {"cost": {}, "schema_version": 0}
+    path.write_text(json.dumps(old))
+    assert PlanStore(str(path), {**JOB, "cp": "2"}, said.append).known() is None
+    assert "Changed: cp: absent, now 2" in said[0]
+    with pytest.raises(ProfileError):
+        PlanStore(str(path), JOB, said.append).known()
+
+
+def test_without_a_path_nothing_is_kept(plan):
+    store = PlanStore(None, JOB, pytest.fail)
+    store.save(plan)
+    assert store.known() is None
+    assert not store.leave(plan)
+
+
+def test_a_folder_that_is_not_there_at_the_start_is_an_error(tmp_path):
+    with pytest.raises(ProfileError, match=r"Cannot write .*No such file"):
+        PlanStore(str(tmp_path / "nowhere" / "plan.json"), JOB, pytest.fail)
+
+
+@pytest.mark.parametrize("becomes", ["nothing", "a file"])
+def test_a_folder_that_goes_during_training_is_said_once_and_written_when_it_is_back(
+    folder, plan, monkeypatch, becomes
+):
+    monkeypatch.setattr(plan_store, "STEPS_BETWEEN_TRIES", 2)
+    said = []
+    store = PlanStore(str(folder / "plan.json"), JOB, said.append)
+    shutil.rmtree(folder)
+    if becomes == "a file":
+        folder.write_text("")
+    store.save(plan)
+    for _ in range(7):
+        store.step_done()
+    assert len(said) == 1
+    assert "Cannot write" in said[0]
+    assert "Training goes on" in said[0]
+    if becomes == "a file":
+        folder.unlink()
+    folder.mkdir()
+    for _ in range(2):
+        store.step_done()
+    assert Plan.load(folder / "plan.json") == plan
+    assert len(said) == 2
+
+
+def test_the_last_try_is_at_the_end_of_the_job(folder, plan):
+    said = []
+    store = PlanStore(str(folder / "plan.json"), JOB, said.append)
+    shutil.rmtree(folder)
+    store.save(plan)
+    assert not store.leave(plan)
+    store.close()
+    assert "could not be written" in said[-1]
+    folder.mkdir()
+    store.close()
+    assert Plan.load(folder / "plan.json") == plan

@@ -1,0 +1,148 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.stage_search.search import Effort
+from megatron_autorecompute.planner.unit_costs import PS_PER_MS
+from tests.planner.random_profiles import (
+    another,
+    brute_force,
+    problem,
+    problem_of_many,
+    scale,
+)
+
+SEEDS = st.integers(0, 10**6)
+INSTANCES = 2400  # of 1.8 stages on average: more than 4,000 searches
+AS_LONG_CHUNKS = Effort(complete_layers=-1)
+"""Every budget is searched as chunks of many layers are."""
+
+
+def found(planner, stage, budget):
+    choice = planner.choose(stage, budget)
+    return choice and (choice.time_ps / PS_PER_MS, choice.peak_bytes, choice.runs)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_optimum_is_that_of_brute_force_in_time_then_peak_then_runs(part):
+    compared = feasible = 0
+    for seed in range(part * INSTANCES // 4, (part + 1) * INSTANCES // 4):
+        profile, layout, schedule, budget = problem(seed)
+        kept = Planner(profile, layout, schedule)
+        searched = Planner(profile, layout, schedule, effort=AS_LONG_CHUNKS)
+        for stage in range(layout.num_stages):
+            expected = brute_force(profile, layout, schedule, stage, budget)
+            assert found(kept, stage, budget) == expected, (seed, stage)
+            assert found(searched, stage, budget) == expected, (seed, stage)
+            compared += 1
+            feasible += expected is not None
+    assert compared > 500
+    assert compared / 4 < feasible < compared
+
+
+def test_an_optimum_known_from_a_smaller_budget_changes_no_answer():
+    for seed in range(200):
+        profile, layout, schedule, budget = problem(seed)
+        planner = Planner(profile, layout, schedule)
+        for stage in range(layout.num_stages):
+            planner.choose(stage, budget)
+            fresh = Planner(profile, layout, schedule)
+            assert found(planner, stage, budget + 7) == found(fresh, stage, budget + 7)
+
+
+def test_narrow_rounds_end_in_the_same_optimum():
+    problems = [problem(seed) for seed in range(60)]
+    narrow_first = Effort(widths=(1, 3, *Effort().widths))
+    wide = [Planner(*p[:3]).choose(0, p[3]) for p in problems]
+    narrow = [Planner(*p[:3], effort=narrow_first).choose(0, p[3]) for p in problems]
+    for one, other in zip(wide, narrow, strict=True):
+        assert (one is None) == (other is None)
+        if one and other:
+            assert (one.time_ps, one.peak_bytes) == (other.time_ps, other.peak_bytes)
+
+
+def test_a_search_cut_off_too_early_reports_a_gap_and_a_bound_that_holds():
+    exact = Planner(*problem_of_many()[:3]).choose(0, 700)
+    cut = Planner(*problem_of_many()[:3], effort=Effort(widths=(2,))).choose(0, 700)
+    assert exact.gap == 0
+    assert cut.bound_ps <= exact.time_ps <= cut.time_ps
+    assert cut.gap > 0
+
+
+def test_the_bound_of_a_search_cut_short_is_never_above_the_optimum():
+    def chosen(budget, effort):
+        return Planner(*problem_of_many()[:3], effort=effort).choose(0, budget)
+
+    budgets = range(300, 1000, 25)
+    exact = [chosen(budget, AS_LONG_CHUNKS) for budget in budgets]
+    gaps = []
+    for width in (2, 4, 8, 16):
+        effort = replace(AS_LONG_CHUNKS, widths=(width,))
+        cut = [chosen(budget, effort) for budget in budgets]
+        for one, other in zip(exact, cut, strict=True):
+            assert (one is None) == (other is None)
+            if one and other:
+                assert other.bound_ps <= one.time_ps <= other.time_ps
+        gaps.append(sum(choice.gap for choice in cut if choice))
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[0] > gaps[-1]
+
+
+@settings(max_examples=60)
+@given(SEEDS, st.integers(1, 40))
+def test_more_budget_is_never_slower(seed, more):
+    profile, layout, schedule, budget = problem(seed)
+    for stage in range(layout.num_stages):
+        less = Planner(profile, layout, schedule).choose(stage, budget)
+        richer = Planner(profile, layout, schedule).choose(stage, budget + more)
+        if less is not None:
+            assert richer is not None
+            assert richer.time_ps <= less.time_ps
+
+
+@settings(max_examples=60)
+@given(SEEDS, st.randoms(use_true_random=False))
+def test_adding_a_choice_is_never_slower(seed, rng):
+    profile, layout, schedule, budget = problem(seed)
+    kinds = tuple(
+        replace(kind, choices=(*kind.choices, another(rng, kind.choices))) for kind in profile.kinds
+    )
+    for stage in range(layout.num_stages):
+        before = Planner(profile, layout, schedule).choose(stage, budget)
+        after = Planner(replace(profile, kinds=kinds), layout, schedule).choose(stage, budget)
+        if before is not None:
+            assert after is not None
+            assert after.time_ps <= before.time_ps
+
+
+@settings(max_examples=40)
+@given(SEEDS, st.sampled_from([3, 1000, 2**30]), st.sampled_from([2.0, 10.0, 1000.0]))
+def test_other_units_of_bytes_and_time_change_nothing(seed, bytes_unit, time_unit):
+    profile, layout, schedule, budget = problem(seed)
+    scaled = scale(profile, bytes_unit, time_unit)
+    for stage in range(layout.num_stages):
+        plain = Planner(profile, layout, schedule).choose(stage, budget)
+        other = Planner(scaled, layout, schedule).choose(stage, budget * bytes_unit)
+        assert (plain is None) == (other is None)
+        if plain and other:
+            assert other.time_ps == plain.time_ps * time_unit
+            assert other.peak_bytes == plain.peak_bytes * bytes_unit
+            assert other.policies == plain.policies
+
+
+def test_a_search_below_static_bytes_finds_nothing():
+    profile, layout, schedule, _ = problem(3)
+    planner = Planner(profile, layout, schedule)
+    assert planner.searches[0].fastest(0) is None
+
+
+def test_the_leanest_need_is_the_least_budget_that_is_feasible():
+    for seed in range(40):
+        profile, layout, schedule, _ = problem(seed)
+        planner = Planner(profile, layout, schedule)
+        for stage, lean in enumerate(planner.leanest):
+            assert planner.choose(stage, lean.peak_bytes) is not None
+            assert planner.choose(stage, lean.peak_bytes - 1) is None

@@ -1,0 +1,84 @@
+"""What `plan` prints to be pasted, for a job that was described by flags or by a recipe."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.megatron_strategies import flags, launch_lines
+from megatron_autorecompute.planner.plan import make_plan
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import Profile
+
+LLAMA = Path(__file__).parents[2] / "examples" / "profiles" / "llama3-70b.json"
+
+
+@pytest.fixture(scope="module")
+def plan():
+    layout = Layout.from_flags(80, 4, 2)
+    return make_plan(Planner(Profile.load(LLAMA), layout, Schedule(4, 2, 16)), 28 << 30)
+
+
+def printed(plan, policy, described_by="flags", **changed):
+    job = {"described_by": described_by, "lora_rank": 0, "config": {"add_bias_linear": False}}
+    model = replace(plan.profile.model, facts={"job": job | changed})
+    chosen = RecomputePolicy.parse(policy, num_layers=80, layout=plan.layout.chunk_layers())
+    profile = replace(plan.profile, model=model)
+    return launch_lines(replace(plan, profile=profile, recompute_policy=tuple(chosen.to_config())))
+
+
+def test_a_plan_that_megatron_can_say_is_printed_in_its_own_flags(plan):
+    assert printed(plan, "megatron:block/4")[1:] == [
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 4"
+    ]
+    assert printed(plan, "selective[core_attn+mlp]")[1:] == [
+        "--recompute-granularity selective --recompute-modules core_attn mlp"
+    ]
+    assert "no flags of recompute" in printed(plan, "none")[0]
+
+
+def test_any_other_plan_is_one_flag_that_a_shell_reads_back(plan):
+    text = "full*3,selective[mlp]*57,none*20"
+    name, value = shlex.split(printed(plan, text)[1])
+    assert name == "--recompute-policy"
+    assert RecomputePolicy.parse(value, num_layers=80) == RecomputePolicy.parse(text, num_layers=80)
+
+
+def test_mlp_with_a_linear_bias_is_left_to_the_policy(plan):
+    config = {"add_bias_linear": True}
+    assert printed(plan, "selective[mlp]", config=config)[1].startswith("--recompute-policy")
+
+
+def test_frozen_layers_are_left_to_the_policy(plan):
+    assert printed(plan, "full", lora_rank=16)[1].startswith("--recompute-policy")
+
+
+def test_a_recipe_gets_lines_that_set_every_field(plan):
+    for policy, field in (("megatron:uniform/2", "recompute_method"), ("full,none*79", None)):
+        lines = printed(plan, policy, "recipe")[1:]
+        said = dict(line.removeprefix("cfg.model.").split(" = ") for line in lines)
+        assert said["recompute_method"] == ("'uniform'" if field else "None")
+        assert ("recompute_policy" in said) == (field is None)
+
+
+def test_a_searched_layout_is_among_the_flags(plan):
+    job = {"described_by": "flags", "lora_rank": 0, "config": {}}
+    facts = replace(plan.profile.model, facts={"job": job})
+    searched = replace(
+        plan,
+        profile=replace(plan.profile, model=facts),
+        megatron_flags={"--pipeline-model-parallel-layout": "Et|tL"},
+    )
+    assert launch_lines(searched)[1].endswith("--pipeline-model-parallel-layout 'Et|tL'")
+
+
+def test_a_measured_profile_names_no_launch_to_paste_into(plan):
+    assert launch_lines(plan) == []
+
+
+def test_flags_of_no_recompute_are_none():
+    assert flags(RecomputePolicy.parse("none", num_layers=2), {"recompute_method": None}) == ""

@@ -1,0 +1,69 @@
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_autorecompute.planner.p2p_tensors import decisive_loads, extra_tensors
+from megatron_autorecompute.planner.schedule import Schedule
+from tests.planner.random_schedules import schedules
+
+
+@settings(max_examples=100)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.lists(st.integers(0, 50), min_size=8, max_size=8),
+)
+def test_leaving_out_implied_moments_never_lowers_the_peak(p, v, groups, sizes):
+    v = v if p > 1 else 1
+    schedule = Schedule(p, v, p * groups)
+    for stage in range(p):
+
+        def total(kind, chunk, in_flight, extra):
+            waiting = sum(n * size for n, size in zip(in_flight, sizes, strict=False))
+            return waiting + sizes[4 + chunk] * (1 if kind == "forward" else 2) + extra * sizes[0]
+
+        rows = zip(
+            schedule.events(stage),
+            schedule.in_flight(stage).tolist(),
+            extra_tensors(schedule, stage),
+            strict=True,
+        )
+        assert max(
+            total(load.direction, load.chunk, load.in_flight, load.extra)
+            for load in decisive_loads(schedule, stage)
+        ) == max(total(e.direction, e.chunk, in_flight, extra) for e, in_flight, extra in rows)
+
+
+@settings(max_examples=60)
+@given(schedules(), st.integers(0, 12), st.booleans(), st.booleans())
+def test_many_microbatches_have_the_loads_of_a_plain_count_of_all_events(
+    schedule, groups, overlap_p2p, deallocated
+):
+    many = schedule.num_microbatches + groups * schedule.group_size
+    schedule = replace(schedule, num_microbatches=many)
+    for stage in range(schedule.num_stages):
+        settings = {"overlap_p2p": overlap_p2p, "deallocated": deallocated}
+        extra = extra_tensors(schedule, stage, **settings)
+        events = schedule.events(stage)
+        in_flight = map(tuple, schedule.in_flight(stage).tolist())
+        first = {}
+        for event, counts, count in zip(events, in_flight, extra, strict=True):
+            first.setdefault((event.direction, event.chunk, counts, count), event.microbatch)
+        found = decisive_loads(schedule, stage, **settings)
+        for load in found:
+            key = (load.direction, load.chunk, load.in_flight, load.extra)
+            assert first[key] == load.microbatch
+        # None of those left out exceeds all that are kept, chunk by chunk.
+        for direction, chunk, counts, count in first:
+            total = sum(counts) + count
+            kept = [x for x in found if (x.direction, x.chunk) == (direction, chunk)]
+            assert any(sum(x.in_flight) + x.extra >= total for x in kept)
+
+
+def test_the_number_of_microbatches_adds_no_work_to_the_loads():
+    for p, v in ((4, 1), (4, 3)):
+        loads = [decisive_loads(Schedule(p, v, m), 0) for m in (40, 4 * 10**8)]
+        plain = [[(x.direction, x.chunk, x.in_flight, x.extra) for x in each] for each in loads]
+        assert plain[0] == plain[1]

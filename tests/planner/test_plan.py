@@ -1,0 +1,208 @@
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from megatron_autorecompute.errors import PolicyError, ProfileError
+from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import Profile
+from tests.planner.random_profiles import problem, problem_of_many
+
+
+@pytest.fixture(scope="module")
+def plan():
+    profile, layout, schedule, budget = problem_of_many()
+    profile = replace(profile, fingerprint={"torch": "2.13.0", "device": "cpu"})
+    return make_plan(Planner(profile, layout, schedule), budget, curve_points=5)
+
+
+def test_a_saved_plan_is_read_back_equal(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_the_profile_is_read_from_the_plan_file(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    assert Profile.load(tmp_path / "plan.json") == plan.profile
+
+
+def test_the_policy_reads_its_choices_from_the_plan_file(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    read = RecomputePolicy.parse(f"@{tmp_path / 'plan.json'}", num_layers=12)
+    assert read == plan.policy
+
+
+def test_the_percentile_is_read_by_its_former_name(plan):
+    data = json.loads(replace(plan, imbalance_percentile=95.0).to_json())
+    data["moe_percentile"] = data.pop("imbalance_percentile")
+    assert Plan.from_json(json.dumps(data)).imbalance_percentile == 95
+
+
+def test_solving_the_loaded_plan_again_gives_the_same_policy(plan):
+    again = Plan.from_json(plan.to_json())
+    assert again.planner().solve(again.budget_bytes).policy == plan.policy
+
+
+def test_the_curve_steps_down_to_the_leanest_policy(plan):
+    peaks = [point.peak_high_bytes for point in plan.curve]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] == max(choice.peak_bytes for choice in plan.planner().leanest)
+    for point in plan.curve:
+        policy = RecomputePolicy.parse(point.recompute_policy, num_layers=12)
+        assert plan.planner().evaluate(policy).step_ms == pytest.approx(point.step_ms)
+
+
+def test_the_best_manual_strategy_is_kept_and_is_slower(plan):
+    assert plan.best_manual.fits
+    assert plan.best_manual.step_ms > plan.cost.step_ms
+
+
+def test_a_changed_fingerprint_says_what_changed(plan):
+    assert plan.changed({"torch": "2.13.0", "device": "cpu"}) == ()
+    assert plan.changed({"torch": "2.14.0", "tp": "2"}) == (
+        "device: cpu, now absent",
+        "torch: 2.13.0, now 2.14.0",
+        "tp: absent, now 2",
+    )
+
+
+@pytest.mark.parametrize("end", [1, 100, -2])
+def test_a_cut_off_plan_is_refused(plan, end):
+    with pytest.raises(ProfileError, match="not whole JSON"):
+        Plan.from_json(plan.to_json()[:end])
+
+
+def test_a_bad_field_deep_in_a_plan_is_refused_with_its_path(plan):
+    data = json.loads(plan.to_json())
+    data["cost"]["stages"][0]["peak"]["breakdown"]["static_bytes"] = "much"
+    with pytest.raises(ProfileError, match=r"cost.stages\[0\].peak.breakdown.static_bytes: 'much'"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_a_plan_whose_parts_do_not_belong_together_is_refused(plan):
+    data = json.loads(plan.to_json())
+    data["recompute_policy"].append("none")
+    with pytest.raises(ProfileError, match="13 choices, the profile's model 12 layers"):
+        Plan.from_json(json.dumps(data))
+    data = json.loads(plan.to_json())
+    data["budget_bytes"] = [1, 2]
+    with pytest.raises(ProfileError, match="budget_bytes has 2 entries, the layout 1 stages"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_an_unchanged_plan_is_proven_however_its_text_is_laid_out(plan):
+    data = json.loads(plan.to_json())
+    text = json.dumps(dict(reversed(data.items())), indent=7)
+    assert Plan.from_json(text) == plan
+    assert plan.proven
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("cost", "step_ms"), float("nan"), "cost.step_ms is nan, the rest of it gives "),
+        (("cost", "step_low_ms"), 5.0, "cost.step_low_ms is 5.0, the rest of it gives None"),
+        (("cost", "stages", 0, "peak", "moment"), "at night", "moment is 'at night', the rest"),
+        (("evidence", 0, "gap"), 0.5, "evidence[0].gap is 0.5, the rest of it gives 0.0"),
+        (("evidence", 0, "bound_ms"), float("nan"), "evidence[0].bound_ms is nan, the rest"),
+        (("evidence", 0, "objective_ms"), 1.0, "evidence[0].objective_ms is 1.0, the rest"),
+        (("best_manual", "step_ms"), 1.0, "best_manual.step_ms is 1.0, the rest of it gives "),
+        (("best_manual",), None, "best_manual is None, the rest of it gives {"),
+        (("curve", 1, "step_ms"), 1.0, "curve[1].step_ms is 1.0, the rest of it gives "),
+        (("curve", 1, "budget_bytes"), 9, "curve[1].budget_bytes is 9, its policy needs "),
+        (("budget_bytes", 0), -1, "budget_bytes[0]: -1, must be greater than 0"),
+        (("budget_bytes", 0), 9, "evidence[0].budget_bytes is 700, the rest of it gives 9"),
+        (("recompute_policy", 3), "half", "recompute_policy[3]: 'half', Cannot read 'half'"),
+        (("recompute_policy", 3), "full/2", "holds no plan that could run: full/2*1: 1 layers"),
+        (("allowed",), ["full"], "], allowed has no selective["),
+        (("imbalance_percentile",), float("nan"), "imbalance_percentile: nan, must be "),
+        (("schedule", "num_microbatches"), 10**9, "cost.stages[0].ideal_ms is"),
+        (("schedule", "num_microbatches"), 8, "cost.stages[0].ideal_ms is "),
+        (("layout", "stages", 0, 0, "layers"), [0] * 12, "must be 0, 1, 2, … in model order"),
+        (("schema_version",), 0, "schema_version: 0, must be ≥ 1"),
+    ],
+)
+def test_what_does_not_follow_from_the_rest_is_refused_by_its_name(plan, path, value, message):
+    with pytest.raises(ProfileError, match=re.escape(message)) as caught:
+        Plan.from_json(changed(plan, {path: value}), "p.json")
+    assert str(caught.value).startswith("p.json")
+
+
+def changed(plan, values):
+    data = json.loads(plan.to_json())
+    for (*parents, name), value in values.items():
+        node = data
+        for parent in parents:
+            node = node[parent]
+        node[name] = value
+    return json.dumps(data)
+
+
+def test_a_policy_changed_by_hand_is_no_plan_but_still_a_policy(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(changed(plan, {("recompute_policy", 0): "full"}))
+    with pytest.raises(
+        ProfileError, match=r"give --recompute-policy @FILE, which reads no figures"
+    ):
+        Plan.load(path)
+    read = RecomputePolicy.parse(f"@{path}", num_layers=12)
+    assert read.to_config() == ["full", *plan.recompute_policy[1:]]
+
+
+def test_a_plan_changed_in_what_proves_it_has_no_proof(plan):
+    """A larger budget everywhere leaves all figures right, and the policy no longer the best."""
+    budgets = {("budget_bytes", 0): 10**6, ("evidence", 0, "budget_bytes"): 10**6}
+    manual = plan.planner().best_manual(10**6)
+    for name, value in (("name", manual.name), ("step_ms", manual.cost.step_ms)):
+        budgets["best_manual", name] = value
+    budgets["best_manual", "peak_high_bytes"] = manual.cost.peak_high_bytes
+    found = Plan.from_json(changed(plan, budgets))
+    assert not found.proven
+    assert (found.evidence[0].bound_ms, found.evidence[0].gap) == (None, None)
+    assert not Plan.from_json(found.to_json()).proven  # writing it again proves nothing
+
+
+def test_a_plan_without_a_digest_is_read_and_has_no_proof(plan):
+    data = json.loads(plan.to_json())
+    del data["digest"]
+    found = Plan.from_json(json.dumps(data))
+    assert not found.proven
+    assert found.cost == plan.cost
+
+
+def test_a_plan_of_a_version_that_predicted_otherwise_gets_the_figures_of_this_one(plan):
+    slower = replace(plan, cost=replace(plan.cost, step_ms=2 * plan.cost.step_ms))
+    found = Plan.from_json(slower.to_json())
+    assert found.cost == plan.cost
+    assert not found.proven
+    assert f"predicted {2 * plan.cost.step_ms:,.1f} ms a step" in found.notes[-1]
+
+
+def test_the_figures_of_every_plan_can_be_worked_out_again():
+    solved = 0
+    for seed in range(60):
+        profile, layout, schedule, budget = problem(seed)
+        planner = Planner(profile, layout, schedule)
+        if planner.attempt(budget) is None:
+            continue
+        data = json.loads(make_plan(planner, budget, curve_points=3).to_json())
+        del data["digest"]
+        assert Plan.from_json(json.dumps(data)).cost == planner.solve(budget).cost
+        solved += 1
+    assert solved > 15
+
+
+def test_a_plan_of_a_newer_schema_is_refused(plan):
+    data = json.loads(plan.to_json())
+    data["schema_version"] = 9
+    with pytest.raises(ProfileError, match="schema_version 9"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_a_plan_with_an_unreadable_choice_is_refused_when_the_policy_is_asked_for(plan):
+    broken = replace(plan, recompute_policy=("half", *plan.recompute_policy[1:]))
+    with pytest.raises(PolicyError, match="half"):
+        _ = broken.policy

@@ -1,0 +1,138 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_autorecompute.errors import PolicyError, ProfileError
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.policy_cost import evaluate
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import ChoiceRecord, LayerKind, StageRecord, StaticBytes
+from tests.planner.random_profiles import (
+    chunk_policies,
+    problem,
+    simulate,
+)
+from tests.planner.uniform_profiles import FULL, NONE, peak_of, uniform_profile
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 10**6), st.randoms(use_true_random=False))
+def test_peaks_equal_an_event_by_event_simulation(seed, rng):
+    profile, layout, schedule, _ = problem(seed)
+    layers = [None] * profile.num_layers
+    chosen = []
+    for chunks in layout.stages:
+        chosen.append([rng.choice(list(chunk_policies(profile, c.layers))) for c in chunks])
+        for chunk, policies in zip(chunks, chosen[-1], strict=True):
+            for layer, policy in zip(chunk.layers, policies, strict=True):
+                layers[layer] = policy
+    cost = evaluate(profile, layout, schedule, RecomputePolicy(tuple(layers)))
+    for stage in cost.stages:
+        peak, time_ms = simulate(profile, layout, schedule, stage.stage, chosen[stage.stage])
+        assert stage.peak.bytes == stage.peak.breakdown.total_bytes == peak
+        assert stage.busy_ms == pytest.approx(schedule.num_microbatches * time_ms)
+
+
+def test_time_splits_into_ideal_imbalance_and_recompute():
+    head = ChoiceRecord("none", 0, 0, 0, 3.0, 9.0)
+    profile = uniform_profile(4, NONE, FULL, head=head)
+    policy = RecomputePolicy.parse("full*1,none*3", num_layers=4)
+    cost = evaluate(profile, Layout.from_flags(4, 2), Schedule(2, 1, 8), policy)
+    first, last = cost.stages
+    assert first.ideal_ms == last.ideal_ms == pytest.approx(8 * (4 * 30 + 12) / 2)
+    assert first.imbalance_ms == pytest.approx(-8 * 6)
+    assert last.imbalance_ms == pytest.approx(8 * 6)
+    assert (first.recompute_ms, last.recompute_ms) == (pytest.approx(80), pytest.approx(0))
+    assert first.busy_ms == pytest.approx(8 * 70)
+
+
+def test_the_step_lies_between_all_layers_fast_and_all_layers_slow():
+    none, full = replace(NONE, spread_ms=2.0), replace(FULL, spread_ms=3.0)
+    policy = RecomputePolicy.parse("full/2*2,none*2", num_layers=4)
+
+    def cost(*choices, shift_ms=0.0):
+        moved = (replace(c, backward_ms=c.backward_ms + shift_ms * c.spread_ms) for c in choices)
+        profile = uniform_profile(4, *moved)
+        return evaluate(profile, Layout.from_flags(4, 2), Schedule(2, 1, 6), policy)
+
+    found = cost(none, full)
+    assert found.step_low_ms == pytest.approx(cost(none, full, shift_ms=-1.0).step_ms)
+    assert found.step_high_ms == pytest.approx(cost(none, full, shift_ms=1.0).step_ms)
+    assert found.step_low_ms < found.step_ms < found.step_high_ms
+    assert cost(NONE, FULL).step_high_ms is None
+
+
+def test_equal_stages_take_the_time_of_narayanan_et_al():
+    # (b'/b + p - 1) * (t_f(b) + t_b(b)), b' / b being the number of microbatches.
+    profile = uniform_profile(8, NONE)
+    for p, m in ((1, 6), (2, 6), (4, 9), (8, 8)):
+        policy = RecomputePolicy.parse("none", num_layers=8)
+        cost = evaluate(profile, Layout.from_flags(8, p), Schedule(p, 1, m), policy)
+        assert cost.step_ms == pytest.approx((m + p - 1) * 30.0 * 8 / p)
+        assert cost.bubble_ms == pytest.approx((p - 1) * 30.0 * 8 / p)
+
+
+def test_a_policy_or_layout_of_another_model_is_refused():
+    profile = uniform_profile(4, NONE, FULL)
+    policy = RecomputePolicy.parse("none", num_layers=4)
+    with pytest.raises(ProfileError, match="The layout has 6 layers"):
+        evaluate(profile, Layout.from_flags(6, 2), Schedule(2, 1, 4), policy)
+    with pytest.raises(ProfileError, match="the schedule 4 of 1"):
+        evaluate(profile, Layout.from_flags(4, 2), Schedule(4, 1, 4), policy)
+    with pytest.raises(PolicyError, match="covers 5 layers"):
+        evaluate(
+            profile,
+            Layout.from_flags(4, 2),
+            Schedule(2, 1, 4),
+            RecomputePolicy.parse("none", num_layers=5),
+        )
+    with pytest.raises(ProfileError, match=r"no record of selective\[mlp\] for layer 0"):
+        peak_of(profile, Layout.from_flags(4, 2), Schedule(2, 1, 4), "selective[mlp]")
+
+
+@pytest.mark.parametrize("residual_ms", [6.0, -6.0, -1000.0])
+@pytest.mark.parametrize(("p", "v"), [(1, 1), (2, 1), (2, 4)])
+def test_a_residual_is_spread_over_a_stages_events_and_leaves_none_below_zero(p, v, residual_ms):
+    profile = uniform_profile(8, NONE, FULL)
+    layout = Layout.from_flags(8, p, v)
+    stages = tuple(
+        StageRecord(
+            tuple(layer for chunk in chunks for layer in chunk.layers),
+            StaticBytes(),
+            residual_ms=residual_ms,
+        )
+        for chunks in layout.stages
+    )
+    policy = RecomputePolicy.parse("none*7,full*1", num_layers=8)
+    schedule = Schedule(p, v, 4)
+    plain = evaluate(profile, layout, schedule, policy)
+    cost = evaluate(replace(profile, stages=stages), layout, schedule, policy)
+    for before, after in zip(plain.stages, cost.stages, strict=True):
+        # Of layers whose least is 30 ms, a third of it forward; 10 ms more are full's.
+        least = 30 * 8 / p
+        given = max(residual_ms, -least)
+        assert after.busy_ms - before.busy_ms == pytest.approx(4 * given)
+        moved = [new - old for new, old in zip(after.forward_ms, before.forward_ms, strict=True)]
+        assert moved == pytest.approx([given / 3 / v] * v)
+        assert min(*after.forward_ms, *after.backward_ms) >= 0
+
+
+def test_a_checkpoint_of_layers_of_two_kinds_has_the_spread_of_its_layers_own():
+    group = ChoiceRecord("full/2", 2, 0, 100, 20.0, 60.0, spread_ms=10.0)
+    static = StaticBytes()
+    one = LayerKind("a", (0, 1), (NONE, replace(FULL, spread_ms=1.0), group), static=static)
+    other = LayerKind("b", (2,), (NONE, replace(FULL, spread_ms=2.0)), static=static)
+    profile = replace(uniform_profile(3, NONE), kinds=(one, other))
+    layout = Layout.from_flags(3, 1)
+
+    def spread_ms(text):
+        policy = RecomputePolicy.parse(text, num_layers=3)
+        cost = evaluate(profile, layout, Schedule(1, 1, 1), policy)
+        return cost.step_ms - cost.step_low_ms, cost.step_high_ms - cost.step_ms
+
+    assert spread_ms("full/2*2,full*1") == pytest.approx((12, 12))
+    assert spread_ms("full*1,full/2*2") == pytest.approx((4, 4))
+    assert spread_ms("full/3*3") == pytest.approx((4, 4))

@@ -1,0 +1,107 @@
+"""The step against its definition written out, and known cases."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_autorecompute.errors import PipelineError
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.step_time import replay_ms
+from tests.planner.random_schedules import schedules, times
+
+
+def finish_by_plain_replay(schedule, forward_ms, backward_ms):
+    """The definition, written out: run whatever stage can run until all have run everything."""
+    last = schedule.num_stages * schedule.num_chunks - 1
+    queues = [list(schedule.events(stage)) for stage in range(schedule.num_stages)]
+    free, done, moved = [0.0] * schedule.num_stages, {}, True
+    while moved:
+        moved = False
+        for stage, queue in enumerate(queues):
+            while queue:
+                kind, position = queue[0].direction, queue[0].chunk * schedule.num_stages + stage
+                neighbour = position - 1 if kind == "forward" else position + 1
+                needs = (kind, neighbour, queue[0].microbatch)
+                if 0 <= neighbour <= last and needs not in done:
+                    break
+                event, durations = queue.pop(0), {"forward": forward_ms, "backward": backward_ms}
+                start = max(free[stage], done.get(needs, -math.inf))
+                free[stage] = start + durations[kind][stage][event.chunk]
+                done[kind, position, event.microbatch] = free[stage]
+                moved = True
+    assert not any(queues), "deadlock"
+    return free
+
+
+@settings(max_examples=200)
+@given(schedules(), st.data())
+def test_replay_equals_the_definition_written_out(schedule, data):
+    forward, backward = data.draw(times(schedule)), data.draw(times(schedule))
+    replayed = replay_ms(schedule, forward, backward)
+    expected = finish_by_plain_replay(schedule, forward, backward)
+    assert replayed.finish_ms == pytest.approx(expected)
+    assert replayed.total_ms == pytest.approx(max(expected))
+
+
+@settings(max_examples=60)
+@given(
+    schedules(),
+    st.integers(20, 60),
+    st.sampled_from([2, 10, 1000, 10**6]),
+    st.randoms(use_true_random=False),
+)
+def test_a_long_step_is_replayed_as_if_every_period_were(schedule, groups, most, rng):
+    # Few different times, so that stages are nearly as slow as each other and settle late.
+    many = schedule.num_microbatches + groups * schedule.group_size
+    schedule = replace(schedule, num_microbatches=many)
+    forward, backward = (
+        [[rng.randint(0, most) / 1e9 for _ in range(schedule.num_chunks)] for _ in stages]
+        for stages in [range(schedule.num_stages)] * 2
+    )
+    replayed = replay_ms(schedule, forward, backward).finish_ms
+    expected = finish_by_plain_replay(schedule, forward, backward)
+    assert [round(ms * 1e9) for ms in replayed] == [round(ms * 1e9) for ms in expected]
+
+
+@pytest.mark.parametrize("microbatches", [10**4, 10**9])
+@pytest.mark.parametrize(("p", "v"), [(1, 1), (4, 1), (4, 3)])
+def test_any_number_of_microbatches_takes_no_longer(p, v, microbatches):
+    # The last stage is hardly busier than the others, so that they wait for it only in the end.
+    forward, backward = [[1.0] * v] * p, [[2.0] * v] * (p - 1) + [[2.0001] * v]
+    replayed = replay_ms(Schedule(p, v, microbatches), forward, backward)
+    busy_ms = microbatches * v * 3.0001
+    assert replayed.busy_ms[-1] == pytest.approx(busy_ms)
+    assert busy_ms <= replayed.total_ms * (1 + 1e-12) <= busy_ms + 4 * p * 3.0001
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (2, 1), (4, 3), (4, 16), (64, 128)])
+def test_equal_stages_take_m_plus_p_minus_1_slots(p, m):
+    replayed = replay_ms(Schedule(p, 1, m), [[1.25]] * p, [[2.5]] * p)
+    assert replayed.total_ms == (m + p - 1) * 3.75
+    assert replayed.busy_ms == (m * 3.75,) * p
+    assert replayed.idle_ms == ((p - 1) * 3.75,) * p
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "m"), [(2, 2, 2), (2, 3, 8), (4, 2, 16), (8, 4, 8), (16, 8, 64)]
+)
+def test_interleaved_bubble_is_p_minus_1_over_v_times_m(p, v, m):
+    replayed = replay_ms(Schedule(p, v, m), [[1.0] * v] * p, [[2.0] * v] * p)
+    ideal = 3.0 * v * m
+    assert replayed.total_ms == pytest.approx(ideal * (1 + (p - 1) / (v * m)))
+
+
+REFUSED = [
+    (lambda: replay_ms(Schedule(2, 1, 2), [[1.0]], [[1.0]] * 2), "forward_ms must have 2 stages"),
+    (lambda: replay_ms(Schedule(1, 1, 2), [[1.0]], [[-1.0]]), "backward_ms must be finite"),
+    (lambda: replay_ms(Schedule(1, 1, 2), [[math.nan]], [[1.0]]), "forward_ms must be finite"),
+]
+
+
+@pytest.mark.parametrize(("ask", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_times_of_another_shape_and_impossible_ones_are_refused(ask, message):
+    with pytest.raises(PipelineError, match=message):
+        ask()

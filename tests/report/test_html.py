@@ -1,0 +1,138 @@
+"""The page says what the plan says, stands by itself, and is small."""
+
+import base64
+import gzip
+import json
+import re
+from dataclasses import replace
+from html import unescape
+
+import numpy as np
+import pytest
+
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.plan import CurvePoint, make_plan
+from megatron_autorecompute.planner.planner import Planner, neighbours
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.profile import ChoiceRecord
+from megatron_autorecompute.report.data import Curve, Paste, ReportData, report_data
+from megatron_autorecompute.report.html import html, packed, page_data
+from megatron_autorecompute.report.timeline import timeline
+from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
+from tests.report.plans import THREE, example_data, random_plan
+
+
+@pytest.fixture(scope="module")
+def data():
+    return example_data(*THREE["gpt-760m-48l"])
+
+
+def text_of(page):
+    body = re.sub(r"(?s)<(script|style).*?</\1>", "", page)
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", "", body)))
+
+
+def test_the_first_sentence_says_fit_step_gain_and_tightest_stage(data):
+    plan = data.plan
+    text = text_of(html(data))
+    assert "Fits: every stage within 20.00 GiB; the tightest, stage 0, has" in text
+    gain = 100 * (1 - plan.cost.step_ms / plan.best_manual.step_ms)
+    assert f"A step takes 4.02 s, {gain:.1f}% less than with Megatron's best own setting" in text
+
+
+def test_a_plan_over_its_budget_is_said_not_to_fit(data):
+    plan = replace(data.plan, budget_bytes=(1 << 30,) * 4)
+    text = text_of(html(replace(data, plan=plan)))
+    assert "Does not fit: stage 0 needs 19.95 GiB of 1.00 GiB." in text
+
+
+def test_no_gain_and_no_setting_that_fits_are_said(data):
+    best = replace(data.plan.best_manual, step_ms=data.plan.cost.step_ms)
+    same = replace(data, plan=replace(data.plan, best_manual=best))
+    assert "as long as with Megatron's best own setting" in text_of(html(same))
+    alone = replace(data, plan=replace(data.plan, best_manual=None))
+    assert "none of Megatron's own settings fits" in text_of(html(alone))
+
+
+def test_the_page_asks_for_nothing_outside_itself(data):
+    page = html(data)
+    assert re.findall(r"(?:src|href)\s*=|@import|url\((?!#)|fetch\(|XMLHttp|import\(", page) == []
+    assert set(re.findall(r"https?://[^\"' ]+", page)) <= {"http://www.w3.org/2000/svg"}
+    assert "{{" not in page
+
+
+def test_the_same_plan_gives_the_same_page(data):
+    assert html(data) == html(data)
+
+
+def test_names_are_escaped(data):
+    profile = data.plan.profile
+    odd = replace(profile, model=replace(profile.model, name='<b>&"</b>'))
+    page = html(replace(data, plan=replace(data.plan, profile=odd)))
+    assert '<b>&"' not in page
+    assert "&lt;b&gt;&amp;" in page
+
+
+def test_a_layers_other_choices_are_those_that_explain_prints(data):
+    plan = data.plan
+    for layer in (0, 3, 7, 47):
+        found = neighbours(plan.planner(), plan.policy, layer)
+        stage = data.stage_of[layer]
+        now = plan.cost.stages[stage]
+        assert [effect.choice for effect in data.effects[layer]] == [str(c) for c, _ in found]
+        for effect, (_, cost) in zip(data.effects[layer], found, strict=True):
+            other = cost.stages[stage]
+            assert effect.step_ms == pytest.approx(cost.step_ms - plan.cost.step_ms)
+            assert effect.stage_busy_ms == pytest.approx(other.busy_ms - now.busy_ms)
+            assert effect.peak_bytes == other.peak_high_bytes - now.peak_high_bytes
+            assert effect.fits == (other.peak_high_bytes <= plan.budget_bytes[stage])
+
+
+def test_no_setting_of_megatrons_beats_the_curve_in_the_same_bytes(data):
+    for strategy in data.curve.strategies:
+        within = [p for p in data.curve.points if p.budget_bytes <= strategy.peak_high_bytes]
+        if within:
+            assert min(p.step_ms for p in within) <= strategy.step_ms * (1 + 1e-9)
+
+
+def test_the_curve_passes_the_plan_and_never_gets_slower_with_more_bytes(data):
+    times = [point.step_ms for point in data.curve.points]
+    assert times == sorted(times)
+    assert data.plan.cost.step_ms in times
+
+
+def test_what_is_drawn_adds_up_to_the_planned_bytes_and_times(data):
+    unpacked = json.loads(gzip.decompress(base64.b64decode(packed(page_data(data)))))
+    for drawn, stage in zip(unpacked["stages"], data.timeline.stages, strict=True):
+        assert np.cumsum(drawn["inFlight"]).tolist() == stage.in_flight_bytes.tolist()
+        assert np.cumsum(drawn["outside"]).tolist() == stage.outside_bytes.tolist()
+        assert np.cumsum(drawn["overhead"]).tolist() == stage.overhead_bytes.tolist()
+        end = 0.0
+        for gap, code, start in zip(drawn["gap"], drawn["code"], stage.start_ms, strict=True):
+            assert end + gap == pytest.approx(start, abs=0.01)
+            end += gap + drawn["chunks"][code >> 1]["ms"][code & 1]
+
+
+@pytest.mark.parametrize("seed", [0, 4, 11, 20])
+def test_any_plan_has_a_report(seed):
+    assert "Where memory is tight" in html(report_data(random_plan(seed)))
+
+
+def test_a_step_of_65536_events_is_less_than_2_mb():
+    layers, pp, vp, microbatches = 126, 16, 8, 256
+    head = ChoiceRecord("none", 7, 3, 5, 1.23456, 2.34567)
+    profile = uniform_profile(layers, NONE, FULL, head=head, boundary_bytes=3)
+    layout = Layout.from_flags(
+        layers,
+        pp,
+        vp,
+        account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
+    )
+    plan = make_plan(Planner(profile, layout, Schedule(pp, vp, microbatches)), 11_000)
+    step = timeline(plan)
+    assert sum(len(stage.chunk) for stage in step.stages) == 65_536
+    paste = (Paste("here", plan.policy.format()),)
+    point = CurvePoint(11_000, plan.cost.step_ms, 11_000, plan.policy.format())
+    page = html(ReportData(plan, step, ((),) * layers, Curve("", (point,), ()), paste))
+    assert len(page.encode()) < 2_000_000

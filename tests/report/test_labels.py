@@ -1,0 +1,34 @@
+"""Names of points stand beside them and never on each other."""
+
+import itertools
+import random
+
+import pytest
+
+from megatron_autorecompute.report.labels import Box, placed
+
+INSIDE = Box(0, 0, 800, 500)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_names_overlap_neither_each_other_nor_points_nor_what_is_kept_free(seed):
+    rng = random.Random(seed)
+    points = [(rng.uniform(20, 780), rng.uniform(20, 480)) for _ in range(15)]
+    line = Box(400, 0, 2, 500)
+    boxes = placed(points, [(rng.uniform(30, 120), 12)] * len(points), INSIDE, [line])
+    marks = [Box(x - 4, y - 4, 8, 8) for x, y in points]
+    assert all(box.within(INSIDE) for box in boxes)
+    for first, second in itertools.combinations([*boxes, line], 2):
+        assert first.overlap(second) == 0
+    for box, mark in itertools.product(boxes, marks):
+        assert box.overlap(mark) == 0
+
+
+def test_of_free_places_the_nearest_to_the_right_is_taken():
+    (box,) = placed([(100, 100)], [(50, 10)], INSIDE)
+    assert box == Box(107, 95, 50, 10)
+
+
+def test_where_there_is_no_room_a_name_still_stands_inside():
+    boxes = placed([(20, 10)] * 9, [(30, 12)] * 9, Box(0, 0, 40, 20))
+    assert all(box.within(Box(0, 0, 40, 20)) for box in boxes)

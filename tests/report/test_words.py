@@ -1,0 +1,48 @@
+import pytest
+
+from megatron_autorecompute.report.words import choice_colours, duration, ink_on, percent, size
+from tests.report.plans import example_plan
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(73 * 2**30 + 2**27, "73.12 GiB"), (34 * 2**20, "34.0 MiB"), (0, "0.0 MiB")],
+)
+def test_bytes_are_written_in_the_unit_that_fits(size_bytes, text):
+    assert size(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("time_ms", "text"),
+    [
+        (0.25, "0.25 ms"),
+        (86.153, "86.2 ms"),
+        (525.4, "525 ms"),
+        (4041, "4.04 s"),
+        (26581, "26.6 s"),
+    ],
+)
+def test_times_have_three_figures(time_ms, text):
+    assert duration(time_ms) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0, "0%"), (0.0004, "0.04%"), (0.0551, "5.5%"), (0.9996, "99.96%"), (1, "100.0%")],
+)
+def test_a_small_share_is_not_written_as_none_and_a_large_one_not_as_all(share, text):
+    assert percent(share) == text
+
+
+def test_the_more_a_choice_recomputes_the_darker_it_is():
+    plan = example_plan("gpt-760m-48l", 4, 2, 16, 20)
+    colours = {str(choice): colour for choice, colour in choice_colours(plan).items()}
+
+    def light(name):
+        return sum(int(colours[name][i : i + 2], 16) for i in (1, 3, 5))
+
+    attention, more = "selective[core_attn]", "selective[core_attn+layernorm+mlp]"
+    assert light("none") > light(attention) > light(more) > light("full")
+    assert colours["full/2"] == colours["full"]
+    assert ink_on(colours["none"]) == "#000"
+    assert ink_on(colours["full"]) == "#fff"

@@ -1,0 +1,49 @@
+"""What auto cannot measure is refused in the words of the program around."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_autorecompute.auto_rules import as_field, as_flag, refuse_unmeasurable
+from megatron_autorecompute.errors import OptionError
+
+MEASURABLE = {"cuda_graph_impl": "none", "overlap_moe_expert_parallel_comm": False}
+
+
+@pytest.mark.parametrize(
+    ("changed", "spelled", "given", "instead"),
+    [
+        (
+            {"cuda_graph_impl": "local"},
+            as_flag,
+            "--recompute-policy auto was given with --cuda-graph-impl local",
+            "then give --recompute-policy @PLAN",
+        ),
+        (
+            {"cuda_graph_impl": "local"},
+            as_field,
+            "model.recompute_policy=auto was given with model.cuda_graph_impl=local",
+            "with model.cuda_graph_impl=none",
+        ),
+        (
+            {"overlap_moe_expert_parallel_comm": True},
+            as_flag,
+            "--recompute-policy auto was given with --overlap-moe-expert-parallel-comm:",
+            "--recompute-policy @PLAN with a plan made without a device",
+        ),
+        (
+            {"overlap_moe_expert_parallel_comm": True},
+            as_field,
+            "auto was given with model.overlap_moe_expert_parallel_comm=True",
+            "model.recompute_policy=selective[layernorm]",
+        ),
+    ],
+)
+def test_a_step_that_cannot_be_measured_is_refused_with_what_to_give_instead(
+    changed, spelled, given, instead
+):
+    refuse_unmeasurable(SimpleNamespace(**MEASURABLE), spelled)
+    with pytest.raises(OptionError) as refused:
+        refuse_unmeasurable(SimpleNamespace(**MEASURABLE | changed), spelled)
+    assert given in str(refused.value)
+    assert instead in str(refused.value)
