@@ -23,7 +23,7 @@ from megatron_autorecompute.no_device.sensitivity import sensitivity
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.unit_costs import CostTable
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import NONE, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.verify import require_verified, verify
 
@@ -457,8 +457,8 @@ def test_stated_imbalance_is_on_moe_layers_only():
     even, stated = (CostTable(profile, percentile) for percentile in (None, 99))
     for kind, factor in ((dense, 1.0), (moe, 1.3)):
         layer = kind.layers[0]
-        held = even.record(layer, "none").held_bytes
-        assert stated.record(layer, "none").held_bytes == math.ceil(held * factor)
+        held = even.record(layer, NONE).held_bytes
+        assert stated.record(layer, NONE).held_bytes == math.ceil(held * factor)
 
 
 def test_an_unknown_field_of_the_config_is_named():
