@@ -30,24 +30,26 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import torch
 from rich.progress import track
 
-from megatron_autorecompute import compat, measure, without_cuda
-from megatron_autorecompute.apply import apply
-from megatron_autorecompute.dry_run import (
+from megatron_autorecompute import compat
+from megatron_autorecompute.meta import without_cuda
+from megatron_autorecompute.meta.meta_step import (
     StepShape,
     TokenStep,
-    _fake_ranks,
-    _meta_config,
     build_chunks,
     build_gpt,
     dry_run_stage,
+    fake_ranks,
     kept_between_steps,
+    meta_config,
 )
-from megatron_autorecompute.live_bytes import LiveBytes
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import FULL, RecomputePolicy
 from megatron_autorecompute.profile import Model, Parallelism, Profile, StaticBytes
+from megatron_autorecompute.runtime import measurement as measure
+from megatron_autorecompute.runtime.apply import apply
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
 
 RESULTS = Path(__file__).parent / "results" / "peak_fidelity.json"
 PAGE = Path(__file__).parents[1] / "docs" / "peak-fidelity.md"
@@ -171,8 +173,8 @@ def measured_profile(case: Case) -> Profile:
         **serial,
     )
     size = shape(case, 1)
-    small = _meta_config(small)
-    with without_cuda.activate(meta=True), _fake_ranks(small, 0, size):
+    small = meta_config(small)
+    with without_cuda.activate(meta=True), fake_ranks(small, 0, size):
         models = build_chunks(small, size, builder(case), torch.device("meta"))
         found, kept_bytes = _measured(models, size, depth)
     kept = StaticBytes(buffer_bytes=kept_bytes // depth)

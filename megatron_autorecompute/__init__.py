@@ -16,11 +16,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_autorecompute.apply import apply
     from megatron_autorecompute.planner.plan import Plan
     from megatron_autorecompute.planner.planner import solve
     from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
     from megatron_autorecompute.profile import Profile
+    from megatron_autorecompute.runtime.apply import apply
 
 
 __version__ = "0.1.0"

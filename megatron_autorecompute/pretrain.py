@@ -15,12 +15,12 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from megatron_autorecompute.auto_options import AutoOptions
 from megatron_autorecompute.errors import AutorecomputeError, MachineError, OptionError
 from megatron_autorecompute.integrations import megatron_lm
 from megatron_autorecompute.options import add_flags
 from megatron_autorecompute.packages import needed
 from megatron_autorecompute.policy import GRAMMAR
+from megatron_autorecompute.runtime.auto_options import AutoOptions
 
 RUN_ON_CPU = "--recompute-run-on-cpu"
 POLICY_HELP = f"what every layer recomputes: auto measures and solves; otherwise {GRAMMAR}"

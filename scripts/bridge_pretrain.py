@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_autorecompute.auto_options import AutoOptions
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.integrations import megatron_bridge, megatron_lm
 from megatron_autorecompute.options import add_flags, from_flags
+from megatron_autorecompute.runtime.auto_options import AutoOptions
 
 POLICY = f"model.{megatron_bridge.FIELD}="
 STEPS = ("gpt_step", "vlm_step", "llava_step")

@@ -3,7 +3,7 @@
 
 import sys
 
-from megatron_autorecompute.compare import main
+from megatron_autorecompute.compare.run import main
 
 if __name__ == "__main__":
     sys.exit(main())

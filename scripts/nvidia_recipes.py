@@ -21,11 +21,11 @@ warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE
 
 from rich.progress import track  # noqa: E402
 
+from megatron_autorecompute.cli.estimate import default_budget_bytes  # noqa: E402
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
-from megatron_autorecompute.no_device.command import default_budget_bytes  # noqa: E402
-from megatron_autorecompute.no_device.devices import device  # noqa: E402
-from megatron_autorecompute.no_device.job import Job, job_from  # noqa: E402
-from megatron_autorecompute.no_device.sensitivity import planner  # noqa: E402
+from megatron_autorecompute.meta.devices import device  # noqa: E402
+from megatron_autorecompute.meta.job import Job, job_from  # noqa: E402
+from megatron_autorecompute.meta.sensitivity import planner  # noqa: E402
 from megatron_autorecompute.planner.planner import Planner  # noqa: E402
 from megatron_autorecompute.planner.policy_cost import PolicyCost  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from megatron_autorecompute.live_bytes import LiveBytes
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
 
 
 class Device(LiveBytes):

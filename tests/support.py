@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute import without_cuda
+from megatron_autorecompute.meta import without_cuda
 
 VOCAB = 128
 SEQ_LENGTH = 32

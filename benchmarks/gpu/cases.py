@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from megatron_autorecompute.comparison import Shape
+from megatron_autorecompute.compare.comparison import Shape
 
 ROOT = Path(__file__).parents[2]
 OUR_CODE = ("megatron_autorecompute", "benchmarks/gpu", "tests/gpu")
@@ -136,7 +136,7 @@ def started() -> Iterator[None]:
     import torch
     from megatron.core import parallel_state
 
-    from megatron_autorecompute import without_cuda
+    from megatron_autorecompute.meta import without_cuda
 
     on_cuda = torch.cuda.is_available()
     torch.set_num_threads(1)
@@ -181,7 +181,7 @@ def built(case: Case) -> Any:
     """The case's `TrainingJob`, on the device that is there."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from megatron_autorecompute.workload import TrainingJob, Variant, read_text
+    from megatron_autorecompute.compare.workload import TrainingJob, Variant, read_text
 
     make = {
         "local": gpt_layer_specs.get_gpt_layer_local_spec,

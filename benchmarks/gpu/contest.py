@@ -15,14 +15,14 @@ import torch
 
 from benchmarks.gpu.cases import Case, built
 from megatron_autorecompute import compat
-from megatron_autorecompute.apply import apply
-from megatron_autorecompute.measure import Measurement
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Model, Parallelism, Profile
+from megatron_autorecompute.runtime.apply import apply
+from megatron_autorecompute.runtime.measurement import Measurement
 
 CORRECTIONS = 4
 """How often a plan that does not fit when run is corrected before it is reported as not fitting."""

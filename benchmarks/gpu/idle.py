@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_autorecompute import config
+from megatron_autorecompute.runtime import config_field
 
 
 def pytest_configure() -> None:
     """Before any test is imported."""
-    config.install()
+    config_field.install()

@@ -14,8 +14,8 @@ from benchmarks.gpu.contest import Contest, Peak
 from benchmarks.gpu.mixes import random_policies
 from benchmarks.gpu.published import BUDGET_FRACTION
 from benchmarks.gpu.results import Ledger, between
+from megatron_autorecompute.compare.manual_search import needless
 from megatron_autorecompute.errors import InfeasibleError
-from megatron_autorecompute.manual_search import needless
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 

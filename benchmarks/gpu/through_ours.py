@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_autorecompute import compat
-from megatron_autorecompute.apply import apply
 from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.runtime.apply import apply
 
 FIELDS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 counted = {"forwards": 0}
@@ -22,9 +22,9 @@ counted = {"forwards": 0}
 
 def pytest_configure() -> None:
     """Before any test is imported."""
-    from megatron_autorecompute import config
+    from megatron_autorecompute.runtime import config_field
 
-    config.install()
+    config_field.install()
     for block_type in compat.constructed_types():
         block_type.forward = _through_ours(block_type.forward)
 

@@ -24,13 +24,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from megatron_autorecompute.auto_options import AutoOptions
-from megatron_autorecompute.auto_rules import as_field, refuse_unmeasurable
 from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
-from megatron_autorecompute.integrations.megatron_lm import PLAN_FILE
 from megatron_autorecompute.planner import megatron_strategies
 from megatron_autorecompute.planner.megatron_strategies import FIELD, NATIVE
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.runtime.auto_options import PLAN_FILE, AutoOptions
+from megatron_autorecompute.runtime.auto_rules import as_field, refuse_unmeasurable
 
 HOLDER = "the recompute_policy of a Megatron Bridge config"
 
@@ -52,9 +51,9 @@ def install() -> None:
             "    from megatron_autorecompute.integrations import megatron_bridge\n"
             "    megatron_bridge.install()"
         )
-    from megatron_autorecompute import config
+    from megatron_autorecompute.runtime import config_field
 
-    config.install()
+    config_field.install()
 
 
 def _has_field() -> bool:
@@ -136,17 +135,17 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
         OptionError: `auto` together with what it cannot measure.
     """
     from megatron_autorecompute import compat
-    from megatron_autorecompute import config as field
+    from megatron_autorecompute.runtime import config_field
 
     config = _core_config(cfg.model)
     value = getattr(config, FIELD, None)
     if value is None:
         return None
-    field.refuse_contradiction(config)
+    config_field.refuse_contradiction(config)
     if value == "auto":
         refuse_unmeasurable(config, as_field)
         return None
-    field.refuse_plan_of_another_model(value, config)
+    config_field.refuse_plan_of_another_model(value, config)
     policy = RecomputePolicy.from_config(
         value, num_layers=compat.num_policy_layers(config), layout=_chunks(config)
     )
@@ -208,7 +207,7 @@ def apply_hook(policy: RecomputePolicy) -> Callable[[list[Any]], list[Any]]:
 
     def hook(chunks: list[Any]) -> list[Any]:
         from megatron_autorecompute import compat
-        from megatron_autorecompute.apply import HOLDER_KEY, agree_on, apply
+        from megatron_autorecompute.runtime.apply import HOLDER_KEY, agree_on, apply
 
         sites = compat.block_sites(chunks)
         if sites and all(HOLDER_KEY in vars(site.block) for site in sites):
@@ -282,13 +281,13 @@ def _check_options(options: AutoOptions, is_auto: bool) -> None:
 @contextmanager
 def claimed() -> Iterator[None]:
     """Models built meanwhile may have `auto` in their field: somebody decides."""
-    from megatron_autorecompute import config
+    from megatron_autorecompute.runtime import config_field
 
-    config.claim_auto(HOLDER)
+    config_field.claim_auto(HOLDER)
     try:
         yield
     finally:
-        config.release_auto(HOLDER)
+        config_field.release_auto(HOLDER)
 
 
 @contextmanager
@@ -321,7 +320,7 @@ def callback(options: AutoOptions) -> Iterator[Any]:
 
 
 def _new_tuner(context: Any, options: AutoOptions) -> Any:
-    from megatron_autorecompute.autotune import AutoTuner
+    from megatron_autorecompute.runtime.controller import AutoTuner
 
     save = context.state.cfg.checkpoint.save
     if save is not None:
@@ -336,7 +335,7 @@ def _facts(state: Any) -> Any:
     from megatron.bridge.utils.common_utils import print_rank_0
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-    from megatron_autorecompute.autotune import JobFacts
+    from megatron_autorecompute.runtime.controller import JobFacts
 
     return JobFacts(
         parallelism=_parallelism(state.cfg),

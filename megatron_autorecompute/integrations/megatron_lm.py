@@ -24,8 +24,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
-from megatron_autorecompute.auto_options import AutoOptions
-from megatron_autorecompute.auto_rules import refuse_unmeasurable
 from megatron_autorecompute.errors import (
     ApplyError,
     AutorecomputeError,
@@ -33,13 +31,12 @@ from megatron_autorecompute.errors import (
     OptionError,
 )
 from megatron_autorecompute.options import add_flags, from_flags
+from megatron_autorecompute.runtime.auto_options import PLAN_FILE, AutoOptions
+from megatron_autorecompute.runtime.auto_rules import refuse_unmeasurable
 
 Function = Callable[..., Any]
 
 HOLDER = "Megatron-LM's training job"
-PLAN_FILE = "recompute-plan.json"
-"""Name of the plan in the folder of `--save`."""
-
 LOST_STEP = ({}, 1, False, False, 0, None, None, 0)
 """What `train_step` returns for a step that changed no weights: no losses, skipped_iter 1, neither
 checkpoint nor exit. The early return of `train_step` in all supported versions has this form."""
@@ -121,7 +118,7 @@ def check(args: Namespace) -> None:
     """
     from megatron.training import arguments
 
-    from megatron_autorecompute import config
+    from megatron_autorecompute.runtime import config_field
 
     options = options_of(args)
     policy = args.recompute_policy
@@ -146,7 +143,7 @@ def check(args: Namespace) -> None:
         _keep_for_whole_model(model_config, encoder_layers, policy)
     if policy == "auto":
         refuse_unmeasurable(model_config)
-        config.claim_auto(HOLDER)
+        config_field.claim_auto(HOLDER)
 
 
 def _encoder_layers(args: Namespace) -> int:
@@ -157,11 +154,12 @@ def _encoder_layers(args: Namespace) -> int:
 def _keep_for_whole_model(model_config: Any, encoder_layers: int, text: str) -> None:
     """Check a policy for encoder and decoder; `train` applies it to the model once it is built."""
     global _for_whole_model
-    from megatron_autorecompute import compat, config
+    from megatron_autorecompute import compat
+    from megatron_autorecompute.runtime import config_field
 
     as_asked = copy.copy(model_config)
     as_asked.recompute_policy = text
-    config.refuse_contradiction(as_asked)
+    config_field.refuse_contradiction(as_asked)
     compat.check_allowed(model_config, _whole_policy(text, model_config, encoder_layers))
     _for_whole_model = text
 
@@ -249,7 +247,7 @@ def with_step(train_step: Function) -> Function:
 
 def _check_all_given(args: Namespace, model: Sequence[Any]) -> None:
     """One error on every rank; otherwise those with a policy would wait for those without."""
-    from megatron_autorecompute.ranks import gathered
+    from megatron_autorecompute.runtime.ranks import gathered
 
     said = gathered(_given(args, model))
     if len(set(said)) > 1:
@@ -262,12 +260,13 @@ def _check_all_given(args: Namespace, model: Sequence[Any]) -> None:
 
 def _given(args: Namespace, model: Sequence[Any]) -> str:
     """What this rank was given: nothing, auto, or a policy, by the digest of what it says."""
-    from megatron_autorecompute import compat, config
+    from megatron_autorecompute import compat
+    from megatron_autorecompute.runtime import config_field
 
     model_config = compat.unwrapped(model[0]).config
     if args.recompute_policy == "auto":
         return "auto"
-    policy = config.policy_of(model_config)
+    policy = config_field.policy_of(model_config)
     if policy is None and _for_whole_model is not None:
         policy = _whole_policy(_for_whole_model, model_config, compat.encoder_layers(model))
     return "nothing" if policy is None else f"policy {policy.digest()}"
@@ -287,14 +286,14 @@ def _check_blocks(model: Sequence[Any], policy: str) -> None:
 
 def _apply_whole(model: Sequence[Any], text: str) -> None:
     from megatron_autorecompute import compat
-    from megatron_autorecompute.apply import apply
+    from megatron_autorecompute.runtime.apply import apply
 
     policy = _whole_policy(text, compat.unwrapped(model[0]).config, compat.encoder_layers(model))
     apply(policy, model, holder=f"--recompute-policy {text}")
 
 
 def _new_tuner(model: Sequence[Any], optimizer: Any, args: Namespace) -> Tuner:
-    from megatron_autorecompute.autotune import AutoTuner
+    from megatron_autorecompute.runtime.controller import AutoTuner
 
     if args.save is not None:
         os.makedirs(args.save, exist_ok=True)  # the plan comes before the first checkpoint
@@ -305,7 +304,7 @@ def _facts(args: Namespace) -> Any:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_timers, print_rank_0
 
-    from megatron_autorecompute.autotune import JobFacts
+    from megatron_autorecompute.runtime.controller import JobFacts
 
     return JobFacts(
         parallelism=_parallelism(args),
@@ -353,12 +352,12 @@ def _writers() -> list[Any]:
 
 def with_policy_rules(post_init: Function) -> Function:
     """For `TransformerConfig.__post_init__`: Megatron's own rules asked about every choice."""
-    return _lazily(post_init, "config", "checked_post_init")
+    return _lazily(post_init, "runtime.config_field", "checked_post_init")
 
 
 def with_policy(init: Function) -> Function:
     """For `__init__` of TransformerBlock, HybridStack and MultiTokenPredictionLayer: run it."""
-    return _lazily(init, "config", "applying_init")
+    return _lazily(init, "runtime.config_field", "applying_init")
 
 
 def with_runner(checkpointed_forward: Function) -> Function:
@@ -399,9 +398,9 @@ def install() -> None:
 
     if hasattr(training.train, _MARK):
         return
-    from megatron_autorecompute import config
+    from megatron_autorecompute.runtime import config_field
 
-    config.install()
+    config_field.install()
     _decorate(arguments.add_megatron_arguments, with_flags)
     _decorate(arguments.validate_args, with_check)
     _decorate(training.train, with_tuner)
@@ -416,7 +415,7 @@ def prepare_cpu() -> None:
     """
     global _on_cpu
     _require_training()
-    from megatron_autorecompute import without_cuda
+    from megatron_autorecompute.meta import without_cuda
 
     without_cuda.activate(training=True)
     _skip_fused_kernels()

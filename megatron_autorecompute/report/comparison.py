@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_autorecompute.comparison import Comparison, Family, StrategyResult
+from megatron_autorecompute.compare.comparison import Comparison, Family, StrategyResult
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.units import MIB
 

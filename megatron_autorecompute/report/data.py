@@ -243,7 +243,7 @@ def _pastes(plan: Plan) -> Iterator[Paste]:
         "Add to the flags of pretrain_gpt.py": policy_flag,
         "Or put into a Megatron Bridge recipe": recipe,
         "Or run in Python": (
-            "from megatron_autorecompute.apply import apply\n"
+            "from megatron_autorecompute.runtime.apply import apply\n"
             "from megatron_autorecompute.policy import RecomputePolicy\n\n"
             f"policy = RecomputePolicy.parse({plan.policy.format()!r}, "
             f"num_layers={plan.profile.num_layers})\n"

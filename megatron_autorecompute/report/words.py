@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.unit_costs import CostTable, fastest_choice
 from megatron_autorecompute.policy import LayerPolicy
-from megatron_autorecompute.terminal import legend
+from megatron_autorecompute.report.terminal import legend
 from megatron_autorecompute.units import GIB, MIB
 
 RECOMPUTE_RAMP = ("#fdd9bd", "#f9a05f", "#d55e00", "#8a3000")

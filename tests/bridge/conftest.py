@@ -37,7 +37,7 @@ def bridge():
 @pytest.fixture(scope="module")
 def one_rank(bridge):
     """Megatron without CUDA and a world of one."""
-    from megatron_autorecompute import without_cuda
+    from megatron_autorecompute.meta import without_cuda
     from tests.support import start_parallel
 
     torch.set_num_threads(1)

@@ -12,8 +12,8 @@ import types
 
 import torch
 
-from megatron_autorecompute import without_cuda
 from megatron_autorecompute.integrations import megatron_bridge
+from megatron_autorecompute.meta import without_cuda
 from tests.bridge import stand_ins
 
 

@@ -104,7 +104,7 @@ def test_the_hook_applies_where_the_model_was_built_without_the_field():
     calls = count_layer_calls(chunks)
     gradients(chunks)
     assert calls == {0: 2, 1: 1, 2: 1, 3: 2}
-    from megatron_autorecompute.apply import apply
+    from megatron_autorecompute.runtime.apply import apply
 
     with pytest.raises(ApplyError, match="applied by the recompute_policy of a Megatron Bridge"):
         apply(policy, chunks)

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.no_device.job import load_job
-from megatron_autorecompute.no_device.recipe import job_from_recipe
+from megatron_autorecompute.meta.job import load_job
+from megatron_autorecompute.meta.recipe import job_from_recipe
 from megatron_autorecompute.profile import Profile
 from scripts import nvidia_recipes
 from tests.bridge.test_recipes import hf_config

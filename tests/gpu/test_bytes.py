@@ -5,8 +5,8 @@ import torch
 
 from benchmarks.gpu.contest import Contest
 from megatron_autorecompute import compat
-from megatron_autorecompute.live_bytes import LiveBytes
-from megatron_autorecompute.static_memory import tensors
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from megatron_autorecompute.runtime.static_memory import tensors
 from tests.gpu.models import LOCAL, TE
 
 pytestmark = [pytest.mark.requires_gpu, pytest.mark.usefixtures("one_gpu")]

@@ -7,8 +7,8 @@ from importlib import util
 import pytest
 
 from megatron_autorecompute import compat
-from megatron_autorecompute.measure import kinds
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.runtime.measurement import kinds
 from tests.gpu.models import LOCAL, TE, gated_delta_net, small, trained
 
 pytestmark = [pytest.mark.requires_gpu, pytest.mark.usefixtures("one_gpu")]

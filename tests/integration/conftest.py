@@ -11,7 +11,7 @@ MEMORY_BYTES = 14 << 30
 @pytest.fixture(scope="module")
 def one_rank():
     """Megatron without CUDA and a world of one; a runaway backward fails instead of swapping."""
-    from megatron_autorecompute import without_cuda
+    from megatron_autorecompute.meta import without_cuda
     from tests.support import start_parallel
 
     # Two threads that wait for each other make the tiny matrix products 100 times slower.

@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_autorecompute.errors import ApplyError, PolicyError, UnsupportedVersionError
-from megatron_autorecompute.live_bytes import LiveBytes
 from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from tests.support import (
     RankError,
     build_gpt,
@@ -42,7 +42,7 @@ def policy_of(text, num_layers=4):
 
 
 def apply(text, model, num_layers=4):
-    from megatron_autorecompute.apply import apply as apply_policy
+    from megatron_autorecompute.runtime.apply import apply as apply_policy
 
     return apply_policy(policy_of(text, num_layers), model)
 
@@ -443,7 +443,8 @@ def test_frozen_inputs_lose_gradients_unless_they_are_made_to_require_them(
     model = frozen_model("dense", train_only(trained))
     without = one_step([model])
     monkeypatch.setattr(
-        "megatron_autorecompute.apply._with_gradient", lambda hidden_states, layers: hidden_states
+        "megatron_autorecompute.runtime.apply._with_gradient",
+        lambda hidden_states, layers: hidden_states,
     )
     with apply(text, model):
         assert len(one_step([model]).gradients) < len(without.gradients)
@@ -453,7 +454,7 @@ def test_frozen_inputs_lose_gradients_unless_they_are_made_to_require_them(
 
 
 def step_with_mlp_recompute(with_our_hook):
-    from megatron_autorecompute import apply as apply_module
+    from megatron_autorecompute.runtime import apply as apply_module
 
     start_parallel()
     models = tiny_gpt(tiny_config(add_bias_linear=True))
@@ -621,7 +622,7 @@ def test_later_changes_of_the_shared_config_are_seen_under_a_policy():
 
 
 def test_applying_twice_is_refused_and_names_the_holder():
-    from megatron_autorecompute.apply import apply as apply_policy
+    from megatron_autorecompute.runtime.apply import apply as apply_policy
 
     model = tiny_gpt(tiny_config())[0]
     with (
@@ -694,7 +695,7 @@ def test_an_unknown_megatron_stops_with_found_and_supported_versions(found, monk
 
 def refusals(texts_by_rank, with_field):
     """What apply, switch and perhaps the config field say in this rank to its policy."""
-    from megatron_autorecompute import config as config_field
+    from megatron_autorecompute.runtime import config_field
 
     sizes = {"tensor_model_parallel_size": 2}
     start_parallel(**sizes)
@@ -739,7 +740,7 @@ def test_a_wrong_policy_on_one_rank_is_an_error_on_both():
 
 def rank_0_alone(policy):
     """Rank 0 evaluates and trains the model while rank 1 does nothing; with the field in place."""
-    from megatron_autorecompute import config as config_field
+    from megatron_autorecompute.runtime import config_field
 
     start_parallel()
     config_field.install()
@@ -759,7 +760,7 @@ def test_a_forward_that_one_rank_runs_alone_does_not_wait_for_the_others():
 
 def evaluation_of_other_policies():
     """Ranks that meet in layers and have different policies: evaluating recomputes nothing."""
-    from megatron_autorecompute import config as config_field
+    from megatron_autorecompute.runtime import config_field
 
     sizes = {"tensor_model_parallel_size": 2}
     start_parallel(**sizes)

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_autorecompute.comparison import Shape
+from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.errors import LostStepsError
-from megatron_autorecompute.oom import StepGuard
 from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.runtime.oom_guard import StepGuard
 from tests.support import RankError, fresh_processes, run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
@@ -28,11 +28,11 @@ def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **chang
     """Train with auto (without it where the budget is None); what each rank saw and holds."""
     from megatron.core import parallel_state
 
-    from megatron_autorecompute.apply import HOLDER_KEY
-    from megatron_autorecompute.auto_options import AutoOptions
-    from megatron_autorecompute.autotune import AutoTuner, JobFacts
+    from megatron_autorecompute.compare.workload import TrainingJob
     from megatron_autorecompute.profile import Parallelism
-    from megatron_autorecompute.workload import TrainingJob
+    from megatron_autorecompute.runtime.apply import HOLDER_KEY
+    from megatron_autorecompute.runtime.auto_options import AutoOptions
+    from megatron_autorecompute.runtime.controller import AutoTuner, JobFacts
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=shape.pipeline_stages)
     job = TrainingJob(shape, TEXT)
@@ -113,8 +113,8 @@ class Enforced:
     def reading(self):
         import torch
 
-        from megatron_autorecompute.live_bytes import LiveBytes
-        from megatron_autorecompute.static_memory import tensors
+        from megatron_autorecompute.runtime.live_bytes import LiveBytes
+        from megatron_autorecompute.runtime.static_memory import tensors
 
         owner = self
 
@@ -310,7 +310,7 @@ def test_out_of_memory_while_climbing_costs_one_step_and_steps_down(tmp_path):
 
 @pytest.mark.any_version
 def test_lost_steps_in_a_row_step_down_faster_and_end_the_job_on_all_ranks(auto, tmp_path):
-    from megatron_autorecompute.autotune import LOST_IN_A_ROW
+    from megatron_autorecompute.runtime.controller import LOST_IN_A_ROW
 
     path = tmp_path / "plan.json"
     path.write_text(auto[0].read_text())
@@ -394,9 +394,10 @@ def killed_at(moment, rank, store, plan_path):
     import signal
     from datetime import timedelta
 
-    from megatron_autorecompute import json_records, without_cuda
-    from megatron_autorecompute.apply import AppliedPolicy
-    from megatron_autorecompute.measure import Measurement
+    from megatron_autorecompute import json_records
+    from megatron_autorecompute.meta import without_cuda
+    from megatron_autorecompute.runtime.apply import AppliedPolicy
+    from megatron_autorecompute.runtime.measurement import Measurement
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group(

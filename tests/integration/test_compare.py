@@ -17,8 +17,8 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from megatron_autorecompute import compat
 from megatron_autorecompute.cli import main as verify
-from megatron_autorecompute.compare import main, parse
-from megatron_autorecompute.comparison import Comparison, Shape
+from megatron_autorecompute.compare.comparison import Comparison, Shape
+from megatron_autorecompute.compare.run import main, parse
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.planner.plan import Plan
 
@@ -109,7 +109,7 @@ def test_the_plan_is_what_megatrons_schedule_does(finished, capsys):
 
 @pytest.mark.any_version
 def test_strategies_of_the_parent_need_no_megatron():
-    code = "import sys, megatron_autorecompute.compare; print('megatron.core' in sys.modules)"
+    code = "import sys, megatron_autorecompute.compare.run; print('megatron.core' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "False"
 
@@ -139,7 +139,7 @@ def test_bad_input_says_what_to_do(arguments, code, message, tmp_path, capsys):
 
 
 def small_job(variant=None, **fields):
-    from megatron_autorecompute.workload import TrainingJob
+    from megatron_autorecompute.compare.workload import TrainingJob
 
     shape = Shape(
         **{
@@ -201,7 +201,7 @@ MLA = {
 def test_every_set_of_modules_that_some_layer_has_is_a_setting_that_megatron_runs(fields, modules):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from megatron_autorecompute.workload import Variant
+    from megatron_autorecompute.compare.workload import Variant
 
     def spec(config):
         return get_gpt_decoder_block_spec(config, use_transformer_engine=False)

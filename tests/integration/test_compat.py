@@ -33,7 +33,7 @@ def test_a_policy_counts_in_the_chunks_of_the_configs_layout():
 def test_without_a_compiler_the_modules_that_need_one_are_refused(monkeypatch):
     from megatron.core.tensor_parallel import random
 
-    from megatron_autorecompute import without_cuda
+    from megatron_autorecompute.meta import without_cuda
 
     if not hasattr(random, "_get_share_storage"):
         pytest.skip("before 0.17 nothing is compiled at run time")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_autorecompute.errors import ApplyError, PolicyError
-from megatron_autorecompute.live_bytes import LiveBytes
 from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from tests.support import microbatch, one_step, tiny_config, tiny_gpt
 
 pytestmark = [
@@ -27,12 +27,12 @@ MIX = "full/2*2,selective[core_attn+layernorm],none"
 @pytest.fixture
 def field(one_rank):
     """The module that installs the field, installed."""
-    from megatron_autorecompute import config
+    from megatron_autorecompute.runtime import config_field
 
     config_classes()  # a class defined while the field is there has it for good
-    config.install()
-    yield config
-    config.uninstall()
+    config_field.install()
+    yield config_field
+    config_field.uninstall()
 
 
 def config_classes():
@@ -79,7 +79,7 @@ def test_every_config_class_takes_the_field(field, index):
 
 @pytest.mark.parametrize("index", range(3), ids=["Transformer", "MLA", "Heterogeneous"])
 def test_idle_the_field_changes_nothing_else_of_a_config(one_rank, index):
-    from megatron_autorecompute import config as config_field
+    from megatron_autorecompute.runtime import config_field
 
     config_class, more = config_classes()[index]
     before = vars(config_class(**SIZES, **more))
@@ -100,7 +100,7 @@ def without_objects(values):
 
 
 def test_idle_the_field_changes_no_bit_and_leaves_blocks_untouched(one_rank):
-    from megatron_autorecompute import config as config_field
+    from megatron_autorecompute.runtime import config_field
 
     without = one_step(tiny_gpt(tiny_config()))
     config_field.install()
@@ -116,7 +116,7 @@ def test_uninstall_restores_the_identical_objects(one_rank):
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_autorecompute import config as config_field
+    from megatron_autorecompute.runtime import config_field
 
     owners = [TransformerConfig, *TransformerConfig.__subclasses__(), TransformerBlock]
     before = [dict(vars(owner)) for owner in owners]
@@ -138,7 +138,7 @@ def test_uninstall_restores_the_identical_objects(one_rank):
 def test_a_subclass_defined_before_install_takes_the_field(one_rank):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_autorecompute import config as config_field
+    from megatron_autorecompute.runtime import config_field
 
     @dataclasses.dataclass
     class Mine(TransformerConfig):
@@ -288,7 +288,7 @@ def test_auto_that_somebody_claims_builds_a_model_without_recompute(field):
 @pytest.mark.parametrize("kind", ["dense", "moe", "mla"])
 @pytest.mark.parametrize("policy", [MIX, "megatron:block/2", "full", "none"])
 def test_a_policy_given_at_construction_equals_one_applied_to_a_built_model(field, kind, policy):
-    from megatron_autorecompute.apply import apply
+    from megatron_autorecompute.runtime.apply import apply
 
     built = tiny_gpt(tiny_config(kind, recompute_policy=policy))[0]
     run = one_step([built])
@@ -326,7 +326,7 @@ def test_prediction_depths_get_their_choice_at_construction(field):
 
 
 def test_a_model_built_with_the_field_names_the_field_as_holder(field):
-    from megatron_autorecompute.apply import apply
+    from megatron_autorecompute.runtime.apply import apply
 
     model = tiny_gpt(tiny_config(recompute_policy="full"))[0]
     with pytest.raises(ApplyError, match="applied by the config field recompute_policy"):

@@ -13,8 +13,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_autorecompute.errors import ApplyError
-from megatron_autorecompute.live_bytes import LiveBytes
 from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from tests.support import microbatch, one_step, run_ranks, start_parallel, tiny_config, tiny_gpt
 
 pytestmark = [
@@ -31,13 +31,13 @@ def policy_of(text, num_layers=4):
 
 
 def apply(text, model, num_layers=4):
-    from megatron_autorecompute.apply import apply as apply_policy
+    from megatron_autorecompute.runtime.apply import apply as apply_policy
 
     return apply_policy(policy_of(text, num_layers), model, holder="the trainer")
 
 
 def in_force(model):
-    from megatron_autorecompute import apply as apply_module
+    from megatron_autorecompute.runtime import apply as apply_module
 
     return apply_module.in_force(model)
 
@@ -144,7 +144,7 @@ def test_a_copy_runs_its_own_layers_under_the_same_choices(name, way):
 
 
 def test_a_copy_of_a_model_built_with_the_field_runs_its_own_layers():
-    from megatron_autorecompute import config as config_field
+    from megatron_autorecompute.runtime import config_field
 
     without = one_step(tiny_gpt(tiny_config()))
     config_field.install()
@@ -306,7 +306,7 @@ def test_applying_to_a_copy_is_refused_with_the_holder_and_the_way_out():
 
 
 def test_what_is_in_force_is_found_on_any_model():
-    from megatron_autorecompute import config as config_field
+    from megatron_autorecompute.runtime import config_field
 
     (model,) = tiny_gpt(tiny_config())
     assert in_force(model) is None
@@ -373,7 +373,7 @@ def test_the_config_a_block_shows_is_copied_like_any_other():
 
 def t5_copies(text):
     """Whether a copy's step has the bits of a step without a policy, and whose layers it trains."""
-    from megatron_autorecompute.apply import apply
+    from megatron_autorecompute.runtime.apply import apply
     from tests.integration.test_t5 import one_step, parsed, t5
 
     start_parallel()

@@ -12,8 +12,9 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from megatron_autorecompute import without_cuda
-from megatron_autorecompute.dry_run import (
+from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.meta import without_cuda
+from megatron_autorecompute.meta.meta_step import (
     StageDryRun,
     StepShape,
     boundary_tensors,
@@ -23,7 +24,6 @@ from megatron_autorecompute.dry_run import (
     dry_run_stage,
     trace_step,
 )
-from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.planner.schedule import Event, Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from tests.support import fresh_processes, run_ranks, start_parallel, tiny_config
@@ -67,7 +67,7 @@ def after_gloo_let_go(function):
 def real_stage(kind: str, fields: dict, policy: str | None) -> StageDryRun:
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_autorecompute.apply import apply
+    from megatron_autorecompute.runtime.apply import apply
 
     schedules.forward_step = after_gloo_let_go(schedules.forward_step)
     schedules.backward_step = after_gloo_let_go(schedules.backward_step)

@@ -86,7 +86,7 @@ def train(
 
 def switched(applied, policy, models):
     """The policy in force from now on."""
-    from megatron_autorecompute.apply import apply
+    from megatron_autorecompute.runtime.apply import apply
 
     if applied is None:
         return apply(policy, models)

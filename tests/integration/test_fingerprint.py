@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_autorecompute.fingerprint import rendered
 from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.runtime.fingerprint import rendered
 from tests.support import run_ranks, start_parallel, tiny_config, tiny_gpt
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def job(distributed=False, **fields):
 
 def described(chunks, optimizer, layout=None):
     from megatron_autorecompute import compat
-    from megatron_autorecompute.fingerprint import fingerprint
+    from megatron_autorecompute.runtime.fingerprint import fingerprint
 
     layout = layout or compat.pipeline_layout(compat.unwrapped(chunks[0]).config)
     return fingerprint(chunks, optimizer, layout, {"device": "CPU"})
@@ -101,7 +101,7 @@ def test_all_ranks_describe_the_job_alike():
 ALONE = """
 import json
 import torch
-from megatron_autorecompute import without_cuda
+from megatron_autorecompute.meta import without_cuda
 from tests.integration.test_fingerprint import started
 torch.distributed.init_process_group(
     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1

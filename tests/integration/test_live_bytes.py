@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_autorecompute.live_bytes import LiveBytes, count_once
+from megatron_autorecompute.runtime.live_bytes import LiveBytes, count_once
 
 pytestmark = pytest.mark.any_version
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_autorecompute.comparison import Shape
-from megatron_autorecompute.measure import Seen
+from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.runtime.measurement import Seen
 from megatron_autorecompute.work_order import contains
 from tests.support import run_ranks
 
@@ -39,10 +39,10 @@ def profiled(shape, fp32_softmax=False, policies=()):
     from megatron.core import parallel_state
 
     from megatron_autorecompute import compat
-    from megatron_autorecompute.apply import apply
-    from megatron_autorecompute.measure import Measurement
+    from megatron_autorecompute.compare.workload import TrainingJob
     from megatron_autorecompute.profile import Model, Parallelism
-    from megatron_autorecompute.workload import TrainingJob
+    from megatron_autorecompute.runtime.apply import apply
+    from megatron_autorecompute.runtime.measurement import Measurement
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=shape.pipeline_stages)
     job = TrainingJob(shape, TEXT)
@@ -195,7 +195,7 @@ def test_all_ranks_put_together_the_same_profile():
 
 def measured_by_a_clock_of_chance(shape):
     """A profile whose times have nothing to do with what ran."""
-    from megatron_autorecompute import probe
+    from megatron_autorecompute.runtime import probe
 
     moments = random.Random(0)
     probe._now = lambda: moments.uniform(0, 1) + 10 * next(probe_calls)
@@ -228,11 +228,11 @@ def routed_unevenly(microbatches):
     """What each rank's moe layers held with most tokens going to rank 0's experts; the profile."""
     import torch
 
-    from megatron_autorecompute.apply import apply
-    from megatron_autorecompute.live_bytes import LiveBytes
-    from megatron_autorecompute.measure import Measurement
     from megatron_autorecompute.policy import NONE
     from megatron_autorecompute.profile import Model, Parallelism, StaticBytes
+    from megatron_autorecompute.runtime.apply import apply
+    from megatron_autorecompute.runtime.live_bytes import LiveBytes
+    from megatron_autorecompute.runtime.measurement import Measurement
     from tests.support import microbatch, start_parallel, tiny_config, tiny_gpt
 
     start_parallel(expert_model_parallel_size=2)

@@ -14,18 +14,18 @@ import pytest
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.errors import MachineError, OptionError, ProfileError, VerificationError
-from megatron_autorecompute.no_device.devices import Efficiency, device
-from megatron_autorecompute.no_device.job import job_from, load_job
-from megatron_autorecompute.no_device.measured import with_measured
-from megatron_autorecompute.no_device.profiling import profile_job
-from megatron_autorecompute.no_device.recipe import job_from_recipe
-from megatron_autorecompute.no_device.sensitivity import sensitivity
+from megatron_autorecompute.meta.devices import Efficiency, device
+from megatron_autorecompute.meta.job import job_from, load_job
+from megatron_autorecompute.meta.measured import with_measured
+from megatron_autorecompute.meta.profiling import profile_job
+from megatron_autorecompute.meta.recipe import job_from_recipe
+from megatron_autorecompute.meta.sensitivity import sensitivity
+from megatron_autorecompute.meta.verify import require_verified, verify
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.unit_costs import CostTable
 from megatron_autorecompute.policy import NONE, RecomputePolicy
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.verify import require_verified, verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "no_device"
 H100 = device("h100-80gb")
@@ -195,7 +195,7 @@ def dry_run_peaks(asked, policy=None):
     import torch
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_autorecompute.dry_run import StepShape, dry_run_stage
+    from megatron_autorecompute.meta.meta_step import StepShape, dry_run_stage
 
     config = TransformerConfig(
         **{**asked.config, "activation_func": torch.nn.functional.gelu},

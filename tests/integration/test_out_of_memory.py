@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_autorecompute.oom import FAILED, FINE
+from megatron_autorecompute.runtime.oom_guard import FAILED, FINE
 from tests.support import (
     RankError,
     forward_step,
@@ -200,7 +200,7 @@ def _tensors(state: Any) -> list[torch.Tensor]:
 
 def survived(cases):
     """(outcomes, steps that Megatron took, state, state of the run without step LOST) of each."""
-    from megatron_autorecompute.oom import StepGuard
+    from megatron_autorecompute.runtime.oom_guard import StepGuard
 
     start_parallel(**cases[0].sizes)
     found = []
@@ -389,7 +389,7 @@ def evaluate(job, size):
 
 def ended(case, path):
     """A job that runs out of memory where no rank can be spared; leaves the reason behind."""
-    from megatron_autorecompute.oom import StepGuard
+    from megatron_autorecompute.runtime.oom_guard import StepGuard
 
     start_parallel(**case.sizes)
     job = Job(case)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import megatron_autorecompute
-from megatron_autorecompute.comparison import Shape
+from megatron_autorecompute.compare.comparison import Shape
 from tests.support import run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
@@ -73,9 +73,9 @@ def counted():
     """Calls of one step of every job, by name."""
     from megatron.core import parallel_state
 
-    from megatron_autorecompute.apply import apply
+    from megatron_autorecompute.compare.workload import TrainingJob
     from megatron_autorecompute.policy import RecomputePolicy
-    from megatron_autorecompute.workload import TrainingJob
+    from megatron_autorecompute.runtime.apply import apply
 
     parallel_state.initialize_model_parallel()
     found = {}
@@ -98,7 +98,7 @@ def settled(job):
 
 def megatrons_own(settings):
     """The job with Megatron's own recompute settings."""
-    from megatron_autorecompute import workload
+    from megatron_autorecompute.compare import workload
 
     original = workload._config
 
@@ -117,9 +117,9 @@ def megatrons_own(settings):
 
 def auto_calls(job):
     """Calls of a step that `auto` only watches, and of the same step without `auto` around it."""
-    from megatron_autorecompute.auto_options import AutoOptions
-    from megatron_autorecompute.autotune import AutoTuner, JobFacts
     from megatron_autorecompute.profile import Parallelism
+    from megatron_autorecompute.runtime.auto_options import AutoOptions
+    from megatron_autorecompute.runtime.controller import AutoTuner, JobFacts
 
     facts = JobFacts(
         Parallelism(SHAPE.micro_batch_size, SHAPE.seq_length, dtype="float32"),

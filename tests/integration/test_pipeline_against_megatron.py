@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from megatron_autorecompute import without_cuda
 from megatron_autorecompute.errors import PipelineError
+from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.schedule import Schedule
 from tests.support import (

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_autorecompute import plan_store
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.plan_store import PlanStore
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.runtime import plan_store
+from megatron_autorecompute.runtime.plan_store import PlanStore
 from tests.planner.random_profiles import problem_of_many
 
 pytestmark = pytest.mark.any_version

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_autorecompute.auto_options import AutoOptions
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.terminal import strip
+from megatron_autorecompute.report.terminal import strip
+from megatron_autorecompute.runtime.auto_options import AutoOptions
 from tests.pretrain.jobs import FOUR_RANKS, MODEL, ROOT, WITHOUT_US, Job, run, run_many
 
 if importlib.util.find_spec("megatron.training") is None:

@@ -56,9 +56,9 @@ def never_backward(model):
 def measured(beside=None, when=("before", "between", "after")):
     """What one step of two microbatches shows of every place, with other forwards beside it."""
     from megatron_autorecompute import compat
-    from megatron_autorecompute.apply import apply
-    from megatron_autorecompute.live_bytes import LiveBytes
-    from megatron_autorecompute.measure import Measurement
+    from megatron_autorecompute.runtime.apply import apply
+    from megatron_autorecompute.runtime.live_bytes import LiveBytes
+    from megatron_autorecompute.runtime.measurement import Measurement
 
     (model,) = tiny_gpt(tiny_config(dropout=0.0))
     static = [*model.parameters(), *model.buffers()]
@@ -123,8 +123,8 @@ def of_nothing(model):
     ],
 )
 def test_a_step_that_cannot_be_measured_is_refused_with_what_to_do(loss_of, message):
-    from megatron_autorecompute.apply import apply
-    from megatron_autorecompute.measure import Measurement
+    from megatron_autorecompute.runtime.apply import apply
+    from megatron_autorecompute.runtime.measurement import Measurement
 
     (model,) = tiny_gpt(tiny_config())
     with apply(RecomputePolicy.parse("none", num_layers=4), model) as applied:
@@ -137,8 +137,8 @@ def test_a_step_that_cannot_be_measured_is_refused_with_what_to_do(loss_of, mess
 
 
 def test_gradients_that_come_around_the_output_are_refused():
-    from megatron_autorecompute.apply import apply
-    from megatron_autorecompute.measure import Measurement
+    from megatron_autorecompute.runtime.apply import apply
+    from megatron_autorecompute.runtime.measurement import Measurement
 
     (model,) = tiny_gpt(tiny_config())
     kept = []
@@ -270,9 +270,9 @@ def trained(kind, with_auto, steps=14):
 
 
 def tuning(ddp, optimizer):
-    from megatron_autorecompute.auto_options import AutoOptions
-    from megatron_autorecompute.autotune import AutoTuner, JobFacts
     from megatron_autorecompute.profile import Parallelism
+    from megatron_autorecompute.runtime.auto_options import AutoOptions
+    from megatron_autorecompute.runtime.controller import AutoTuner, JobFacts
 
     facts = JobFacts(
         Parallelism(MICRO_BATCH_SIZE, SEQ_LENGTH, dtype="float32"),
@@ -295,7 +295,7 @@ def test_auto_trains_models_that_return_no_single_tensor_without_changing_a_bit(
 
 @pytest.mark.parametrize("kind", ["BERT", *RETURNED])
 def test_out_of_memory_goes_on_with_zeros_in_the_form_of_the_models_output(kind):
-    from megatron_autorecompute.oom import StepGuard
+    from megatron_autorecompute.runtime.oom_guard import StepGuard
 
     model, loss_of = bert() if kind == "BERT" else gpt_that_returns(kind)
     batch = bert_microbatch(0) if kind == "BERT" else microbatch()

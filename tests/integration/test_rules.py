@@ -10,8 +10,8 @@ import pytest
 from megatron.core.transformer import transformer_config
 
 from megatron_autorecompute import compat
-from megatron_autorecompute.measure import choices
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy
+from megatron_autorecompute.runtime.measurement import choices
 from tests.support import tiny_config, tiny_gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of settings tried and refused

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_autorecompute.auto_options import GIB, AutoOptions
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import Parallelism
+from megatron_autorecompute.runtime.auto_options import GIB, AutoOptions
 from tests.fake_cuda import fake_cuda
 from tests.support import (
     MICRO_BATCH_SIZE,
@@ -37,7 +37,7 @@ class Job:
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        from megatron_autorecompute.autotune import AutoTuner, JobFacts
+        from megatron_autorecompute.runtime.controller import AutoTuner, JobFacts
 
         config = tiny_config(num_layers=8)
         ddp = DistributedDataParallelConfig()
@@ -192,7 +192,7 @@ def test_after_measuring_peak_statistics_are_reset_only_where_a_plan_begins(one_
 
 
 def test_state_on_another_device_is_no_memory_of_the_one_that_trains():
-    from megatron_autorecompute.static_memory import static_bytes, tensors
+    from megatron_autorecompute.runtime.static_memory import static_bytes, tensors
 
     layer = torch.nn.Linear(4, 4, bias=False)
     (weight,) = layer.parameters()

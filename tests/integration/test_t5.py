@@ -92,7 +92,7 @@ def _count(runs, index, *_):
 def under_policies():
     """Which bits each policy changes; how often each layer's forward ran under it."""
     from megatron_autorecompute import compat
-    from megatron_autorecompute.apply import apply
+    from megatron_autorecompute.runtime.apply import apply
 
     start_parallel()
     model = t5()
@@ -132,7 +132,7 @@ def test_encoder_layers_come_first_and_the_decoders_follow(results):
 
 def refusals():
     from megatron_autorecompute import compat
-    from megatron_autorecompute.apply import apply
+    from megatron_autorecompute.runtime.apply import apply
 
     start_parallel()
     model, said = t5(), {}
@@ -162,11 +162,11 @@ def test_what_a_t5_cannot_run_is_refused_with_the_reason():
 
 def measured():
     """A profile measured on a T5; the peaks of policies, as predicted from it and as they were."""
-    from megatron_autorecompute.apply import apply
-    from megatron_autorecompute.live_bytes import LiveBytes
-    from megatron_autorecompute.measure import Measurement
     from megatron_autorecompute.planner.policy_cost import evaluate
     from megatron_autorecompute.profile import Model, Parallelism, StaticBytes
+    from megatron_autorecompute.runtime.apply import apply
+    from megatron_autorecompute.runtime.live_bytes import LiveBytes
+    from megatron_autorecompute.runtime.measurement import Measurement
 
     start_parallel()
     model = t5()

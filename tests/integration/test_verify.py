@@ -9,14 +9,14 @@ import pytest
 
 from benchmarks.peak_fidelity import CASES, builder, config, measured_profile, shape
 from megatron_autorecompute.cli import main
-from megatron_autorecompute.comparison import Shape
+from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.errors import VerificationError
+from megatron_autorecompute.meta.verify import StageCheck, layout_names, require_verified
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.verify import StageCheck, layout_names, require_verified
 from tests.support import fresh_processes, run_ranks, tiny_config
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
@@ -30,13 +30,14 @@ def profile_of_a_model() -> Profile:
     """A profile with what a job writes into model.facts."""
     import torch
 
-    from megatron_autorecompute import compat, without_cuda
-    from megatron_autorecompute.dry_run import _fake_ranks, _meta_config, build_chunks
+    from megatron_autorecompute import compat
+    from megatron_autorecompute.meta import without_cuda
+    from megatron_autorecompute.meta.meta_step import build_chunks, fake_ranks, meta_config
 
     found = measured_profile(CASE)
     size = shape(CASE, 4)
-    with without_cuda.activate(meta=True), _fake_ranks(config(CASE), 0, size):
-        chunks = build_chunks(_meta_config(config(CASE)), size, builder(CASE), torch.device("meta"))
+    with without_cuda.activate(meta=True), fake_ranks(config(CASE), 0, size):
+        chunks = build_chunks(meta_config(config(CASE)), size, builder(CASE), torch.device("meta"))
         facts = compat.model_facts(chunks)
     parallelism = replace(found.parallelism, tensor_parallel=CASE.tp, sequence_parallel=True)
     model = replace(found.model, facts=facts)
@@ -129,10 +130,10 @@ def trained_with_auto(plan_path):
     """A few steps of `auto` on two stages, which write its plan."""
     from megatron.core import parallel_state
 
-    from megatron_autorecompute.auto_options import AutoOptions
-    from megatron_autorecompute.autotune import AutoTuner, JobFacts
+    from megatron_autorecompute.compare.workload import TrainingJob
     from megatron_autorecompute.profile import Parallelism
-    from megatron_autorecompute.workload import TrainingJob
+    from megatron_autorecompute.runtime.auto_options import AutoOptions
+    from megatron_autorecompute.runtime.controller import AutoTuner, JobFacts
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     job = TrainingJob(SHAPE, TEXT)

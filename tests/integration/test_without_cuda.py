@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from megatron_autorecompute import without_cuda
 from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.meta import without_cuda
 from tests.support import (
     RankError,
     StepResult,
@@ -194,7 +194,7 @@ def test_import_changes_nothing_and_loads_no_megatron():
         "import sys, torch;"
         "owners = [torch, torch.cuda, torch.Tensor, torch.nn.Module, torch.nn.functional];"
         "before = [dict(vars(o)) for o in owners];"
-        "import megatron_autorecompute.without_cuda;"
+        "import megatron_autorecompute.meta.without_cuda;"
         "new = lambda o, b: [n for n, v in vars(o).items() if n in b and b[n] is not v];"
         "changed = [n for o, b in zip(owners, before) for n in new(o, b)];"
         "sys.exit(str(changed) if changed or 'megatron.core' in sys.modules else 0)"

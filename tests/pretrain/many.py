@@ -18,7 +18,7 @@ import traceback
 import types
 from pathlib import Path
 
-from megatron_autorecompute import without_cuda
+from megatron_autorecompute.meta import without_cuda
 from tests.pretrain.jobs import free_port
 
 HERE = Path(__file__).parent
@@ -43,7 +43,7 @@ class EventFile:
 
 def import_everything():
     with without_cuda.activate(training=True):  # as megatron.training 0.19 needs on Python 3.11
-        for name in ("megatron.training.training", "megatron_autorecompute.autotune"):
+        for name in ("megatron.training.training", "megatron_autorecompute.runtime.controller"):
             importlib.import_module(name)
     writer = types.ModuleType("torch.utils.tensorboard")
     writer.SummaryWriter = EventFile

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from megatron_autorecompute import without_cuda
+from megatron_autorecompute.meta import without_cuda
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS, DOCUMENTS, SENTENCES, WORDS_A_SENTENCE = 90, 200, 4, 12

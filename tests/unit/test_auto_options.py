@@ -5,9 +5,9 @@ import dataclasses
 
 import pytest
 
-from megatron_autorecompute.auto_options import AutoOptions
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.options import add_flags, from_flags
+from megatron_autorecompute.runtime.auto_options import AutoOptions
 
 
 def parsed(*flags: str) -> AutoOptions:
@@ -91,7 +91,7 @@ def test_importing_the_options_imports_neither_torch_nor_megatron():
 
     code = (
         "import sys, megatron_autorecompute.integrations.megatron_lm, "
-        "megatron_autorecompute.auto_options; "
+        "megatron_autorecompute.runtime.auto_options; "
         "sys.exit(bool({'torch', 'megatron'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

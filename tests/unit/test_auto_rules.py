@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_autorecompute.auto_rules import as_field, as_flag, refuse_unmeasurable
 from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.runtime.auto_rules import as_field, as_flag, refuse_unmeasurable
 
 MEASURABLE = {"cuda_graph_impl": "none", "overlap_moe_expert_parallel_comm": False}
 

@@ -17,7 +17,7 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.terminal import strip
+from megatron_autorecompute.report.terminal import strip
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "examples" / "profiles"

@@ -477,8 +477,8 @@ def test_junit_outcomes_are_told_apart():
 
 UPSTREAM_TEST = """
 import torch
-from megatron_autorecompute import without_cuda
-from megatron_autorecompute.without_cuda import activate
+from megatron_autorecompute.meta import without_cuda
+from megatron_autorecompute.meta.without_cuda import activate
 
 def test_checkpointed_block_keeps_its_config_and_gives_gradients():
     torch.distributed.init_process_group(

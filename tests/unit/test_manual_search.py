@@ -1,7 +1,7 @@
 import itertools
 import random
 
-from megatron_autorecompute.manual_search import needless, reruns_more
+from megatron_autorecompute.compare.manual_search import needless, reruns_more
 from megatron_autorecompute.policy import RecomputePolicy
 
 MODULES = ("core_attn", "layernorm", "mlp")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_autorecompute.cli import estimate
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.no_device import command
-from megatron_autorecompute.no_device.devices import Efficiency, device, devices
-from megatron_autorecompute.no_device.job import job_from, load_job
-from megatron_autorecompute.no_device.static import (
+from megatron_autorecompute.meta.devices import Efficiency, device, devices
+from megatron_autorecompute.meta.job import job_from, load_job
+from megatron_autorecompute.meta.static import (
     Parameters,
     expert_data_parallel,
     optimizer_step_bytes,
@@ -52,7 +52,8 @@ def test_every_example_is_a_job_on_1024_gpus(path):
 
 def test_reading_a_job_needs_no_torch():
     code = (
-        "import sys; from megatron_autorecompute.no_device import command, job, static, devices; "
+        "import sys; from megatron_autorecompute.cli import estimate; "
+        "from megatron_autorecompute.meta import devices, job, static; "
         "assert not {'torch', 'megatron'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -251,39 +252,39 @@ def test_an_a100_has_no_fp8():
 
 def test_default_reserve_is_2_gib_and_a_twentieth():
     gpu = device("h100-80gb")
-    assert command.reserve_bytes(gpu, None) == round(2 * GIB + 0.05 * gpu.memory_bytes)
-    assert command.default_budget_bytes(gpu, 9.1) == gpu.memory_bytes - round(9.1 * GIB)
+    assert estimate.reserve_bytes(gpu, None) == round(2 * GIB + 0.05 * gpu.memory_bytes)
+    assert estimate.default_budget_bytes(gpu, 9.1) == gpu.memory_bytes - round(9.1 * GIB)
 
 
 def test_a_reserve_larger_than_the_device_is_refused():
     with pytest.raises(OptionError, match="leaves nothing of h100-80gb"):
-        command.default_budget_bytes(device("h100-80gb"), 100.0)
+        estimate.default_budget_bytes(device("h100-80gb"), 100.0)
 
 
 def test_efficiency_is_read_over_the_defaults():
-    assert command.read_efficiency("gemm=0.5").gemm == 0.5
-    assert command.read_efficiency(None) == Efficiency()
+    assert estimate.read_efficiency("gemm=0.5").gemm == 0.5
+    assert estimate.read_efficiency(None) == Efficiency()
 
 
 @pytest.mark.parametrize("text", ["gemm=0", "gemm=1.5", "speed=0.5", "gemm", "gemm=x"])
 def test_an_efficiency_that_cannot_be_is_refused(text):
     with pytest.raises(OptionError, match="names are gemm, attention, bandwidth, communication"):
-        command.read_efficiency(text)
+        estimate.read_efficiency(text)
 
 
 def test_exactly_one_job_description_is_asked_for():
     with pytest.raises(OptionError, match="give exactly one of"):
-        command.read_job(Namespace(job="a.yaml", recipe="b", megatron_flags=[], num_gpus=None))
+        estimate.read_job(Namespace(job="a.yaml", recipe="b", megatron_flags=[], num_gpus=None))
 
 
 def test_flags_need_the_number_of_gpus():
     asked = Namespace(job=None, recipe=None, megatron_flags=["--num-layers", "2"], num_gpus=None)
     with pytest.raises(OptionError, match="add --num-gpus"):
-        command.read_job(asked)
+        estimate.read_job(asked)
 
 
 def test_plan_command_repeats_the_jobs_own_pipeline():
-    text = command.plan_command(
+    text = estimate.plan_command(
         job({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
         Path("p.json"),
         64 * GIB,

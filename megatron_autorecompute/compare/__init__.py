@@ -1,0 +1,1 @@
+"""Megatron's own strategies and ours, run on this machine under one budget."""

@@ -1,0 +1,147 @@
+"""The record of a comparison: what every strategy took on one machine under one budget.
+
+Records only; `compare` makes them, `report` shows them. Field by field in docs/comparison.md.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from megatron_autorecompute import json_records
+from megatron_autorecompute.compare.manual_search import NotTried
+from megatron_autorecompute.options import option
+
+SCHEMA_VERSION = 1
+
+Family = Literal["none", "selective", "full", "manual", "ours", "tried"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of the training job."""
+
+    num_layers: int = option(12, "transformer layers of the whole model")
+    hidden_size: int = option(192, "width of the hidden states")
+    num_attention_heads: int = option(12, "attention heads; unfused attention holds bytes for each")
+    seq_length: int = option(256, "tokens in a sequence")
+    micro_batch_size: int = option(2, "sequences in a microbatch")
+    num_microbatches: int = option(4, "microbatches in a step")
+    pipeline_stages: int = option(2, "pipeline-parallel size, and the number of processes")
+    bf16: bool = option(False, "train in bfloat16 with fp32 master weights; fp32 otherwise")
+    seed: int = option(1234, "of weights and dropout")
+
+
+ON_A_GPU = Shape(
+    num_layers=24,
+    hidden_size=1024,
+    num_attention_heads=16,
+    seq_length=1024,
+    micro_batch_size=8,
+    pipeline_stages=1,
+    bf16=True,
+)
+"""The default where there is a GPU: one stage, so that a strategy may run out of memory alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyResult:
+    """One strategy, measured."""
+
+    name: str
+    """For people: `none`, `full`, `block/3`, `manual: block/3`, `ours`."""
+
+    family: Family
+    """Its row of the table; `manual` is the best the manual search found, `tried` all it ran."""
+
+    policy: str
+    """What it recomputes, as policy text; the same words `--recompute-policy` takes."""
+
+    peak_bytes: tuple[int, ...]
+    """The most bytes alive on each pipeline stage during one step, static bytes included."""
+
+    step_ms: tuple[float, ...] = ()
+    """Every timed step, in the order run; strategies take turns."""
+
+    search_s: float | None = None
+    """How long finding it took, measuring included; None where nothing is searched."""
+
+    predicted_peak_bytes: tuple[int, ...] = ()
+    """Per stage, what the plan said; ours only."""
+
+    predicted_step_ms: float | None = None
+    """What the plan said; ours only."""
+
+    out_of_memory: bool = False
+    """The device ran out of memory; peaks are then what was reached."""
+
+    @property
+    def median_ms(self) -> float | None:
+        """Median step time, None before the first timed step."""
+        return statistics.median(self.step_ms) if self.step_ms else None
+
+    @property
+    def spread_ms(self) -> float:
+        """Distance between the quartiles of the step times; 0 for fewer than two."""
+        if len(self.step_ms) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.step_ms, n=4, method="inclusive")
+        return high - low
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Everything one run of the comparison found out."""
+
+    budget_bytes: int | None
+    """What every pipeline stage may use; None until the strategies it is set by are measured."""
+
+    strategies: tuple[StrategyResult, ...] = ()
+    """In table order, then everything else the manual search tried."""
+
+    not_tried: tuple[NotTried, ...] = ()
+    """Settings that the manual search had no need to run, or could not."""
+
+    complete: bool = False
+    """False when the run was cut short; finished strategies are still whole."""
+
+    job: Shape = field(default_factory=Shape)
+    """The size of the training job."""
+
+    machine: dict[str, str] = field(default_factory=dict)
+    """Device and versions."""
+
+    schema_version: int = SCHEMA_VERSION
+    """Major version of this schema."""
+
+    def exceeds(self, strategy: StrategyResult) -> bool:
+        """Whether a strategy does not fit the budget."""
+        over = self.budget_bytes is not None and max(strategy.peak_bytes) > self.budget_bytes
+        return over or strategy.out_of_memory
+
+    def rows(self) -> list[StrategyResult]:
+        """The table: none, selective, full, the best manual setting, ours."""
+        return [strategy for strategy in self.strategies if strategy.family != "tried"]
+
+    def with_result(self, result: StrategyResult) -> Comparison:
+        """This comparison with one strategy's result added, or replaced where its row is known."""
+        known = [(s.family == "tried", s.name) for s in self.strategies]
+        kept, key = list(self.strategies), (result.family == "tried", result.name)
+        if key in known:
+            kept[known.index(key)] = result
+        else:
+            kept.append(result)
+        order = [*get_args(Family)]
+        kept.sort(key=lambda s: order.index(s.family))
+        return replace(self, strategies=tuple(kept))
+
+    def save(self, path: str | Path) -> None:
+        """Write atomically."""
+        json_records.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Comparison:
+        """Read a file; raises ProfileError."""
+        return json_records.load(cls, path, major=SCHEMA_VERSION)

@@ -1,0 +1,525 @@
+"""The comparison: Megatron's own strategies and ours, in turns, on one job under one budget.
+
+The parent starts one process a rank and writes down what they report as it comes, so that nothing
+finished is lost. The ranks do everything alike; whatever decides is agreed between them first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import platform
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megatron_autorecompute.compare.comparison import (
+    ON_A_GPU,
+    Comparison,
+    Family,
+    Shape,
+    StrategyResult,
+)
+from megatron_autorecompute.compare.manual_search import NotTried, needless
+from megatron_autorecompute.errors import (
+    AutorecomputeError,
+    InfeasibleError,
+    MachineError,
+    OptionError,
+)
+from megatron_autorecompute.json_records import write_atomically
+from megatron_autorecompute.options import add_flags, from_flags, option
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.report.comparison import markdown, picture, table
+from megatron_autorecompute.units import GIB, MOST_GIB
+
+WARM_UP_STEPS = 2
+LONGEST_S = 7 * 24 * 3600
+COUNTS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "micro_batch_size",
+    "num_microbatches",
+    "pipeline_stages",
+)
+CORRECTIONS = 3
+"""How often a plan whose measured peak exceeds the budget is corrected before giving up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is compared, and how often."""
+
+    shape: Shape
+    """The training job's size."""
+
+    text: str = option("LICENSE", "file to train on, its bytes as tokens")
+    output: str = option("build/compare", "folder for comparison.json, .md and .png")
+    budget_gib: float | None = option(None, "memory each pipeline stage may use, in GiB")
+    budget_fraction: float = option(
+        0.5, "where the budget stands between full (0) and none (1) when not given in GiB"
+    )
+    rounds: int = option(7, "timed steps of every strategy in the table")
+    tries: int = option(3, "timed steps of every setting the manual search tries, and of measuring")
+    timeout_s: float = option(600.0, "longest wait for a rank before the comparison gives up")
+
+    def __post_init__(self) -> None:
+        """Raises OptionError for what no comparison can be run with."""
+        shape = self.shape
+        for options, names in ((shape, COUNTS), (self, ("rounds", "tries"))):
+            for name in names:
+                if getattr(options, name) < 1:
+                    raise _refused(options, name, "it must be at least 1")
+        if shape.num_layers % shape.pipeline_stages:
+            raise _refused(shape, "num_layers", f"{shape.pipeline_stages} stages share them evenly")
+        if shape.hidden_size % shape.num_attention_heads:
+            raise _refused(
+                shape, "hidden_size", f"{shape.num_attention_heads} heads share it evenly"
+            )
+        if self.budget_gib is not None and not 0 < self.budget_gib < MOST_GIB:
+            raise _refused(self, "budget_gib", f"it must be above 0 and below {MOST_GIB}")
+        if not 0 <= self.budget_fraction <= 1:
+            raise _refused(self, "budget_fraction", "it must be from 0 (full) to 1 (none)")
+        if not 0 < self.timeout_s <= LONGEST_S:
+            raise _refused(self, "timeout_s", f"it must be above 0, and {LONGEST_S} at most")
+        if not 0 <= shape.seed < 1 << 32:
+            raise _refused(shape, "seed", "it must be from 0 to 2^32 - 1")
+
+
+def _refused(options: Any, name: str, rule: str) -> OptionError:
+    return OptionError(f"--{name.replace('_', '-')} {getattr(options, name)}: {rule}.")
+
+
+# --- the parent -----------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the comparison and print its table; the exit code is 0, or that of the error."""
+    console = Console()
+    try:
+        settings = parse(arguments)
+        comparison = run(settings, console)
+    except AutorecomputeError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Interrupted: what was finished is in the output folder.")
+        return 130
+    show(comparison, Path(settings.output), console)
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> Settings:
+    """The settings from the command line; defaults depend on whether there is a GPU."""
+    parser = argparse.ArgumentParser(prog="compare_policies", description=__doc__)
+    add_flags(parser, Settings)
+    add_flags(parser, Shape, _default_shape())
+    parsed = parser.parse_args(arguments)
+    return from_flags(Settings, parsed, shape=from_flags(Shape, parsed))
+
+
+def _default_shape() -> Shape:
+    """A step of about a second, with activations much larger than the parameters."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Shape()
+    return ON_A_GPU
+
+
+def show(comparison: Comparison, folder: Path, console: Console) -> None:
+    """Print the table and say where everything lies."""
+    console.print(table(comparison))
+    console.print(f"Written: {folder}/comparison.json, comparison.md, comparison.png")
+
+
+def run(settings: Settings, console: Console) -> Comparison:
+    """Start the ranks, follow them, and write down every finished step of the way.
+
+    Raises:
+        AutorecomputeError: what a rank raised; what was finished lies in the output folder.
+    """
+    folder = Path(settings.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(
+            f"Cannot make the output folder {folder}: {error.strerror}. Give another with --output."
+        ) from error
+    comparison = Comparison(budget_bytes=None)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    shown = {"console": console, "transient": True, "refresh_per_second": 2}  # of the ranks' cores
+    try:
+        with (
+            _ranks(settings) as readers,
+            Progress(*columns, TimeElapsedColumn(), **shown) as progress,
+        ):
+            task = progress.add_task("starting Megatron", total=None)
+            for message in _messages(readers, settings.timeout_s):
+                if isinstance(message, Comparison):
+                    comparison = message
+                    comparison.save(folder / "comparison.json")
+                    write_atomically(markdown(comparison), folder / "comparison.md")
+                elif isinstance(message, Plan):
+                    message.save(folder / "plan.json")
+                else:
+                    text, done, total = message
+                    progress.update(task, description=text, completed=done, total=total)
+    finally:  # once: drawing while ranks step would slow the steps down
+        if comparison.rows():
+            picture(comparison, folder / "comparison.png")
+    return comparison
+
+
+@contextmanager
+def _ranks(settings: Settings) -> Iterator[dict[Connection, int]]:
+    """One process a rank, all ended when the context is left."""
+    context = multiprocessing.get_context("spawn")
+    processes, readers = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(settings.shape.pipeline_stages):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(writer, rank, settings, f"{folder}/store"), daemon=True
+            )
+            process.start()
+            writer.close()  # the child's copy alone is left, so its death ends our reading
+            readers[reader] = rank
+            processes.append(process)
+        try:
+            yield readers
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _messages(readers: dict[Connection, int], timeout_s: float) -> Iterator[Any]:
+    """What ranks report until all are done; the first that fails raises here."""
+    pending = dict(readers)
+    while pending:
+        ready = wait(list(pending), timeout=timeout_s)
+        if not ready:
+            raise MachineError(
+                f"No word from ranks {sorted(pending.values())} for {timeout_s:.0f} s; a slower "
+                "machine needs a longer --timeout-s."
+            )
+        for reader in ready:
+            rank = pending[reader]
+            try:
+                message = reader.recv()
+            except EOFError:
+                raise MachineError(
+                    f"Rank {rank} died without a word (killed, or out of host memory). "
+                    "Finished strategies are in the output folder; smaller sizes need less memory."
+                ) from None
+            if isinstance(message, BaseException):
+                raise message
+            if message is None:
+                del pending[reader]
+            else:
+                yield message
+
+
+# --- a rank ---------------------------------------------------------------------------------------
+
+
+def _rank_main(writer: Connection, rank: int, settings: Settings, store_path: str) -> None:
+    tell = writer.send if rank == 0 else lambda message: None
+    try:
+        with _distributed(rank, settings, store_path):
+            _compare(settings, tell)
+        writer.send(None)
+    except AutorecomputeError as error:
+        writer.send(error)
+    except Exception:
+        writer.send(MachineError(f"Rank {rank} failed:\n{traceback.format_exc()}"))
+
+
+@contextmanager
+def _distributed(rank: int, settings: Settings, store_path: str) -> Iterator[None]:
+    """torch.distributed over a file, so that no port has to be free, and Megatron's groups."""
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # What Megatron says about missing Transformer Engine and Apex at import is no news here.
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    import torch
+    from megatron.core import parallel_state
+
+    from megatron_autorecompute.meta import without_cuda
+
+    size = settings.shape.pipeline_stages
+    on_cuda = torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(1)
+    with nullcontext() if on_cuda else without_cuda.activate():
+        try:
+            torch.distributed.init_process_group(
+                "nccl" if on_cuda else "gloo",
+                store=torch.distributed.FileStore(store_path, size),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=settings.timeout_s),
+            )
+        except RuntimeError as error:
+            raise MachineError(
+                f"The ranks cannot reach each other on this machine: {error}. They need a free "
+                "port each on the interface in GLOO_SOCKET_IFNAME, or on the one that carries this "
+                "machine's name."
+            ) from error
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
+        yield
+        torch.distributed.barrier()
+
+
+def _compare(settings: Settings, tell: Callable[[Any], None]) -> None:
+    from megatron_autorecompute.compare.workload import TrainingJob, Variant, read_text
+
+    # With biases, which few models have now, Megatron's own recompute of mlp would never end.
+    variant = Variant({"add_bias_linear": False})
+    job = TrainingJob(settings.shape, read_text(Path(settings.text)), variant)
+    contest = _Contest(settings, job, tell)
+    contest.warm_up()
+    contest.anchors()
+    contest.set_budget()
+    contest.manual_search()
+    contest.ours()
+    contest.rounds()
+
+
+class _Contest:
+    """The course of a comparison on one rank."""
+
+    def __init__(self, settings: Settings, job: Any, tell: Callable[[Any], None]) -> None:
+        self.settings = settings
+        self.job = job
+        self.tell = tell
+        self.comparison = Comparison(None, job=settings.shape, machine=_machine())
+        self.done = 0
+        self.total = WARM_UP_STEPS + 3 + (1 + settings.tries) * (len(self.job.own_settings()) + 3)
+        self.total += 5 * settings.rounds
+
+    def _step(self, text: str) -> None:
+        self.done += 1
+        self.tell((text, self.done, max(self.done, self.total)))
+
+    def _note(self, result: StrategyResult) -> None:
+        self.comparison = self.comparison.with_result(result)
+        self.tell(self.comparison)
+
+    def warm_up(self) -> None:
+        """First steps allocate what stays: optimizer state, communication, shared buffers."""
+        for _ in range(WARM_UP_STEPS):
+            self._step("warm-up")
+            self.job.step()
+
+    def anchors(self) -> None:
+        """Peaks of the strategies that everybody knows."""
+        for name, family, policy in (
+            ("none", "none", "megatron:none"),
+            ("selective", "selective", "megatron:selective[core_attn]"),
+            ("full", "full", "megatron:uniform/1"),
+        ):
+            self._note(self._measured(name, family, policy))
+
+    def _measured(self, name: str, family: Family, policy: str) -> StrategyResult:
+        """The strategy with its peak on every stage."""
+        from megatron_autorecompute.runtime.ranks import most
+
+        self._step(f"{name}: memory")
+        with self.job.strategy(policy):
+            peaks, out_of_memory = self.job.peak_bytes()
+        return StrategyResult(
+            name, family, policy, _by_stage(peaks), out_of_memory=bool(most(out_of_memory))
+        )
+
+    def set_budget(self) -> None:
+        """What was asked for, or a fraction of the way from full to none."""
+        peaks = {s.family: max(s.peak_bytes) for s in self.comparison.strategies}
+        between = peaks["full"] + self.settings.budget_fraction * (peaks["none"] - peaks["full"])
+        asked = self.settings.budget_gib
+        budget = int(between if asked is None else asked * GIB)
+        if budget < peaks["full"]:
+            raise InfeasibleError(
+                f"The budget of {budget / GIB:.3f} GiB is below what full recompute of every layer "
+                f"needs, {peaks['full'] / GIB:.3f} GiB on the fullest stage. Raise --budget-gib, "
+                "or lower --micro-batch-size or --seq-length."
+            )
+        self.comparison = replace(self.comparison, budget_bytes=budget)
+        self.tell(self.comparison)
+
+    def manual_search(self) -> None:
+        """What a person does by hand: try the settings, time those that fit, keep the fastest.
+
+        What reruns more than a setting that fits is passed over, see `manual_search`.
+        """
+        begin = time.perf_counter()
+        fitting: dict[str, StrategyResult] = {}
+        policies: dict[str, RecomputePolicy] = {}
+        for text in self.job.own_settings():
+            name, policy = text.removeprefix("megatron:"), self.job.policy(text)
+            if reason := needless(policy, policies):
+                self._pass_over(name, reason)
+                continue
+            result = self._known(text) or self._measured(name, "tried", text)
+            result = replace(result, name=name, family="tried")
+            if not self.comparison.exceeds(result):
+                fitting[name] = result = self._timed(result, self.settings.tries)
+                policies[name] = policy
+            self._note(result)
+        for module, reason in self.job.left_out().items():
+            self._pass_over(f"selective with {module}", reason)
+        best = min(fitting.values(), key=lambda result: result.median_ms or 0.0)
+        self._note(
+            replace(
+                best,
+                name=f"manual: {best.name}",
+                family="manual",
+                step_ms=(),
+                search_s=time.perf_counter() - begin,
+            )
+        )
+
+    def _known(self, policy: str) -> StrategyResult | None:
+        """A strategy whose peaks were measured before."""
+        return next((s for s in self.comparison.strategies if s.policy == policy), None)
+
+    def _pass_over(self, name: str, reason: str) -> None:
+        self.total -= 1 + self.settings.tries
+        not_tried = (*self.comparison.not_tried, NotTried(name, reason))
+        self.comparison = replace(self.comparison, not_tried=not_tried)
+
+    def _timed(self, result: StrategyResult, steps: int) -> StrategyResult:
+        import torch
+
+        from megatron_autorecompute.runtime.ranks import gathered
+
+        times = []
+        with self.job.strategy(result.policy):
+            for _ in range(steps):
+                self._step(f"{result.name}: time")
+                torch.distributed.barrier()
+                begin = time.perf_counter()
+                self.job.step()
+                times.append((time.perf_counter() - begin) * 1e3)
+        slowest = [max(rank) for rank in zip(*gathered(times), strict=True)]
+        return replace(result, step_ms=(*result.step_ms, *slowest))
+
+    def ours(self) -> None:
+        """Measure, solve, apply; correct the plan while its measured peak is over the budget."""
+        begin = time.perf_counter()
+        profile = self._profile()
+        for _ in range(CORRECTIONS):
+            result, predicted = self._planned(profile)
+            over = [measured - self.comparison.budget_bytes for measured in result.peak_bytes]
+            if max(over) <= 0:
+                break
+            profile = _corrected(profile, predicted, result.peak_bytes)
+        self._note(replace(result, search_s=time.perf_counter() - begin))
+
+    def _profile(self) -> Any:
+        """Every choice measured: bytes in steps that read them, times in steps of their own."""
+        from megatron_autorecompute import compat
+        from megatron_autorecompute.profile import Model, Parallelism
+        from megatron_autorecompute.runtime.apply import apply
+        from megatron_autorecompute.runtime.measurement import Measurement
+
+        job, shape = self.job, self.settings.shape
+        leanest = RecomputePolicy.parse("full", num_layers=compat.num_policy_layers(job.config))
+        with apply(leanest, job.chunks, holder="the comparison's measuring") as applied:
+            measurement = Measurement(job.chunks, applied)
+            for _ in measurement.policies():
+                self._step("ours: measuring memory")
+                with job.memory() as memory, measurement.watch(memory, times=job.on_cuda):
+                    job.step()
+            for _ in measurement.policies(self.settings.tries):
+                self._step("ours: measuring time")
+                with measurement.watch(None):
+                    job.step()
+            return measurement.profile(
+                Model(
+                    "GPT", shape.num_layers, facts=asdict(shape) | compat.model_facts(job.chunks)
+                ),
+                Parallelism(
+                    shape.micro_batch_size,
+                    shape.seq_length,
+                    dtype="bfloat16" if shape.bf16 else "float32",
+                ),
+                job.static(),
+                fingerprint=self.comparison.machine,
+            )
+
+    def _planned(self, profile: Any) -> tuple[StrategyResult, tuple[int, ...]]:
+        """The best plan under this profile, and the peaks it has when run."""
+        from megatron_autorecompute.runtime.ranks import on_first_rank
+
+        shape = self.settings.shape
+        layout = Layout.from_flags(shape.num_layers, shape.pipeline_stages)
+        schedule = Schedule(shape.pipeline_stages, 1, shape.num_microbatches)
+        plan = on_first_rank(
+            lambda: make_plan(Planner(profile, layout, schedule), self.comparison.budget_bytes or 0)
+        )
+        self.tell(plan)
+        result = self._measured("ours", "ours", plan.policy.format())
+        predicted = tuple(stage.peak.bytes for stage in plan.cost.stages)
+        return (
+            replace(result, predicted_peak_bytes=predicted, predicted_step_ms=plan.cost.step_ms),
+            predicted,
+        )
+
+    def rounds(self) -> None:
+        """All rows of the table in turn, so that a slow moment of the machine hits all alike."""
+        for number in range(self.settings.rounds):
+            rows = [row for row in self.comparison.rows() if not row.out_of_memory]
+            start = number % len(rows)
+            for row in rows[start:] + rows[:start]:
+                self._note(self._timed(row, 1))
+        self.comparison = replace(self.comparison, complete=True)
+        self.tell(self.comparison)
+
+
+def _corrected(profile: Any, predicted: tuple[int, ...], measured: tuple[int, ...]) -> Any:
+    """The profile with what its prediction missed on each stage added to that stage."""
+    stages = tuple(
+        replace(stage, residual_bytes=stage.residual_bytes + max(0, seen - said))
+        for stage, said, seen in zip(profile.stages, predicted, measured, strict=True)
+    )
+    return replace(profile, stages=stages)
+
+
+def _by_stage(mine: int) -> tuple[int, ...]:
+    """A figure of every pipeline stage; one rank is one stage here."""
+    from megatron_autorecompute.runtime.ranks import gathered
+
+    return tuple(gathered(mine))
+
+
+def _machine() -> dict[str, str]:
+    import megatron.core
+    import torch
+
+    on_cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if on_cuda else f"CPU, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": megatron.core.__version__,
+    }

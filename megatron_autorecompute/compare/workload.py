@@ -1,0 +1,329 @@
+"""A real Megatron training job of a given size: GPTModel, DDP, optimizer, its own schedule.
+
+What the comparison and the benchmarks run. Strategies are switched on one model: recompute changes
+no result, and one model is all that fits where memory is what is compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from packaging.version import Version
+
+from megatron_autorecompute import compat
+from megatron_autorecompute.compare.comparison import Shape
+from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.planner.megatron_strategies import RUNS_FOREVER, runs_forever
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.profile import StaticBytes
+from megatron_autorecompute.runtime.apply import apply
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from megatron_autorecompute.runtime.probe import CudaBytes, Memory
+from megatron_autorecompute.runtime.ranks import gathered
+from megatron_autorecompute.runtime.static_memory import static_bytes, tensors
+
+VOCABULARY = 256
+"""The text is read as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Which GPT: the plain one of unfused layers where nothing is said."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the TransformerConfig, over what the shape gives."""
+
+    spec: Callable[[TransformerConfig], ModuleSpec] = lambda config: get_gpt_layer_local_spec()
+    """What its layers are made of."""
+
+
+class TrainingJob:
+    """One rank of a job; every method is called on all ranks alike.
+
+    Args:
+        shape: the size.
+        text: what the model is trained on, bytes as tokens.
+        variant: another model than the plain GPT.
+    """
+
+    def __init__(self, shape: Shape, text: bytes, variant: Variant | None = None) -> None:
+        variant = variant or Variant()
+        self.shape = shape
+        self.on_cuda = torch.cuda.is_available()
+        self.config = _config(shape, variant)
+        model_parallel_cuda_manual_seed(shape.seed, force_reset_rng=True)
+        torch.manual_seed(shape.seed)
+        self.chunks = [_wrapped(self.config, _model(shape, self.config, variant))]
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-4,
+                bf16=shape.bf16,
+                params_dtype=self.config.params_dtype,
+            ),
+            self.chunks,
+        )
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self._batches = _batches(shape, text, next(self.chunks[0].parameters()).device)
+
+    def step(self) -> float:
+        """One training step; its mean loss on the last stage, 0 elsewhere."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reduced = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=self._batches,
+            model=self.chunks,
+            num_microbatches=self.shape.num_microbatches,
+            seq_length=self.shape.seq_length,
+            micro_batch_size=self.shape.micro_batch_size,
+            forward_only=False,
+        )
+        self.optimizer.step()
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        return sum(float(entry["loss"]) for entry in reduced) / max(1, len(reduced))
+
+    def static(self) -> StaticBytes:
+        """What this rank keeps through the whole step."""
+        return static_bytes(self.chunks, self.optimizer)
+
+    @contextmanager
+    def memory(self) -> Iterator[Memory]:
+        """Where bytes are read while the context lasts: torch's allocator, or `LiveBytes` on CPU.
+
+        Off CUDA static bytes are not counted in it, and steps are slower.
+        """
+        if self.on_cuda:
+            yield CudaBytes()
+            return
+        with LiveBytes(tensors(self.chunks, self.optimizer)) as live:
+            yield live
+
+    def own_settings(self) -> list[str]:
+        """Every setting that Megatron offers for this model and can run, as policy text.
+
+        What reruns less comes first: none, sets of modules, block/N, uniform/N.
+        """
+        modules = [name for name in self._modules() if name not in self.left_out()]
+        sets = itertools.chain.from_iterable(
+            itertools.combinations(modules, size) for size in range(1, len(modules) + 1)
+        )
+        choices = (LayerPolicy("selective", chosen) for chosen in sets)
+        allowed = [choice for choice in choices if compat.is_allowed(self.config, choice)]
+        return [
+            "megatron:none",
+            *(f"megatron:{choice}" for choice in allowed),
+            *self.counted_settings(),
+        ]
+
+    def left_out(self) -> dict[str, str]:
+        """Modules that Megatron allows here and its own code cannot recompute, and why."""
+        return {
+            name: RUNS_FOREVER
+            for name in self._modules()
+            if runs_forever(LayerPolicy("selective", (name,)), self.config.add_bias_linear)
+        }
+
+    def _modules(self) -> list[str]:
+        """What `recompute_modules` may name for this model: whatever some layer of it has."""
+        mine = {
+            name
+            for layer, _ in compat.layers(self.chunks)
+            for name in compat.runnable_modules(layer)
+        }
+        return sorted(set().union(*gathered(mine)))
+
+    def counted_settings(self) -> list[str]:
+        """Every block/N and uniform/N that differs on the fullest stage and that Megatron can run.
+
+        Below core 0.17, `uniform` reads beyond the end of a chunk that is no multiple of N.
+        """
+        chunks = [len(chunk) for chunk in compat.layout(self.config)]
+        counts = range(1, max(chunks) + 1)
+        if compat.version() < Version("0.17.0"):
+            counts = [n for n in counts if all(length % n == 0 for length in chunks)]
+        blocks = [f"megatron:block/{n}" for n in range(1, max(chunks))]
+        return blocks + [f"megatron:uniform/{n}" for n in counts]
+
+    def policy(self, text: str) -> RecomputePolicy:
+        """Policy text for this model, Megatron's named strategies included."""
+        return RecomputePolicy.parse(
+            text,
+            num_layers=compat.num_policy_layers(self.config),
+            layout=compat.layout(self.config),
+        )
+
+    def peak_bytes(self) -> tuple[int, bool]:
+        """The most bytes alive on this rank during one step, static ones included.
+
+        Returns them with whether the device ran out of memory on the way.
+
+        Raises: MachineError when it did and there are other pipeline stages, which wait for this.
+        """
+        out_of_memory = False
+        with self.memory() as memory:
+            memory.reset_peak()
+            try:
+                self.step()
+            except torch.OutOfMemoryError as error:
+                if self.shape.pipeline_stages > 1:
+                    raise MachineError(
+                        f"A pipeline stage ran out of memory, and the others wait for it: {error} "
+                        "Give --pipeline-stages 1, or a smaller --micro-batch-size or --seq-length."
+                    ) from error
+                out_of_memory = True
+            peak = memory.peak_bytes
+        if out_of_memory:  # here what the step held is let go
+            compat.leave_interrupted_checkpoint()
+            if self.on_cuda:
+                torch.cuda.empty_cache()
+        return peak if self.on_cuda else peak + self.static().total_bytes, out_of_memory
+
+    @contextmanager
+    def strategy(self, text: str) -> Iterator[None]:
+        """Recompute as Megatron itself does for `megatron:…`, otherwise as the policy says.
+
+        Megatron's strategies run Megatron's own code, untouched: the config fields its block reads,
+        or the attributes its constructors set from them.
+        """
+        if text.startswith("megatron:"):
+            with self._megatron_strategy(text):
+                yield
+            return
+        with apply(self.policy(text), self.chunks):
+            yield
+
+    @contextmanager
+    def _megatron_strategy(self, text: str) -> Iterator[None]:
+        name, _, count = text.removeprefix("megatron:").partition("/")
+        policy = self.policy(text)
+        compat.check_allowed(self.config, policy)
+        if name in ("uniform", "block"):
+            self.config.recompute_granularity = "full"
+            self.config.recompute_method = name
+            self.config.recompute_num_layers = int(count)
+        else:
+            for layer, index in compat.layers(self.chunks):
+                compat.set_modules(layer, policy.layers[index].modules)
+        try:
+            yield
+        finally:
+            self.config.recompute_granularity = None
+            self.config.recompute_method = self.config.recompute_num_layers = None
+            for layer, _ in compat.layers(self.chunks):
+                compat.set_modules(layer, ())
+
+
+def _config(shape: Shape, variant: Variant) -> TransformerConfig:
+    dtype = torch.bfloat16 if shape.bf16 else torch.float32
+    on_cuda = torch.cuda.is_available()
+    values: dict[str, Any] = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+        "pipeline_model_parallel_size": shape.pipeline_stages,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": shape.bf16,
+        # gloo knows no batched point-to-point calls; NCCL wants them.
+        "batch_p2p_comm": on_cuda,
+        "deallocate_pipeline_outputs": True,
+        "use_cpu_initialization": not on_cuda,
+    }
+    mla = variant.fields.get("multi_latent_attention")
+    config_class = MLATransformerConfig if mla else TransformerConfig
+    return config_class(**(values | dict(variant.fields)))
+
+
+def _model(shape: Shape, config: TransformerConfig, variant: Variant) -> GPTModel:
+    return GPTModel(
+        config,
+        variant.spec(config),
+        vocab_size=VOCABULARY,
+        max_sequence_length=shape.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        # Multi-latent attention rotates part of every head itself.
+        position_embedding_type="rope" if config.multi_latent_attention else "learned_absolute",
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def _wrapped(config: TransformerConfig, model: GPTModel) -> DistributedDataParallel:
+    if torch.cuda.is_available():
+        model.cuda()
+    inner = Float16Module(config, model) if config.bf16 else model
+    chunk = DistributedDataParallel(config, DistributedDataParallelConfig(), inner)
+    return chunk.train()
+
+
+def _batches(shape: Shape, text: bytes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """Consecutive windows of the text for ever: `GPTModel.forward`'s arguments, [b, s] each."""
+    window = shape.seq_length + 1
+    count = shape.micro_batch_size
+    if len(text) < window * count:
+        raise MachineError(
+            f"The training text has {len(text)} bytes; a microbatch of {count} sequences of "
+            f"{shape.seq_length} tokens needs {window * count}. Give a longer file with --text."
+        )
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
+    positions = torch.arange(shape.seq_length, device=device).expand(count, -1)
+    mask = torch.ones(1, 1, shape.seq_length, shape.seq_length, dtype=torch.bool, device=device)
+    at = 0
+    while True:
+        if at + window * count > len(tokens):
+            at = 0
+        rows = tokens[at : at + window * count].view(count, window)
+        at += window * count
+        yield {
+            "input_ids": rows[:, :-1].contiguous(),
+            "position_ids": positions,
+            "attention_mask": mask.triu(1),
+            "labels": rows[:, 1:].contiguous(),
+        }
+
+
+def _forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
+    output = model(**next(batches))
+
+    def loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        mean = per_token.float().mean()
+        return mean, {"loss": mean.item()}
+
+    return output, loss
+
+
+def read_text(path: Path) -> bytes:
+    """The training text.
+
+    Raises:
+        MachineError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise MachineError(f"Cannot read the text {path}: {error.strerror}.") from error

@@ -1,0 +1,107 @@
+"""A job from the flags of pretrain_gpt.py, read by Megatron's own parser.
+
+The wheels carry `megatron.training` from 0.17 on; without it a job is described in YAML.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.meta.job import Job, job_from
+from megatron_autorecompute.patched import patched, patched_environ
+
+_COPIED = (
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "make_vocab_size_divisible_by",
+    "transformer_impl",
+    "position_embedding_type",
+    "untie_embeddings_and_output_weights",
+    "accumulate_allreduce_grads_in_fp32",
+    "use_distributed_optimizer",
+    "use_precision_aware_optimizer",
+)
+PRECISION_OF_RECIPE = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}
+
+
+def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
+    """The job that these flags start on so many GPUs.
+
+    Raises MachineError without megatron.training, OptionError for flags that Megatron refuses.
+    """
+    args, config = _parsed(list(flags), num_gpus)
+    if args.vocab_size is None:
+        raise OptionError("The flags do not say the vocabulary: add --vocab-size N.")
+    data = {name: getattr(args, name) for name in _COPIED}
+    data["described_by"] = "flags"
+    data["name"] = f"pretrain_gpt on {num_gpus} GPUs"
+    data["config"] = plain_config(vars(config))
+    data["num_gpus"], data["vocab_size"] = num_gpus, args.vocab_size
+    if args.fp8:
+        data["precision"] = PRECISION_OF_RECIPE.get(str(args.fp8_recipe), "fp8")
+        data["fp8_param_gather"] = bool(args.fp8_param_gather)
+    return job_from(data, "What Megatron read from the flags")
+
+
+def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
+    """Megatron's namespace and its TransformerConfig."""
+    from megatron_autorecompute.meta import kernels, without_cuda
+
+    world = {"WORLD_SIZE": str(num_gpus), "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    try:
+        with (
+            without_cuda.activate(training=True),
+            kernels.stand_ins(kernels.Settings()),  # the config asks for some of them
+            contextlib.redirect_stdout(io.StringIO()),  # Megatron prints every argument
+            patched_environ(world),
+            patched(sys, "argv", ["pretrain_gpt.py", *flags]),
+        ):
+            from megatron.training import arguments
+
+            args = _namespace(arguments)
+            arguments.validate_args(args)
+            return args, arguments.core_transformer_config_from_args(args)
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            f"Flags of pretrain_gpt.py are read by Megatron's own parser, and {error.name} is not "
+            "installed (the megatron-core wheels carry megatron.training from 0.17 on). Describe "
+            "the job in YAML instead: examples/no_device."
+        ) from error
+    except (AssertionError, ValueError) as error:
+        raise OptionError(f"Megatron refuses these flags: {error}") from error
+
+
+def _namespace(arguments: Any) -> Any:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return arguments.parse_args()
+    except SystemExit as error:  # argparse has said why, below the usage of all flags
+        reason = (
+            said.getvalue().strip().rpartition("\n")[2].removeprefix("pretrain_gpt.py: error: ")
+        )
+        raise OptionError(f"Megatron refuses these flags: {reason or error}") from error
+
+
+def plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a TransformerConfig that can be written down and are not None."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "activation_func":
+            value = getattr(value, "__name__", value)
+        if name == "pipeline_model_parallel_layout":
+            value = getattr(value, "input_data", value)
+        try:
+            json.dumps(value)
+        except TypeError:
+            continue
+        if value is not None:
+            found[name] = value
+    return found

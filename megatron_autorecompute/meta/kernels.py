@@ -1,0 +1,644 @@
+"""Stand-ins for Transformer Engine's modules and other fused kernels, for meta tensors.
+
+Each saves for its backward what the kernel it stands for saves, stated at its class with the place
+it was read from; the tests count them. Sources are named by file and function in
+NVIDIA/TransformerEngine 2.x (TE below) and NVIDIA/Megatron-LM. Nothing here computes a value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.transformer.moe import experts
+
+from megatron_autorecompute.meta import ops
+from megatron_autorecompute.patched import patched
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How a linear layer multiplies and what it keeps of its input."""
+
+    name: str
+    """Key of the peak rates in devices.json."""
+    saved_element_bytes: float
+    """Bytes kept for each element of an input that a weight gradient needs."""
+
+
+PRECISIONS = {
+    "bf16": Precision("bf16", 2),
+    "fp8": Precision("fp8", 1),  # TE Float8Tensor: one byte, one scale for the tensor
+    "fp8_block": Precision("fp8", 1 + 4 / 128),  # Float8BlockwiseQTensor: fp32 scale for 128
+    "mxfp8": Precision("fp8", 1 + 1 / 32),  # MXFP8Tensor: one-byte scale for 32 elements
+    "nvfp4": Precision("fp4", 0.5 + 1 / 16),  # NVFP4Tensor: one-byte scale for 16 elements
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the stand-ins have to know besides Megatron's config."""
+
+    precision: str = "bf16"
+    """A key of PRECISIONS, for the linear layers inside transformer layers."""
+    lora_rank: int = 0
+    """Over 0: weights are frozen and every linear layer but those of experts has an adapter."""
+
+
+_settings = Settings()
+
+
+# ------------------------------------------------------------------------------------- functions
+
+
+class _Norm(torch.autograd.Function):
+    """RMSNorm or LayerNorm. Saves: input, one fp32 per token (`rsigma`; LayerNorm's `mu`, another
+    four bytes per token, is left out). TE pytorch/module/_common.py `apply_normalization`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y, statistics = ops.norm(x, weight)
+        ctx.save_for_backward(x, statistics)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ops.norm_backward(gradient, *ctx.saved_tensors), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Which communication a linear layer does in its forward; backward does the opposite."""
+
+    group: Any
+    gathers: bool = False
+    """Column parallel under sequence parallelism: input is gathered, gradient reduce-scattered."""
+    scatters: bool = False
+    """Row parallel under sequence parallelism: the reverse."""
+    reduces_output: bool = False
+    """Row parallel without: output is all-reduced."""
+    reduces_gradient: bool = False
+    """Column parallel without: the input's gradient is all-reduced."""
+
+
+class _Linear(torch.autograd.Function):
+    """y = norm(x) W^T. Saves: with a norm its input and statistics and the normalised input,
+    without one the input; what the weight gradient reads is quantised under fp8 and fp4 and not
+    saved where the weight is frozen. Under sequence parallelism this rank's part only; it is
+    gathered again in backward. TE pytorch/module/layernorm_linear.py and linear.py
+    (`_LayerNormLinear`, `_Linear`, their `save_for_backward` lists)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        split: _Split,
+        precision: Precision,
+    ) -> torch.Tensor:
+        ctx.split, ctx.precision, ctx.normed = split, precision, norm_weight is not None
+        kept: list[torch.Tensor] = [weight]
+        normed = x
+        if norm_weight is not None:
+            normed, statistics = ops.norm(x, norm_weight)
+            kept += [x, statistics]
+        ctx.input_shape, ctx.frozen = x.shape, not weight.requires_grad
+        saved = normed
+        if precision.saved_element_bytes < normed.element_size():
+            saved = ops.quantize(normed, precision.saved_element_bytes)
+        if not ctx.frozen:
+            kept.append(saved)
+        total = _gathered(normed, split.group) if split.gathers else normed
+        del normed
+        y = ops.gemm(total, weight, precision.name)
+        ctx.save_for_backward(*kept)
+        if split.scatters:
+            y = _scattered(y, split.group)
+        elif split.reduces_output:
+            torch.distributed.all_reduce(y, group=split.group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        split, precision = ctx.split, ctx.precision
+        weight, *kept = ctx.saved_tensors
+        if split.scatters:
+            gradient = _gathered(gradient, split.group)
+        dx = ops.gemm_data_gradient(gradient, weight, precision.name)
+        if split.gathers:
+            dx = _scattered(dx, split.group)
+        elif split.reduces_gradient:
+            torch.distributed.all_reduce(dx, group=split.group)
+        if not ctx.frozen:
+            saved = kept[-1]
+            total = _gathered(saved, split.group) if split.gathers else saved
+            ops.gemm_weight_gradient(gradient, total, weight, precision.name)
+            del total, saved
+        if ctx.normed:
+            dx = ops.norm_backward(dx, kept[0], kept[1])
+        return dx, None, None, None, None
+
+
+class _Attention(torch.autograd.Function):
+    """Fused attention. Saves: q, k, v, out and one fp32 per head and token (log-sum-exp), each
+    in memory of its own. TE pytorch/attention/dot_product_attention/backends.py
+    (`FusedAttnFunc`, and flash_attn's `FlashAttnFunc`); k and v that are views of the projection
+    are copied first (`get_qkv_layout` makes them contiguous)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        share: float,
+        window: int,
+    ) -> torch.Tensor:
+        query, key, value = (part.contiguous() for part in (query, key, value))
+        out, statistics = ops.attention(query, key, value, share, window)
+        ctx.save_for_backward(query, key, value, out, statistics)
+        ctx.more = (share, window)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *ops.attention_backward(*ctx.saved_tensors, gradient, *ctx.more), None, None
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotary embedding. Saves nothing but the shared angles. TE pytorch/attention/rope.py
+    `FusedRoPEFunc`; Megatron fusions/fused_mla_yarn_rope_apply.py for q."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return ops.rotate(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return ops.rotate(gradient)
+
+
+class _MlaRotation(torch.autograd.Function):
+    """k and v out of MLA's up-projection. Saves nothing but the shared angles.
+    Megatron fusions/fused_mla_yarn_rope_apply.py `ApplyMLARotaryEmbKV`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kv: torch.Tensor, k_position: torch.Tensor, k_width: int, v_width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.kv_shape, ctx.position_shape = kv.shape, k_position.shape
+        return ops.mla_rotate(kv, k_position, k_width, v_width)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dk, dv = gradients
+        return *_mla_gradients(dk, dv, ctx.kv_shape, ctx.position_shape), None, None
+
+
+def _mla_gradients(
+    dk: torch.Tensor, dv: torch.Tensor, kv_shape: Any, position_shape: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Only shapes are asked of the two: expanded scalars take no memory.
+    like_kv, like_position = (dk.new_empty(()).expand(s) for s in (kv_shape, position_shape))
+    return ops.mla_rotate_backward(dk, dv, like_kv, like_position)
+
+
+class _Gated(torch.autograd.Function):
+    """SwiGLU and its like, times the router's weights for experts. Saves: its input, and the
+    weights. Megatron fusions/fused_bias_swiglu.py `SwiGLUFunction`, `WeightedSwiGLUFunction`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weights)
+        return ops.gated(x, weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, weights = ctx.saved_tensors
+        dx, dweights = ops.gated_backward(gradient, x, weights)
+        return dx, None if weights is None else dweights
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Saves: the gradient, written over the logits. TE pytorch/cross_entropy.py
+    `CrossEntropyFunction` (inplace in `cross_entropy_forward`)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits.detach())
+        return ops.cross_entropy(logits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return ctx.saved_tensors[0]
+
+
+def _gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
+    whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    torch.distributed.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
+
+
+def _scattered(x: torch.Tensor, group: Any) -> torch.Tensor:
+    part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    torch.distributed.reduce_scatter_tensor(part, x.contiguous(), group=group)
+    return part
+
+
+# --------------------------------------------------------------------------------------- modules
+
+
+class Norm(torch.nn.Module):
+    """Stands for TENorm."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        self.weight.requires_grad_(not _settings.lora_rank)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Same shape as x."""
+        return _Norm.apply(x, self.weight)
+
+
+class _LinearModule(torch.nn.Module):
+    """A linear layer with weight [out, in] of this rank.
+
+    Args:
+        input_size, output_size: of the whole layer.
+        parallel: column, row, or none.
+        normed: whether the input goes through a norm first.
+    """
+
+    parallel = "none"
+    normed = False
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        bias: bool = False,
+        skip_bias_add: bool = False,
+        is_expert: bool = False,
+        parallel_mode: str | None = None,
+        tp_group: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.group = tp_group or _tensor_group(is_expert)
+        parallel = {None: self.parallel, "duplicated": "none"}.get(parallel_mode, parallel_mode)
+        size = self.group.size() if parallel != "none" else 1
+        if parallel == "column":
+            output_size //= size
+        elif parallel == "row":
+            input_size //= size
+        split = parallel != "none" and size > 1
+        sequence = split and config.sequence_parallel and not is_expert
+        self.split = _Split(
+            self.group,
+            gathers=sequence and parallel == "column",
+            scatters=sequence and parallel == "row",
+            reduces_output=split and not sequence and parallel == "row",
+            reduces_gradient=split and not sequence and parallel == "column",
+        )
+        self.precision = PRECISIONS[_settings.precision]
+        self._parameters_of(config, input_size, output_size, bias)
+        self.skip_bias_add, self.te_return_bias = skip_bias_add, skip_bias_add and bias
+        if is_expert:
+            for parameter in self.parameters():
+                parameter.allreduce = False  # type: ignore[attr-defined]
+
+    def _parameters_of(self, config: Any, inputs: int, outputs: int, bias: bool) -> None:
+        def made(*size: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(*size, dtype=config.params_dtype))
+
+        rank = _settings.lora_rank
+        self.weight = made(outputs, inputs).requires_grad_(not rank)
+        self.bias = made(outputs).requires_grad_(not rank) if bias else None
+        self.layer_norm_weight = made(inputs).requires_grad_(not rank) if self.normed else None
+        if rank:
+            self.adapter_in, self.adapter_out = made(rank, inputs), made(outputs, rank)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x [..., in] to ([..., out], bias or None)."""
+        if hasattr(self, "adapter_in"):
+            return self._adapted(x), None
+        y = _Linear.apply(x, self.weight, self.layer_norm_weight, self.split, self.precision)
+        if self.bias is not None and not self.skip_bias_add:
+            y = y + self.bias
+        return y, self.bias if self.te_return_bias else None
+
+    def _adapted(self, x: torch.Tensor) -> torch.Tensor:
+        """Frozen W x + B A x. The norm runs apart, so that A sees its output
+        (`return_layernorm_output`; Bridge peft/lora_layers.py `LoRALinear`). Under sequence
+        parallelism the frozen product communicates; the adapter's own, of rank columns, does not
+        count."""
+        if self.layer_norm_weight is not None:
+            x = _Norm.apply(x, self.layer_norm_weight)
+        y = _Linear.apply(x, self.weight, None, self.split, self.precision)
+        bf16 = PRECISIONS["bf16"]
+        alone = _Split(self.group)
+        low = _Linear.apply(x, self.adapter_in, None, alone, bf16)
+        ranks = self.group.size()
+        if self.split.gathers:
+            low = low.new_empty(()).expand(low.shape[0] * ranks, *low.shape[1:]) + low[:1] * 0
+        elif self.split.scatters:
+            low = low[: low.shape[0] // ranks]
+        return y + _Linear.apply(low, self.adapter_out, None, alone, bf16)
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here."""
+
+
+class Linear(_LinearModule):
+    """Stands for TELinear."""
+
+
+class ColumnLinear(_LinearModule):
+    """Stands for TEColumnParallelLinear."""
+
+    parallel = "column"
+
+
+class NormColumnLinear(_LinearModule):
+    """Stands for TELayerNormColumnParallelLinear."""
+
+    parallel = "column"
+    normed = True
+
+
+class RowLinear(_LinearModule):
+    """Stands for TERowParallelLinear."""
+
+    parallel = "row"
+
+
+class _GroupedLinear(torch.nn.Module):
+    """Experts of one rank: weight [experts, out, in]. TE pytorch/module/grouped_linear.py."""
+
+    parallel = "column"
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        bias: bool = False,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.group = pg_collection.expt_tp if pg_collection else _tensor_group(True)
+        ranks = self.group.size()
+        sizes = (output_size // ranks, input_size)
+        if self.parallel == "row":
+            sizes = (output_size, input_size // ranks)
+        self.weight = torch.nn.Parameter(torch.empty(num_gemms, *sizes, dtype=config.params_dtype))
+        self.bias = None
+        if bias:
+            empty = torch.empty(num_gemms, sizes[0], dtype=config.params_dtype)
+            self.bias = torch.nn.Parameter(empty)
+        for parameter in self.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.requires_grad_(not _settings.lora_rank)
+        self.precision = PRECISIONS[_settings.precision]
+
+    def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, None]:
+        """x [tokens, in], sorted by expert, to [tokens, out]; biases are added in the product."""
+        split = _Split(self.group)
+        return _Linear.apply(x, self.weight, None, split, self.precision), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here."""
+
+
+class GroupedColumnLinear(_GroupedLinear):
+    """Stands for TEColumnParallelGroupedLinear."""
+
+
+class GroupedRowLinear(_GroupedLinear):
+    """Stands for TERowParallelGroupedLinear."""
+
+    parallel = "row"
+
+
+class Attention(torch.nn.Module):
+    """Stands for TEDotProductAttention: q [s, b, heads, width] to [s, b, heads * v width].
+
+    Under context parallelism each rank's queries meet all keys, in turns around the ring: the work
+    of a pair of turns is as the whole causal product over the ring's size, and one more k and v are
+    on the way meanwhile (TE context_parallel.py `AttnFuncWithCPAndKVP2P`).
+    """
+
+    def __init__(self, config: Any, *, layer_number: int = 1, **_: Any) -> None:
+        super().__init__()
+        self.ranks = config.context_parallel_size
+        self.window_size = _window(config, layer_number)
+        self.group = parallel_state.get_context_parallel_group() if self.ranks > 1 else None
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """Masks are not read: attention is causal."""
+        traveller = None
+        if self.group is not None:
+            traveller = _on_the_way(key, value, self.group)
+        out = _Attention.apply(query, key, value, 0.5 * self.ranks, self.window_size)
+        del traveller
+        return out.flatten(2)
+
+
+def _on_the_way(key: torch.Tensor, value: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    with torch.no_grad():
+        parts = [torch.empty_like(part.detach()) for part in (key, value)]
+        for part in parts:
+            for _ in range(group.size() - 1):
+                torch.distributed.broadcast(part, group=group, group_src=0)
+    return parts
+
+
+def _window(config: Any, layer_number: int) -> int:
+    """Keys each query sees, 0 for all; Megatron's `window_attn_skip_freq` picks the layers."""
+    window = getattr(config, "window_size", None)
+    skip = getattr(config, "window_attn_skip_freq", None)
+    if window is None or (isinstance(skip, int) and layer_number % skip == 0):
+        return 0
+    if isinstance(skip, list) and not skip[layer_number - 1]:
+        return 0
+    return int(window[0]) + 1
+
+
+def _tensor_group(is_expert: bool) -> Any:
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+# --------------------------------------------------------------------------------- putting in place
+
+
+class StandIns(BackendSpecProvider):  # type: ignore[misc]
+    """Hands Megatron's own layer specs the stand-ins where TESpecProvider hands TE's modules."""
+
+    def linear(self) -> type:
+        """A linear layer that is not split."""
+        return Linear
+
+    def column_parallel_linear(self) -> type:
+        """A linear layer with its output split."""
+        return ColumnLinear
+
+    def row_parallel_linear(self) -> type:
+        """A linear layer with its input split."""
+        return RowLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """As TE does."""
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        """Norm and linear layer in one."""
+        return NormColumnLinear
+
+    def layer_norm(self, *_: Any, **__: Any) -> type:
+        """A norm by itself."""
+        return Norm
+
+    def core_attention(self) -> type:
+        """Fused attention."""
+        return Attention
+
+    def activation_func(self) -> None:
+        """None: Megatron's own."""
+        return None
+
+    def grouped_mlp_modules(self, *_: Any) -> Any:
+        """Experts with grouped products: through 0.17 a pair, since then a builder."""
+        linears = {"linear_fc1": GroupedColumnLinear, "linear_fc2": GroupedRowLinear}
+        submodules = getattr(experts, "GroupedMLPSubmodules", None)
+        if submodules is None:
+            return experts.TEGroupedMLP, experts.MLPSubmodules(**linears)
+        return functools.partial(experts.TEGroupedMLP, submodules=submodules(**linears))
+
+
+def _rotate(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return _Rotation.apply(x)
+
+
+def _mla_kv(
+    kv: torch.Tensor,
+    k_position: torch.Tensor,
+    cos: Any,
+    sin: Any,
+    position_width: int,
+    k_width: int,
+    v_width: int,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _MlaRotation.apply(kv, k_position, k_width, v_width)
+
+
+def _gate(x: torch.Tensor, bias: Any, *_: Any) -> torch.Tensor:
+    return _Gated.apply(x, None)
+
+
+def _weighted_gate(x: torch.Tensor, bias: Any, weights: torch.Tensor, *_: Any) -> torch.Tensor:
+    return _Gated.apply(x, weights)
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return _CrossEntropy.apply(logits)
+
+
+def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor, main_gradient: torch.Tensor) -> None:
+    ops.gemm_weight_gradient(gradient, x, main_gradient, "bf16")
+
+
+def _backend(original: Any, implementation: str) -> Any:
+    return StandIns() if implementation == "transformer_engine" else original(implementation)
+
+
+def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
+    def module(name: str) -> Any:
+        return importlib.import_module("megatron.core." + name)
+
+    yield (
+        module("models.gpt.gpt_layer_specs"),
+        {
+            "TESpecProvider": StandIns,
+            "TENorm": Norm,
+            "HAVE_TE": True,
+        },
+    )
+    yield module("transformer.multi_token_prediction"), {"TESpecProvider": StandIns}
+    yield (
+        module("transformer.multi_latent_attention"),
+        {
+            "TELinear": Linear,
+            "TEColumnParallelLinear": ColumnLinear,
+            "fused_apply_mla_rope_for_q": _rotate,
+            "fused_apply_mla_rope_for_kv": _mla_kv,
+        },
+    )
+    if importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config"):  # since 0.19
+        resolver = module("transformer.mla_qk_norm_config")
+        yield resolver, {"get_backend": functools.partial(_backend, resolver.get_backend)}
+    yield module("models.common.embeddings.rope_utils"), {"fused_apply_rotary_pos_emb": _rotate}
+    yield (
+        module("transformer.mlp"),
+        {
+            "bias_swiglu_impl": _gate,
+            "bias_geglu_impl": _gate,
+            "weighted_bias_swiglu_impl": _weighted_gate,
+        },
+    )
+    yield (
+        module("transformer.moe.experts"),
+        {
+            "weighted_bias_swiglu_impl": _weighted_gate,
+            "weighted_bias_quick_geglu_impl": _weighted_gate,
+        },
+    )
+    yield (
+        module("models.common.language_module.language_module"),
+        {"te_parallel_cross_entropy": _loss},
+    )
+    yield (
+        module("tensor_parallel.layers"),
+        {
+            "fused_weight_gradient_mlp_cuda": SimpleNamespace(
+                wgrad_gemm_accum_fp32=_weight_gradient, wgrad_gemm_accum_fp16=_weight_gradient
+            ),
+            "_grad_accum_fusion_available": True,
+        },
+    )
+
+
+@contextlib.contextmanager
+def stand_ins(settings: Settings) -> Iterator[None]:
+    """Megatron's layer specs "with Transformer Engine" build stand-ins meanwhile."""
+    global _settings
+    before, _settings = _settings, settings
+    try:
+        with contextlib.ExitStack() as undo:
+            for owner, names in _replacements():
+                for name, replacement in names.items():
+                    undo.enter_context(patched(owner, name, replacement))
+            yield
+    finally:
+        _settings = before

@@ -1,0 +1,652 @@
+"""Megatron's own schedule of one pipeline stage, a whole step, without a device: exact bytes.
+
+The real model is built on meta tensors under torch's "fake" process group of the real world size,
+and Megatron's real forward_backward function runs on it, so nothing about the order of events, the
+recompute or what operations save is modelled. Live bytes agree with the same step on real tensors
+in real processes to the byte in the tests. A stage of an 80-layer, h=8192, tp=8, pp=8 model with 16
+microbatches takes a few seconds on one core, whatever the world size.
+
+What it does not know: time, kernel-internal temporaries, the allocator's rounding and
+fragmentation, Transformer Engine's kernels, and MoE imbalance: tokens count as evenly routed.
+Gradients count as already allocated; each weight gradient exists once more while it is added, as it
+does in Megatron without ``gradient_accumulation_fusion``. CUDA-only fusions of the config run
+unfused (masked softmax, persistent LayerNorm). Refused, because it cannot run without a device:
+context parallelism (needs Transformer Engine), ``overlap_moe_expert_parallel_comm`` (its combined
+forward-backward needs CUDA streams) and MoE dispatchers other than ``alltoall``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.meta import without_cuda
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
+
+Build = Callable[[Any, bool, bool, int | None, "StepShape"], torch.nn.Module]
+"""(config, pre_process, post_process, vp_stage, shape) -> one chunk, on the default device."""
+
+ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
+"""What Megatron calls `forward_step_func`; its iterator yields microbatch numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step has besides the model's config."""
+
+    seq_length: int
+    micro_batch_size: int
+    num_microbatches: int
+    vocab_size: int
+    """Padded as Megatron pads it: a multiple of the tensor parallel size."""
+    data_parallel_size: int = 1
+    """Ranks per (tensor, context, pipeline) position; at least the expert parallel size over cp."""
+
+
+class Where(NamedTuple):
+    """Which part of a step: kind "between" is communication and bookkeeping of the schedule."""
+
+    kind: Literal["forward", "backward", "between"]
+    chunk: int | None = None
+    microbatch: int | None = None
+    layer: int | None = None
+    """Global 0-based layer; None outside the layers (embedding, head, before and after)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpan:
+    """One stretch of a step in one place, in bytes of activations (all that is not static)."""
+
+    where: Where
+    start_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageDryRun:
+    """One stage's step. Device memory needed = parameters + gradients + buffers + peak + optimizer.
+
+    spans are in order of time and cover the whole step.
+    """
+
+    stage: int
+    parameter_bytes: int
+    gradient_bytes: int
+    """In the parameters' dtype; Megatron's main gradients may be wider."""
+    buffer_bytes: int
+    """Module buffers, the attention mask, and what `kept_between_steps` finds."""
+    peak_bytes: int
+    spans: tuple[StepSpan, ...]
+
+    @property
+    def peak_span(self) -> StepSpan:
+        """The first span in which the peak occurs."""
+        return next(span for span in self.spans if span.peak_bytes == self.peak_bytes)
+
+    def events(self) -> tuple[StepSpan, ...]:
+        """The forwards and backwards in order: one span each, its layers taken together."""
+        merged: list[StepSpan] = []
+        for span in self.spans:
+            where = span.where._replace(layer=None)
+            if merged and merged[-1].where == where and where.kind != "between":
+                before = merged.pop()
+                peak_bytes = max(before.peak_bytes, span.peak_bytes)
+                span = StepSpan(where, before.start_bytes, peak_bytes)
+            merged.append(StepSpan(where, span.start_bytes, span.peak_bytes))
+        return tuple(span for span in merged if span.where.kind != "between")
+
+
+# ----------------------------------------------------------------------------- stages, on meta
+
+
+def dry_run(
+    config: Any,
+    shape: StepShape,
+    *,
+    stages: Sequence[int] | None = None,
+    policy: RecomputePolicy | None = None,
+    build: Build | None = None,
+    max_workers: int = 1,
+    done: Callable[[StageDryRun], None] = lambda _: None,
+) -> tuple[StageDryRun, ...]:
+    """`dry_run_stage` for several stages (default: all) in processes that never see CUDA.
+
+    For use inside a job or on a GPU machine. The config and build must pickle; callbacks of a
+    running job in the config are left out. done: called with every stage's run in turn. Raises
+    what dry_run_stage raises.
+    """
+    asked = range(config.pipeline_model_parallel_size) if stages is None else stages
+    run = functools.partial(_run_stage, meta_config(config), shape, policy, build)
+    return in_processes(run, asked, max_workers, done)
+
+
+def _run_stage(
+    config: Any,
+    shape: StepShape,
+    policy: RecomputePolicy | None,
+    build: Build | None,
+    stage: int,
+) -> StageDryRun:
+    return dry_run_stage(config, stage, shape, policy, build)
+
+
+def in_processes(
+    run: Callable[[int], StageDryRun],
+    stages: Sequence[int],
+    max_workers: int = 1,
+    done: Callable[[StageDryRun], None] = lambda _: None,
+) -> tuple[StageDryRun, ...]:
+    """`run` of every stage in processes that never see CUDA; it must pickle."""
+    pool = ProcessPoolExecutor(
+        max_workers, multiprocessing.get_context("spawn"), initializer=_start_process
+    )
+    with pool:
+        futures = [pool.submit(run, stage) for stage in stages]
+        for future in futures:
+            done(future.result())
+        return tuple(future.result() for future in futures)
+
+
+def _start_process() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    # Since 0.19 GPTModel says once a process that it is deprecated.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+def dry_run_stage(
+    config: Any,
+    stage: int,
+    shape: StepShape,
+    policy: RecomputePolicy | None = None,
+    build: Build | None = None,
+) -> StageDryRun:
+    """One step of pipeline stage `stage` in this process; its first tensor and data parallel rank.
+
+    config: a TransformerConfig with the real parallel sizes; only a copy is changed.
+    policy: applied to the built model; without it the config's own recompute fields hold.
+    build: default build_gpt.
+
+    Raises MachineError where CUDA is visible, torch.distributed is in use (call dry_run) or the
+    config needs a device (module docstring), and PolicyError and ApplyError as apply() does.
+    """
+    _check_runs_without_device(config)
+    if torch.distributed.is_initialized():
+        raise MachineError(
+            "A dry run was asked for in a process that has a torch.distributed process group "
+            "already. Call dry_run(...), which uses processes of its own."
+        )
+    config = meta_config(config)
+    with without_cuda.activate(meta=True), fake_ranks(config, stage, shape):
+        models = build_chunks(config, shape, build or build_gpt, torch.device("meta"))
+        with applied(policy, models):
+            return trace_step(models, shape, torch.device("meta"))
+
+
+def _check_runs_without_device(config: Any) -> None:
+    moe = config.num_moe_experts is not None
+    found = {
+        f"context_parallel_size={config.context_parallel_size}": config.context_parallel_size > 1,
+        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+        f"moe_token_dispatcher_type={config.moe_token_dispatcher_type!r}": moe
+        and config.moe_token_dispatcher_type != "alltoall",
+    }
+    refused = [setting for setting, there in found.items() if there]
+    if refused:
+        raise MachineError(
+            f"A dry run without a device was asked for a config with {', '.join(refused)}, whose "
+            "code runs on CUDA only. Dry-run it without (alltoall as MoE dispatcher), or measure "
+            "on the device."
+        )
+
+
+def meta_config(config: Any) -> Any:
+    """A copy without weights' initialisation, CUDA-only fusions and a running job's callbacks."""
+    changed = copy.copy(config)
+    changed.perform_initialization = False
+    changed.use_cpu_initialization = False
+    changed.gradient_accumulation_fusion = False
+    changed.masked_softmax_fusion = changed.persist_layer_norm = False
+    changed.batch_p2p_comm = False  # same tensors; the fake process group has no coalescing
+    for callback in (
+        *("timers", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
+        "finalize_model_grads_func",
+    ):
+        setattr(changed, callback, None)
+    return changed
+
+
+@contextlib.contextmanager
+def fake_ranks(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
+    """This process is the first rank of a pipeline stage, among fake ranks that never answer."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    ranks_per_stage = (
+        config.tensor_model_parallel_size * config.context_parallel_size * shape.data_parallel_size
+    )
+    torch.distributed.init_process_group(
+        "fake",
+        store=FakeStore(),
+        rank=stage * ranks_per_stage,
+        world_size=config.pipeline_model_parallel_size * ranks_per_stage,
+    )
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def applied(policy: RecomputePolicy | None, models: list[torch.nn.Module]) -> Iterator[None]:
+    """The models run a policy within; None leaves them to their config."""
+    if policy is None:
+        yield
+        return
+    from megatron_autorecompute.runtime.apply import apply
+
+    with apply(policy, models):
+        yield
+
+
+# --------------------------------------------------------------------------- model, any device
+
+
+def build_chunks(
+    config: Any, shape: StepShape, build: Build, device: torch.device
+) -> list[torch.nn.Module]:
+    """This rank's model chunks in training mode and in params_dtype.
+
+    Position embeddings are built in fp32 and Float16Module would cast them: so does this.
+    """
+    from megatron.core import parallel_state
+
+    count = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for vp_stage in range(count) if count else [None]:
+        where = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+        first = parallel_state.is_pipeline_first_stage(**where)
+        last = parallel_state.is_pipeline_last_stage(**where)
+        with device:
+            chunk = build(config, first, last, vp_stage, shape)
+        chunks.append(chunk.to(config.params_dtype).train())
+    return chunks
+
+
+def build_gpt(
+    config: Any,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+    shape: StepShape,
+    *,
+    position_embedding_type: str = "rope",
+    share_embeddings_and_output_weights: bool = False,
+) -> torch.nn.Module:
+    """A GPTModel with Megatron's local layers (unfused attention); MoE, MLA, MTP by the config.
+
+    Fix the keywords with functools.partial. Unfused RoPE makes a layer hold 4 sbh / tp bytes more
+    in 16-bit than learned positions: rotated q and k beside the qkv tensor that v is a view of.
+    """
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
+
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    mtp_spec = None
+    if config.mtp_num_layers:
+        mtp_spec = get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=False, vp_stage=vp_stage
+        )
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.seq_length,
+        pre_process=pre_process,
+        post_process=post_process,
+        position_embedding_type=position_embedding_type,
+        share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+        mtp_block_spec=mtp_spec,
+        vp_stage=vp_stage,
+    )
+
+
+class TokenStep:
+    """forward_step_func over fresh zero tokens and labels [b, s], one causal mask [1, 1, s, s].
+
+    The mask is the same for every microbatch and step: static bytes, not activations.
+    """
+
+    def __init__(self, shape: StepShape, device: torch.device) -> None:
+        self.size, self.device = (shape.micro_batch_size, shape.seq_length), device
+        length = shape.seq_length
+        self.mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+        self.static = (self.mask,)
+
+    def __call__(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """Run one microbatch; the iterator is not asked."""
+        tokens, positions, labels = (
+            torch.zeros(self.size, dtype=torch.long, device=self.device) for _ in range(3)
+        )
+        return model(tokens, positions, self.mask, labels=labels), _mean_loss
+
+
+def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return losses.float().mean(), {}
+
+
+# ------------------------------------------------------------------------- one step, any device
+
+
+def trace_step(
+    models: list[torch.nn.Module],
+    shape: StepShape,
+    device: torch.device,
+    forward_step: ForwardStep | None = None,
+) -> StageDryRun:
+    """Run one step of Megatron's schedule on built chunks and report what was alive when.
+
+    Needs Megatron's parallel state. Works on CPU tensors in real ranks as well: the tests compare
+    the two. Gradients are allocated first, as static bytes, but where a parameter has a main_grad.
+    forward_step: default TokenStep; tensors in its `static` stay from step to step.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    parameters = [p for model in models for p in model.parameters()]
+    gradients = [g for p in parameters if (g := _gradient(p)) is not None]
+    buffers = [b for model in models for b in model.buffers()]
+    forward_step = forward_step or TokenStep(shape, device)
+    buffers += getattr(forward_step, "static", ())
+    several = len(models) > 1
+    with (
+        LiveBytes(static=[*parameters, *gradients, *buffers]) as live,
+        kept_between_steps(models, live) as kept,
+        _recorded(models, live),
+    ):
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[None] * len(models) if several else None,
+            model=models if several else models[0],
+            num_microbatches=shape.num_microbatches,
+            seq_length=shape.seq_length,
+            micro_batch_size=shape.micro_batch_size,
+            forward_only=False,
+        )
+    return StageDryRun(
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        parameter_bytes=_size_bytes(parameters),
+        gradient_bytes=_size_bytes(gradients),
+        buffer_bytes=_size_bytes([*buffers, *kept]),
+        peak_bytes=live.peak_bytes,
+        spans=tuple(
+            StepSpan(span.label or Where("between"), span.start_bytes, span.peak_bytes)
+            for span in live.spans()
+        ),
+    )
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Where the parameter's gradient is added up, allocated now if nowhere yet."""
+    main: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    if main is not None:
+        return main
+    parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    return parameter.grad
+
+
+def _size_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+class _Recorder:
+    """Marks in the live-bytes timeline where in the step we are."""
+
+    def __init__(self, models: list[torch.nn.Module], live: LiveBytes) -> None:
+        self.live = live
+        self.where = Where("between")
+        self.chunks = {id(model): chunk for chunk, model in enumerate(models)}
+        self.forwards = [0] * len(models)
+        # By output tensor: backward_step is told neither chunk nor microbatch.
+        self.outputs = WeakIdKeyDictionary()
+
+    def move(self, where: Where) -> None:
+        self.where = where
+        self.live.mark(where)
+
+    def forward_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(step_function: Any, iterator: Any, model: Any, *args: Any, **kw: Any) -> Any:
+            chunk = self.chunks[id(model)]
+            microbatch = self.forwards[chunk]
+            self.forwards[chunk] += 1
+
+            def begin(*step_args: Any) -> Any:  # after set_input_tensor let the old input go
+                self.move(Where("forward", chunk, microbatch))
+                return step_function(*step_args)
+
+            result = original(begin, iterator, model, *args, **kw)
+            self.outputs[next(iter(tree_iter(result)))] = (chunk, microbatch)
+            self.move(Where("between"))
+            return result
+
+        return wrapper
+
+    def backward_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(input_tensor: Any, output_tensor: Any, *args: Any, **kw: Any) -> Any:
+            chunk, microbatch = self.outputs[next(iter(tree_iter(output_tensor)))]
+            self.move(Where("backward", chunk, microbatch))
+            result = original(input_tensor, output_tensor, *args, **kw)
+            self.move(Where("between"))
+            return result
+
+        return wrapper
+
+    def watch(self, layer: torch.nn.Module, index: int) -> list[Any]:
+        """Hooks that say when the layer's forward (also a recomputed one) and backward begin.
+
+        A layer's backward begins when the gradient of its output is there and ends when that of its
+        input is. The hooks sit on tensors: module backward hooks would add nodes to the graph.
+        """
+
+        def enter(layer: Any, args: Any, kwargs: Any) -> None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            if hidden.requires_grad and torch.is_grad_enabled():
+                hidden.register_hook(lambda gradient: self.move(self.where._replace(layer=None)))
+            self.move(self.where._replace(layer=index))
+
+        def leave(layer: Any, args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(lambda gradient: self.move(self.where._replace(layer=index)))
+            self.move(self.where._replace(layer=None))
+
+        return [
+            layer.register_forward_pre_hook(enter, with_kwargs=True),
+            layer.register_forward_hook(leave),
+        ]
+
+
+@contextlib.contextmanager
+def _recorded(models: list[torch.nn.Module], live: LiveBytes) -> Iterator[None]:
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_autorecompute import compat
+
+    recorder = _Recorder(models, live)
+    with contextlib.ExitStack() as undo:
+
+        def replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+            original = getattr(owner, name)
+            undo.callback(setattr, owner, name, original)
+            setattr(owner, name, wrapper(original))
+
+        replace(schedules, "forward_step", recorder.forward_step)
+        replace(schedules, "backward_step", recorder.backward_step)
+        layers = [
+            pair
+            for site in compat.block_sites(models)
+            for pair in zip(site.block.layers, site.layers, strict=True)
+        ]
+        layers += [(site.layer, site.index) for site in compat.mtp_sites(models)]
+        for layer, index in layers:
+            for handle in recorder.watch(layer, index):
+                undo.callback(handle.remove)
+        yield
+
+
+@contextlib.contextmanager
+def kept_between_steps(
+    models: Sequence[torch.nn.Module], live: LiveBytes
+) -> Iterator[list[torch.Tensor]]:
+    """Leave out of live what Megatron keeps from step to step; yields it, complete at the end.
+
+    Unfused attention's score buffer and the gather buffer of sequence parallelism
+    (GlobalMemoryBuffer), and rotary frequencies, cached per chunk for every sequence length.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.utils import GlobalMemoryBuffer
+
+    found: list[torch.Tensor] = []
+
+    def keep(result: Any) -> Any:
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                live.exclude(tensor)
+                found.append(tensor)
+        return result
+
+    original = GlobalMemoryBuffer.get_tensor
+    GlobalMemoryBuffer.get_tensor = _kept(original, live)
+    rotary = [m for model in models for m in model.modules() if isinstance(m, RotaryEmbedding)]
+    hooks = [m.register_forward_hook(lambda _, __, result: keep(result)) for m in rotary]
+    try:
+        yield found
+        found += parallel_state.get_global_memory_buffer().buffer.values()
+    finally:
+        GlobalMemoryBuffer.get_tensor = original
+        for hook in hooks:
+            hook.remove()
+
+
+def _kept(get_tensor: Callable[..., Any], live: LiveBytes) -> Callable[..., Any]:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor: torch.Tensor = get_tensor(self, *args, **kwargs)
+        live.exclude(tensor)
+        return tensor
+
+    return wrapper
+
+
+# ---------------------------------------------------- boundary tensors, in units of one of them
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryTensors:
+    """Pipeline tensors alive when an event begins that belong to no layer, as a count.
+
+    The input of a chunk counts as its first layer's, a gradient that a layer's backward is about to
+    use as that layer's. See docs/decisions/boundary-tensors.md.
+    """
+
+    kind: Literal["forward", "backward"]
+    chunk: int
+    microbatch: int
+    extra: int
+    """Alive all through the event: earlier gradients, tensors received early or kept late."""
+    output_gradient: int
+    """1 where the gradient of the chunk's output came from another stage: it stays alive until the
+    backward ends, so every layer but the chunk's last sees one more than `extra`."""
+
+
+def boundary_tensors(config: Any, stage: int, num_microbatches: int) -> tuple[BoundaryTensors, ...]:
+    """Count them in Megatron's own schedule, run over chunks that keep exactly their input.
+
+    Depends on the schedule's fields of config alone (pipeline sizes, microbatch group, p2p overlap,
+    deallocate_pipeline_outputs), so a tiny one serves: about a millisecond per event.
+    """
+    small = copy.copy(config)
+    small.num_layers = config.pipeline_model_parallel_size
+    small.hidden_size = 2048  # tokens and losses round away beside a boundary tensor
+    small.sequence_parallel = False
+    small.tensor_model_parallel_size = small.context_parallel_size = 1
+    small.expert_model_parallel_size = small.expert_tensor_parallel_size = 1
+    small.num_moe_experts = small.mtp_num_layers = None
+    unit_bytes = 8 * small.hidden_size * small.params_dtype.itemsize
+    shape = StepShape(
+        seq_length=8, micro_batch_size=1, num_microbatches=num_microbatches, vocab_size=1
+    )
+    traced = dry_run_stage(small, stage, shape, build=_InputKeeper)
+    num_chunks = config.virtual_pipeline_model_parallel_size or 1
+    first_of_all, last_of_all = stage == 0, stage == config.pipeline_model_parallel_size - 1
+    in_flight = 0
+    counts = []
+    for event in traced.events():
+        kind, chunk, microbatch, _ = event.where
+        forward = kind == "forward"
+        no_input = forward and first_of_all and chunk == 0
+        gradient = int(not forward and not (last_of_all and chunk == num_chunks - 1))
+        own = int(forward and not no_input) + gradient
+        extra = round(event.start_bytes / unit_bytes) - in_flight - own
+        counts.append(BoundaryTensors(kind, chunk, microbatch, extra, gradient))
+        in_flight += 1 if forward else -1
+    return tuple(counts)
+
+
+class _InputKeeper(torch.nn.Module):
+    """A chunk whose backward needs its input and nothing else: output = input * weight."""
+
+    def __init__(
+        self,
+        config: Any,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+        shape: StepShape,
+    ) -> None:
+        from megatron.core.enums import ModelType
+
+        super().__init__()
+        self.config, self.vp_stage = config, vp_stage
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process = pre_process
+        self.size = (shape.seq_length, shape.micro_batch_size, config.hidden_size)
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def set_input_tensor(self, tensors: list[torch.Tensor]) -> None:
+        """Called by Megatron's forward_step with what the previous stage sent."""
+        self.input_tensor = tensors[0]
+
+    def forward(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # input_tensor stays set until the next forward, as TransformerBlock's does: one tensor more
+        # per chunk, alive after its backward.
+        source = self.weight.new_zeros(self.size) if self.pre_process else self.input_tensor
+        return source * self.weight

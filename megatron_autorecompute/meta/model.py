@@ -1,0 +1,299 @@
+"""One rank of the job's model on meta tensors: a few layers of every sort it has.
+
+Layers of one sort are equal, so measuring takes as many of each as it has choices, whatever the
+model's depth, in one pipeline stage with embedding and head. The process group is the fake one with
+all ranks of a stage; tensor, expert and context parallel sizes are the job's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.meta import kernels, without_cuda
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
+from megatron_autorecompute.patched import patched_environ
+
+MAX_CHOICES = 48
+"""Choices tried per sort of layer; MLA with MoE has 41 sets of modules."""
+
+LEFT_OUT = {
+    **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_scope", "cuda_graph_impl")},
+    **{name: False for name in ("moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap")},
+    **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
+    **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
+    **{name: None for name in ("recompute_granularity", "recompute_method", "recompute_modules")},
+    **{name: None for name in ("recompute_num_layers", "recompute_policy")},
+    **{name: "alltoall" for name in ("moe_token_dispatcher_type",)},
+}
+"""Fields of the config that need a device or are what is asked; the model is built without them."""
+
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+
+
+@dataclass(frozen=True, slots=True)
+class Sort:
+    """Layers of the whole model that Megatron builds alike."""
+
+    is_moe: bool
+    windowed: bool
+    layers: tuple[int, ...]
+
+
+def sorts(job: Job) -> tuple[Sort, ...]:
+    """Every sort of decoder layer, in the order of its first layer."""
+    found: dict[tuple[bool, bool], list[int]] = {}
+    for index, is_moe in enumerate(job.moe_pattern()):
+        found.setdefault((is_moe, _windowed(job, index)), []).append(index)
+    return tuple(Sort(*key, tuple(layers)) for key, layers in found.items())
+
+
+def _windowed(job: Job, index: int) -> bool:
+    skip = job.config.get("window_attn_skip_freq")
+    if not job.config.get("window_size"):
+        return False
+    if isinstance(skip, list):
+        return bool(skip[index])
+    return skip is None or (index + 1) % int(skip) != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The built model and which sort each of its layers stands for."""
+
+    model: torch.nn.Module
+    sort_of: dict[int, Sort]
+    """By layer index in the built model; MTP depths follow, without a sort."""
+
+
+@contextlib.contextmanager
+def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
+    """Build the shard; Megatron's parallel state is set up meanwhile.
+
+    Args:
+        job: of which model.
+        copies: how many layers of each of its `sorts`.
+
+    Raises OptionError for a config that Megatron refuses, and MachineError as without_cuda does.
+    """
+    with meta_megatron(job):
+        config, sort_of = _shard_config(job, copies)
+        shape = step_shape(job, 1)
+        with fake_ranks(config, 0, shape):
+            with torch.device("meta"):
+                model = build_chunk(config, True, True, None, shape, job=job)
+            yield Shard(model.to(config.params_dtype).train(), sort_of)
+
+
+@contextlib.contextmanager
+def meta_megatron(job: Job) -> Iterator[None]:
+    """Megatron runs on meta tensors meanwhile, with the stand-ins that the job needs."""
+    settings = kernels.Settings(precision=job.precision, lora_rank=job.lora_rank)
+    # Megatron warns under sequence parallelism where it is not set; nothing runs on a device here.
+    quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    with without_cuda.activate(meta=True), kernels.stand_ins(settings), quiet:
+        yield
+
+
+def step_shape(job: Job, num_microbatches: int) -> StepShape:
+    """The job's shape, with so many microbatches in a step."""
+    return StepShape(
+        seq_length=job.seq_length,
+        micro_batch_size=job.micro_batch_size,
+        num_microbatches=num_microbatches,
+        vocab_size=job.padded_vocab_size,
+        data_parallel_size=job.data_parallel,
+    )
+
+
+class JobStep:
+    """Megatron's `forward_step_func` over one batch of tokens, the same for every microbatch.
+
+    static: what stays from step to step: tokens, positions, labels [micro-batch, sequence of one
+    rank], and the mask where attention reads one.
+    """
+
+    def __init__(self, job: Job) -> None:
+        size = (job.micro_batch_size, job.seq_length // job.size("context"))
+        with torch.device("meta"):
+            self.tokens, self.positions, self.labels = (
+                torch.zeros(size, dtype=torch.long) for _ in range(3)
+            )
+            self.mask = None
+            if job.transformer_impl == "local":
+                self.mask = torch.ones(1, 1, size[1], size[1], dtype=torch.bool).triu(1)
+        self.static = [self.tokens, self.positions, self.labels]
+        self.static += [] if self.mask is None else [self.mask]
+
+    def __call__(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """Run one microbatch; the iterator is not asked."""
+        output = model(self.tokens, self.positions, self.mask, labels=self.labels)
+        return output, lambda losses: (losses.float().mean(), {})
+
+
+def add_main_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Give trained parameters the buffer that DistributedDataParallel gives them; returns all."""
+    found = []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            main: Any = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.main_grad = main  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+            found.append(main)
+    return found
+
+
+def _forget_gradient(parameter: torch.Tensor) -> None:
+    # DistributedDataParallel's hook adds it to main_grad and lets it go.
+    parameter.grad = None
+
+
+def build_chunk(
+    config: Any, pre: bool, post: bool, vp_stage: int | None, shape: StepShape, *, job: Job
+) -> torch.nn.Module:
+    """One chunk of the job's model, as `dry_run.Build`."""
+    if job.transformer_impl == "local":
+        if job.lora_rank or job.precision != "bf16":
+            raise OptionError(
+                f"{job.name}: transformer_impl local with lora_rank {job.lora_rank} and precision "
+                f"{job.precision}: both need the stand-ins. Use transformer_engine."
+            )
+        build: Any = build_gpt
+    else:
+        build = _build_with_stand_ins
+    model: torch.nn.Module = build(
+        config,
+        pre,
+        post,
+        vp_stage,
+        shape,
+        position_embedding_type=job.position_embedding_type,
+        share_embeddings_and_output_weights=not job.untie_embeddings_and_output_weights,
+    )
+    if job.lora_rank:
+        _freeze_ends(model)
+    return model
+
+
+def _freeze_ends(model: Any) -> None:
+    for name in ("embedding", "output_layer"):
+        end = getattr(model, name, None)
+        for parameter in end.parameters() if end is not None else ():
+            parameter.requires_grad_(False)
+    if model.pre_process:
+        # As on every stage but the first, and as Bridge's peft/recompute.py sees to on that one.
+        model.embedding.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
+
+
+def _build_with_stand_ins(
+    config: Any, pre: bool, post: bool, vp_stage: int | None, shape: StepShape, **more: Any
+) -> torch.nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_decoder_layer_specs,
+        get_gpt_mtp_block_spec,
+    )
+
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    mtp = None
+    if config.mtp_num_layers:
+        # The depths are like the model's last layer, which may be on a stage before theirs.
+        last = get_gpt_decoder_layer_specs(config, use_transformer_engine=True)[-1]
+        mtp = get_gpt_mtp_block_spec(config, last, True, vp_stage=vp_stage)
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.seq_length,
+        pre_process=pre,
+        post_process=post,
+        vp_stage=vp_stage,
+        mtp_block_spec=mtp,
+        **more,
+    )
+
+
+def _shard_config(job: Job, copies: Sequence[int]) -> tuple[Any, dict[int, Sort]]:
+    """Megatron's config of the shard, and the sort of each of its layers."""
+    numbers = zip(sorts(job), copies, strict=True)
+    sort_of = dict(enumerate(sort for sort, number in numbers for _ in range(number)))
+    fields = {
+        **_pattern(job, sort_of),
+        "num_layers": len(sort_of),
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "pipeline_model_parallel_layout": None,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "microbatch_group_size_per_vp_stage": None,
+    }
+    return megatron_config(job, fields), sort_of
+
+
+def megatron_config(job: Job, changed: Mapping[str, Any]) -> Any:
+    """The job's TransformerConfig with some fields changed, for meta tensors."""
+    fields = {
+        **_defaults(job),
+        **{name: value for name, value in job.config.items() if name not in LEFT_OUT},
+        **changed,
+    }
+    if isinstance(fields.get("activation_func"), str):
+        fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
+    config = meta_config(_constructed(job, fields))
+    # Megatron-LM's default; the stand-in adds a weight's gradient in the product itself.
+    config.gradient_accumulation_fusion = True
+    return config
+
+
+def _constructed(job: Job, fields: dict[str, Any]) -> Any:
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
+
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    known = {field.name for field in dataclasses.fields(kind)}
+    unknown = sorted(set(job.config) - known - set(LEFT_OUT))
+    if unknown:
+        raise OptionError(
+            f"{job.name}: config names {', '.join(unknown)}, which {kind.__name__} of the "
+            "installed megatron-core does not have. Correct the names or leave them out."
+        )
+    try:
+        return kind(**fields)
+    except (AssertionError, ValueError) as error:
+        raise OptionError(f"{job.name}: Megatron refuses this config: {error}") from error
+
+
+def _defaults(job: Job) -> dict[str, Any]:
+    """What Megatron-LM's arguments set where TransformerConfig's own default differs."""
+    fused = job.transformer_impl == "transformer_engine"
+    return {
+        "bf16": True,
+        "transformer_impl": job.transformer_impl,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "apply_rope_fusion": fused and job.position_embedding_type in ("rope", "yarn"),
+        "bias_activation_fusion": fused and bool(job.config.get("gated_linear_unit")),
+        "moe_grouped_gemm": fused and bool(job.config.get("num_moe_experts")),
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _pattern(job: Job, sort_of: dict[int, Sort]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if job.config.get("num_moe_experts"):
+        fields["moe_layer_freq"] = [int(sort.is_moe) for sort in sort_of.values()]
+    if job.config.get("window_size"):
+        fields["window_attn_skip_freq"] = [int(sort.windowed) for sort in sort_of.values()]
+    return fields

@@ -1,0 +1,472 @@
+"""A profile without a device: the measurement of ordinary steps, on meta tensors by a model clock.
+
+Bytes come from the tensors that Megatron's own code keeps alive, times from `roofline`. What is
+assumed on the way is listed in the profile and printed with every result that rests on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_autorecompute import compat
+from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.meta.devices import Device, Efficiency
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.kernels import Attention
+from megatron_autorecompute.meta.measured import LAYER_FIELDS
+from megatron_autorecompute.meta.meta_step import kept_between_steps
+from megatron_autorecompute.meta.model import (
+    LEFT_OUT,
+    MAX_CHOICES,
+    JobStep,
+    Shard,
+    Sort,
+    add_main_gradients,
+    shard,
+    sorts,
+)
+from megatron_autorecompute.meta.roofline import Roofline
+from megatron_autorecompute.meta.static import (
+    Parameters,
+    optimizer_step_bytes,
+    static_bytes,
+)
+from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.profile import (
+    ChoiceRecord,
+    Imbalance,
+    LayerKind,
+    Model,
+    Parallelism,
+    Profile,
+    StageRecord,
+    StaticBytes,
+)
+from megatron_autorecompute.runtime import measurement as measure
+from megatron_autorecompute.runtime import probe
+from megatron_autorecompute.runtime.apply import apply
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
+
+Progress = Callable[[str], None]
+
+
+def profile_job(
+    job: Job,
+    device: Device,
+    efficiency: Efficiency | None = None,
+    progress: Progress = lambda _: None,
+) -> Profile:
+    """Profile every choice of every kind of layer of a job, without running it.
+
+    Args:
+        job: what is to be trained.
+        device: whose peaks the times are made of.
+        efficiency: assumed shares of the peaks; default `Efficiency()`.
+        progress: called with a sentence before each step.
+
+    Raises OptionError, PipelineError and MachineError as reading the job and building it do.
+    """
+    efficiency = efficiency or Efficiency()
+    job.layout(), job.schedule()  # refused before anything is built
+    clock = Roofline(device, efficiency)
+    without_mtp = replace_mtp(job, 0)
+    decoder = _part(without_mtp, clock, _choices_of_sorts(without_mtp, clock), progress)
+    whole = decoder
+    if job.mtp_num_layers:
+        # Apart, because MTP depths are on the last stage with a copy of the embedding's weights.
+        # They are built like the last layer.
+        last = [0] * (len(sorts(job)) - 1) + [1]
+        whole = _part(job, Roofline(device, efficiency), last, progress)
+    mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
+    kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
+    counted = decoder.counted.with_ends_of(whole.counted)
+    facts = _facts(job, decoder.layer_facts)
+    return Profile(
+        model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
+        parallelism=_parallelism(job),
+        kinds=_with_inert(kinds),
+        embedding=decoder.embedding,
+        head=whole.head,
+        boundary_bytes=decoder.boundary_bytes,
+        stages=_stages(job, counted),
+        embedding_static=counted.embedding,
+        head_static=counted.head,
+        deallocate_pipeline_outputs=bool(job.config.get("deallocate_pipeline_outputs", True)),
+        overlap_p2p_comm=bool(job.config.get("overlap_p2p_comm", True)),
+        fingerprint=_fingerprint(job, device, efficiency),
+        assumptions=assumed(job, device, efficiency),
+    )
+
+
+def replace_mtp(job: Job, depths: int) -> Job:
+    """The job with another number of MTP depths."""
+    return replace(job, config={**job.config, "mtp_num_layers": depths or None})
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one shard showed, said of the whole model."""
+
+    kinds: tuple[LayerKind, ...]
+    embedding: ChoiceRecord
+    head: ChoiceRecord
+    boundary_bytes: int
+    counted: _Counted
+    layer_facts: dict[str, Any]
+
+
+def _choices_of_sorts(job: Job, clock: Roofline) -> list[int]:
+    """How many layers of each sort show all of its choices in one step."""
+    with shard(job, [1] * len(sorts(job))) as built, _alone(built.model, clock):
+        kinds = measure.kinds([built.model])
+    numbers = {layer: len(kind.choices) for kind in kinds for layer in kind.layers}
+    return [numbers[layer] for layer in built.sort_of]
+
+
+def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) -> _Part:
+    progress(f"{job.name}: building one rank's layers on meta tensors")
+    with shard(job, copies) as built:
+        counted = _Counted(job, built)
+        measured = _measured(job, built, counted, clock, progress)
+        kinds = tuple(_kind(job, kind, built, counted) for kind in measured.kinds)
+        config = compat.config_facts(compat.unwrapped(built.model).config)
+    layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
+    embedding, head = _sourced(measured.embedding), _sourced(measured.head)
+    return _Part(kinds, embedding, head, measured.boundary_bytes, counted, layer_facts)
+
+
+def _with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    """Sets of modules that not every kind has, as what they come to where a kind lacks some.
+
+    Megatron's `recompute_modules` are one list for all layers: mlp does nothing on a MoE layer, and
+    core_attn next to nothing under fused attention.
+    """
+    modules = sorted({"core_attn"}.union(*map(_modules, kinds)))
+    sizes = range(1, len(modules) + 1)
+    choices = [
+        LayerPolicy("selective", chosen)
+        for size in sizes
+        for chosen in itertools.combinations(modules, size)
+    ]
+    return tuple(replace(kind, inert=kind.inert | _equals(kind, choices)) for kind in kinds)
+
+
+def _equals(kind: LayerKind, choices: Sequence[LayerPolicy]) -> dict[str, str]:
+    """What each choice that the kind has no record of comes to there, where that has one."""
+    own = _modules(kind)
+    inert = {}
+    for choice in choices:
+        here = tuple(module for module in choice.modules if module in own)
+        equal = kind.record(str(LayerPolicy("selective", here)) if here else str(NONE))
+        if equal is not None and kind.record(str(choice)) is None:
+            inert[str(choice)] = equal.choice
+    return inert
+
+
+def _modules(kind: LayerKind) -> set[str]:
+    names = [*(record.choice for record in kind.choices), *kind.inert]
+    return {module for name in names for module in LayerPolicy.parse(name).modules}
+
+
+def _measured(
+    job: Job, built: Shard, counted: _Counted, clock: Roofline, progress: Progress
+) -> Profile:
+    model = built.model
+    step = JobStep(job)
+    depth = len(built.sort_of)
+    parameters = [*model.parameters(), *_own_embedding(model)]
+    gradients = add_main_gradients(parameters)
+    static = [*parameters, *gradients, *model.buffers(), *step.static]
+    nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
+
+    def forward() -> torch.Tensor:
+        return step(None, model)[0].float().mean()
+
+    with (
+        _alone(model, clock),
+        apply(nothing, model) as applied,
+        LiveBytes(static) as live,
+        kept_between_steps([model], live) as kept,
+    ):
+        measurement = measure.Measurement([model], applied)
+        forwards_bytes = []
+        for number, _ in enumerate(measurement.policies()):
+            progress(f"{job.name}: step {number + 1} on meta tensors")
+            # In flight meanwhile, as in a pipeline: what a MoE layer's dispatcher keeps of it until
+            # the next forward is there before the one that is watched, not on top of it.
+            earlier = forward()
+            forwards_bytes.append(live.current_bytes)
+            with clock, measurement.watch(live):
+                loss = forward()
+                forwards_bytes.append(live.current_bytes)
+                loss.backward()
+            del earlier, loss
+        if unseen := measurement.unseen():
+            raise ProfileError(
+                f"{job.name}: the steps on meta tensors showed nothing of {', '.join(unseen)}. "
+                "Measure this model on a device, or report the config."
+            )
+        profile = measurement.profile(
+            Model(job.name, depth, job.mtp_num_layers), _parallelism(job), StaticBytes()
+        )
+    first, both, *_ = forwards_bytes
+    counted.keep_buffers([*kept, *step.static], of_one_microbatch=2 * first - both)
+    return profile
+
+
+def _own_embedding(model: Any) -> list[torch.nn.Parameter]:
+    """Give MTP depths the copy of the embedding that their stage has; with one shared by both ends
+    of the model, its gradient from the depths would wait for that of the first layer."""
+    if getattr(model, "mtp", None) is None:
+        return []
+    groups = torch.distributed.ProcessGroup  # cannot be copied
+    shared = [v for m in model.embedding.modules() for v in vars(m).values()]
+    own = copy.deepcopy(model.embedding, {id(v): v for v in shared if isinstance(v, groups)})
+
+    def replaced(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "embedding": own}
+
+    model.mtp.register_forward_pre_hook(replaced, with_kwargs=True)
+    return list(own.parameters())
+
+
+@contextlib.contextmanager
+def _alone(model: torch.nn.Module, clock: Roofline) -> Iterator[None]:
+    """The fake group has no peers to ask, and the clock is the model's.
+
+    Every set of modules is tried, since a step costs no device time; but for core_attn under fused
+    attention, which would run the kernel again to save its log-sum-exp. An MTP depth is a kind of
+    its own even where its inner layer equals the decoder's: it has norms and a projection besides.
+    """
+    inner = {id(site.layer) for site in compat.mtp_sites([model])}
+    signature, usable = compat.signature, compat.usable_modules
+
+    def own_signature(layer: torch.nn.Module) -> str:
+        return f"mtp {signature(layer)}" if id(layer) in inner else signature(layer)
+
+    def worth_trying(layer: torch.nn.Module) -> list[str]:
+        core = layer.self_attention.core_attention
+        return [m for m in usable(layer) if m != "core_attn" or not isinstance(core, Attention)]
+
+    with (
+        mock.patch.object(measure, "MAX_CHOICES", MAX_CHOICES),
+        mock.patch.object(compat, "usable_modules", worth_trying),
+        mock.patch.object(compat, "signature", own_signature),
+        mock.patch.object(measure, "gathered", lambda mine: [mine]),
+        mock.patch.object(compat, "stage_groups", return_value=[]),
+        mock.patch.object(probe, "_now", clock.now_seconds),
+    ):
+        yield
+
+
+# --------------------------------------------------------------------------------- putting together
+
+
+class _Counted:
+    """Parameters of one rank by where they are, as static bytes."""
+
+    def __init__(self, job: Job, built: Shard) -> None:
+        model: Any = built.model
+        self.job = job
+        self._buffer_bytes = 0
+        several = job.size("pipeline") > 1
+        self._embedding = _count(model.embedding)
+        self._head = _count(model.output_layer) + _count(compat.final_norm(model.decoder))
+        if several and not job.untie_embeddings_and_output_weights:
+            self._head += self._embedding  # the last stage has a copy of the tied weights
+        mtp = [_count(site.mtp) for site in compat.mtp_sites([model])]
+        if several and mtp:
+            mtp[0] += self._embedding  # as has the stage of the MTP depths
+        layers = [layer for site in compat.block_sites([model]) for layer in site.block.layers]
+        self._layers = {
+            index: _count(layers[built_index])
+            for built_index, sort in built.sort_of.items()
+            for index in sort.layers
+        }
+        self._layers |= {job.num_layers + depth: count for depth, count in enumerate(mtp)}
+        self._moe = [
+            index for sort in built.sort_of.values() if sort.is_moe for index in sort.layers
+        ]
+        self._built_moe = sum(sort.is_moe for sort in built.sort_of.values())
+        if mtp and job.moe_pattern()[-1]:
+            self._moe += range(job.num_layers, job.num_layers + len(mtp))
+            self._built_moe += len(mtp)
+        self._kept_bytes: dict[int, int] = {}
+        self.embedding = static_bytes(job, self._embedding)
+        self.head = static_bytes(job, self._head)
+
+    def with_ends_of(self, whole: _Counted) -> _Counted:
+        """This with what the shard with MTP depths knows besides."""
+        self.job, self.head = whole.job, whole.head
+        self._layers |= whole._layers
+        self._kept_bytes = whole._kept_bytes | self._kept_bytes
+        return self
+
+    def keep_buffers(self, tensors: list[torch.Tensor], of_one_microbatch: int) -> None:
+        """Count what stays between steps; under TE only the output layer shares buffers.
+
+        of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch.
+        """
+        if self._moe:
+            self._kept_bytes = dict.fromkeys(self._moe, -(-of_one_microbatch // self._built_moe))
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        size_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        if self.job.transformer_impl == "local":
+            self._buffer_bytes = size_bytes
+        else:
+            self.head = replace(self.head, buffer_bytes=size_bytes)
+
+    def layer(self, index: int) -> StaticBytes:
+        """Of one layer of the whole model."""
+        static = static_bytes(self.job, self._layers[index], quantised=True)
+        return replace(static, buffer_bytes=self._kept_bytes.get(index, 0))
+
+    def stage(self, layers: tuple[int, ...], embedding: bool, head: bool) -> StageRecord:
+        """Of one pipeline stage."""
+        parts = [self.layer(index) for index in layers]
+        parts += [self.embedding] * embedding + [self.head] * head
+        counts = [self._layers[index] for index in layers]
+        counts += [self._embedding] * embedding + [self._head] * head
+        return StageRecord(
+            layers=layers,
+            static=StaticBytes(
+                sum(part.parameter_bytes for part in parts),
+                sum(part.gradient_bytes for part in parts),
+                sum(part.optimizer_state_bytes for part in parts),
+                sum(part.buffer_bytes for part in parts) + self._buffer_bytes,
+            ),
+            optimizer_step_peak_bytes=optimizer_step_bytes(self.job, sum(counts, Parameters())),
+        )
+
+
+def _count(module: Any) -> Parameters:
+    dense = expert = frozen = 0
+    for parameter in module.parameters() if module is not None else ():
+        if not parameter.requires_grad:
+            frozen += parameter.numel()
+        elif getattr(parameter, "allreduce", True):
+            dense += parameter.numel()
+        else:
+            expert += parameter.numel()
+    return Parameters(dense, expert, frozen)
+
+
+def _stages(job: Job, counted: _Counted) -> tuple[StageRecord, ...]:
+    return tuple(
+        counted.stage(
+            tuple(sorted(layer for chunk in chunks for layer in chunk.layers)),
+            any(chunk.embedding for chunk in chunks),
+            any(chunk.head for chunk in chunks),
+        )
+        for chunks in job.layout().stages
+    )
+
+
+def _kind(job: Job, kind: LayerKind, built: Shard, counted: _Counted) -> LayerKind:
+    """A kind of the shard as one of the whole model."""
+    depth = len(built.sort_of)
+    found: dict[int, Sort] = {id(s): s for i, s in built.sort_of.items() if i in kind.layers}
+    layers = [layer for sort in found.values() for layer in sort.layers]
+    layers += [job.num_layers + index - depth for index in kind.layers if index >= depth]
+    is_moe = any(sort.is_moe for sort in found.values())
+    name = "mtp" if min(layers) >= job.num_layers else kind.name
+    return replace(
+        kind,
+        name=name,
+        layers=tuple(sorted(layers)),
+        choices=tuple(_sourced(record) for record in kind.choices),
+        imbalance=tuple(Imbalance(float(p), f) for p, f in job.moe_imbalance.items() if is_moe),
+        static=counted.layer(min(layers)),
+    )
+
+
+def _sourced(record: ChoiceRecord) -> ChoiceRecord:
+    """As modelled: no time was measured more than once, and all routing is even."""
+    source = "bytes: dry run; times: roofline"
+    return replace(record, source=source, spread_ms=0.0, percentiles=())
+
+
+def _parallelism(job: Job) -> Parallelism:
+    return Parallelism(
+        micro_batch_size=job.micro_batch_size,
+        seq_length=job.seq_length,
+        tensor_parallel=job.size("tensor"),
+        context_parallel=job.size("context"),
+        expert_parallel=job.size("expert"),
+        expert_tensor_parallel=job.expert_tensor_parallel,
+        sequence_parallel=bool(job.config.get("sequence_parallel")),
+    )
+
+
+def _facts(job: Job, layer_facts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_gpus": job.num_gpus,
+        "data_parallel": job.data_parallel,
+        "num_microbatches": job.num_microbatches,
+        "hidden_size": job.config["hidden_size"],
+        "transformer_config": layer_facts,
+        "job": asdict(job),
+    }
+
+
+def _fingerprint(job: Job, device: Device, efficiency: Efficiency) -> dict[str, str]:
+    return {
+        "made": "without a device",
+        "job": hashlib.sha256(repr(job).encode()).hexdigest()[:12],
+        "device": device.name,
+        "efficiency": repr(efficiency),
+        "megatron-core": metadata.version("megatron-core"),
+        "torch": torch.__version__,
+    }
+
+
+def _stated(imbalance: dict[str, float]) -> str:
+    if not imbalance:
+        return ""
+    factors = ", ".join(f"x {factor:g} at percentile {at}" for at, factor in imbalance.items())
+    return f", and plans multiply their bytes as stated ({factors})"
+
+
+def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]:
+    """Every assumption between Megatron's code and the figures, one sentence each."""
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in asdict(efficiency).items())
+    left_out = sorted(n for n, v in LEFT_OUT.items() if job.config.get(n) not in (None, v))
+    sentences = [
+        "Nothing here is measured: bytes are those of a run on meta tensors, times a roofline.",
+        f"Times: {device.name} ({device.source}) at these shares of its peaks: {shares}; no "
+        "communication overlaps arithmetic.",
+        "Weight gradients are added in the product (gradient_accumulation_fusion).",
+        "Static bytes follow Megatron's rules for the distributed optimizer; buffers are not "
+        "padded.",
+    ]
+    if job.transformer_impl == "transformer_engine":
+        sentences.append(
+            "Transformer Engine's modules, fused attention, rotary embedding, SwiGLU and the "
+            "grouped products are stand-ins that save what docs/no-device.md states."
+        )
+    if job.precision != "bf16":
+        sentences.append(
+            f"{job.precision}: inputs of linear layers are kept quantised, attention is in bf16; "
+            "quantising takes one pass over the input."
+        )
+    if job.config.get("num_moe_experts"):
+        sentences.append(
+            "MoE: in the records every expert gets equally many tokens"
+            + _stated(job.moe_imbalance)
+            + "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
+        )
+    if job.lora_rank:
+        sentences.append(f"LoRA of rank {job.lora_rank} on every linear layer but the experts'.")
+    if left_out:
+        sentences.append(f"Left out of the config: {', '.join(left_out)}.")
+    return tuple(sentences)

@@ -1,0 +1,113 @@
+"""A job from one of Megatron Bridge's recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import pkgutil
+from typing import Any
+
+from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.meta.flags import PRECISION_OF_RECIPE, plain_config
+from megatron_autorecompute.meta.job import Job, job_from
+
+
+def job_from_recipe(name: str, num_gpus: int | None = None) -> Job:
+    """The job of a recipe function such as llama3_70b_pretrain_config.
+
+    num_gpus: recipes do not name a world size; by default the smallest that their parallel sizes
+    fill.
+
+    Raises MachineError where Bridge is not installed or cannot read the model's public config,
+    OptionError for an unknown recipe.
+    """
+    try:
+        recipes = importlib.import_module("megatron.bridge.recipes")
+    except ImportError as error:
+        raise MachineError(
+            f"--recipe {name} asks for Megatron Bridge, which cannot be imported ({error}). "
+            "Install megatron-bridge, or describe the job in YAML (examples/no_device)."
+        ) from error
+    try:
+        cfg = _recipe(recipes, name)()
+    except (OSError, ValueError) as error:  # how transformers says that it cannot reach the hub
+        raise MachineError(
+            f"The recipe {name} reads its model's public config, and that failed: {error}. Run it "
+            "once where the hub can be reached, or describe the job in YAML (examples/no_device)."
+        ) from error
+    return job_from(
+        {"name": name, **_model(cfg.model, num_gpus), **_training(cfg)}, f"The recipe {name}"
+    )
+
+
+def _model(model: Any, num_gpus: int | None) -> dict[str, Any]:
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
+
+    config = vars(model).get("transformer", model)  # a ModelConfig (since 0.4) holds it
+    kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
+    known = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(kind)}
+    return {
+        "described_by": "recipe",
+        "config": plain_config(known),
+        "num_gpus": num_gpus or _gpus(config),
+        "seq_length": model.seq_length,
+        "vocab_size": model.vocab_size,
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "position_embedding_type": model.position_embedding_type,
+        "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
+    }
+
+
+def _training(cfg: Any) -> dict[str, Any]:
+    mixed = cfg.mixed_precision
+    if isinstance(mixed, str):
+        from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+        mixed = get_mixed_precision_config(mixed)
+    found = {
+        "micro_batch_size": cfg.train.micro_batch_size,
+        "global_batch_size": cfg.train.global_batch_size,
+        "use_distributed_optimizer": bool(cfg.ddp.use_distributed_optimizer),
+        # Bridge writes the precision's setting over that of ddp.
+        "accumulate_allreduce_grads_in_fp32": (mixed or cfg.ddp).grad_reduce_in_fp32,
+        "lora_rank": getattr(cfg.peft, "dim", 0),
+    }
+    if cfg.optimizer.use_precision_aware_optimizer:
+        found["use_precision_aware_optimizer"] = True
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            found[name] = _DTYPES[str(getattr(cfg.optimizer, name))]
+    if mixed is not None and mixed.fp8:
+        found["precision"] = PRECISION_OF_RECIPE.get(mixed.fp8_recipe, "fp8")
+        found["fp8_param_gather"] = bool(mixed.fp8_param_gather)
+    if mixed is not None and mixed.fp4:
+        found["precision"] = "nvfp4"
+    return found
+
+
+_DTYPES = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.uint8": "fp8",
+}
+
+
+def _gpus(config: Any) -> int:
+    dense = config.tensor_model_parallel_size * config.context_parallel_size
+    tensor = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    experts = config.expert_model_parallel_size * tensor if config.num_moe_experts else 1
+    return int(config.pipeline_model_parallel_size * math.lcm(dense, experts))
+
+
+def _recipe(recipes: Any, name: str) -> Any:
+    if callable(found := getattr(recipes, name, None)):
+        return found
+    for module in pkgutil.walk_packages(recipes.__path__, recipes.__name__ + "."):
+        found = getattr(importlib.import_module(module.name), name, None)
+        if callable(found) and not dataclasses.is_dataclass(found):
+            return found
+    raise OptionError(f"Megatron Bridge has no recipe function {name!r} under {recipes.__name__}.")

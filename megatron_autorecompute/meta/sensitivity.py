@@ -1,0 +1,62 @@
+"""How a plan changes when the assumed shares of a device's peaks are wrong by a fifth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+from megatron_autorecompute.meta.devices import Device, Efficiency
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.profiling import profile_job
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.policy import RecomputePolicy
+
+MOVED = 0.2
+
+
+def planner(job: Job, device: Device, efficiency: Efficiency | None = None) -> Planner:
+    """A planner of the job's own layout and schedule over a fresh profile."""
+    return Planner(profile_job(job, device, efficiency), job.layout(), job.schedule())
+
+
+def sensitivity(
+    job: Job,
+    device: Device,
+    efficiency: Efficiency,
+    budget_bytes: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[str]:
+    """One sentence per share moved up or down: which layers get another choice, and what keeping
+    the plan made under the assumption would cost then.
+
+    Raises InfeasibleError where nothing fits the budget.
+    """
+    progress(f"{job.name}: planning")
+    assumed = planner(job, device, efficiency).solve(budget_bytes)
+    lines = []
+    for field in fields(Efficiency):
+        for factor in (1 - MOVED, 1 + MOVED):
+            progress(f"{job.name}: {field.name} x {factor:g}")
+            there = planner(job, device, efficiency.scaled(field.name, factor))
+            best = there.solve(budget_bytes)
+            kept_ms = there.evaluate(assumed.policy).step_ms
+            loss = kept_ms / best.cost.step_ms - 1
+            changed = _changed(assumed.policy, best.policy)
+            lines.append(
+                f"{field.name} share x {factor:g}: {changed}; keeping the plan costs {loss:.2%}"
+            )
+    return lines
+
+
+def _changed(one: RecomputePolicy, other: RecomputePolicy) -> str:
+    """Layers per choice, since layers of a kind are interchangeable."""
+    counts = [
+        {choice: list(policy.layers).count(choice) for choice in {*one.layers, *other.layers}}
+        for policy in (one, other)
+    ]
+    parts = [
+        f"{choice} on {counts[0][choice]} -> {counts[1][choice]} layers"
+        for choice in sorted(counts[0])
+        if counts[0][choice] != counts[1][choice]
+    ]
+    return ", ".join(parts) or "the same choices"

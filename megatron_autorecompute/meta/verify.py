@@ -1,0 +1,271 @@
+"""A plan's predicted peaks against Megatron's own schedule, stage by stage, without a device.
+
+The model is rebuilt on meta tensors from what the profile says of it (`compat.model_facts`), so the
+check holds on any machine. Of a measured model it knows Megatron's local layers only: where they
+were Transformer Engine's, what runs here is not what was measured, and it refuses. A profile made
+without a device holds its job, which is run with the same stand-ins as there.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from megatron_autorecompute import compat
+from megatron_autorecompute.errors import ProfileError, VerificationError
+from megatron_autorecompute.meta.meta_step import StageDryRun, StepShape, build_gpt, dry_run
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.peak_memory import Peak
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.policy_cost import evaluate
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.units import GIB
+
+TOLERANCE = 0.005
+"""How far a predicted activation peak may lie from the dry run's, as a share of it."""
+# The optimizer step is no part of the schedule, nor is what a job's own forward_step keeps.
+WITHOUT_OPTIMIZER: dict[str, Any] = {"optimizer_step_peak_bytes": 0}
+COMPARABLE: dict[str, Any] = {**WITHOUT_OPTIMIZER, "overhead": None, "residual_bytes": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class StageCheck:
+    """One stage: activations at their peak, predicted and run, and what they add up to."""
+
+    stage: int
+    predicted_bytes: int
+    """Activation peak by the cost model, of what a dry run has: no static bytes, no optimizer step,
+    nothing that a job's own forward_step keeps."""
+    dry_run_bytes: int
+    """The same by Megatron's own schedule."""
+    static_bytes: int
+    """As the profile has it, with what the job was seen to keep beside layers and pipeline."""
+    budget_bytes: int
+    boundary_bytes: int = 0
+    """One boundary tensor, by which a prediction may be too high: the gradient of a chunk's output
+    counts twice where the chunk's last layer is no checkpoint (docs/peak-fidelity.md)."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over run, less one."""
+        return self.predicted_bytes / self.dry_run_bytes - 1 if self.dry_run_bytes else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether static bytes and the dry run's peak are within the budget."""
+        return self.static_bytes + self.dry_run_bytes <= self.budget_bytes
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the prediction is within TOLERANCE, or at most one boundary tensor too high."""
+        too_high = self.predicted_bytes - self.dry_run_bytes
+        return abs(self.error) <= TOLERANCE or 0 < too_high <= self.boundary_bytes
+
+
+def verify(
+    plan: Plan, progress: Callable[[StageDryRun], None] = lambda _: None
+) -> tuple[StageCheck, ...]:
+    """Run every stage of a plan on meta tensors, one process at a time.
+
+    Args:
+        plan: what is checked.
+        progress: called with each stage's run as it is done.
+
+    Raises: ProfileError where the profile does not say how to build the model, MachineError where
+    the model's code needs a device.
+    """
+    peaks = _peaks(plan, plan.schedule, **WITHOUT_OPTIMIZER)
+    comparable = _peaks(plan, plan.schedule, **COMPARABLE)
+    runs = _runs(plan, _shortest(plan, comparable), progress)
+    static = [
+        peak.breakdown.static_bytes - kept
+        for peak, kept in zip(comparable, _kept(plan), strict=True)
+    ]
+    return tuple(
+        StageCheck(
+            run.stage,
+            without.bytes - static_bytes,
+            run.peak_bytes,
+            static_bytes + peak.bytes - without.bytes,
+            budget_bytes,
+            plan.profile.boundary_bytes,
+        )
+        for run, peak, without, static_bytes, budget_bytes in zip(
+            runs, peaks, comparable, static, plan.budget_bytes, strict=True
+        )
+    )
+
+
+def _kept(plan: Plan) -> list[int]:
+    """Static bytes of every stage that are a dry run's activations: what its layers keep of the
+    last microbatch, which only a profile made without a device states."""
+    if "job" not in plan.profile.model.facts:
+        return [0] * plan.layout.num_stages
+    kinds = [
+        [plan.profile.kind_of(layer) for chunk in chunks for layer in chunk.layers]
+        for chunks in plan.layout.stages
+    ]
+    return [sum(kind.static.buffer_bytes for kind in stage if kind.static) for stage in kinds]
+
+
+def _peaks(plan: Plan, schedule: Schedule, **changed: Any) -> list[Peak]:
+    """Every stage's predicted peak with some fields of the stages' records changed."""
+    stages = tuple(replace(stage, **changed) for stage in plan.profile.stages)
+    profile = replace(plan.profile, stages=stages)
+    cost = evaluate(profile, plan.layout, schedule, plan.policy)
+    return [stage.peak for stage in cost.stages]
+
+
+def _shortest(plan: Plan, peaks: list[Peak]) -> int:
+    """How many microbatches a step needs at least to have the whole step's predicted peaks.
+
+    Past the warm-up a schedule repeats itself: 256 microbatches show nothing that 24 do not.
+    """
+    whole = [peak.bytes for peak in peaks]
+    number, most = 2 * plan.schedule.group_size, plan.schedule.num_microbatches
+    while number < most:
+        schedule = replace(plan.schedule, num_microbatches=number)
+        if [peak.bytes for peak in _peaks(plan, schedule, **COMPARABLE)] == whole:
+            return number
+        number += plan.schedule.group_size
+    return most
+
+
+def _runs(
+    plan: Plan, num_microbatches: int, progress: Callable[[StageDryRun], None]
+) -> tuple[StageDryRun, ...]:
+    facts = plan.profile.model.facts
+    if facts.get("measured"):
+        raise ProfileError(
+            "The profile was made with --measured: some of its records are a device's, and what "
+            "runs here are stand-ins, whose bytes may be others. Verify the plan of a profile made "
+            "without --measured, or on the device with --recompute-policy @PLAN."
+        )
+    if "job" in facts:  # made without a device
+        from megatron_autorecompute.meta.job import job_from
+        from megatron_autorecompute.meta.stage_runs import run_stages
+
+        job = job_from(facts["job"], "The profile's model.facts.job")
+        pipeline = _pipeline_fields(plan)
+        return run_stages(job, pipeline, num_microbatches, plan.policy, progress)
+    config, build = rebuilt(plan)
+    shape = replace(_shape(plan), num_microbatches=num_microbatches)
+    return dry_run(config, shape, policy=plan.policy, build=build, done=progress)
+
+
+def require_verified(checks: tuple[StageCheck, ...]) -> None:
+    """Raise VerificationError for the worst stage that exceeds its budget or differs too much."""
+    over = [check for check in checks if not check.fits]
+    apart = [check for check in checks if not check.agrees]
+    if over:
+        worst = max(over, key=lambda c: c.static_bytes + c.dry_run_bytes - c.budget_bytes)
+        raise VerificationError(
+            f"Stage {worst.stage} needs {(worst.static_bytes + worst.dry_run_bytes) / GIB:.2f} GiB "
+            f"in Megatron's own schedule; its budget is {worst.budget_bytes / GIB:.2f} GiB. Plan "
+            "again with a smaller budget, or measure the profile anew."
+        )
+    if apart:
+        worst = max(apart, key=lambda c: abs(c.error))
+        raise VerificationError(
+            f"Stage {worst.stage}: {worst.predicted_bytes / GIB:.3f} GiB of activations were "
+            f"predicted, Megatron's own schedule has {worst.dry_run_bytes / GIB:.3f} GiB "
+            f"({worst.error:+.1%}; at most {TOLERANCE:.1%} is allowed). The profile is not of this "
+            "model or these shapes, or a layer's record is off: measure it anew."
+        )
+
+
+def table(checks: Iterable[StageCheck]) -> Table:
+    """One row per stage, in 80 columns."""
+    shown = Table(box=None)
+    for name in ("stage", "predicted GiB", "Megatron GiB", "error", "total GiB", "budget GiB", ""):
+        shown.add_column(name, justify="right")
+    for check in checks:
+        remark = "" if check.fits and check.agrees else "differs" if check.fits else "over budget"
+        sizes = (check.static_bytes + check.dry_run_bytes, check.budget_bytes)
+        shown.add_row(
+            str(check.stage),
+            f"{check.predicted_bytes / GIB:.3f}",
+            f"{check.dry_run_bytes / GIB:.3f}",
+            f"{check.error:+.2%}",
+            *(f"{size / GIB:.2f}" for size in sizes),
+            remark,
+        )
+    return shown
+
+
+def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
+    """The config of the plan's model and the function that builds one chunk of it."""
+    facts = plan.profile.model.facts
+    lacking = [name for name in compat.MODEL_FACTS if name not in facts]
+    if lacking:
+        raise ProfileError(
+            f"To verify a plan its model is built again, but the profile's model.facts lack "
+            f"{', '.join(lacking)}. Profiles that `auto` or `compare` measured of a GPTModel have "
+            "them: measure again, or write them into the profile (docs/plan.md, verify)."
+        )
+    if facts["transformer_impl"] != "local":
+        raise ProfileError(
+            f"The profile was made with transformer_impl {facts['transformer_impl']!r}; without a "
+            "device only Megatron's local layers run, whose bytes are others. Verify on the "
+            "device with --recompute-policy @PLAN, or profile with --transformer-impl local."
+        )
+    config = compat.rebuilt_config(facts["transformer_config"], _pipeline_fields(plan))
+    build = functools.partial(
+        build_gpt,
+        position_embedding_type=facts["position_embedding_type"],
+        share_embeddings_and_output_weights=facts["share_embeddings_and_output_weights"],
+    )
+    return config, build
+
+
+def _pipeline_fields(plan: Plan) -> dict[str, Any]:
+    """The plan's pipeline, which need not be the measured one, as Megatron's config fields."""
+    layout, schedule = plan.layout, plan.schedule
+    several = layout.num_chunks > 1
+    fields: dict[str, Any] = {
+        "pipeline_model_parallel_size": layout.num_stages,
+        "virtual_pipeline_model_parallel_size": layout.num_chunks if several else None,
+        "pipeline_model_parallel_layout": None if _is_even(layout) else layout_names(layout),
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "overlap_p2p_comm": several and plan.profile.overlap_p2p_comm,
+        "deallocate_pipeline_outputs": plan.profile.deallocate_pipeline_outputs,
+        "overlap_moe_expert_parallel_comm": schedule.overlap_moe_expert_parallel_comm,
+    }
+    if several:
+        fields["microbatch_group_size_per_vp_stage"] = schedule.group_size
+    return fields
+
+
+def _is_even(layout: Layout) -> bool:
+    sizes = {len(layers) for layers in layout.chunk_layers()}
+    return len(sizes) == 1 and not layout.mtp_num_layers
+
+
+def layout_names(layout: Layout) -> list[list[str]]:
+    """A layout as Megatron's `pipeline_model_parallel_layout` takes it: a list per chunk."""
+    rows = []
+    for chunk in (chunk for chunks in zip(*layout.stages, strict=True) for chunk in chunks):
+        kinds = ["decoder" if layer < layout.num_layers else "mtp" for layer in chunk.layers]
+        rows.append(["embedding"] * chunk.embedding + kinds + ["loss"] * chunk.head)
+    return rows
+
+
+def _shape(plan: Plan) -> StepShape:
+    parallel, facts = plan.profile.parallelism, plan.profile.model.facts
+    experts = parallel.expert_parallel * parallel.expert_tensor_parallel
+    ranks = parallel.tensor_parallel * parallel.context_parallel
+    return StepShape(
+        seq_length=parallel.seq_length,
+        micro_batch_size=parallel.micro_batch_size,
+        num_microbatches=plan.schedule.num_microbatches,
+        vocab_size=facts["vocab_size"],
+        data_parallel_size=math.lcm(experts, ranks) // ranks,
+    )

@@ -1,0 +1,620 @@
+"""What megatron-core 0.16 - 0.19 needs to run without CUDA: on CPU with gloo, or on meta tensors.
+
+Megatron-core assumes a CUDA device in a few dozen places. ``activate()`` puts a stand-in at each of
+them, ``deactivate()`` puts every original object back. Importing this module changes nothing, and
+where CUDA is available activation is refused: the real device must be used there.
+
+Numbers are not changed by it: what a run computes with recompute equals what it computes without,
+bit for bit, because the stand-ins keep one generator state per Megatron RNG stream.
+
+What it cannot cover, and what a configuration has to say instead:
+
+* ``pipeline_dtype`` must be set, ``batch_p2p_comm=False``; two or more chunks per stage on gloo
+  also need ``overlap_p2p_comm=True``: by default the losses are right and the gradients wrong.
+* megatron-core 0.16 with ``overlap_p2p_comm=True`` on gloo also needs
+  ``deallocate_pipeline_outputs=False``: the output is freed while gloo still sends it.
+* no fusions (``bias_dropout_fusion``, ``masked_softmax_fusion``, ... are off by default), no
+  context parallelism (needs Transformer Engine), no FP8, no grouped GEMM.
+* ``megatron.core.distributed.fsdp`` has its own RNG code, which stays untouched.
+* ``mlp`` recompute with ``add_bias_linear=True`` never returns from backward (on any device).
+* memory functions of ``torch.cuda`` answer 0 and never a made-up figure: live bytes come from
+  ``megatron_autorecompute.runtime.live_bytes``.
+"""
+
+import contextlib
+import copy
+import functools
+import importlib
+import inspect
+import logging
+import time
+import types
+import typing
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.runtime.live_bytes import count_once
+
+Patch = tuple[Any, str, Any]  # (owner, attribute name, replacement)
+
+MISSING = object()
+"""In `Activation.originals`: the owner had no such attribute of its own."""
+
+_active: "Activation | None" = None
+
+
+class Activation:
+    """The stand-ins while they are in place; a context manager that takes them out at its end.
+
+    ``device`` is what ``torch.cuda.current_device()`` answers meanwhile: cpu or meta.
+    """
+
+    def __init__(self, device: torch.device, training: bool, holder: str) -> None:
+        self.device = device
+        self.holder = holder
+        self.originals: list[Patch] = []
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(_eager_only())
+            for patches in _PATCHES + (_TRAINING if training else ()):
+                for owner, name, replacement in patches(device):
+                    self.originals.append((owner, name, vars(owner).get(name, MISSING)))
+                    undo.enter_context(_replaced(owner, name, replacement))
+            undo.enter_context(_quiet_rng_warning())
+            self._undo = undo.pop_all()
+
+    def deactivate(self) -> None:
+        """Put every original back; calling it again does nothing."""
+        global _active
+        self._undo.close()
+        if _active is self:
+            _active = None
+
+    def __enter__(self) -> "Activation":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.deactivate()
+
+
+def activate(*, meta: bool = False, training: bool = False) -> Activation:
+    """Let megatron-core run without CUDA until ``deactivate()`` of what is returned.
+
+    meta: for meta tensors (a dry run): no RNG state is kept, MoE tokens count as evenly routed.
+    training: also what ``megatron.training`` (the wheels from 0.17 on) asks of the machine.
+
+    Raises MachineError where CUDA is available, and when already active (naming who activated it).
+    """
+    global _active
+    caller = inspect.stack(context=0)[1]
+    holder = f"{caller.filename}:{caller.lineno}"
+    if torch.cuda.is_available():
+        raise MachineError(
+            f"{holder} asked to run Megatron without CUDA, but CUDA is available here. Run on the "
+            "device, or hide it with CUDA_VISIBLE_DEVICES= (empty) before Python starts."
+        )
+    if _active is not None:
+        raise MachineError(
+            f"{holder} asked to run Megatron without CUDA, but {_active.holder} already did and "
+            "still holds it. Call deactivate() on what activate() returned there first."
+        )
+    _active = Activation(torch.device("meta" if meta else "cpu"), training, holder)
+    return _active
+
+
+# -------------------------------------------------------------------------- three context managers
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """owner.name is replacement meanwhile."""
+    # vars() and not getattr(): torch.Tensor inherits `cuda`, and a static method must come back as
+    # the same descriptor object.
+    original = vars(owner).get(name, MISSING)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if original is MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def _eager_only() -> contextlib.AbstractContextManager[object]:
+    """Symptom: the first call of every `jit_fuser` function compiles for seconds and needs g++.
+
+    Upstream: megatron/core/jit.py sets `jit_fuser = torch.compile`.
+    Remove when: never; compilation is of no use here. The stance works at call time, so it also
+    holds for functions decorated before activation, which TORCHDYNAMO_DISABLE does not.
+    """
+    return typing.cast(
+        contextlib.AbstractContextManager[object], torch.compiler.set_stance("force_eager")
+    )
+
+
+@contextlib.contextmanager
+def _quiet_rng_warning() -> Iterator[None]:
+    """Symptom: "CPU RNG state changed within GPU RNG context" once per dropout.
+
+    Upstream: CudaRNGStatesTracker.fork. True here by design: one generator plays both parts.
+    Remove when: fork() compares only on CUDA.
+    """
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+# ------------------------------------------------------------------------------------ torch itself
+
+
+def _typing_override(device: torch.device) -> Iterator[Patch]:
+    """Symptom: ImportError: cannot import name 'override' from 'typing' on Python < 3.12.
+
+    Upstream: megatron/training/models/gpt.py of 0.19 (its wheels ask for Python >= 3.12).
+    Remove when: Python 3.11 is dropped.
+    """
+    if not hasattr(typing, "override"):
+        import typing_extensions
+
+        yield typing, "override", typing_extensions.override
+
+
+def _device_and_rng(device: torch.device) -> Iterator[Patch]:
+    """Symptom: "Found no NVIDIA driver" from current_device, RNG state and seeding.
+
+    Upstream: model_parallel_cuda_manual_seed, CudaRNGStatesTracker, every parallel layer.
+    Remove when: Megatron asks torch.accelerator.
+    """
+    yield torch.cuda, "current_device", lambda: device
+    yield torch.cuda, "manual_seed", torch.manual_seed
+    for module in (torch.cuda, torch.cuda.random):
+        yield module, "get_rng_state", lambda device="cuda": torch.get_rng_state()
+        yield module, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state)
+
+
+def _device_literals(device: torch.device) -> Iterator[Patch]:
+    """Symptom: "Torch not compiled with CUDA enabled" for device="cuda" and .cuda().
+
+    Upstream: schedules.py, finalize_model_grads.py, p2p_communication.py, optimizer.py and others.
+    Remove when: those use the device of their inputs.
+    """
+    # torch caches the set of factories that obey `with torch.device(...)` by identity on first use:
+    # fill it with the originals, which the replacements call.
+    torch.utils._device._device_constructors()
+    for name in _FACTORIES:
+        yield torch, name, _without_cuda_device(getattr(torch, name), device)
+    yield torch.Tensor, "to", _tensor_to(torch.Tensor.to, device)
+    yield torch.Tensor, "cuda", lambda self, *args, **kwargs: self
+    yield torch.nn.Module, "cuda", lambda self, device=None: self
+
+
+_FACTORIES = (
+    *("arange", "as_tensor", "eye", "full", "full_like", "linspace", "tensor"),
+    *("empty", "empty_like", "empty_strided", "ones", "ones_like", "zeros", "zeros_like"),
+    *("rand", "randint", "randn"),
+)
+
+
+def _is_cuda(device: Any) -> bool:
+    """Whether a `device` argument names a CUDA device: "cuda:1", torch.device("cuda"), or 1."""
+    if isinstance(device, (str, torch.device)):
+        return str(device).startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _without_cuda_device(factory: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = device
+        if kwargs.get("pin_memory"):  # pinning needs a CUDA context
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def _tensor_to(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and _is_cuda(args[0]):
+            args = (device, *args[1:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = device
+        result: torch.Tensor = original(self, *args, **kwargs)
+        return result
+
+    return to
+
+
+def _tensor_type(device: torch.device) -> Iterator[Patch]:
+    """Symptom: "Wrapped parameter must be one of torch.cuda.FloatTensor, ..." and the like.
+
+    Upstream: Float16OptimizerWithFloat16Params, DistributedOptimizer compare tensor.type() with
+    literals that start with "torch.cuda.".
+    Remove when: they compare dtypes.
+    """
+    original = torch.Tensor.type
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if isinstance(result, str) and not result.startswith("torch.cuda."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    yield torch.Tensor, "type", type_
+
+
+class _Event:
+    """torch.cuda.Event on the host's clock: everything before it is done when it is recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._time_s = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._time_s = time.perf_counter()
+
+    def elapsed_time(self, end: "_Event") -> float:
+        return (end._time_s - self._time_s) * 1e3
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _Stream:
+    """torch.cuda.Stream where everything runs in program order."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record(self)
+        return event
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, -1
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+
+def _streams(device: torch.device) -> Iterator[Patch]:
+    """Symptom: "Torch not compiled with CUDA enabled" from streams, events and synchronize.
+
+    Upstream: MoEAlltoAllTokenDispatcher, SharedExpertMLP, DistributedDataParallel, timers.
+    Remove when: Megatron uses torch.Stream and torch.Event of the current accelerator.
+    """
+    only = _Stream()
+    yield torch.cuda, "Stream", _Stream
+    yield torch.cuda, "Event", _Event
+    yield torch.cuda, "current_stream", lambda device=None: only
+    yield torch.cuda, "default_stream", lambda device=None: only
+    yield torch.cuda, "set_stream", lambda stream: None
+    yield torch.cuda, "stream", lambda stream: contextlib.nullcontext()
+    yield torch.cuda, "synchronize", lambda device=None: None
+    yield torch.cuda, "is_current_stream_capturing", lambda: False
+    yield torch.Tensor, "record_stream", lambda self, stream: None
+
+
+def _memory(device: torch.device) -> Iterator[Patch]:
+    """Symptom: CUDA initialisation errors from memory figures and cache control.
+
+    Upstream: training_log, report_memory, MoE and optimizer code that calls empty_cache.
+    Remove when: never; answers are 0, see the module's docstring.
+    """
+    for name in ("memory_allocated", "memory_reserved"):
+        yield torch.cuda, name, lambda device=None: 0
+        yield torch.cuda, "max_" + name, lambda device=None: 0
+    yield torch.cuda, "memory_stats", lambda device=None: defaultdict(int)
+    for name in ("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated"):
+        yield torch.cuda, name, lambda device=None: None
+
+
+def _dropout(device: torch.device) -> Iterator[Patch]:
+    """Symptom: dropout masks take the input's element size, where CUDA keeps one byte.
+
+    Upstream: at::dropout uses the fused native_dropout (bool mask) on CUDA only. Without this a
+    16-bit layer of h=1024, a=16, s=1024 holds 132 sbh instead of the paper's 114.
+    Remove when: at::dropout is fused on CPU.
+    """
+    functional = torch.nn.functional
+    original = functional.dropout
+
+    @functools.wraps(original)
+    def dropout(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if training and 0 < p < 1 and not inplace:  # the condition of is_fused_kernel_acceptable
+            return torch.native_dropout(input, p, True)[0]
+        return original(input, p, training, inplace)
+
+    yield functional, "dropout", dropout
+
+
+# ----------------------------------------------------------------------------------- megatron.core
+
+
+def _module(name: str) -> types.ModuleType:
+    return importlib.import_module(name)
+
+
+def _tracker(device: torch.device) -> Iterator[Patch]:
+    """Symptom: _set_cuda_rng_state defers to CUDA's lazy initialisation and so never happens.
+
+    Upstream: megatron/core/tensor_parallel/random.py. On meta there is no state to keep: reading it
+    needs data, and nothing random is ever drawn.
+    Remove when: Megatron asks torch.accelerator.
+    """
+    random = _module("megatron.core.tensor_parallel.random")
+    if device.type == "cpu":
+        yield random, "_set_cuda_rng_state", lambda state, *a, **k: torch.set_rng_state(state)
+        return
+    yield random.CudaRNGStatesTracker, "fork", lambda self, *a: contextlib.nullcontext()
+    yield random, "_get_all_rng_states", lambda: (None, None, None)
+    yield random, "_set_all_rng_states", lambda *states: None
+
+
+def _te_names(device: torch.device) -> Iterator[Patch]:
+    """Symptom: NameError: FP8GlobalStateManager in recompute of layernorm, moe_act, mla_up_proj.
+
+    Upstream: CheckpointWithoutOutput sets `self.fp8 = fp8 is not None`, true for the default False.
+    Remove when: it reads `bool(fp8)`.
+    """
+    random = _module("megatron.core.tensor_parallel.random")
+    if random.HAVE_TE:
+        return
+    yield random, "activation_recompute_forward", lambda **kwargs: contextlib.nullcontext()
+    yield random, "fp8_autocast", lambda **kwargs: contextlib.nullcontext()
+    no_fp8 = types.SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
+    yield random, "FP8GlobalStateManager", no_fp8
+
+
+def _share_storage(device: torch.device) -> Iterator[Patch]:
+    """Symptom: the first CheckpointWithoutOutput backward compiles C++ for 20 s (g++ and ninja).
+
+    Upstream: megatron/core/tensor_parallel/random.py `_get_share_storage` (0.17 and later). The
+    stand-in copies, as 0.16 does; a running LiveBytes counts the bytes once, as a device has them.
+    Remove when: Megatron shares storages without a compiler.
+    """
+    random = _module("megatron.core.tensor_parallel.random")
+    if hasattr(random, "_get_share_storage"):
+        yield random, "_get_share_storage", lambda: share_storage
+
+
+def share_storage(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Give dst's storage (resized to 0 before) the bytes of src's storage."""
+    source = src.untyped_storage()
+    target = dst.untyped_storage()
+    count_once(target, source)
+    target.resize_(source.size())
+    target.copy_(source)
+
+
+def _norm_under_sequence_parallel(device: torch.device) -> Iterator[Patch]:
+    """Symptom: AssertionError: sequence parallel not supported by torch LayerNorm.
+
+    Upstream: WrappedTorchNorm, used where Apex and TE are missing. Gradients only need the mark
+    `sequence_parallel` on the parameters, as finalize_model_grads looks for it.
+    Remove when: WrappedTorchNorm sets that mark.
+    """
+    norm = _module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    original = norm.__new__
+
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        module: torch.nn.Module = original(cls, plain, *args, **kwargs)
+        for parameter in module.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return module
+
+    yield norm, "__new__", new
+
+
+def _moe(device: torch.device) -> Iterator[Patch]:
+    """Symptom: NameError: te_general_gemm (0.16); split sizes that are tensors, not integers.
+
+    Upstream: megatron/core/transformer/moe/moe_utils.py; maybe_move_tensor_to_cpu converts to numpy
+    only what is on CUDA, and token_dispatcher imports it by name.
+    Remove when: 0.16 is dropped; the conversion looks at as_numpy alone.
+    """
+    utils = _module("megatron.core.transformer.moe.moe_utils")
+    dispatcher = _module("megatron.core.transformer.moe.token_dispatcher")
+    if not hasattr(utils, "te_general_gemm"):
+        yield utils, "te_general_gemm", None
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    for module in (utils, dispatcher):
+        yield module, "maybe_move_tensor_to_cpu", move
+
+
+class _MaskedSelect(torch.autograd.Function):
+    """masked_select of a known count on meta tensors; saves what the real one saves."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.save_for_backward(source, mask)
+        return source.new_empty(count)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return torch.zeros_like(ctx.saved_tensors[0]), None, None
+
+
+def _kept_by_the_process(device: torch.device) -> Iterator[Patch]:
+    """Symptom: "Tensor on device cpu is not on the expected device meta!" in a second run.
+
+    Upstream: the loss scale of auxiliary losses and their log by layer belong to the process, not
+    to the model: a run finds those of the run before, on its device, for its number of layers.
+    Remove when: Megatron keeps both with the model.
+    """
+    utils = _module("megatron.core.transformer.moe.moe_utils")
+    depths = _module("megatron.core.transformer.multi_token_prediction")
+    yield utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None
+    yield depths.MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0)
+    if hasattr(utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
+        yield utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}
+    else:
+        yield _module("megatron.core.transformer.moe.moe_logging"), "_MOE_METRICS_TRACKER", None
+
+
+def _even_routing(device: torch.device) -> Iterator[Patch]:
+    """Symptom: aten::masked_select, .tolist() and .numpy() fail on meta tensors: no data to count.
+
+    Upstream: MoEAlltoAllTokenDispatcher counts each expert's tokens and permutes by them. On meta
+    every token goes to the next top-k experts in turn, so all experts get equally many (to one).
+    The counting is Megatron's own, on a small real map on CPU.
+    Remove when: never; a dry run has to assume a routing.
+    """
+    if device.type != "meta":
+        return
+    module = _module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher = module.MoEAlltoAllTokenDispatcher
+    original_preprocess, original_permute = dispatcher.preprocess, module.permute
+
+    @functools.wraps(original_preprocess)
+    def preprocess(self: Any, routing_map: torch.Tensor) -> Any:
+        tokens, experts = routing_map.shape
+        chosen = torch.arange(tokens * self.config.moe_router_topk, device="cpu") % experts
+        even = torch.zeros(tokens, experts, dtype=torch.bool, device="cpu")
+        even.scatter_(1, chosen.view(tokens, -1), True)
+        with _replaced(torch.cuda, "current_device", lambda: torch.device("cpu")):
+            return original_preprocess(self, even)
+
+    @functools.wraps(original_permute)
+    def permute(*args: Any, num_out_tokens: int, **kwargs: Any) -> Any:
+        def select(source: torch.Tensor, mask: torch.Tensor) -> Any:
+            return _MaskedSelect.apply(source, mask, int(num_out_tokens))
+
+        with _replaced(torch.Tensor, "masked_select", select):
+            return original_permute(*args, num_out_tokens=num_out_tokens, **kwargs)
+
+    yield dispatcher, "preprocess", preprocess
+    yield module, "permute", permute
+
+
+def _mla(device: torch.device) -> Iterator[Patch]:
+    """Symptom: isinstance() arg 2 must be a type (0.16); DotProductAttention refuses k_channels.
+
+    Upstream: MultiLatentAttention (0.16 imports names of TE that are None and believes them);
+    DotProductAttention.__init__ knows neither k_channels nor v_channels, which MLA passes. Scores
+    need nothing but softmax_scale, the context's width is v_channels per head.
+    Remove when: 0.16 is dropped; the local attention takes the two arguments.
+    """
+    mla = _module("megatron.core.transformer.multi_latent_attention")
+    if not _module("megatron.core.extensions.transformer_engine").HAVE_TE:
+        yield mla, "HAVE_TE", False
+    attention = _module("megatron.core.transformer.dot_product_attention").DotProductAttention
+    original = attention.__init__
+
+    @functools.wraps(original)
+    def init(
+        self: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kw: Any,
+    ) -> None:
+        original(self, *args, **kw)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+        if k_channels is not None:
+            self.hidden_size_per_attention_head = k_channels
+
+    yield attention, "__init__", init
+
+
+# ------------------------------------------------------------------------------- megatron.training
+
+
+def _machine(device: torch.device) -> Iterator[Patch]:
+    """Symptom: no model parallel initialisation, no TP seed; "Found no NVIDIA driver" in arguments.
+
+    Upstream: megatron/training initialize.py (gates both on device_count() > 0) and arguments.py
+    (asks the compute capability; 9.0 answers as Hopper would, where CUDA_DEVICE_MAX_CONNECTIONS is
+    still checked for TP).
+    Remove when: megatron.training accepts a machine without CUDA.
+    """
+    properties = types.SimpleNamespace(
+        major=9, minor=0, name="cpu", total_memory=0, multi_processor_count=1
+    )
+    yield torch.cuda, "device_count", lambda: 1
+    yield torch.cuda, "set_device", lambda device: None
+    yield torch.cuda, "get_device_properties", lambda device=None: properties
+    yield torch.cuda, "get_device_capability", lambda device=None: (9, 0)
+
+
+def _training_start(device: torch.device) -> Iterator[Patch]:
+    """Symptom: "Megatron requires CUDA"; device_id is refused by gloo; warm-up on device="cuda".
+
+    Upstream: megatron/training/training.py `pretrain` calls initialize_megatron without
+    allow_no_cuda; _initialize_distributed passes device_id=cuda:N unless torch.distributed is
+    already initialised (done here from torchrun's variables); set_jit_fusion_options warms up fused
+    kernels; compile_helpers runs a Makefile that the wheels do not have (the .so is there).
+    Remove when: pretrain passes allow_no_cuda on.
+    """
+    training = _module("megatron.training.training")
+    original = training.initialize_megatron
+
+    @functools.wraps(original)
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
+        return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+    yield training, "initialize_megatron", initialize_megatron
+    yield training, "set_jit_fusion_options", lambda *args, **kwargs: None
+    yield _module("megatron.core.datasets.utils"), "compile_helpers", lambda: None
+
+
+# In this order: torch first, because importing megatron already needs some of it.
+_PATCHES: tuple[Callable[[torch.device], Iterator[Patch]], ...] = (
+    _typing_override,
+    _device_and_rng,
+    _device_literals,
+    _tensor_type,
+    _streams,
+    _memory,
+    _dropout,
+    _tracker,
+    _te_names,
+    _share_storage,
+    _norm_under_sequence_parallel,
+    _moe,
+    _kept_by_the_process,
+    _even_routing,
+    _mla,
+)
+_TRAINING: tuple[Callable[[torch.device], Iterator[Patch]], ...] = (_machine, _training_start)

@@ -1,0 +1,553 @@
+"""Running a policy: Megatron's own checkpointed forward, one run of equal layers at a time.
+
+Nothing of Megatron's forward is rewritten here. A block whose policy has full layers takes
+Megatron's full-recompute branch; there, each run of layers goes to Megatron's own function through
+a view of the block that shows it just these layers and the method to use on them. Selective
+modules are the attributes Megatron itself reads (see `compat`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from megatron_autorecompute import compat
+from megatron_autorecompute.errors import ApplyError, AutorecomputeError, PolicyError
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy, Run
+
+HOLDER_KEY = "_autorecompute_holder"
+"""Under this name a block, or a multi-token-prediction depth, carries the policy in force on it."""
+
+
+def live_view(original: Any, shown: dict[str, Any]) -> Any:
+    """An object that shares all state with `original`, now and later, except what is shown.
+
+    Of a deep copy, and of a pickle, it is a view again, of what became of `original` there.
+    copy.copy and dataclasses.replace give what they give for any object: a plain one.
+    """
+    view = object.__new__(_view_type(type(original), tuple(shown)))
+    object.__setattr__(view, "__dict__", original.__dict__)
+    object.__setattr__(view, "_viewed", original)
+    for name, value in shown.items():
+        object.__setattr__(view, name, value)
+    return view
+
+
+@functools.cache
+def _view_type(kind: type, names: tuple[str, ...]) -> type:
+    """A class whose objects have `names` to themselves: slots come before what `__dict__` holds."""
+
+    def shown(self: Any) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if name in names:
+            raise AttributeError(f"{name} is said by the recompute policy in force: switch() it.")
+        setattr(self._viewed, name, value)
+
+    def plain_copy(self: Any) -> Any:
+        copied = copy.copy(self._viewed)
+        for name, value in shown(self).items():
+            setattr(copied, name, value)
+        return copied
+
+    body = {
+        "__slots__": ("_viewed", *names),
+        "__module__": kind.__module__,
+        "__class__": property(lambda _: kind),
+        "__setattr__": set_attribute,
+        # Of a class with slots of its own: these are empty in the view.
+        "__getattr__": lambda self, name: getattr(object.__getattribute__(self, "_viewed"), name),
+        "__copy__": plain_copy,
+        "__reduce_ex__": lambda self, _: (live_view, (self._viewed, shown(self))),
+    }
+    return type(kind.__name__, (kind,), body)
+
+
+class AppliedPolicy:
+    """A policy in force on a model, until `undo()` or the end of the `with` block.
+
+    Copies of the model (copy.deepcopy, pickle) carry a policy of their own: the one in force when
+    they were made. They know nothing of this object, nor it of them; `in_force(copy)` is theirs.
+    """
+
+    def __init__(self, sites: _Sites) -> None:
+        self._sites = sites
+        self._held: list[_Held] = [owner.__dict__[HOLDER_KEY] for owner in sites.owners]
+
+    @property
+    def policy(self) -> RecomputePolicy:
+        """The policy in force, or that was until it was undone."""
+        return self._held[0].policy
+
+    def switch(self, policy: RecomputePolicy) -> None:
+        """Run `policy` from the next step on; call it between steps, on all ranks of a stage.
+
+        Raises:
+            PolicyError: the model cannot run it; the policy in force stays.
+            ApplyError: already undone, or the ranks of this stage were given different policies.
+        """
+        if not all(self._is_active()):
+            raise ApplyError("This policy was undone; apply the new one with apply(policy, model).")
+        agree_on(policy, functools.partial(self._sites.check, policy))
+        for owner, held in zip(self._sites.owners, self._held, strict=True):
+            held.clear(owner)
+            held.set(owner, policy)
+
+    def undo(self) -> None:
+        """Give the model back exactly as it was; undoing twice does nothing."""
+        for owner, held, active in zip(
+            self._sites.owners, self._held, self._is_active(), strict=True
+        ):
+            if active:
+                held.clear(owner)
+                del owner.__dict__[HOLDER_KEY]
+
+    def _is_active(self) -> list[bool]:
+        return [
+            owner.__dict__.get(HOLDER_KEY) is held
+            for owner, held in zip(self._sites.owners, self._held, strict=True)
+        ]
+
+    def __enter__(self) -> AppliedPolicy:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def apply(
+    policy: RecomputePolicy,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    *,
+    holder: str = "megatron_autorecompute.runtime.apply",
+) -> AppliedPolicy:
+    """Make a built model recompute as `policy` says, from its next forward on.
+
+    Args:
+        policy: one choice for every layer of the whole model, on every rank.
+        model: this rank's model chunks, wrapped (DDP, Float16Module) or bare, or a single block.
+        holder: who applies it, for the error that a second application raises.
+
+    Raises:
+        PolicyError: wrong length, a group across chunks, an unknown module, or a choice that
+            Megatron refuses for this model, with its reason.
+        ApplyError: a policy is already in force here, or ranks of this stage disagree.
+    """
+    sites = _Sites(model)
+    agree_on(policy, functools.partial(sites.check, policy, new=True))
+    return sites.hold(policy, holder)
+
+
+def apply_at_construction(
+    policy: RecomputePolicy, module: torch.nn.Module, *, holder: str
+) -> AppliedPolicy:
+    """`apply` for a block just built: ranks compare policies in its first training, not here.
+
+    A constructor must not wait for other ranks: not every rank builds the same blocks.
+    """
+    sites = _Sites(module)
+    sites.check(policy, new=True)
+    applied = sites.hold(policy, holder)
+    module.__dict__[HOLDER_KEY].compare_once(module)
+    return applied
+
+
+def in_force(model: torch.nn.Module | Sequence[torch.nn.Module]) -> AppliedPolicy | None:
+    """The policy in force on a model, whoever applied it, or None.
+
+    For models that came with one: a deep copy, an unpickled model, one built from a config with
+    the field. There it is what `apply` would have returned.
+
+    Raises:
+        ApplyError: its blocks have policies of their own, or some have none.
+    """
+    sites = _Sites(model)
+    held = [owner.__dict__.get(HOLDER_KEY) for owner in sites.owners]
+    if not any(held):
+        return None
+    if any(
+        one is None or one.policy != held[0].policy or one.indices != indices
+        for one, indices in zip(held, sites.indices, strict=True)
+    ):
+        raise ApplyError(
+            "The blocks of this model are not under one policy: ask for that of a single block, as "
+            "in_force(model.decoder)."
+        )
+    return AppliedPolicy(sites)
+
+
+class _Sites:
+    """The places in a model where a policy takes hold."""
+
+    def __init__(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
+        chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self.blocks = compat.block_sites(chunks)
+        self.mtps = compat.mtp_sites(chunks)
+        self.encoder_layers = compat.encoder_layers(chunks)
+        self.owners = [s.block for s in self.blocks] + [s.mtp for s in self.mtps]
+        self.indices = [s.layers for s in self.blocks] + [(s.index,) for s in self.mtps]
+        if not self.owners:
+            raise PolicyError("No TransformerBlock in this model: there is nothing to recompute.")
+        held = [owner.__dict__.get(HOLDER_KEY, owner) for owner in self.owners]
+        self.configs = list({id(each.config): each.config for each in held}.values())
+
+    def check(self, policy: RecomputePolicy, new: bool = False) -> None:
+        """Raise what speaks against running `policy` here."""
+        for owner in self.owners:
+            if new and HOLDER_KEY in owner.__dict__:
+                raise ApplyError(
+                    "A policy is already in force on this model, applied by "
+                    f"{owner.__dict__[HOLDER_KEY].holder}: undo() it or switch() to the new one. "
+                    "Where the model came with it, as a copy does, in_force(model) gives it."
+                )
+        num_layers = compat.num_policy_layers(self.configs[-1], self.encoder_layers)
+        policy.checked_length(num_layers, "The policy")
+        for config in self.configs:
+            if compat.own_recompute(config) is not None:
+                raise PolicyError(
+                    "The model was built with Megatron's own recompute settings as well as a "
+                    "policy: leave them out; the same thing as a policy is "
+                    f"{compat.own_recompute(config)!r}."
+                )
+            compat.check_allowed(config, policy)
+        compat.check_compiler(policy)
+        for site in self.blocks:
+            _check_groups(site, policy.chunk_runs(site.layers))
+        for mtp in self.mtps:
+            if policy.layers[mtp.index].group > 1:
+                raise PolicyError(
+                    f"{policy.layers[mtp.index]} on layer {mtp.index}, a multi-token-prediction "
+                    "depth: Megatron checkpoints each depth by itself; write full."
+                )
+
+    def hold(self, policy: RecomputePolicy, holder: str) -> AppliedPolicy:
+        """Put the policy in force."""
+        for site in self.blocks:
+            layers = tuple(site.block.layers)
+            site.block.__dict__[HOLDER_KEY] = _HeldBlock(site.block, layers, site.layers, holder)
+        for mtp in self.mtps:
+            mtp.mtp.__dict__[HOLDER_KEY] = _Held(mtp.mtp, (mtp.layer,), (mtp.index,), holder)
+        for owner in self.owners:
+            owner.__dict__[HOLDER_KEY].set(owner, policy)
+        return AppliedPolicy(self)
+
+
+class _Held:
+    """A policy in force on one multi-token-prediction depth, or on a block: `_HeldBlock`.
+
+    It lives in that module, its owner, so that a copy of the owner has a copy of this that is about
+    its own layers. It does not refer to the owner, which would then not be freed when it is let go.
+    """
+
+    policy: RecomputePolicy
+
+    def __init__(
+        self,
+        owner: torch.nn.Module,
+        layers: tuple[torch.nn.Module, ...],
+        indices: tuple[int, ...],
+        holder: str,
+    ) -> None:
+        self.holder = holder
+        self.layers = layers
+        self.indices = indices
+        self.config = owner.config
+        places = [place for layer in layers for place in compat.settings(layer)]
+        self.before = [(place, name, getattr(place, name)) for place, name in places]
+        self.hooks: list[Any] = []
+
+    def set(self, owner: torch.nn.Module, policy: RecomputePolicy) -> None:
+        """Put the policy in force; nothing is, so far or any more."""
+        self.policy = policy
+        for layer, choice in self.choices():
+            compat.set_modules(layer, choice.modules)
+            if "mlp" in choice.modules:
+                self._let_bias_leave(layer)
+            if choice.granularity == "full" or "moe" in choice.modules:
+                self._let_graph_go(layer)
+        self.set_full(owner)
+
+    def set_full(self, owner: torch.nn.Module) -> None:
+        """Send the owner into Megatron's full-recompute branch where the policy says so."""
+        ((_, choice),) = self.choices()
+        if choice.modules:
+            self.require_gradient()
+        if choice.granularity == "full":
+            owner.config = _full_config(self.config)
+
+    def clear(self, owner: torch.nn.Module) -> None:
+        """Put back all that `set` has changed."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        for place, name, value in self.before:
+            setattr(place, name, value)
+        owner.config = self.config
+
+    def choices(self) -> list[tuple[torch.nn.Module, LayerPolicy]]:
+        """Every layer with what it does."""
+        layers = zip(self.layers, self.indices, strict=True)
+        return [(layer, self.policy.layers[index]) for layer, index in layers]
+
+    def compare_once(self, owner: torch.nn.Module) -> None:
+        """Let ranks that meet in the owner's layers compare policies before they first train it."""
+        self.compared = owner.register_forward_pre_hook(_compare_before_training)
+        self.hooks.append(self.compared)
+
+    def require_gradient(self) -> None:
+        """Let the inputs of layers with modules require a gradient; see `_require_gradient`."""
+        for layer, choice in self.choices():
+            if choice.modules:
+                hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)
+                self.hooks.append(hook)
+
+    def _let_bias_leave(self, layer: torch.nn.Module) -> None:
+        mlp = compat.bias_returned_by_mlp(layer)
+        if mlp is not None:
+            self.hooks.append(mlp.register_forward_hook(_copy_bias))
+
+    def _let_graph_go(self, layer: torch.nn.Module) -> None:
+        keepers = compat.graph_keepers(layer)
+        if keepers:
+            hook = functools.partial(_detach_after_backward, keepers)
+            self.hooks.append(layer.mlp.router.register_forward_hook(hook))
+
+
+class _HeldBlock(_Held):
+    """A policy in force on one block."""
+
+    def set_full(self, owner: torch.nn.Module) -> None:
+        if any(choice.modules for _, choice in self.choices()):
+            self.watch = owner.register_forward_pre_hook(_look_at_input, with_kwargs=True)
+            self.hooks.append(self.watch)
+        runs = self.policy.chunk_runs(self.indices)
+        if any(run.policy.granularity == "full" for run in runs):
+            if any(map(compat.attends_to_context, self.layers)):
+                runs = _layer_by_layer(runs)
+            segments = tuple(_segment(self.config, run) for run in _without_modules(runs))
+            owner.config = _full_config(self.config)
+            compat.redirect(owner, compat.Runner(_run_by_segments, segments))
+
+    def clear(self, owner: torch.nn.Module) -> None:
+        compat.restore(owner)
+        super().clear(owner)
+
+
+def _look_at_input(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Where a block's input requires grad, so do its layers': they need no look of their own.
+
+    Looked at in every forward, as parameters may be frozen after a policy is in force.
+    """
+    hidden_states = kwargs.get("hidden_states", args[0] if args else None)
+    if torch.is_grad_enabled() and not getattr(hidden_states, "requires_grad", True):
+        held = block.__dict__[HOLDER_KEY]
+        held.watch.remove()
+        held.require_gradient()
+
+
+def _compare_before_training(block: torch.nn.Module, _: Any) -> None:
+    """In the first forward that a recompute may follow, and only among ranks that meet inside it.
+
+    Those wait for each other there anyway. A forward that one rank may run alone stays its own.
+    """
+    if block.training and torch.is_grad_enabled():
+        held = block.__dict__[HOLDER_KEY]
+        held.compared.remove()
+        agree_on(held.policy, lambda: None, compat.groups_inside(block))
+
+
+def _check_groups(site: compat.BlockSite, runs: Sequence[Run]) -> None:
+    for run in runs:
+        if run.policy.group > 1 and compat.attends_to_context(site.block.layers[run.start]):
+            raise PolicyError(
+                f"{run.policy} from layer {site.layers[run.start]}, which attends to an encoder: "
+                "gradients of the encoder's output would add up in another order, so that results "
+                "differ in their last bits. Use full there, one checkpoint a layer."
+            )
+
+
+def _require_gradient(
+    layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same need as a full layer's, see `_with_gradient`, for the checkpoints inside a layer.
+
+    Symptom without it behind frozen embeddings: norms under `layernorm` and adapters under `mlp`
+    get no gradient; a frozen norm's recompute ends in "forward() missing ... argument", because
+    CheckpointWithoutOutput kept its input in a context that autograd dropped.
+    """
+    if torch.is_grad_enabled() and "hidden_states" in kwargs:
+        kwargs["hidden_states"] = _with_gradient(kwargs["hidden_states"], [layer])
+    return args, kwargs
+
+
+def _copy_bias(_: torch.nn.Module, __: Any, output: tuple[Any, Any]) -> tuple[Any, Any]:
+    hidden_states, bias = output
+    return hidden_states, None if bias is None else bias.clone()
+
+
+def _detach_after_backward(
+    keepers: Sequence[Any], _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]
+) -> None:
+    """Let `keepers` lose their graph when the gradient of the router's probabilities arrives.
+
+    All that uses the probabilities has run by then, forward and backward, since Megatron runs the
+    whole backward of a layer before another microbatch's recompute. See `compat.graph_keepers`.
+    """
+
+    def detach(_: torch.Tensor) -> None:
+        for keeper in keepers:
+            for name, value in vars(keeper).items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    setattr(keeper, name, value.detach())
+
+    probabilities, _ = output
+    if probabilities.requires_grad:
+        probabilities.register_hook(detach)
+
+
+def _full_config(config: Any, method: str = "uniform", num_layers: int = 1) -> Any:
+    return live_view(
+        config,
+        {
+            "recompute_granularity": "full",
+            "recompute_method": method,
+            "recompute_num_layers": num_layers,
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A run of layers of one block, as Megatron's checkpointed forward gets to see it."""
+
+    start: int
+    count: int
+    recomputes: bool
+    config: Any
+    """What says how; a view of the block's."""
+
+
+def _segment(config: Any, run: Run) -> _Segment:
+    recomputes = run.policy.granularity == "full"
+    # `block` with no layer to recompute is Megatron's un-checkpointed path.
+    how = ("uniform", run.policy.group) if recomputes else ("block", 0)
+    return _Segment(run.start, run.count, recomputes, _full_config(config, *how))
+
+
+def _run_by_segments(
+    block: torch.nn.Module,
+    segments: Sequence[_Segment],
+    hidden_states: torch.Tensor,
+    **kwargs: Any,
+) -> Any:
+    """Megatron's checkpointed forward of a block, one run of equal layers after the other."""
+    megatron_forward = compat.checkpointed_forward(block)
+    features: list[torch.Tensor] = []
+    offset = kwargs.get("layer_offset", 0)
+    block_layers = list(block.layers)
+    for segment in segments:
+        layers: Any = block_layers[segment.start : segment.start + segment.count]
+        if segment.recomputes:
+            hidden_states = _with_gradient(hidden_states, layers)
+        elif compat.LayersWithPaddingMask.needed():
+            layers = compat.LayersWithPaddingMask(layers, kwargs.get("padding_mask"))
+        if "layer_offset" in kwargs:
+            kwargs["layer_offset"] = offset + segment.start
+        view = live_view(
+            block,
+            {
+                "config": segment.config,
+                "layers": layers,
+                "num_layers_per_pipeline_rank": segment.count,
+            },
+        )
+        output = megatron_forward(view, hidden_states=hidden_states, **kwargs)
+        # Since 0.17 the layers' outputs asked for in extract_layer_indices come along.
+        hidden_states, more = output if isinstance(output, tuple) else (output, [])
+        features += more
+        if kwargs.get("context") is not None:
+            # Its gradients add up from the last layer to the first, as without checkpoints.
+            kwargs["context"] = kwargs["context"].view_as(kwargs["context"])
+    return (hidden_states, features) if kwargs.get("extract_layer_indices") else hidden_states
+
+
+def _without_modules(runs: Sequence[Run]) -> list[Run]:
+    """Merge neighbours that take the un-checkpointed path: their modules are attributes."""
+    merged: list[Run] = []
+    for run in runs:
+        if run.policy.granularity != "full":
+            run = Run(run.start, run.count, LayerPolicy())
+            if merged and merged[-1].policy == run.policy:
+                last = merged.pop()
+                run = Run(last.start, last.count + run.count, run.policy)
+        merged.append(run)
+    return merged
+
+
+def _layer_by_layer(runs: Sequence[Run]) -> list[Run]:
+    """Every checkpoint a run of its own.
+
+    A run of two would add up what both say of the context before what later runs say of it.
+    """
+    single: list[Run] = []
+    for run in runs:
+        if run.policy.granularity == "full":
+            single += [Run(run.start + at, 1, run.policy) for at in range(run.count)]
+        else:
+            single.append(run)
+    return single
+
+
+def _with_gradient(hidden_states: torch.Tensor, layers: Iterable[torch.nn.Module]) -> torch.Tensor:
+    """A checkpoint's input must require grad, or its parameters silently get none.
+
+    That is the case behind frozen embeddings (LoRA): Megatron's CheckpointFunction is reentrant.
+    """
+    if hidden_states.requires_grad or not any(
+        parameter.requires_grad for layer in layers for parameter in layer.parameters()
+    ):
+        return hidden_states
+    return hidden_states.detach().requires_grad_()
+
+
+def agree_on(policy: RecomputePolicy, check: Any, groups: Sequence[Any] | None = None) -> None:
+    """Run `check` here and compare digests with other ranks: one error on every rank.
+
+    Args:
+        policy: what this rank holds.
+        check: raises what speaks against it on this rank.
+        groups: of ranks to compare with; by default the one of all ranks of this stage.
+
+    Raises:
+        ApplyError: the ranks hold different policies, or another rank refused its own.
+    """
+    error: AutorecomputeError | None = None
+    try:
+        check()
+    except AutorecomputeError as raised:
+        error = raised
+    for group in compat.stage_groups() if groups is None else groups:
+        said: list[Any] = [None] * torch.distributed.get_world_size(group)
+        mine = policy.digest() if error is None else f"refused: {error}"
+        torch.distributed.all_gather_object(said, mine, group=group)
+        if error is None and len(set(said)) > 1:
+            ranks = torch.distributed.get_process_group_ranks(group)
+            held = "; ".join(f"rank {r}: {s}" for r, s in zip(ranks, said, strict=True))
+            error = ApplyError(
+                "The ranks of this pipeline stage were given different policies, and their "
+                f"collectives would wait for each other for ever: {held}. Give all the same."
+            )
+    if error is not None:
+        raise error

@@ -1,0 +1,102 @@
+"""What a user can say about `--recompute-policy auto`: one dataclass that the flags come from.
+
+It knows nothing of Megatron: the flags are added to Megatron's parser by
+`integrations.megatron_lm`, and any other program can fill the dataclass itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.options import option
+from megatron_autorecompute.profile import IMBALANCE_PERCENTILE
+from megatron_autorecompute.units import GIB
+
+PLAN_FILE = "recompute-plan.json"
+"""Name of the plan in the folder of `--save`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoOptions:
+    """recompute policy auto (megatron-autorecompute).
+
+    Raises OptionError for a value that cannot be meant.
+    """
+
+    recompute_memory_budget_gib: float | None = option(
+        None,
+        "GiB that torch may allocate on every device. Without it: the device's memory less what "
+        "lies outside torch and less the reserve",
+    )
+    recompute_memory_reserve_gib: float | None = option(
+        None,
+        "GiB kept free for fragmentation when no budget is given. Without it: what the allocator "
+        "reserved beyond what it allocated in the measuring steps",
+    )
+    recompute_imbalance_percentile: float = option(
+        IMBALANCE_PERCENTILE,
+        "plan mixture-of-experts layers for this percentile of the microbatches measured on the "
+        "fullest rank, in percent; 100 is the most that was seen",
+    )
+    recompute_measure_steps: int = option(
+        12,
+        "measure during at most this many training steps, and at least two (three without CUDA); "
+        "they train like any other",
+    )
+    recompute_plan_path: str | None = option(
+        None,
+        "file the plan is written to, and read from at a restart. Without it: "
+        "recompute-plan.json in the folder of --save, or no file",
+    )
+    recompute_dry_run: bool = option(False, "measure, print the plan, and exit without training on")
+    recompute_run_on_cpu: bool = option(
+        False,
+        "run Megatron without CUDA, on CPU with gloo: for trying out. Works through "
+        "python -m megatron_autorecompute.pretrain only, and refuses where CUDA is available",
+    )
+
+    def __post_init__(self) -> None:
+        _check_positive("--recompute-memory-budget-gib", self.recompute_memory_budget_gib)
+        _check_not_negative("--recompute-memory-reserve-gib", self.recompute_memory_reserve_gib)
+        if None not in (self.recompute_memory_budget_gib, self.recompute_memory_reserve_gib):
+            raise OptionError(
+                "--recompute-memory-reserve-gib was given together with "
+                "--recompute-memory-budget-gib: the reserve is what a budget found by itself "
+                "leaves free. Leave one of them out."
+            )
+        if not 0 < self.recompute_imbalance_percentile <= 100:
+            raise OptionError(
+                f"--recompute-imbalance-percentile {self.recompute_imbalance_percentile:g}: a "
+                "percentile is above 0 and at most 100, such as 99."
+            )
+        if self.recompute_measure_steps < 1:
+            raise OptionError(
+                f"--recompute-measure-steps {self.recompute_measure_steps}: auto measures at least "
+                "one step. To measure nothing give a policy, or a plan as @FILE."
+            )
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """`recompute_memory_budget_gib` in bytes."""
+        return _bytes(self.recompute_memory_budget_gib)
+
+    @property
+    def reserve_bytes(self) -> int | None:
+        """`recompute_memory_reserve_gib` in bytes."""
+        return _bytes(self.recompute_memory_reserve_gib)
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
+
+
+# NaN compares false with everything, so both say what is wanted and not what is refused.
+def _check_positive(flag: str, gib: float | None) -> None:
+    if gib is not None and not 0 < gib < float("inf"):
+        raise OptionError(f"{flag} {gib:g}: give a number of GiB above 0, such as 72.")
+
+
+def _check_not_negative(flag: str, gib: float | None) -> None:
+    if gib is not None and not 0 <= gib < float("inf"):
+        raise OptionError(f"{flag} {gib:g}: give a number of GiB, 0 or more, such as 2.")

@@ -1,0 +1,68 @@
+"""What `--recompute-policy auto` says on rank 0 once its plan runs. It computes nothing."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.report.terminal import imbalance_lines, legend, strip
+from megatron_autorecompute.units import GIB
+
+WIDTH = 100
+"""Columns of the text; a log has no terminal to ask."""
+
+
+def gib(size_bytes: float) -> str:
+    """Bytes as GiB with three significant digits, so that a model for trying out is not 0.00."""
+    return f"{size_bytes / GIB:.3g}"
+
+
+def plan_text(plan: Plan, measured_bytes: Sequence[int] | None, leanest_ms: float) -> str:
+    """One row per stage, what the letters mean, notes, and the step against the alternatives.
+
+    What the plan had to count as missed, after running short of memory, is in "predicted".
+
+    Args:
+        measured_bytes: peak of every stage in a step under this plan; None where none was read.
+        leanest_ms: predicted step of the leanest policy, full recompute where Megatron allows it.
+    """
+    text = io.StringIO()
+    Console(file=text, width=WIDTH).print(_stages(plan, measured_bytes))
+    steps = [f"predicted step {plan.cost.step_ms:,.0f} ms", f"full recompute {leanest_ms:,.0f} ms"]
+    if plan.best_manual is None:
+        steps.append("none of Megatron's own settings fits")
+    else:
+        steps.append(f"best manual {plan.best_manual.name} {plan.best_manual.step_ms:,.0f} ms")
+    lines = [f"{text.getvalue()}{_legend(plan)}", *plan.notes]
+    lines += imbalance_lines(plan.profile, plan.imbalance_percentile)
+    return "\n".join([*lines, f"recompute auto: {'; '.join(steps)}"])
+
+
+def _stages(plan: Plan, measured_bytes: Sequence[int] | None) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("stage", justify="right")
+    table.add_column("policy", overflow="fold")
+    for name in ("predicted GiB", "measured", "budget"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for stage, chunks in enumerate(plan.layout.stages):
+        table.add_row(
+            str(stage),
+            Text(strip(plan.policy, chunks)),
+            gib(plan.cost.stages[stage].peak.bytes),
+            "-" if measured_bytes is None else gib(measured_bytes[stage]),
+            gib(plan.budget_bytes[stage]),
+        )
+    return table
+
+
+def _legend(plan: Plan) -> str:
+    single = {s: choice for choice, s in legend(plan.policy).items() if choice.group == 1}
+    meanings = [f"{symbol} {choice}" for symbol, choice in sorted(single.items())]
+    if any(choice.group > 1 for choice in plan.policy.layers):
+        meanings.append("(FF) one checkpoint around these")
+    return "   ".join([*meanings, "E embedding", "L head and loss", "| next chunk"])

@@ -1,0 +1,232 @@
+"""The config field: `TransformerConfig(recompute_policy=…)` after an explicit `install()`.
+
+Only str, list, dict and None live in the field, as Megatron Bridge serialises nothing else. With
+None everything is exactly Megatron's. With a policy, the config asks Megatron's own rules about
+every choice, and the blocks built from it run the policy from their first forward on.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_autorecompute import compat
+from megatron_autorecompute.errors import ApplyError, PolicyError
+from megatron_autorecompute.policy import GRAMMAR, RecomputePolicy
+from megatron_autorecompute.runtime.apply import apply_at_construction
+
+FIELD = "recompute_policy"
+_HELP = f"What every layer recomputes: auto measures and solves; otherwise {GRAMMAR}."
+_GENERATED = (
+    "__init__",
+    "__repr__",
+    "__eq__",
+    "__match_args__",
+    "__dataclass_fields__",
+    "__dataclass_params__",
+)
+_LAYER_SIZES = (
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "num_moe_experts",
+)
+_PARAMS = ("init", "repr", "eq", "order", "unsafe_hash", "frozen")
+_saved: list[tuple[type, str, Any]] = []
+_MISSING = object()
+
+
+def install() -> None:
+    """Add the field to TransformerConfig and every subclass, and make blocks honour it.
+
+    Call it before importing what subclasses TransformerConfig at import time (Megatron Bridge).
+    Calling it again changes nothing; `uninstall()` gives back the identical classes' contents.
+
+    Raises:
+        UnsupportedVersionError: a megatron-core whose sources are not known.
+    """
+    compat.version()
+    if FIELD in {field.name for field in dataclasses.fields(TransformerConfig)}:
+        return  # installed before, or in the sources by our patch
+    _add_field(TransformerConfig)
+    for subclass in _subclasses(TransformerConfig):
+        _decorate_again(subclass)
+    _wrap(TransformerConfig, "__post_init__", checked_post_init)
+    for block_type in compat.constructed_types():
+        _wrap(block_type, "__init__", applying_init)
+
+
+def uninstall() -> None:
+    """Undo `install()`; models and configs made meanwhile keep what they have."""
+    while _saved:
+        owner, name, value = _saved.pop()
+        if value is not _MISSING:
+            setattr(owner, name, value)
+        elif name in owner.__dict__:
+            delattr(owner, name)
+
+
+def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
+    """The policy in a config's field, or None when there is none or it is still `auto`.
+
+    Raises:
+        PolicyError: the field holds something else, or a policy of another length or model.
+    """
+    value = getattr(config, FIELD, None)
+    if value is None or value == "auto":
+        return None
+    refuse_plan_of_another_model(value, config)
+    return RecomputePolicy.from_config(
+        value, num_layers=compat.num_policy_layers(config), layout=compat.layout(config)
+    )
+
+
+def refuse_plan_of_another_model(value: Any, config: TransformerConfig) -> None:
+    """Raise PolicyError where `value` is @PLAN and the plan's layers have other sizes.
+
+    A policy file says nothing of them, nor need a plan from a profile written by hand.
+    """
+    if not isinstance(value, str) or not value.startswith("@"):
+        return
+    path = value[1:]
+    try:
+        plan = json.loads(Path(path).read_text())
+        facts = plan["profile"]["model"]["facts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # no plan; whether it is a policy is for RecomputePolicy.load to say
+    described = facts.get("transformer_config") or facts.get("job", {}).get("config") or facts
+    other = [
+        f"{name} {described[name]} (here {getattr(config, name)})"
+        for name in _LAYER_SIZES
+        if None not in (described.get(name), getattr(config, name))
+        and described[name] != getattr(config, name)
+    ]
+    if other:
+        raise PolicyError(
+            f"{path} is the plan of another model, {plan['profile']['model'].get('name')}: "
+            f"{', '.join(other)}. Give this model's own plan, or auto to measure and make one."
+        )
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _set(owner: type, name: str, value: Any) -> None:
+    _saved.append((owner, name, owner.__dict__.get(name, _MISSING)))
+    setattr(owner, name, value)
+
+
+def _add_field(cls: type) -> None:
+    annotations = dict(cls.__dict__["__annotations__"])
+    # ArgumentGroupFactory takes what stands in front of None for the type, else it warns.
+    annotations[FIELD] = str | None | list[str] | dict[str, Any]
+    _set(cls, "__annotations__", annotations)
+    # ArgumentGroupFactory (megatron.training since 0.17) makes the flag from this metadata.
+    flag = {"arg_names": ["--recompute-policy"], "type": str, "default": None, "help": _HELP}
+    _set(cls, FIELD, dataclasses.field(default=None, metadata={"argparse_meta": flag}))
+    _decorate_again(cls)
+
+
+def _decorate_again(cls: type) -> None:
+    """Run `@dataclass` once more: it makes `__init__` from the fields there are now.
+
+    Defaults that became class attributes are Field objects again, or factories would be lost.
+    """
+    if "__dataclass_fields__" not in cls.__dict__:
+        return
+    fields = cls.__dict__["__dataclass_fields__"]
+    for name in cls.__dict__.get("__annotations__", {}):
+        if name in fields and not isinstance(cls.__dict__.get(name), dataclasses.Field):
+            _set(cls, name, fields[name])
+    params = {name: getattr(cls.__dict__["__dataclass_params__"], name) for name in _PARAMS}
+    for name in _GENERATED:
+        if name in cls.__dict__:
+            _saved.append((cls, name, cls.__dict__[name]))
+            delattr(cls, name)
+    dataclasses.dataclass(cls, **params)
+
+
+def _wrap(owner: type, name: str, around: Callable[[Any], Any]) -> None:
+    original = owner.__dict__[name]
+    _set(owner, name, functools.wraps(original)(around(original)))
+
+
+def checked_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`TransformerConfig.__post_init__` that also asks its rules about the field."""
+
+    def __post_init__(self: TransformerConfig) -> None:  # noqa: N807
+        if getattr(self, FIELD) is None:
+            original(self)
+            return
+        as_given = copy.copy(self)
+        refuse_contradiction(as_given)
+        original(self)
+        policy = policy_of(self)
+        if policy is not None:
+            compat.check_allowed(as_given, policy)
+
+    return __post_init__
+
+
+def refuse_contradiction(config: TransformerConfig) -> None:
+    """Raise PolicyError, with the translation, where Megatron's own recompute is set as well."""
+    own = compat.own_recompute(config)
+    method = config.recompute_method or config.recompute_num_layers
+    if own is None and method is None:
+        return
+    raise PolicyError(
+        f"recompute_policy={getattr(config, FIELD)!r:.60} was given together with Megatron's own "
+        f"recompute_granularity={config.recompute_granularity!r}, "
+        f"recompute_method={config.recompute_method!r}, "
+        f"recompute_num_layers={config.recompute_num_layers!r}: leave one of them out. "
+        f"The same as a policy is {own or 'megatron:none'!r}."
+    )
+
+
+def applying_init(original: Callable[..., None]) -> Callable[..., None]:
+    """`__init__` of a block that then runs the policy in its config."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        value = getattr(self.config, FIELD, None)
+        if value is None:
+            return
+        if value == "auto" and not _auto_is_claimed():
+            raise ApplyError(
+                "recompute_policy='auto', but nothing in this program measures and decides: start "
+                "it with python -m megatron_autorecompute.pretrain or scripts/bridge_pretrain.py, "
+                "or give a policy or @PLAN."
+            )
+        policy = policy_of(self.config)
+        if policy is not None:
+            apply_at_construction(policy, self, holder=f"the config field {FIELD}")
+
+    return __init__
+
+
+_claims: list[str] = []
+
+
+def claim_auto(by: str) -> None:
+    """Say that `by` will resolve `auto` on the models built from now on."""
+    _claims.append(by)
+
+
+def release_auto(by: str) -> None:
+    """Take a claim back."""
+    _claims.remove(by)
+
+
+def _auto_is_claimed() -> bool:
+    return bool(_claims)

@@ -1,0 +1,208 @@
+"""What a job's measurements hold for, as text: equal on all ranks and at every start of the job.
+
+Everything is in it that can change the bytes or times of a layer, whatever its type. What needs
+only a new solve is not: budget, reserve, microbatches, percentile. Nor is what the running job
+hangs into its configs (timers, callbacks), and what changes numbers but neither bytes nor times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import megatron.core
+import torch
+
+from megatron_autorecompute import __version__, compat
+from megatron_autorecompute.planner.layout import Chunk, Layout
+from megatron_autorecompute.runtime.ranks import gathered
+
+NOT_OF_A_STEP = ("_", "recompute_", "inference_", "config_logger_dir")
+"""How fields begin that are private, the plan's own, of inference, or where a log goes."""
+NUMBERS_ONLY = (
+    "lr",
+    "min_lr",
+    "decoupled_lr",
+    "decoupled_min_lr",
+    "weight_decay",
+    "clip_grad",
+    "grad_norm_skip_threshold",
+    "loss_scale",
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "hysteresis",
+)
+"""Fields of an optimizer that say how far a step goes: what a restart often changes."""
+VARIABLES = ("NVTE_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""How environment variables begin that choose kernels, or how the allocator splits memory."""
+KERNELS = {
+    "transformer-engine": "transformer_engine",
+    "flash-attn": "flash_attn",
+    "triton": "triton",
+}
+"""Packages whose kernels a step may run, and the modules that tell their versions."""
+
+
+def fingerprint(
+    chunks: Sequence[torch.nn.Module],
+    optimizer: Any,
+    layout: Layout,
+    given: Mapping[str, str],
+) -> dict[str, str]:
+    """What must be equal for a plan to be used again, one entry for each thing that matters.
+
+    Args:
+        chunks: this rank's model chunks, without a policy.
+        optimizer: Megatron's optimizer on them.
+        layout: layers of all stages and chunks.
+        given: what else matters: shapes of a microbatch, the device.
+    """
+    first = compat.unwrapped(chunks[0])
+    mine = {
+        **_fields(first.config),
+        **_fields(getattr(chunks[0], "ddp_config", None), "ddp."),
+        **_fields(getattr(optimizer, "config", None), "optimizer.", NUMBERS_ONLY),
+        **dict(_attributes(first)),
+        "model": type(first).__name__,
+        "wrappers": " ".join(_wrappers(chunks[0])),
+        "optimizer": " ".join(_optimizers(optimizer)),
+        "modules": hashlib.sha256("".join(_modules(chunks)).encode()).hexdigest()[:16],
+        "layers": _layers(layout),
+        "world_size": str(len(gathered(None))),
+        "torch": str(torch.__version__),
+        "megatron-core": megatron.core.__version__,
+        "megatron-autorecompute": __version__,
+        "python": platform.python_version(),
+        **{name: _version(module) for name, module in KERNELS.items() if module in sys.modules},
+        **{name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
+        **given,
+    }
+    return _merged(gathered(mine))
+
+
+def _merged(by_rank: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Every entry once; where ranks differ, as stages do, all that they have."""
+    values: dict[str, set[str]] = {}
+    for one in by_rank:
+        for name, value in one.items():
+            values.setdefault(name, set()).add(value)
+    return {name: " / ".join(sorted(values[name])) for name in sorted(values)}
+
+
+def _fields(config: Any, prefix: str = "", left_out: Sequence[str] = ()) -> dict[str, str]:
+    """Fields of a config that differ from their defaults; a dataclass, or nothing."""
+    if not dataclasses.is_dataclass(config):
+        return {}
+    found = {}
+    for field in dataclasses.fields(config):
+        if field.name.startswith(NOT_OF_A_STEP) or field.name in left_out or _is_hook(field):
+            continue
+        value, default = rendered(getattr(config, field.name, None)), rendered(_default(field))
+        if value != default:
+            found[prefix + field.name] = value
+    return found
+
+
+def _is_hook(field: dataclasses.Field[Any]) -> bool:
+    """Whether the job hangs something of its own in here: timers, callbacks, initialisers."""
+    declared = str(field.type)
+    return field.default is None and ("Callable" in declared or "ContextManager" in declared)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def rendered(value: Any) -> str:
+    """Text that is equal wherever the value means the same; never an address.
+
+    Tuples and lists look alike, as a config read from a file has lists.
+    """
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, functools.partial):
+        return f"{rendered(value.func)}({rendered(value.args)}, {rendered(value.keywords)})"
+    if isinstance(value, Mapping):
+        return _listed(f"{rendered(key)}: {rendered(item)}" for key, item in value.items())
+    if isinstance(value, (set, frozenset)):
+        return _listed(map(rendered, value))
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(rendered, value))}]"
+    if hasattr(value, "__qualname__"):  # a class, function or method
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value) or type(value).__repr__ is object.__repr__:
+        held = [f"{name}={rendered(item)}" for name, item in _held(value)]
+        return f"{type(value).__qualname__}({', '.join(held)})"
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return f"{{{', '.join(sorted(texts))}}}"
+
+
+def _held(value: Any) -> Iterator[tuple[str, Any]]:
+    """An object's public attributes, sorted by name."""
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+    else:
+        names = sorted(getattr(value, "__dict__", ()))
+    return (
+        (name, getattr(value, name)) for name in names if name[0] != "_" and hasattr(value, name)
+    )
+
+
+def _attributes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """What a model was built with besides its config: vocabulary, position embedding, ..."""
+    for name, value in vars(model).items():
+        plain = isinstance(value, (bool, int, float, str, Enum))
+        if plain and not name.startswith("_") and name != "training":
+            yield f"model.{name}", rendered(value)
+
+
+def _wrappers(chunk: torch.nn.Module) -> Iterator[str]:
+    while hasattr(chunk, "module"):
+        yield type(chunk).__name__
+        chunk = chunk.module
+
+
+def _optimizers(optimizer: Any) -> list[str]:
+    """The kinds of optimizer, each with the one inside that holds the state."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return sorted(
+        {f"{type(p).__name__}({type(getattr(p, 'optimizer', None)).__name__})" for p in parts}
+    )
+
+
+def _modules(chunks: Sequence[torch.nn.Module]) -> list[str]:
+    """Structure and shapes of all chunks of all ranks, and which parameters are trained."""
+    mine = {
+        f"{compat.signature(compat.unwrapped(chunk))} "
+        + " ".join(name for name, one in chunk.named_parameters() if not one.requires_grad)
+        for chunk in chunks
+    }
+    return sorted(set().union(*gathered(mine)))
+
+
+def _layers(layout: Layout) -> str:
+    """Every stage, chunk by chunk, E embedding and L loss: `E0-3 8-11|4-7 12-15L`."""
+    return "|".join(" ".join(map(_chunk, chunks)) for chunks in layout.stages)
+
+
+def _chunk(chunk: Chunk) -> str:
+    layers = f"{chunk.layers[0]}-{chunk.layers[-1]}" if chunk.layers else "-"
+    return f"{'E' * chunk.embedding}{layers}{'L' * chunk.head}"
+
+
+def _version(module: str) -> str:
+    return str(getattr(sys.modules[module], "__version__", "unknown"))

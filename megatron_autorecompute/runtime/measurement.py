@@ -1,0 +1,618 @@
+"""Measuring: what each choice costs on each kind of layer, read off ordinary training steps.
+
+Recompute does not change what a step computes, so every step is an ordinary one. A `Measurement`
+varies the choices from step to step through `apply`, so that what is measured is what runs, and
+turns what all ranks saw into a `Profile`. It knows neither budget nor solver.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from megatron_autorecompute import compat
+from megatron_autorecompute.errors import ApplyError, PipelineError
+from megatron_autorecompute.planner.p2p_tensors import extra_tensors
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.profile import (
+    BytesAt,
+    ChoiceRecord,
+    LayerKind,
+    Model,
+    Parallelism,
+    Profile,
+    ScheduleOverhead,
+    StageRecord,
+    StaticBytes,
+    in_order,
+)
+from megatron_autorecompute.runtime.apply import AppliedPolicy
+from megatron_autorecompute.runtime.probe import Memory, Pass, Place, Probe, Stretch, stretches
+from megatron_autorecompute.runtime.ranks import gathered
+from megatron_autorecompute.work_order import RERUN_WITH
+
+PERCENTILES = (50.0, 90.0, 95.0, 99.0, 100.0)
+"""Of microbatches, at which the bytes of layers with experts are recorded."""
+MAX_CHOICES = 12
+"""The most choices measured for one kind of layer; subsets of modules grow as powers of two."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen of one (place, choice): an entry for every layer and microbatch.
+
+    A level is the most bytes alive that belong to the layer: held and transient together.
+    """
+
+    held_bytes: list[int] = field(default_factory=list)
+    """Without the place's input."""
+    input_bytes: list[int] = field(default_factory=list)
+    """The input's size, or 0 where nobody keeps it; no entry for one that another stage sent."""
+    forward_level_bytes: list[int] = field(default_factory=list)
+    backward_level_bytes: list[int] = field(default_factory=list)
+    forward_ms: list[float] = field(default_factory=list)
+    backward_ms: list[float] = field(default_factory=list)
+
+    def add(self, other: Seen) -> None:
+        """Take over what another rank saw."""
+        for name in self.__slots__:
+            getattr(self, name).extend(getattr(other, name))
+
+    def settled(self) -> Seen:
+        """Without the first times, where there are others: what runs for the first time on a rank
+        is compiled, tuned or loaded first, which can take a thousand times as long."""
+        forward_ms, backward_ms = self.forward_ms, self.backward_ms
+        return replace(
+            self,
+            forward_ms=forward_ms[1:] or forward_ms,
+            backward_ms=backward_ms[1:] or backward_ms,
+        )
+
+    def complete(self) -> bool:
+        """Whether there is enough for a record."""
+        return all(getattr(self, name) for name in self.__slots__ if name != "input_bytes")
+
+    def at(self, percentile: float) -> tuple[int, int, int]:
+        """Held bytes without the input, and both levels, that so many percent stay within."""
+        held, forward, backward = (
+            _nearest_rank(values, percentile)
+            for values in (self.held_bytes, self.forward_level_bytes, self.backward_level_bytes)
+        )
+        return held, forward, backward
+
+    def record(self, choice: str, boundary_bytes: int) -> ChoiceRecord:
+        """The most bytes, the median times, and half the middle half of the times as spread.
+
+        An input of which is not known whether the place keeps it counts as kept.
+        """
+        input_bytes = max(self.input_bytes, default=boundary_bytes)
+        held = max(self.held_bytes) + input_bytes
+        return ChoiceRecord(
+            choice=choice,
+            held_bytes=held,
+            forward_transient_bytes=max(0, max(self.forward_level_bytes) - held),
+            backward_transient_bytes=max(0, max(self.backward_level_bytes) - held),
+            forward_ms=statistics.median(self.forward_ms),
+            backward_ms=statistics.median(self.backward_ms),
+            spread_ms=_half_middle_half(self.forward_ms) + _half_middle_half(self.backward_ms),
+            input_kept=input_bytes > 0 or boundary_bytes == 0,
+        )
+
+
+def _nearest_rank(values: Sequence[int], percentile: float) -> int:
+    """The smallest value that so many percent of all do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * percentile / 100) - 1)]
+
+
+def _percentiles(record: ChoiceRecord, ranks: Sequence[Seen]) -> tuple[BytesAt, ...]:
+    """A record's bytes at percentiles of each rank's microbatches, on the fullest rank.
+
+    Not of all ranks' together: experts that many tokens go to are always on the same rank.
+    """
+    input_bytes = record.held_bytes - max(max(seen.held_bytes) for seen in ranks)
+    points = []
+    for percentile in PERCENTILES:
+        by_rank = zip(*(seen.at(percentile) for seen in ranks), strict=True)
+        held, forward, backward = (max(values) for values in by_rank)
+        held += input_bytes
+        points.append(BytesAt(percentile, held, max(0, forward - held), max(0, backward - held)))
+    return tuple(points)
+
+
+def _half_middle_half(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2
+
+
+SeenByKey = dict[tuple[str, str], Seen]
+"""By signature of the kind, or name of the place, and choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Layers of equal structure and shapes on this rank, and the choices they have."""
+
+    signature: str
+    name: str
+    layers: tuple[int, ...]
+    choices: tuple[LayerPolicy, ...]
+    has_experts: bool
+
+
+def kinds(chunks: Sequence[torch.nn.Module]) -> list[Kind]:
+    """The kinds of layers in this rank's chunks."""
+    members: dict[str, list[tuple[torch.nn.Module, int]]] = defaultdict(list)
+    depths = {id(site.layer) for site in compat.mtp_sites(chunks)}
+    for layer, index in compat.layers(chunks):
+        # A multi-token-prediction depth wraps a layer like the decoder's in more than the layer.
+        depth = "mtp:" * (id(layer) in depths)
+        members[depth + compat.signature(layer)].append((layer, index))
+    return [
+        Kind(
+            signature,
+            "mtp" if signature.startswith("mtp:") else compat.kind_name(found[0][0]),
+            tuple(index for _, index in found),
+            choices(found[0][0]),
+            compat.has_experts(found[0][0]),
+        )
+        for signature, found in members.items()
+    ]
+
+
+def choices(layer: torch.nn.Module) -> tuple[LayerPolicy, ...]:
+    """What this layer can do: none, full, and every set of modules Megatron allows and it has.
+
+    Sets are left out that repeat what a larger module does anyway (`moe` reruns its experts'
+    activation), and beyond `MAX_CHOICES` the largest sets.
+    """
+    modules = compat.usable_modules(layer)
+    sets = (
+        combination
+        for size in range(1, len(modules) + 1)
+        for combination in itertools.combinations(modules, size)
+        if not any(set(combination) & set(RERUN_WITH.get(name, ())) for name in combination)
+    )
+    selective = (LayerPolicy("selective", combination) for combination in sets)
+    full = [FULL] if compat.is_allowed(layer.config, FULL) else []
+    return (NONE, *full, *itertools.islice(selective, MAX_CHOICES - 1 - len(full)))
+
+
+class Measurement:
+    """Varies choices over the layers from step to step and collects what they cost.
+
+        for _ in measurement.policies():
+            with measurement.watch(memory):
+                training_step()
+        profile = measurement.profile(...)
+
+    Every rank does the same; bytes and times are put together in `profile`.
+
+    Args:
+        chunks: this rank's model chunks, wrapped or bare.
+        applied: the policy in force on them; `policies` switches it.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], applied: AppliedPolicy) -> None:
+        self.chunks = chunks
+        self.applied = applied
+        self.kinds = kinds(chunks)
+        self.boundary_bytes = 0
+        self.static_bytes = 0
+        self.peak_bytes = 0
+        self.optimizer_step_peak_bytes = 0
+        self.overhead = ScheduleOverhead(0, 0)
+        self._seen: SeenByKey = defaultdict(Seen)
+        self._stages = {
+            index: stage
+            for stage, there in gathered((compat.pipeline_rank(), self.kinds))
+            for kind in there
+            for index in kind.layers
+        }
+        self._signatures = {index: kind.signature for kind in self.kinds for index in kind.layers}
+
+    def policies(
+        self,
+        repeats: int = 1,
+        *,
+        room: Sequence[int] | None = None,
+        most_steps: int | None = None,
+    ) -> Iterator[None]:
+        """Switch through policies that together show every choice of every kind `repeats` times.
+
+        All layers stand at the leanest choice but for one layer of every kind at each choice to be
+        measured, so that a step fits wherever the leanest policy does, or nearly. A model with more
+        layers of each kind than choices needs one step.
+
+        Args:
+            repeats: how often; each time other layers take the choices.
+            room: for every stage, how many layers may leave the leanest choice in one step; all
+                where not given, and one on the last stage where there is room for none.
+            most_steps: stop after so many, the choices that are left unmeasured.
+        """
+        everywhere = _merged_kinds(gathered(self.kinds))
+        steps = 0
+        for repeat in range(repeats):
+            due = [list(kind.choices) for kind in everywhere]
+            while any(due) and (most_steps is None or steps < most_steps):
+                left, layers = list(room or ()), list(self.leanest().layers)
+                for kind, choices in zip(everywhere, due, strict=True):
+                    for index in self._with_room(kind.layers, left, repeat)[: len(choices)]:
+                        layers[index] = choices.pop(0)
+                self.applied.switch(RecomputePolicy(tuple(layers)))
+                steps += 1
+                yield
+
+    def _with_room(self, layers: Sequence[int], left: list[int], repeat: int) -> list[int]:
+        """The layers of a kind that may leave the leanest choice; takes their room."""
+        shift = repeat % len(layers)
+        turned = [*layers[shift:], *layers[:shift]]
+        if not left:
+            return turned
+        if not any(left):
+            left[-1] = 1
+        chosen = []
+        # Later stages hold fewer microbatches at once, so a layer there needs less room.
+        for index in sorted(turned, key=lambda index: -self._stages[index]):
+            if left[self._stages[index]] > 0:
+                left[self._stages[index]] -= 1
+                chosen.append(index)
+        return chosen
+
+    def leanest(self) -> RecomputePolicy:
+        """Every layer at full, or at its largest set of modules where Megatron allows no full."""
+        layers = [NONE] * len(self.applied.policy.layers)
+        for kind in _merged_kinds(gathered(self.kinds)):
+            choice = FULL if FULL in kind.choices else kind.choices[-1]
+            for index in kind.layers:
+                layers[index] = choice
+        return RecomputePolicy(tuple(layers))
+
+    @contextmanager
+    def watch(self, memory: Memory | None, *, times: bool = True) -> Iterator[None]:
+        """Measure the training step inside, under the policy in force.
+
+        Args:
+            memory: where bytes are read; None where a step is for its times only.
+            times: False where reading the bytes slows the step down (`LiveBytes`).
+
+        Raises:
+            ApplyError: on every rank, when on any of them the step was not one forward and one
+                backward of every microbatch, in the order of Megatron's schedule.
+        """
+        if memory is not None:
+            self.static_bytes = memory.current_bytes
+        with Probe(self.chunks, memory) as probe:
+            yield
+        self._check_measurable(probe.passes)
+        if memory is not None:
+            self.boundary_bytes = probe.boundary_bytes
+            self.peak_bytes = max(memory.peak_bytes, probe.peak_bytes)
+            self.optimizer_step_peak_bytes = memory.peak_bytes - self.static_bytes
+            self._note_overhead(probe.passes)
+        for one in probe.passes:
+            for stretch in stretches(one):
+                self._note(one, stretch, memory is not None, times)
+
+    def _check_measurable(self, passes: Sequence[Pass]) -> None:
+        reasons = [reason for reason in gathered(self._not_measurable(passes)) if reason]
+        if reasons:
+            raise ApplyError(
+                f"auto cannot measure layers in this training step: {reasons[0]}. Give a policy in "
+                "place of auto."
+            )
+
+    def _not_measurable(self, passes: Sequence[Pass]) -> str | None:
+        """What keeps this rank's passes from being those of Megatron's schedule, or None."""
+        if not passes:
+            return "no forward of the model had a backward"
+        for one in passes:
+            if one.phase == "forward" and not one.output_has_gradient:
+                return "gradients reach the layers by another way than what the model returns"
+            layers = [mark.place for mark in one.marks if isinstance(mark.place, int)]
+            if len(set(layers)) < len(layers):
+                return f"layer {statistics.mode(layers)} runs more than once in one {one.phase}"
+        try:
+            events = self._schedule(passes).events(compat.pipeline_rank())
+        except PipelineError:  # no schedule has so many
+            events = ()
+        if [(one.phase, one.chunk) for one in passes] != [(e.direction, e.chunk) for e in events]:
+            return (
+                "a microbatch goes through the model with gradients more than once, or in another "
+                "order than Megatron's schedule has"
+            )
+        return None
+
+    def unseen(self) -> list[str]:
+        """Choices that no rank has measured yet, each with its kind."""
+        seen = self._seen_everywhere()
+        return [
+            f"{choice} ({kind.name})"
+            for kind in _merged_kinds(gathered(self.kinds))
+            for choice in kind.choices
+            if not seen[kind.signature, str(choice)].complete()
+        ]
+
+    def most_held_bytes(self) -> int:
+        """The most that any layer was seen to hold, on any rank."""
+        seen = self._seen_everywhere().values()
+        most = max((held for s in seen for held in s.held_bytes), default=0)
+        return most + self.boundary_bytes
+
+    def _seen_everywhere(self) -> SeenByKey:
+        return _put_together(gathered(dict(self._seen)))
+
+    def _choice(self, place: Place) -> LayerPolicy:
+        return self.applied.policy.layers[place] if isinstance(place, int) else NONE
+
+    def _note(self, one: Pass, stretch: Stretch, with_bytes: bool, with_times: bool) -> None:
+        place = stretch.place
+        if not self._exists(one.chunk, place):
+            return
+        signature = self._signatures[place] if isinstance(place, int) else place
+        seen = self._seen[signature, str(self._choice(place))]
+        input_bytes = stretch.input_bytes
+        received = place == one.first_place and not self._exists(one.chunk, "embedding")
+        if with_bytes and one.phase == "forward":
+            seen.held_bytes.append(_held_bytes(stretch))
+            seen.forward_level_bytes.append(stretch.peak_bytes - stretch.begin_bytes + input_bytes)
+            if not received:
+                seen.input_bytes.append(input_bytes * (place in one.kept))
+        elif with_bytes:
+            # The gradient of the input is there by now; an input is let go, unless it was sent.
+            base = stretch.end_bytes - input_bytes * (2 if received else 1)
+            level_bytes = stretch.peak_bytes - base + _context_gradient_bytes(one, place)
+            seen.backward_level_bytes.append(level_bytes)
+        if with_times:
+            (seen.forward_ms if one.phase == "forward" else seen.backward_ms).append(stretch.ms)
+
+    def _exists(self, chunk: int, place: Place) -> bool:
+        """Whether the chunk really has this place: an embedding, a layer, a head.
+
+        Not what follows "output": where the output is the head's input as well, the mark of that
+        gradient still counts to the forward pass.
+        """
+        if place == "output":
+            return False
+        model = compat.unwrapped(self.chunks[chunk])
+        if place == "embedding":
+            return bool(model.pre_process)
+        return place != "head" or bool(model.post_process)  # "between" is with both blocks only
+
+    def _note_overhead(self, passes: Sequence[Pass]) -> None:
+        """What is alive when a pass starts besides what layers own and boundary tensors."""
+        most = {"forward": self.overhead.forward_bytes, "backward": self.overhead.backward_bytes}
+        in_flight: dict[int, deque[int]] = defaultdict(deque)
+        for one, extra in zip(passes, self._extra_tensors(passes), strict=True):
+            held = sum(map(sum, in_flight.values()))
+            above = one.marks[0].current_bytes - self.static_bytes - held
+            # The received input belongs to the first layer, the received gradient to the last.
+            outside = "embedding" if one.phase == "forward" else "head"
+            received = 0 if self._exists(one.chunk, outside) else self.boundary_bytes
+            rest = above - received - extra * self.boundary_bytes
+            most[one.phase] = max(most[one.phase], rest)
+            if one.phase == "forward":
+                in_flight[one.chunk].append(self._held_of(one))
+            else:
+                in_flight[one.chunk].popleft()
+        self.overhead = ScheduleOverhead(most["forward"], most["backward"])
+
+    def _schedule(self, passes: Sequence[Pass]) -> Schedule:
+        """Megatron's schedule of as many passes."""
+        config = compat.unwrapped(self.chunks[0]).config
+        num_chunks = len(self.chunks)
+        return Schedule(
+            compat.pipeline_size(),
+            num_chunks,
+            len(passes) // (2 * num_chunks),
+            config.microbatch_group_size_per_vp_stage if num_chunks > 1 else None,
+            config.overlap_moe_expert_parallel_comm,
+        )
+
+    def _extra_tensors(self, passes: Sequence[Pass]) -> Sequence[int]:
+        """Boundary tensors at every pass that belong to no layer."""
+        config = compat.unwrapped(self.chunks[0]).config
+        return extra_tensors(
+            self._schedule(passes),
+            compat.pipeline_rank(),
+            overlap_p2p=config.overlap_p2p_comm,
+            deallocated=config.deallocate_pipeline_outputs,
+        )
+
+    def _held_of(self, one: Pass) -> int:
+        """What one microbatch in flight holds of a chunk, its output included where it is kept."""
+        kept = not (
+            self._exists(one.chunk, "head")
+            or compat.unwrapped(self.chunks[0]).config.deallocate_pipeline_outputs
+        )
+        held = sum(_held_bytes(stretch) for stretch in self._existing(one))
+        inputs = sum(size for place, size in one.kept.items() if self._exists(one.chunk, place))
+        return held + inputs + kept * self.boundary_bytes
+
+    def _existing(self, one: Pass) -> Iterator[Stretch]:
+        return (s for s in stretches(one) if self._exists(one.chunk, s.place))
+
+    def profile(
+        self,
+        model: Model,
+        parallelism: Parallelism,
+        static: StaticBytes,
+        *,
+        fingerprint: dict[str, str] | None = None,
+        assumptions: tuple[str, ...] = (),
+    ) -> Profile:
+        """Put together what all ranks saw: the most bytes, the median times. Same on every rank.
+
+        Args:
+            model: which model.
+            parallelism: the shapes of the steps that were watched.
+            static: what this rank's stage has besides activations.
+            fingerprint: what must be equal for the figures to hold.
+            assumptions: what the figures rest on besides the measuring.
+        """
+        by_rank = gathered(dict(self._seen))
+        seen = _put_together(by_rank)
+        stages: dict[int, StageRecord] = {}
+        for pipeline_rank, record in gathered((compat.pipeline_rank(), self._stage(static))):
+            known = stages.get(pipeline_rank, record)
+            stages[pipeline_rank] = _larger(known, record)
+        everywhere = _merged_kinds(gathered(self.kinds))
+        config = compat.unwrapped(self.chunks[0]).config
+        embedding = seen["embedding", "none"].record("none", 0)
+        if model.encoder_layers:
+            between = seen["between", "none"].record("none", self.boundary_bytes)
+            embedding = _together(embedding, between)
+        return Profile(
+            model=model,
+            parallelism=parallelism,
+            kinds=tuple(
+                _layer_kind(kind, seen, by_rank, self.boundary_bytes) for kind in everywhere
+            ),
+            embedding=embedding,
+            head=seen["head", "none"].record("none", self.boundary_bytes),
+            boundary_bytes=self.boundary_bytes,
+            stages=tuple(stages[rank] for rank in sorted(stages)),
+            deallocate_pipeline_outputs=bool(config.deallocate_pipeline_outputs),
+            overlap_p2p_comm=bool(config.overlap_p2p_comm),
+            fingerprint=fingerprint or {},
+            assumptions=assumptions,
+        )
+
+    def _stage(self, static: StaticBytes) -> StageRecord:
+        return StageRecord(
+            layers=tuple(sorted(self._signatures)),
+            static=static,
+            optimizer_step_peak_bytes=max(0, self.optimizer_step_peak_bytes),
+            overhead=self.overhead,
+        )
+
+
+def _held_bytes(stretch: Stretch) -> int:
+    """What a place keeps besides its input; its output belongs to the next place."""
+    output_bytes = 0 if stretch.place == "head" else stretch.output_bytes
+    grown = stretch.end_bytes - stretch.begin_bytes
+    return max(0, grown + stretch.let_go_bytes - output_bytes)
+
+
+def _context_gradient_bytes(one: Pass, place: Place) -> int:
+    """Size of the gradient that adds up while a decoder behind an encoder goes backward.
+
+    It is there where a decoder layer ends, so that it would seem to belong to another.
+    """
+    found = {mark.place: (at, mark.input_bytes) for at, mark in enumerate(one.marks)}
+    if "between" not in found or not isinstance(place, int):
+        return 0
+    at, context_bytes = found["between"]
+    return context_bytes if found[place][0] < at else 0
+
+
+def _together(embedding: ChoiceRecord, between: ChoiceRecord) -> ChoiceRecord:
+    """The embedding, and what lies between encoder and decoder, as one pseudo-layer.
+
+    Both live as if in front of the first layer: while the encoder runs the second counts too soon.
+    """
+    return replace(
+        embedding,
+        held_bytes=embedding.held_bytes + between.held_bytes,
+        forward_transient_bytes=max(
+            embedding.forward_transient_bytes, between.forward_transient_bytes
+        ),
+        backward_transient_bytes=max(
+            embedding.backward_transient_bytes, between.backward_transient_bytes
+        ),
+        forward_ms=embedding.forward_ms + between.forward_ms,
+        backward_ms=embedding.backward_ms + between.backward_ms,
+        spread_ms=embedding.spread_ms + between.spread_ms,
+    )
+
+
+def _merged_kinds(by_rank: list[list[Kind]]) -> list[Kind]:
+    """The kinds of the whole model, in the order of their first layer, with distinct names."""
+    merged: dict[str, Kind] = {}
+    for kind in itertools.chain.from_iterable(by_rank):
+        layers = set(kind.layers) | set(
+            merged[kind.signature].layers if kind.signature in merged else ()
+        )
+        merged[kind.signature] = replace(kind, layers=tuple(sorted(layers)))
+    ordered = sorted(merged.values(), key=lambda kind: kind.layers)
+    names = [kind.name for kind in ordered]
+    return [
+        kind if names.count(kind.name) == 1 else replace(kind, name=f"{kind.name}-{number}")
+        for number, kind in enumerate(ordered)
+    ]
+
+
+def _put_together(by_rank: Sequence[SeenByKey]) -> SeenByKey:
+    everything: SeenByKey = defaultdict(Seen)
+    for seen in by_rank:
+        for key, found in seen.items():
+            everything[key].add(found.settled())
+    return everything
+
+
+def _layer_kind(
+    kind: Kind, seen: SeenByKey, by_rank: Sequence[SeenByKey], boundary_bytes: int
+) -> LayerKind:
+    records = {}
+    for choice in kind.choices:
+        key = (kind.signature, str(choice))
+        if not seen[key].complete():
+            continue
+        record = seen[key].record(str(choice), boundary_bytes)
+        if kind.has_experts:
+            ranks = [one[key] for one in by_rank if key in one and one[key].held_bytes]
+            record = replace(record, percentiles=_percentiles(record, ranks))
+        records[str(choice)] = record
+    inert = _inert([choice for choice in kind.choices if str(choice) in records], records)
+    samples = [len(seen[kind.signature, choice].backward_ms) for choice in records]
+    ordered = in_order(list(records.values()), samples)
+    planned = tuple(record for record in ordered if record.choice not in inert)
+    return LayerKind(kind.name, kind.layers, planned, inert)
+
+
+def _inert(choices: Sequence[LayerPolicy], records: dict[str, ChoiceRecord]) -> dict[str, str]:
+    """Sets of modules that keep and touch exactly what a smaller set does, and that smaller set."""
+    inert: dict[str, str] = {}
+    for larger in choices:
+        for smaller in choices:
+            if (
+                larger.granularity == "selective"
+                and smaller.granularity != "full"
+                and set(smaller.modules) < set(larger.modules)
+                and str(larger) not in inert
+                and _bytes(records[str(larger)]) == _bytes(records[str(smaller)])
+            ):
+                inert[str(larger)] = inert.get(str(smaller), str(smaller))
+    return inert
+
+
+def _bytes(record: ChoiceRecord) -> tuple[int, int, int]:
+    return (
+        record.held_bytes,
+        record.forward_transient_bytes,
+        record.backward_transient_bytes,
+    )
+
+
+def _larger(one: StageRecord, other: StageRecord) -> StageRecord:
+    """The most bytes of two ranks of a stage."""
+    assert one.overhead is not None
+    assert other.overhead is not None
+    peak = max(one.optimizer_step_peak_bytes, other.optimizer_step_peak_bytes)
+    return replace(
+        max(one, other, key=lambda record: record.static.total_bytes),
+        optimizer_step_peak_bytes=peak,
+        overhead=ScheduleOverhead(
+            max(one.overhead.forward_bytes, other.overhead.forward_bytes),
+            max(one.overhead.backward_bytes, other.overhead.backward_bytes),
+        ),
+    )

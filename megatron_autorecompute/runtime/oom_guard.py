@@ -1,0 +1,359 @@
+"""Surviving a step in which one rank runs out of memory.
+
+The other ranks wait for this rank's tensors, so it may not simply leave the step: from where it
+failed it computes nothing more, sends zeros, and enters at their places the collectives that its
+forwards and backwards would have entered. Before gradients are made final all ranks agree, with one
+number each, that the step is lost: no weight, optimizer state or buffer changes. Megatron counts it
+as skipped, as it does after an overflow.
+
+That works between pipeline stages and data-parallel ranks. Where ranks meet inside layers nothing
+can stand in for a half-done collective: there the error is raised, and ends the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from megatron_autorecompute import compat
+from megatron_autorecompute.runtime.bucket_syncs import BucketSyncs
+from megatron_autorecompute.runtime.collectives import Meetings
+from megatron_autorecompute.runtime.ranks import most
+
+FINE, SHORT, FAILED = 0, 1, 2
+"""How a step went on the worst rank: as planned; near the budget; out of memory, not counted."""
+
+_CHUNK = "_autorecompute_chunk"
+"""Attribute of an output tensor: the number of the chunk it is of."""
+
+
+class StepGuard:
+    """Carries the ranks through a step that fails on some of them; made alike on every rank.
+
+    What it has to know of forwards and backwards it sees in its first step: where a collective is
+    entered inside them, what they return, which buffers they move. An error before that is raised.
+
+    Args:
+        chunks: this rank's model chunks.
+        optimizer: Megatron's optimizer.
+        is_short: whether this rank came near its budget in the step so far.
+        on_end: what this rank does before an error out of memory ends the job; gets the reason why
+            the others cannot go on without it.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        is_short: Callable[[], bool],
+        on_end: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self.outcome = self.own_outcome = FINE
+        self.lost_in_a_row = 0
+        """Steps that were lost up to now without one between them that was not."""
+        self._chunks = list(chunks)
+        self._optimizer = optimizer
+        self._is_short = is_short
+        self._on_end = on_end
+        self._config = getattr(chunks[0], "config", None)
+        self._inside = self._failed = self._agreed = self._knows = False
+        self._undo: list[Callable[[], None]] = []
+        self._meetings = Meetings()
+        self._why_not = compat.why_no_stand_in(self._config) if self._config is not None else None
+        self._buffers = _MovingBuffers(chunks)
+        self._loss_groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._syncs: list[BucketSyncs] = []
+        self._replace(optimizer, "step", self._agreed_step)
+        if self._why_not is None:
+            self._guard_passes()
+
+    def _guard_passes(self) -> None:
+        for chunk in self._chunks:
+            syncs = BucketSyncs(chunk, self._replace, self._meetings.elsewhere)
+            self._syncs.append(syncs)
+            self._replace(chunk, "forward", partial(self._guarded_forward, chunk, syncs))
+        if len(self._chunks) > 1:
+            self._replace(schedules, "forward_step", self._numbered_forward)
+        self._replace(schedules, "backward_step", self._guarded_backward)
+
+    def close(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one training step. Outside, as in an evaluation, an error is simply raised."""
+        self.outcome = self.own_outcome = FINE
+        self._inside, self._failed, self._agreed = True, False, False
+        finalize = getattr(self._config, "finalize_model_grads_func", None)
+        if finalize is not None:  # a training loop sets it when it starts
+            self._config.finalize_model_grads_func = self._agreed_finalize(finalize)
+        if self._why_not is None:
+            self._buffers.keep()
+        try:
+            with nullcontext() if self._knows else self._meetings.watched():
+                yield
+            if not self._agreed:
+                self._agree()
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._on_end(self._why_not or "it happened outside forward and backward")
+            raise
+        finally:
+            self._inside = self._failed = False
+            if finalize is not None:
+                self._config.finalize_model_grads_func = finalize
+        self.lost_in_a_row = self.lost_in_a_row + 1 if self.outcome == FAILED else 0
+
+    def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+        held = vars(owner).get(name)
+        setattr(owner, name, around(getattr(owner, name)))
+        self._undo.append(
+            lambda: delattr(owner, name) if held is None else setattr(owner, name, held)
+        )
+
+    # --- on a rank that runs out of memory --------------------------------------------------------
+
+    def _can_stand_in(self) -> bool:
+        """Whether this rank may go on with zeros; the error is raised where it may not."""
+        if not self._knows:
+            self._why_not = "in its first step nothing is known yet of where ranks meet"
+        return self._why_not is None
+
+    def _fail(self) -> None:
+        self._failed = True
+        compat.leave_interrupted_checkpoint()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _guarded_forward(
+        self, chunk: torch.nn.Module, syncs: BucketSyncs, original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        model = compat.unwrapped(chunk)
+        block = getattr(model, "decoder", None)
+        last: _Output | None = None
+
+        def forward(*args: Any, **named: Any) -> Any:
+            nonlocal last
+            if not self._inside:
+                return original(*args, **named)
+            tokens = named.get("input_ids", args[0] if args else None)
+            received = getattr(block, "input_tensor", None)
+            sizes = getattr(tokens, "shape", None), getattr(received, "shape", None)
+            if not self._failed:
+                self._meetings.inside = True
+                try:
+                    output = original(*args, **named)
+                    if last is None or last.sizes != sizes or sizes == (None, None):
+                        last = _Output(sizes, _zeros_of(output))
+                    return output
+                except torch.OutOfMemoryError:
+                    if not self._can_stand_in():
+                        raise
+                finally:
+                    self._meetings.inside = False
+                self._fail()
+            assert last is not None, "a forward fails before there was one"
+            syncs.gather_owed()
+            zeros = last.stand_in(model, sizes)
+            if zeros is None:
+                self._why_not = (
+                    f"what the model returns for {sizes} is not known, only {last.sizes}"
+                )
+                raise torch.OutOfMemoryError("A step that ran out of memory cannot be finished.")
+            return zeros
+
+        return forward
+
+    def _numbered_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        numbers = {id(chunk): number for number, chunk in enumerate(self._chunks)}
+
+        def forward_step(function: Any, data: Any, model: Any, *args: Any, **named: Any) -> Any:
+            result = original(function, data, model, *args, **named)
+            setattr(_first(result[0]), _CHUNK, numbers[id(model)])
+            return result
+
+        return forward_step
+
+    def _guarded_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **named: Any) -> Any:
+            if not self._inside:
+                return original(input_tensor, output_tensor, *args, **named)
+            if not self._failed:
+                self._meetings.inside = True
+                try:
+                    return original(input_tensor, output_tensor, *args, **named)
+                except torch.OutOfMemoryError:
+                    if not self._can_stand_in():
+                        raise
+                finally:
+                    self._meetings.inside = False
+                self._fail()
+                compat.stop_interrupted_timer(self._config)
+            self._syncs[getattr(_first(output_tensor), _CHUNK, 0)].reduce_owed()
+            return _zeros_like(input_tensor)
+
+        return backward_step
+
+    # --- on every rank ----------------------------------------------------------------------------
+
+    def _agree(self, *, finalizes: bool = False) -> None:
+        """What the worst rank says of the step so far; all ranks ask at the same place."""
+        self.own_outcome = FAILED if self._failed else SHORT if self._is_short() else FINE
+        self.outcome = most(self.own_outcome)
+        self._agreed = True
+        if self.outcome == FAILED:
+            for chunk in self._chunks if finalizes else ():
+                if hasattr(chunk, "finish_grad_sync"):
+                    chunk.finish_grad_sync(force_all_reduce=chunk.force_all_reduce)
+            self._abandon()
+        elif not self._knows:
+            self._learn()
+
+    def _learn(self) -> None:
+        """What the first step has shown, when all its passes are done."""
+        self._knows = True
+        self._buffers.find_moved()
+        self._loss_groups = compat.loss_groups()
+        if self._meetings.found and self._why_not is None:
+            self._why_not = f"ranks meet inside layers: {', '.join(self._meetings.found)}"
+
+    def _agreed_finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def finalize_model_grads(*args: Any, **named: Any) -> Any:
+            self._agree(finalizes=True)
+            if self.outcome == FAILED:
+                return None
+            result = original(*args, **named)
+            for syncs in self._syncs:
+                syncs.finished()
+            return result
+
+        return finalize_model_grads
+
+    def _agreed_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **named: Any) -> Any:
+            if not self._agreed:
+                self._agree()
+            if self.outcome == FAILED:
+                self._optimizer.zero_grad()
+                # What Megatron's train_step reads: no success, no gradient norm, no zeros counted.
+                return False, None, None
+            return original(*args, **named)
+
+        return step
+
+    def _abandon(self) -> None:
+        """Wait for what all have entered, and leave everything as it was before the step."""
+        for chunk, syncs in zip(self._chunks, self._syncs, strict=True):
+            syncs.abandon()
+            if hasattr(chunk, "zero_grad_buffer"):
+                chunk.zero_grad_buffer()
+        self._buffers.put_back()
+        if self._config is not None:
+            compat.forget_lost_step(self._config, self._chunks)
+        for tracker, groups in self._loss_groups:
+            tracker.update({name: group for name, group in groups.items() if group is not None})
+
+
+Sizes = tuple[torch.Size | None, torch.Size | None]
+"""Of a microbatch's tokens, and of the hidden states from the stage before, where there are any."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What a forward returned for a microbatch of certain sizes."""
+
+    sizes: Sizes
+    zeros: Callable[[], Any]
+
+    def stand_in(self, model: torch.nn.Module, sizes: Sizes) -> Any:
+        """Zeros in the form of what it returns for other sizes; None where that is not known."""
+        zeros = self.zeros()
+        if sizes == self.sizes:
+            return zeros
+        if isinstance(zeros, torch.Tensor):
+            usual = compat.output_shape(model, *self.sizes, zeros.shape)
+            shape = compat.output_shape(model, *sizes, zeros.shape)
+            if usual == zeros.shape and shape is not None:
+                return zeros.new_zeros(shape, requires_grad=zeros.requires_grad)
+        return None
+
+
+class _MovingBuffers:
+    """Buffers of a model that a forward or backward changes, as running statistics are."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._places = [
+            (module._buffers, name)
+            for chunk in chunks
+            for module in chunk.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._kept: list[torch.Tensor] | None = None
+
+    def keep(self) -> None:
+        """Before a step: remember what the buffers hold."""
+        if self._kept is None:
+            self._kept = [buffer.clone() for buffer in self._now()]
+        elif self._kept:
+            torch._foreach_copy_(self._kept, self._now())
+
+    def find_moved(self) -> None:
+        """After a step: from now on only those that it has changed count."""
+        kept = self._kept or []
+        moved = [n for n, now in enumerate(self._now()) if not torch.equal(now, kept[n])]
+        self._places = [self._places[n] for n in moved]
+        self._kept = [kept[n] for n in moved]
+
+    def put_back(self) -> None:
+        """After a step that is lost."""
+        for now, kept in zip(self._now(), self._kept or [], strict=True):
+            now.copy_(kept)
+
+    def _now(self) -> list[torch.Tensor]:
+        return [buffers[name] for buffers, name in self._places]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the device has no memory left; cuBLAS and NCCL say so, too."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in said or "_ALLOC_FAILED" in said)
+    )
+
+
+def _first(tensors: Any) -> Any:
+    return tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+
+
+def _zeros_of(output: Any) -> Callable[[], Any]:
+    """What makes zeros in the form of a model's output: one tensor (GPT), several (BERT), a
+    dictionary, a dataclass. Of anything else nothing is kept, as it could hold all activations."""
+    if isinstance(output, torch.Tensor):
+        shape, dtype, device = output.shape, output.dtype, output.device
+        trained = output.is_floating_point()
+        return lambda: torch.zeros(shape, dtype=dtype, device=device, requires_grad=trained)
+    if isinstance(output, Mapping):
+        values = {name: _zeros_of(value) for name, value in output.items()}
+        return lambda: {name: make() for name, make in values.items()}
+    if isinstance(output, (list, tuple)):
+        parts = [_zeros_of(part) for part in output]
+        return lambda: tuple(make() for make in parts)
+    if is_dataclass(output):
+        kind, attributes = type(output), _zeros_of(vars(output))
+        return lambda: kind(**attributes())
+    return lambda: None
+
+
+def _zeros_like(tensors: Any) -> Any:
+    if isinstance(tensors, (list, tuple)):
+        return [_zeros_like(tensor) for tensor in tensors]
+    return None if tensors is None else torch.zeros_like(tensors)

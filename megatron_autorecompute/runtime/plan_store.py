@@ -1,0 +1,122 @@
+"""The plan file of a job: read once when it starts, written by rank 0 whenever the plan changes.
+
+A file that cannot be written once training runs ends no job: that is said, and tried again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from megatron_autorecompute import json_records
+from megatron_autorecompute.errors import AutorecomputeError
+from megatron_autorecompute.planner.plan import Plan, changes
+from megatron_autorecompute.runtime.ranks import on_first_rank
+
+STEPS_BETWEEN_TRIES = 100
+"""A plan that could not be written is tried again after so many steps, and at the job's end."""
+
+
+class PlanStore:
+    """Where a job's plan is kept; without a path nothing is.
+
+    Args:
+        path: the plan file.
+        fingerprint: of this job, alike on all ranks.
+        say: prints on one rank.
+
+    Raises:
+        ProfileError: the path cannot be written; now and not after an hour of training.
+    """
+
+    def __init__(
+        self, path: str | None, fingerprint: Mapping[str, str], say: Callable[[str], None]
+    ) -> None:
+        self.path = path
+        self._fingerprint, self._say = fingerprint, say
+        self._unwritten: Plan | None = None
+        self._steps_waited = 0
+        if path is not None:
+            on_first_rank(lambda: _check_writable(Path(path)))
+
+    def known(self) -> Plan | None:
+        """The file's plan when it is of this very job; says what changed when it is not.
+
+        Raises:
+            ProfileError: the file is damaged, or of this job and contradicts itself.
+        """
+        path = self.path
+        if path is None:
+            return None
+        found = on_first_rank(lambda: self._read(path) if Path(path).exists() else None)
+        if isinstance(found, tuple):
+            self._say(
+                f"recompute auto: the plan in {path} is of another job, measuring again. "
+                f"Changed: {'; '.join(found)}"
+            )
+            return None
+        return found
+
+    def _read(self, path: str) -> Plan | tuple[str, ...]:
+        """The plan, or what is different in the job it is of, whatever else the file holds."""
+        text = json_records.read(path, "Plan")
+        changed = changes(_fingerprint_in(text) or self._fingerprint, self._fingerprint)
+        return changed or Plan.from_json(text, path)
+
+    def save(self, plan: Plan) -> None:
+        """Write the plan for the next start, on rank 0."""
+        if self.path is None or not _is_first_rank():
+            return
+        failed_before, error = self._unwritten is not None, _written(plan, self.path)
+        self._unwritten, self._steps_waited = (plan if error else None), 0
+        if error and not failed_before:
+            self._say(f"recompute auto: {error} Training goes on; the plan is written later.")
+        elif failed_before and not error:
+            self._say(f"recompute auto: the plan is in {self.path} now")
+
+    def step_done(self) -> None:
+        """Now and then try again to write what could not be written."""
+        self._steps_waited += 1
+        if self._unwritten is not None and self._steps_waited >= STEPS_BETWEEN_TRIES:
+            self.save(self._unwritten)
+
+    def close(self) -> None:
+        """Try for the last time."""
+        if self._unwritten is not None:
+            self.save(self._unwritten)
+        if self._unwritten is not None:
+            self._say(f"recompute auto: the plan could not be written to {self.path}")
+
+    def leave(self, plan: Plan) -> bool:
+        """Write the plan on this rank alone, which is about to end; whether it could."""
+        return self.path is not None and _written(plan, self.path) is None
+
+
+def _written(plan: Plan, path: str) -> AutorecomputeError | None:
+    try:
+        plan.save(path)
+    except AutorecomputeError as error:
+        return error
+    return None
+
+
+def _fingerprint_in(text: str) -> dict[str, str] | None:
+    """Of a plan of any version; None where there is none, as in a damaged file."""
+    try:
+        found = json.loads(text)["profile"]["fingerprint"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return {name: str(found[name]) for name in found} if isinstance(found, dict) else None
+
+
+def _is_first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def _check_writable(path: Path) -> None:
+    probe = path.with_name(f"{path.name}.writable")
+    json_records.write_atomically("", probe)
+    probe.unlink(missing_ok=True)  # another job with this path may have been here, too

@@ -1,0 +1,137 @@
+"""Bytes of this rank in training steps: their peak, the allocator's retries, its fragmentation.
+
+torch's peak statistics are the whole job's, and Megatron logs them (its own training code never
+resets them). While measuring they are reset at every boundary between layers; afterwards once
+whenever a plan begins to run, and never else: they then tell the most since that plan began. A
+step that needs more than any before it shows as a maximum that grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from megatron_autorecompute.runtime.probe import CudaBytes, Memory
+from megatron_autorecompute.runtime.static_memory import static_bytes, tensors
+
+Source = Callable[[], AbstractContextManager[Memory]]
+"""Another place to read bytes from, anew in every step."""
+
+
+class StepMemory:
+    """Reads this rank's bytes, one step after the other.
+
+    Args:
+        chunks: this rank's model chunks.
+        optimizer: Megatron's optimizer on them.
+        without_cuda: whether bytes come from `LiveBytes`, as there is no allocator to ask.
+        source: reads them instead; for tests that enforce a budget.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        without_cuda: bool,
+        source: Source | None = None,
+    ) -> None:
+        self.peak_bytes = 0
+        """The most that was allocated in the last step that was read, or since the plan began."""
+        self.fragmentation_bytes = 0
+        """Reserved at most beyond what was allocated at most, in all steps of `measuring`."""
+        self._chunks, self._optimizer = chunks, optimizer
+        self._without_cuda, self._source = without_cuda, source
+        self._allocated = self._reserved = 0
+        self._reading: Memory | None = None
+        self._static_bytes = self._peak_before = self._retries_before = 0
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether every step can be read: `LiveBytes` slows a step down."""
+        return not self._without_cuda or self._source is not None
+
+    def begin_measuring(self) -> None:
+        """Give back what building the model left reserved, which would look like fragmentation."""
+        if not self._without_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    @contextmanager
+    def measuring(self) -> Iterator[Memory]:
+        """A step whose peak may be reset by whoever measures in it; `note` it at the end."""
+        with self._opened() as memory:
+            self._note_fragmentation(memory.peak_bytes)  # an evaluation before the step counts, too
+            memory.reset_peak()
+            yield memory
+
+    def note(self, memory: Memory, peak_bytes: int) -> None:
+        """Keep the peak of a step that was measured."""
+        self.peak_bytes = self._with_static(memory, peak_bytes)
+        self._note_fragmentation(peak_bytes)
+
+    def plan_begins(self) -> None:
+        """Forget the peak of what ran before."""
+        if not self._without_cuda:
+            CudaBytes().reset_peak()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A step under a plan; its peak is kept, and what `is_short` compares with."""
+        with self._opened() as memory:
+            self._reading, self._retries_before = memory, self._retries()
+            self._peak_before = self._with_static(memory, memory.peak_bytes)
+            try:
+                yield
+                self.peak_bytes = self._with_static(memory, memory.peak_bytes)
+            finally:
+                self._reading = None
+
+    def is_short(self, budget_bytes: int) -> bool:
+        """Whether the step inside `watching` went above the budget, or the allocator retried.
+
+        Only this step: an evaluation or a checkpoint before it may have needed more.
+        """
+        if self._reading is None:
+            return False
+        self.peak_bytes = self._with_static(self._reading, self._reading.peak_bytes)
+        grown = self.peak_bytes > self._peak_before
+        return self._retries() > self._retries_before or (grown and self.peak_bytes > budget_bytes)
+
+    def _retries(self) -> int:
+        if self._without_cuda:
+            return 0
+        stats = torch.cuda.memory_stats()
+        return int(stats.get("num_alloc_retries", 0) + stats.get("num_ooms", 0))
+
+    @contextmanager
+    def _opened(self) -> Iterator[Memory]:
+        if not self._without_cuda and self._source is None:
+            yield CudaBytes()
+            return
+        # What comes to stay in this step, as optimizer state does, is counted as it comes.
+        self._static_bytes = static_bytes(self._chunks, self._optimizer).total_bytes
+        source = self._source or (lambda: LiveBytes(tensors(self._chunks, self._optimizer)))
+        with source() as memory:
+            memory.reset_peak()
+            yield memory
+
+    def _with_static(self, memory: Memory, peak_bytes: int) -> int:
+        """The peak with static bytes, which torch's allocator counts itself."""
+        return peak_bytes if isinstance(memory, CudaBytes) else self._static_bytes + peak_bytes
+
+    def _note_fragmentation(self, allocated_bytes: int) -> None:
+        if self._without_cuda:
+            return
+        self._allocated = max(self._allocated, allocated_bytes)
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
+        self.fragmentation_bytes = max(0, self._reserved - self._allocated)
+
+
+def available_bytes() -> int:
+    """What torch can reserve on this rank's device at most: all that others leave it."""
+    free_bytes, _ = torch.cuda.mem_get_info()
+    return free_bytes + torch.cuda.memory_reserved()

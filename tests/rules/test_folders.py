@@ -1,0 +1,190 @@
+"""Folders say who may know what. Every rule has a second test that shows that it can fail."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.rules.imports import PACKAGE, ROOT, imports, part, sources
+
+WORDS = {
+    "errors",
+    "json_records",
+    "options",
+    "packages",
+    "patched",
+    "policy",
+    "profile",
+    "units",
+    "work_order",
+}
+"""What every part may use."""
+PUBLIC = {"apply", "config"}
+"""Addresses that users import; nothing inside does."""
+KNOWS = {
+    "planner": set(),
+    "report": {"planner", "compare"},
+    "compat": {"planner"},
+    "runtime": {"planner", "compat", "report"},
+    "meta": {"planner", "compat", "runtime"},
+    "compare": {"planner", "compat", "runtime", "meta", "report"},
+    "integrations": {"planner", "compat", "runtime", "meta"},
+    "cli": {"planner", "report", "meta"},
+    "pretrain": {"runtime", "integrations"},
+    "apply": {"runtime"},
+    "config": {"runtime"},
+    PACKAGE: {"planner", "runtime"},
+}
+"""Which folders a part may import, besides the words and itself."""
+HEAVY = {"torch", "megatron"}
+RUNS_MEGATRON = {"compat", "runtime", "meta", "compare", "integrations"}
+
+
+def strangers(name: str, source: str) -> set[str]:
+    """The parts of the package that a module may not know and imports all the same."""
+    parts = {part(found) for found in imports(source) if found.startswith(PACKAGE + ".")}
+    folders = set(KNOWS) - {PACKAGE}
+    return (parts & folders) - KNOWS.get(part(name), set()) - {part(name)}
+
+
+def heavy_modules_after(code: str) -> set[str]:
+    """Which of torch and megatron a fresh interpreter has imported once it ran `code`."""
+    ask = f"{code}\nimport sys\nprint(*({HEAVY!r} & set(sys.modules)))"
+    ran = subprocess.run(
+        [sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(ran.stdout.split())
+
+
+def private_names(source: str) -> set[str]:
+    """Names with a leading underscore that a source takes out of another module of the package."""
+    tree = ast.parse(source)
+    modules, taken = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(PACKAGE):
+            modules |= {alias.asname or alias.name for alias in node.names}
+            taken |= {alias.name for alias in node.names if _is_private(alias.name)}
+    for node in ast.walk(tree):
+        of_name = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if of_name and node.value.id in modules and _is_private(node.attr):
+            taken.add(f"{node.value.id}.{node.attr}")
+    return taken
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, str]:
+    return sources()
+
+
+def test_every_module_is_in_a_folder_or_is_a_word(modules):
+    assert {part(name) for name in modules} == WORDS | set(KNOWS)
+
+
+def test_folders_import_only_what_they_may_know(modules):
+    assert {name: strangers(name, source) for name, source in modules.items()} == {
+        name: set() for name in modules
+    }
+
+
+def test_an_arrow_that_is_not_allowed_is_found():
+    source = "def later():\n    from megatron_autorecompute.meta.job import Job"
+    assert strangers(f"{PACKAGE}.runtime.apply", source) == {"meta"}
+    assert strangers(f"{PACKAGE}.policy", source) == {"meta"}
+    assert strangers(f"{PACKAGE}.cli.estimate", source) == set()
+
+
+@pytest.mark.parametrize("light", [WORDS, {"planner"}, {"report"}, {"cli"}])
+def test_what_shows_and_plans_is_imported_without_torch_and_megatron(light, modules):
+    names = [name for name in modules if part(name) in light and not name.endswith("__main__")]
+    assert heavy_modules_after("\n".join(f"import {name}" for name in names)) == set()
+
+
+@pytest.mark.parametrize("module", sorted(HEAVY))
+def test_the_check_in_a_fresh_interpreter_can_fail(module):
+    # Empty packages of these names: the real ones take seconds to import.
+    code = f"import sys, types; sys.modules[{module!r}] = types.ModuleType({module!r})"
+    assert heavy_modules_after(f"{code}\nimport {PACKAGE}") == {module}
+
+
+def names_of_megatron(name: str, source: str) -> set[str]:
+    """What a module that may not know Megatron imports of it."""
+    if part(name) in RUNS_MEGATRON:
+        return set()
+    return {found for found in imports(source) if found.split(".")[0] == "megatron"}
+
+
+def test_only_folders_that_run_megatron_import_it(modules):
+    assert set().union(*(names_of_megatron(*module) for module in modules.items())) == set()
+
+
+def test_an_import_of_megatron_in_the_planner_is_found():
+    source = "from megatron.core import parallel_state"
+    assert names_of_megatron(f"{PACKAGE}.planner.plan", source)
+    assert not names_of_megatron(f"{PACKAGE}.compat.layers", source)
+
+
+@pytest.mark.parametrize("start", ["apply", "config_field"])
+def test_applying_never_reaches_the_planners_search(start, modules):
+    search = {f"{PACKAGE}.planner.{name}" for name in ("planner", "plan", "policy_cost")}
+    imported = {name: imports(source) & set(modules) for name, source in modules.items()}
+    del imported[PACKAGE]  # whose names are looked up when they are asked for
+    assert search <= set(modules)
+    assert reached(f"{PACKAGE}.runtime.{start}", imported) & search == set()
+
+
+def reached(start: str, imported: dict[str, set[str]]) -> set[str]:
+    """All that importing `start` can import, itself included."""
+    seen: set[str] = set()
+    waiting = {start}
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        waiting |= imported.get(name, set()) - seen
+    return seen
+
+
+def test_the_search_for_arrows_can_fail():
+    imported = {"plan": {"solve"}, "solve": {"apply"}, "apply": {"torch", "plan"}}
+    assert reached("plan", imported) == {"plan", "solve", "apply", "torch"}
+
+
+def test_integrations_do_not_know_each_other(modules):
+    folder = f"{PACKAGE}.integrations."
+    for name, source in modules.items():
+        if name.startswith(folder):
+            others = {found for found in imports(source) if found.startswith(folder)}
+            assert not {found for found in others if not found.startswith(name)}, name
+
+
+def test_no_module_takes_anothers_private_names(modules):
+    assert set().union(*map(private_names, modules.values())) == set()
+
+
+def test_a_private_name_that_is_taken_is_found():
+    source = "from megatron_autorecompute.runtime import probe\n"
+    assert private_names(source + "probe._now()") == {"probe._now"}
+    assert private_names("from megatron_autorecompute.runtime.probe import _now") == {"_now"}
+    assert private_names(source + "self._now(); probe.__name__") == set()
+
+
+def mocks(source: str) -> bool:
+    """Whether a source imports unittest."""
+    return any(found.split(".")[0] == "unittest" for found in imports(source))
+
+
+def test_mocks_are_for_tests(modules):
+    scripts = [
+        path for folder in ("benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")
+    ]
+    left = {f"{PACKAGE}.meta.profiling", "peak_fidelity.py"}
+    assert {name for name, source in modules.items() if mocks(source)} <= left
+    assert {path.name for path in scripts if mocks(path.read_text())} <= left
+
+
+def test_a_mock_is_found():
+    assert mocks("def later():\n    from unittest import mock")
