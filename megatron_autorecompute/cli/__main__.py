@@ -2,6 +2,6 @@
 
 import sys
 
-from megatron_autorecompute.cli.commands import main
+from megatron_autorecompute.cli import main
 
 sys.exit(main())

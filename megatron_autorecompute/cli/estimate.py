@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
+from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.output import add_json, print_result, quiet_upstream
+from megatron_autorecompute.cli.profile_view import profile_view
+from megatron_autorecompute.cli.values import at_least, file, number_of_gib
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Device, Efficiency, device
 from megatron_autorecompute.meta.job import Job, load_job
@@ -25,11 +28,53 @@ RESERVE_SHARE = 0.05
 """Of the device's memory, for fragmentation of torch's allocator."""
 
 
-def run(args: Namespace) -> None:
-    """Make the profile, print it, and say how to go on.
+class EstimateCommand(Command):
+    """Makes a profile without a device and prints it."""
 
-    Raises OptionError for what cannot be meant.
-    """
+    name = "profile"
+    help = "profile a job without a device"
+    description = "Everything after -- is read as flags of pretrain_gpt.py."
+    takes_megatron_flags = True
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the job, the device, and how the times are modelled."""
+        parser.add_argument(
+            "--no-device", action="store_true", required=True, help="modelled figures"
+        )
+        parser.add_argument("--gpu", required=True, metavar="NAME", help="such as h100-80gb")
+        parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="see docs/no-device.md")
+        parser.add_argument("--recipe", metavar="NAME", help="a recipe function of Megatron Bridge")
+        parser.add_argument(
+            "--num-gpus", type=at_least(1), metavar="N", help="world size, with flags or a recipe"
+        )
+        parser.add_argument(
+            "--reserve-gib",
+            type=number_of_gib,
+            metavar="GIB",
+            help="kept back (default: 2 and 5%% of all)",
+        )
+        parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="shares of the peaks")
+        parser.add_argument(
+            "--measured", metavar="P.json", help="records measured of the same layers"
+        )
+        parser.add_argument(
+            "--sensitivity", action="store_true", help="plan with each share moved 20%%"
+        )
+        parser.add_argument(
+            "-o", "--output", type=file, default=Path("profile.json"), metavar="P.json"
+        )
+        add_json(parser)
+
+    def run(self, args: Namespace) -> None:
+        """Make the profile, print it, and say how to go on.
+
+        Raises OptionError for what cannot be meant.
+        """
+        with quiet_upstream():
+            _estimate(args)
+
+
+def _estimate(args: Namespace) -> None:
     job, gpu, efficiency = read_job(args), device(args.gpu), read_efficiency(args.efficiency)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib)
     if args.measured and args.sensitivity:
@@ -40,6 +85,7 @@ def run(args: Namespace) -> None:
     measured = Profile.load(args.measured) if args.measured else None
     console = Console(highlight=False, stderr=True)
     with console.status(f"{job.name}: starting") as status:
+        # Torch and Megatron, needed here alone.
         from megatron_autorecompute.meta.profiling import profile_job
         from megatron_autorecompute.meta.sensitivity import sensitivity
 
@@ -50,11 +96,9 @@ def run(args: Namespace) -> None:
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
     profile.save(args.output)
-    view = profile_view(job, profile, args.reserve_gib)
-    if args.json:
-        print(profile.to_json().rstrip("\n"))
-    else:
-        Console(highlight=False).print(Group(view, *map(Text, lines)))
+    view = Group(profile_view(job, profile, kept_back(args.reserve_gib)), *map(Text, lines))
+    print_result(args, profile.to_json(), view)
+    if not args.json:
         # Not through rich: a wrapped command cannot be pasted.
         print(f"Written to {args.output}. Next:\n{plan_command(job, args.output, budget_bytes)}")
 
@@ -105,6 +149,16 @@ def reserve_bytes(gpu: Device, reserve_gib: float | None) -> int:
     return round(RESERVE_GIB * GIB + RESERVE_SHARE * gpu.memory_bytes)
 
 
+def kept_back(reserve_gib: float | None) -> str:
+    """The same in words."""
+    if reserve_gib is not None:
+        return f"{reserve_gib:g} GiB as asked"
+    return (
+        f"{RESERVE_GIB:g} GiB outside torch and {RESERVE_SHARE:.0%} for fragmentation (assumed; "
+        "--reserve-gib)"
+    )
+
+
 def default_budget_bytes(gpu: Device, reserve_gib: float | None) -> int:
     """What torch may allocate; raises OptionError where the reserve leaves nothing."""
     budget = gpu.memory_bytes - reserve_bytes(gpu, reserve_gib)
@@ -141,63 +195,3 @@ def plan_command(job: Job, path: Path, budget_bytes: int) -> str:
 
 def _quoted(value: object) -> str:
     return json.dumps(value) if isinstance(value, str) else str(value)
-
-
-def profile_view(job: Job, profile: Profile, reserve_gib: float | None) -> Group:
-    """Records, static bytes and assumptions."""
-    modelled = "modelled, not measured"
-    if profile.model.facts.get("measured"):
-        modelled = "measured where said, else modelled"
-    title = f"{job.name}: {profile.num_layers} layers on {job.num_gpus} GPUs; {modelled}"
-    kept = (
-        f"{reserve_gib:g} GiB as asked"
-        if reserve_gib is not None
-        else f"{RESERVE_GIB:g} GiB outside torch and {RESERVE_SHARE:.0%} for fragmentation "
-        "(assumed; --reserve-gib)"
-    )
-    return Group(
-        Text(title, style="bold"),
-        _records(profile),
-        _static(profile),
-        Text("Assumed:"),
-        *(Text(f"- {sentence}") for sentence in profile.assumptions),
-        Text(f"- Budget: the device's memory less {kept}."),
-    )
-
-
-def _records(profile: Profile) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("layers", "choice", "held MiB", "fwd +MiB", "bwd +MiB", "fwd ms", "bwd ms"):
-        table.add_column(name, justify="left" if name in ("layers", "choice") else "right")
-    named = [(f"{len(k.layers)} {k.name}", r) for k in profile.kinds for r in k.choices]
-    for name, record in [("embedding", profile.embedding), *named, ("head", profile.head)]:
-        sizes = (
-            record.held_bytes,
-            record.forward_transient_bytes,
-            record.backward_transient_bytes,
-        )
-        table.add_row(
-            name,
-            Text(record.choice),  # its brackets are no markup
-            *(f"{size / 2**20:.0f}" for size in sizes),
-            f"{record.forward_ms:.2f}",
-            f"{record.backward_ms:.2f}",
-        )
-    return table
-
-
-def _static(profile: Profile) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("stage", "weights GiB", "gradients", "optimizer", "buffers", "static"):
-        table.add_column(name, justify="right")
-    for number, stage in enumerate(profile.stages):
-        static = stage.static
-        parts = (
-            static.parameter_bytes,
-            static.gradient_bytes,
-            static.optimizer_state_bytes,
-            static.buffer_bytes,
-            static.total_bytes,
-        )
-        table.add_row(str(number), *map(gib, parts))
-    return table

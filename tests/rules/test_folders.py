@@ -32,6 +32,7 @@ KNOWS = {
     "integrations": {"planner", "compat", "runtime", "meta"},
     "cli": {"planner", "report", "meta"},
     "pretrain": {"runtime", "integrations"},
+    "__main__": {"cli"},
     "apply": {"runtime"},
     "config": {"runtime"},
     PACKAGE: {"planner", "runtime"},

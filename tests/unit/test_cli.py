@@ -154,6 +154,14 @@ def test_errors_are_printed_once_and_end_with_their_exit_code(arguments, code, m
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("module", ["megatron_autorecompute", "megatron_autorecompute.cli"])
+def test_the_package_and_its_command_line_run_as_modules(module):
+    words = [sys.executable, "-m", module, "show", "absent.json"]
+    ran = subprocess.run(words, capture_output=True, text=True)
+    assert ran.returncode == 4
+    assert ran.stderr.startswith("megatron-autorecompute show: Cannot read")
+
+
 def test_a_missing_file_is_exit_code_4(tmp_path, capsys):
     assert main(["show", str(tmp_path / "absent.json")]) == 4
     assert "Cannot read" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""`megatron-autorecompute explain`: why a plan chose what it chose."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+
+from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.output import add_json, print_result
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.planner import neighbours
+from megatron_autorecompute.report import terminal
+
+
+class ExplainCommand(Command):
+    """Prints what binds every stage, or what else one layer could have."""
+
+    name = "explain"
+    help = "why a plan chose what it chose"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the plan's file, and the layer that is asked about."""
+        parser.add_argument("plan", metavar="PLAN.json")
+        parser.add_argument(
+            "--layer", type=int, metavar="I", help="0-based: what else it could have"
+        )
+        add_json(parser)
+
+    def run(self, args: Namespace) -> None:
+        """Print it; raises ProfileError for a file that is no plan, PolicyError for no layer."""
+        plan = Plan.load(args.plan)
+        if args.layer is None:
+            _explain_stages(args, plan)
+        else:
+            _explain_layer(args, plan)
+
+
+def _explain_stages(args: Namespace, plan: Plan) -> None:
+    evidence = json.dumps([asdict(item) for item in plan.evidence], indent=1)
+    print_result(args, evidence, terminal.stages_explained(plan))
+
+
+def _explain_layer(args: Namespace, plan: Plan) -> None:
+    found = neighbours(plan.planner(), plan.policy, args.layer)
+    stage = next(
+        number
+        for number, chunks in enumerate(plan.layout.stages)
+        if any(args.layer in chunk.layers for chunk in chunks)
+    )
+    data = {
+        "layer": args.layer,
+        "stage": stage,
+        "choice": plan.recompute_policy[args.layer],
+        "binding": plan.evidence[stage].binding,
+        "others": terminal.neighbour_rows(plan, stage, found),
+    }
+    view = terminal.neighbours_view(plan, args.layer, stage, found)
+    print_result(args, json.dumps(data, indent=1), view)

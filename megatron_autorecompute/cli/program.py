@@ -1,0 +1,89 @@
+"""The program `megatron-autorecompute`: a list of commands; only `main` prints errors.
+
+Exit codes: 0 done, 2 wrong usage (argparse) or policy, otherwise the `exit_code` of the error's
+class in `errors`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.estimate import EstimateCommand
+from megatron_autorecompute.cli.explain import ExplainCommand
+from megatron_autorecompute.cli.pareto import ParetoCommand
+from megatron_autorecompute.cli.plan import PlanCommand
+from megatron_autorecompute.cli.report import ReportCommand
+from megatron_autorecompute.cli.show import ShowCommand
+from megatron_autorecompute.cli.verify import VerifyCommand
+from megatron_autorecompute.errors import AutorecomputeError, MachineError
+from megatron_autorecompute.packages import needed
+
+COMMANDS: tuple[Command, ...] = (
+    EstimateCommand(),
+    PlanCommand(),
+    ShowCommand(),
+    ExplainCommand(),
+    ParetoCommand(),
+    VerifyCommand(),
+    ReportCommand(),
+)
+"""In the order of `--help`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    args = _parsed(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(args)
+    except AutorecomputeError as error:
+        print(f"megatron-autorecompute {args.command.name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"megatron-autorecompute {args.command.name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parsed(arguments: Sequence[str]) -> Namespace:
+    words = list(arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    reader = parser()
+    args = reader.parse_args(words[:cut])
+    args.megatron_flags = words[cut + 1 :]
+    if args.megatron_flags and not args.command.takes_megatron_flags:
+        reader.error(f"{' '.join(words[cut:])}: {args.command.name} takes nothing after --")
+    return args
+
+
+def parser() -> ArgumentParser:
+    """All commands and their flags; `command` of what it parses is the Command."""
+    top = ArgumentParser(
+        prog="megatron-autorecompute",
+        description="Per-layer activation recompute for Megatron-Core, measured and solved.",
+    )
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        verb = verbs.add_parser(command.name, help=command.help, description=command.description)
+        command.add_arguments(verb)
+        verb.set_defaults(command=command)
+    return top
+
+
+def _run(args: Namespace) -> int:
+    try:
+        with needed(args.command.name):
+            args.command.run(args)
+        sys.stdout.flush()  # what cannot be written shows here, not when the interpreter ends
+    except OSError as error:
+        # The interpreter flushes standard output once more at its end; that must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 1
+        raise MachineError(
+            f"The operating system refused to read or write: {error}. Where output is redirected, "
+            "give it a disk with room."
+        ) from error
+    return 0

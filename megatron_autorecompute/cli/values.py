@@ -1,0 +1,72 @@
+"""Readers of single arguments. What cannot be meant is wrong usage, which argparse reports."""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_autorecompute.units import GIB, MOST_GIB
+
+MOST_POINTS = 1 << 12
+"""Of a curve: more than anybody can tell apart."""
+
+
+def number_of_gib(text: str) -> float:
+    """A number of GiB, 0 included."""
+    value = _number(text)
+    if not 0 <= value <= MOST_GIB:
+        raise ArgumentTypeError(f"{text!r}: give GiB as a number from 0 to {MOST_GIB}")
+    return value
+
+
+def budgets(text: str) -> tuple[int, ...]:
+    """Bytes of every budget in a list of GiB such as `72` or `72,60.5`."""
+    values = tuple(number_of_gib(part) for part in text.split(","))
+    if 0 in values:
+        raise ArgumentTypeError(f"{text!r}: a budget is more than 0 GiB")
+    return tuple(round(value * GIB) for value in values)
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 on in a list such as `1,2,4`."""
+    return tuple(at_least(1)(part) for part in text.split(","))
+
+
+def percentile(text: str) -> float:
+    """A percentile, above 0 and at most 100."""
+    value = _number(text)
+    if not 0 < value <= 100:
+        raise ArgumentTypeError(f"{text!r}: a percentile is above 0 and at most 100")
+    return value
+
+
+def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A reader of whole numbers within these limits."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            limit = "or more" if most is None else f"to {most}"
+            raise ArgumentTypeError(f"{text!r}: give a whole number, {least} {limit}")
+        return value
+
+    return read
+
+
+def file(text: str) -> Path:
+    """A path that can be a file's."""
+    if not Path(text).name or Path(text).is_dir():
+        raise ArgumentTypeError(f"{text!r} is no file name")
+    return Path(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan  # within no range
