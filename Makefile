@@ -32,7 +32,7 @@ examples: export PYTHONWARNINGS := ignore
 examples: $(INSTALLED)
 	mkdir -p $(NO_DEVICE)
 	examples/no_device/run.sh $(PLANNED) > $(NO_DEVICE)/plans.txt
-	megatron-autorecompute profile --no-device --gpu h100-80gb --sensitivity \
+	megatron-autorecompute estimate --gpu h100-80gb --sensitivity \
 	    examples/no_device/llama3-70b.yaml -o $(PLANNED)/llama3-70b.json \
 	    | sed -n '/share x/,/^Written/{/^Written/!p}' > $(NO_DEVICE)/sensitivity.txt
 	for job in llama3-70b llama31-405b deepseek-v3; do \

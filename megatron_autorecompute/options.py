@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import sys
 import typing
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 Options = TypeVar("Options")
@@ -31,6 +34,51 @@ def add_flags(parser: argparse.ArgumentParser, options: type, defaults: Any = No
             given = [t for t in typing.get_args(types[field.name]) if t is not type(None)]
             kind = {"type": given[0] if given else types[field.name]}
         group.add_argument(flag, default=default, help=field.metadata["help"] + shown, **kind)
+
+
+class _OldSpelling(argparse.Action):
+    """Does what another flag does, and says on standard error that this is the one to give."""
+
+    def __init__(self, *, now: argparse.Action, **settings: Any) -> None:
+        reader: Any = now.type
+        super().__init__(nargs=now.nargs, type=reader, help=argparse.SUPPRESS, **settings)
+        self._now = now
+        self._said = False
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        old = option_string or self.option_strings[0]
+        new = self._now.option_strings[self.option_strings.index(old)]
+        if not self._said:  # a flag can be repeated
+            say_renamed(old, new)
+        self._said = True
+        self._now(parser, namespace, values, new)
+
+
+def add_old_spelling(parser: argparse._ActionsContainer, old: str, now: argparse.Action) -> None:
+    """Let `old`, a flag's name before, do what the flag does, with a note on standard error.
+
+    Args:
+        parser: or a group of it, which the flag was added to.
+        old: such as `--allow`; not shown by `--help`.
+        now: the flag, as `add_argument` returned it.
+    """
+    switched = isinstance(now, argparse.BooleanOptionalAction)
+    names = [old, old.replace("--", "--no-", 1)] if switched else [old]
+    parser.add_argument(
+        *names, dest=now.dest, default=argparse.SUPPRESS, action=_OldSpelling, now=now
+    )
+
+
+def say_renamed(old: str, new: str) -> None:
+    """Say on standard error, once for all ranks of a job, what something is called now."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{old}: its name is {new} now; the old one still works.", file=sys.stderr)
 
 
 def from_flags(options: type[Options], parsed: argparse.Namespace, **others: Any) -> Options:

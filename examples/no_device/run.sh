@@ -8,7 +8,7 @@ export TORCHDYNAMO_DISABLE=1 PYTHONWARNINGS=ignore
 TIMEFORMAT="profiled in %U s of processor time"
 
 profile() {
-    time megatron-autorecompute profile --no-device --gpu h100-80gb "$1.yaml" -o "$out/$1.json" \
+    time megatron-autorecompute estimate --gpu h100-80gb "$1.yaml" -o "$out/$1.json" \
         > "$out/$1.txt"
 }
 plan() {

@@ -12,8 +12,8 @@ class Command(ABC):
 
     name: ClassVar[str]
     """The verb."""
-    help: ClassVar[str]
-    """One line, for the list of commands."""
+    help: ClassVar[str | None]
+    """One line, for the list of commands; None: it is not listed."""
     description: ClassVar[str | None] = None
     """What `--help` of the command says above its flags."""
     takes_megatron_flags: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""The verb `profile --no-device`: a job in, a profile and what it rests on out."""
+"""`megatron-autorecompute estimate`: a job in, a profile and what it rests on out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from pathlib import Path
+from typing import ClassVar
 
 from rich.console import Console, Group
 from rich.text import Text
@@ -31,16 +32,13 @@ RESERVE_SHARE = 0.05
 class EstimateCommand(Command):
     """Makes a profile without a device and prints it."""
 
-    name = "profile"
-    help = "profile a job without a device"
+    name = "estimate"
+    help: ClassVar[str | None] = "profile a job without a device: modelled figures"
     description = "Everything after -- is read as flags of pretrain_gpt.py."
     takes_megatron_flags = True
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the job, the device, and how the times are modelled."""
-        parser.add_argument(
-            "--no-device", action="store_true", required=True, help="modelled figures"
-        )
         parser.add_argument("--gpu", required=True, metavar="NAME", help="such as h100-80gb")
         parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="see docs/no-device.md")
         parser.add_argument("--recipe", metavar="NAME", help="a recipe function of Megatron Bridge")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megatron_autorecompute.cli.values import percentile
 from megatron_autorecompute.errors import OptionError, ProfileError
+from megatron_autorecompute.options import add_old_spelling
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
@@ -29,21 +30,22 @@ def add_problem(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--pipeline-model-parallel-layout", metavar="TEXT", help="as Et*3|(tt|)*6mL"
     )
-    parser.add_argument(
+    imbalance = parser.add_argument(
         "--imbalance-percentile",
-        "--moe-percentile",  # its name before
         type=percentile,
         metavar="P",
         help="plan layers with experts for this percentile of routing (default: "
         f"{IMBALANCE_PERCENTILE:g} where the profile states imbalance, else its records as they "
         "are, of measured ones the most that was seen)",
     )
-    parser.add_argument(
-        "--allow",
+    add_old_spelling(parser, "--moe-percentile", imbalance)
+    only = parser.add_argument(
+        "--only",
         action="append",
         metavar="CHOICE",
         help="use only this choice; repeatable; full/N stands for all groups",
     )
+    add_old_spelling(parser, "--allow", only)
 
 
 def planners(args: Namespace, micro_batches: Sequence[int] = ()) -> list[Planner]:
@@ -77,7 +79,7 @@ def planners(args: Namespace, micro_batches: Sequence[int] = ()) -> list[Planner
                 layout,
                 same_samples(schedule, profiles[0], profile),
                 percentile=args.imbalance_percentile or "stated",
-                allowed=args.allow,
+                allowed=args.only,
             )
         )
     _check_micro_batches(profiles, micro_batches)

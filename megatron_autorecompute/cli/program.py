@@ -10,12 +10,14 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.estimate import EstimateCommand
 from megatron_autorecompute.cli.explain import ExplainCommand
 from megatron_autorecompute.cli.pareto import ParetoCommand
 from megatron_autorecompute.cli.plan import PlanCommand
+from megatron_autorecompute.cli.profile import ProfileCommand
 from megatron_autorecompute.cli.report import ReportCommand
 from megatron_autorecompute.cli.show import ShowCommand
 from megatron_autorecompute.cli.verify import VerifyCommand
@@ -30,6 +32,7 @@ COMMANDS: tuple[Command, ...] = (
     ParetoCommand(),
     VerifyCommand(),
     ReportCommand(),
+    ProfileCommand(),
 )
 """In the order of `--help`."""
 
@@ -66,7 +69,8 @@ def parser() -> ArgumentParser:
     )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="COMMAND")
     for command in COMMANDS:
-        verb = verbs.add_parser(command.name, help=command.help, description=command.description)
+        listed: dict[str, Any] = {} if command.help is None else {"help": command.help}
+        verb = verbs.add_parser(command.name, description=command.description, **listed)
         command.add_arguments(verb)
         verb.set_defaults(command=command)
     return top

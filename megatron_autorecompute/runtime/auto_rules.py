@@ -43,5 +43,5 @@ def refuse_unmeasurable(config: Any, spelled: Spelled = as_flag) -> None:
             "Megatron runs parts of layers of two microbatches in turn, and auto, which measures "
             "whole layers, would see none. Give a policy as text, such as "
             f"{spelled('recompute_policy', 'selective[layernorm]')}, or {plan} with a plan made "
-            "without a device (megatron-autorecompute profile --no-device, then plan)."
+            "without a device (megatron-autorecompute estimate, then plan)."
         )

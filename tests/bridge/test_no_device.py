@@ -1,4 +1,4 @@
-"""`profile --no-device --recipe`: Bridge's own recipes, whole, with the real dimensions."""
+"""`estimate --recipe`: Bridge's own recipes, whole, with the real dimensions."""
 
 import importlib
 from pathlib import Path
@@ -30,7 +30,7 @@ def hub(bridge, monkeypatch):
 
 def test_a_recipe_is_profiled_and_its_plan_is_printed_as_lines_for_it(hub, tmp_path, capsys):
     path = tmp_path / "profile.json"
-    words = ["profile", "--no-device", "--gpu", "h100-80gb", "-o", str(path)]
+    words = ["estimate", "--gpu", "h100-80gb", "-o", str(path)]
     assert main([*words, "--recipe", "llama3_8b_pretrain_config", "--num-gpus", "8"]) == 0
     found = Profile.load(path)
     assert (found.num_layers, found.parallelism.seq_length) == (32, 8192)

@@ -502,7 +502,7 @@ def test_flags_of_pretrain_gpt_give_the_same_layers_as_yaml(tmp_path):
         "--tokenizer-type NullTokenizer --mock-data --use-distributed-optimizer"
     )
     path = tmp_path / "p.json"
-    words = ("profile", "--no-device", "--gpu", "h100-80gb", "--num-gpus", "8", "-o", str(path))
+    words = ("estimate", "--gpu", "h100-80gb", "--num-gpus", "8", "-o", str(path))
     command(*words, "--", *flags.split())
     found = Profile.load(path).kinds[0]
     assert {r.choice: r.held_bytes for r in found.choices} == {
@@ -513,13 +513,13 @@ def test_flags_of_pretrain_gpt_give_the_same_layers_as_yaml(tmp_path):
 def test_flags_that_megatron_does_not_know_are_refused_in_its_parsers_words():
     if importlib.util.find_spec("megatron.training") is None:
         pytest.skip("this megatron-core wheel carries no megatron.training")
-    words = ["profile", "--no-device", "--gpu", "h100-80gb", "--num-gpus", "8", "--", "--nonsense"]
+    words = ["estimate", "--gpu", "h100-80gb", "--num-gpus", "8", "--", "--nonsense"]
     ran = subprocess.run(
         [sys.executable, "-m", "megatron_autorecompute.cli", *words], capture_output=True, text=True
     )
     assert (ran.returncode, ran.stderr) == (
         9,
-        "megatron-autorecompute profile: Megatron refuses these flags: "
+        "megatron-autorecompute estimate: Megatron refuses these flags: "
         "unrecognized arguments: --nonsense\n",
     )
 
@@ -530,7 +530,7 @@ def test_examples_take_under_a_minute_of_processor_time_and_4_gib(name, tmp_path
     path, plan_path = tmp_path / "profile.json", tmp_path / "plan.json"
     example = EXAMPLES / f"{name}.yaml"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    out = command("profile", "--no-device", "--gpu", "h100-80gb", str(example), "-o", str(path))
+    out = command("estimate", "--gpu", "h100-80gb", str(example), "-o", str(path))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # Of the processor, not the clock: what else the machine does is no matter.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60

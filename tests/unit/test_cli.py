@@ -141,9 +141,9 @@ def test_pareto_shows_how_far_it_is_on_a_terminal_only():
         (["--budget-gib", "30,40"], 2, "2 budgets for 4 stages"),
         (["--budget-gib", "30", "--num-layers-in-first-pipeline-stage", "7"], 8, "layers"),
         (["--budget-gib", "30", "--search-micro-batch", "1,2"], 4, "one file for each size"),
-        (["--budget-gib", "30", "--moe-percentile", "99"], 9, "records no routing imbalance"),
-        (["--budget-gib", "30", "--allow", "nonsense"], 2, "Cannot read 'nonsense' as a choice"),
-        (["--budget-gib", "30", "--allow", "full/2"], 2, "groups are allowed all together"),
+        (["--budget-gib", "30", "--imbalance-percentile", "99"], 9, "records no routing imbalance"),
+        (["--budget-gib", "30", "--only", "nonsense"], 2, "Cannot read 'nonsense' as a choice"),
+        (["--budget-gib", "30", "--only", "full/2"], 2, "groups are allowed all together"),
         (["--budget-gib", "30", "-o", "absent/p.json"], 4, "Cannot write absent/p.json: No such"),
     ],
 )
@@ -182,7 +182,11 @@ def test_a_missing_file_is_exit_code_4(tmp_path, capsys):
             ["--budget-gib", "30", "--imbalance-percentile", "nan"],
             "above 0 and at most 100",
         ),
-        ("plan", ["--budget-gib", "30", "--moe-percentile", "101"], "above 0 and at most 100"),
+        (
+            "plan",
+            ["--budget-gib", "30", "--imbalance-percentile", "101"],
+            "above 0 and at most 100",
+        ),
         ("plan", ["--budget-gib", "30", "-o", ""], "'' is no file name"),
         ("plan", ["--budget-gib", "30", "-o", "/"], "'/' is no file name"),
         ("plan", ["--budget-gib", "30", "--", "--bf16"], "-- --bf16: plan takes nothing after --"),
@@ -200,7 +204,7 @@ def test_wrong_usage_is_exit_code_2(verb, words, message, capsys):
 @pytest.mark.parametrize("gib", ["nan", "inf", "-1"])
 def test_a_reserve_is_a_number_of_gib(gib, capsys):
     with pytest.raises(SystemExit):
-        main(["profile", "--no-device", "--gpu", "h100-80gb", "--reserve-gib", gib, "job.yaml"])
+        main(["estimate", "--gpu", "h100-80gb", "--reserve-gib", gib, "job.yaml"])
     assert "from 0 to" in capsys.readouterr().err
 
 
@@ -214,14 +218,42 @@ def test_stated_imbalance_is_planned_for_unasked_and_its_percentile_is_named(cap
     assert said.format(99, 1.35) in printed(moe, capsys)
     unasked = Plan.load(tmp_path / "plan.json")
     assert unasked.imbalance_percentile == 99
-    for flag in ("--imbalance-percentile", "--moe-percentile"):
-        assert said.format(50, 1) in printed([*moe, flag, "50"], capsys)
-        even = Plan.load(tmp_path / "plan.json")
-        assert even.imbalance_percentile == 50
-        assert even.cost.step_ms < unasked.cost.step_ms
+    assert said.format(50, 1) in printed([*moe, "--imbalance-percentile", "50"], capsys)
+    even = Plan.load(tmp_path / "plan.json")
+    assert even.imbalance_percentile == 50
+    assert even.cost.step_ms < unasked.cost.step_ms
     assert "moe x 1.35 (stated for 99)." in printed([*moe, "--imbalance-percentile", "98"], capsys)
     pareto = ["pareto", "--profile", str(path), *MOE_PLAN[:4], "--points", "1"]
     assert said.format(99, 1.35) in printed(pareto, capsys)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "values"),
+    [
+        ("--moe-percentile", "--imbalance-percentile", ["50"]),
+        ("--allow", "--only", ["full", "none"]),
+    ],
+)
+def test_a_flag_by_its_old_name_does_the_same_and_names_the_new_one(old, new, values, capsys):
+    printed_by = {}
+    for flag in (old, new):
+        words = [word for value in values for word in (flag, value)]
+        path = str(PROFILES / "moe-16b.json")
+        assert main(["plan", "--profile", path, *MOE_PLAN, "--json", *words]) == 0
+        printed_by[flag] = capsys.readouterr()
+    assert printed_by[old].out == printed_by[new].out
+    assert printed_by[old].err == f"{old}: its name is {new} now; the old one still works.\n"
+    assert printed_by[new].err == ""
+
+
+@pytest.mark.parametrize("words", [[], ["--", "--bf16"]])
+def test_profile_without_a_device_is_estimate_and_says_so(words, capsys):
+    assert main(["estimate", "--gpu", "h100-80gb", *words]) == 9
+    new = capsys.readouterr().err
+    assert main(["profile", "--no-device", "--gpu", "h100-80gb", *words]) == 9
+    note, old = capsys.readouterr().err.splitlines(keepends=True)
+    assert note == "profile --no-device: its name is estimate now; the old one still works.\n"
+    assert old == new.replace("megatron-autorecompute estimate:", "megatron-autorecompute profile:")
 
 
 def test_which_measured_routing_is_planned_for_is_said(capsys, tmp_path):
@@ -290,7 +322,7 @@ def test_a_missing_package_that_megatron_does_not_need_is_an_error_of_its_own():
 
 WITHOUT_TORCH = {
     "verify": "megatron_autorecompute.cli import main; sys.exit(main(['verify', {plan!r}]))",
-    "profile": "megatron_autorecompute.cli import main; sys.exit(main(['profile', '--no-device', "
+    "estimate": "megatron_autorecompute.cli import main; sys.exit(main(['estimate', "
     "'--gpu', 'h100-80gb', {job!r}]))",
     "launcher": "megatron_autorecompute.pretrain import main; main([{script!r}])",
 }
