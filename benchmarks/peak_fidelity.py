@@ -37,10 +37,10 @@ from megatron_autorecompute.meta.meta_step import (
     TokenStep,
     build_chunks,
     build_gpt,
-    dry_run_stage,
     fake_ranks,
     kept_between_steps,
     meta_config,
+    stage_step,
 )
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.policy_cost import evaluate
@@ -267,7 +267,7 @@ def points(case: Case, stages: Sequence[int], policies: int) -> Iterator[Point]:
     for number, policy in enumerate(chosen):
         cost = evaluate(profile, layout, schedule, policy)
         stage = stages[number % len(stages)]
-        real = dry_run_stage(
+        real = stage_step(
             config(case), stage, shape(case, case.num_microbatches), policy, builder(case)
         )
         peak = cost.stages[stage].peak
@@ -351,9 +351,9 @@ def main() -> None:
     found: list[Point] = []
     cases = [case for case in CASES if parsed.only in case.name]
     spawn = multiprocessing.get_context("spawn")
-    for case in track(cases, description="dry runs"):
+    for case in track(cases, description="meta steps"):
         policies = max(parsed.policies, case.pp - 2)  # every stage, full and none besides
-        with ProcessPoolExecutor(1, spawn) as pool:  # a dry run wants a process without a group
+        with ProcessPoolExecutor(1, spawn) as pool:  # a meta step wants a process without a group
             found += pool.submit(case_points, case, range(case.pp), policies).result()
         write(found)
         errors = [{"error": point.error} for point in found if point.case == case.name]

@@ -13,9 +13,15 @@ from typing import Any, TypeVar
 Options = TypeVar("Options")
 
 
-def option(default: Any, help: str) -> Any:
-    """A dataclass field that is also a command-line flag with this help."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def option(default: Any, help: str, *, formerly: str | None = None) -> Any:
+    """A dataclass field that is also a command-line flag with this help.
+
+    Args:
+        default: of the field and the flag.
+        help: one sentence for people.
+        formerly: the flag's name before, which goes on working.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "formerly": formerly})
 
 
 def add_flags(parser: argparse.ArgumentParser, options: type, defaults: Any = None) -> None:
@@ -29,11 +35,14 @@ def add_flags(parser: argparse.ArgumentParser, options: type, defaults: Any = No
         flag = f"--{field.name.replace('_', '-')}"
         shown = "" if default is None else f" (default: {default})"
         if types[field.name] is bool:
-            kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+            reader: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         else:
             given = [t for t in typing.get_args(types[field.name]) if t is not type(None)]
-            kind = {"type": given[0] if given else types[field.name]}
-        group.add_argument(flag, default=default, help=field.metadata["help"] + shown, **kind)
+            reader = {"type": given[0] if given else types[field.name]}
+        help = field.metadata["help"] + shown
+        added = group.add_argument(flag, default=default, help=help, **reader)
+        if field.metadata["formerly"]:
+            add_old_spelling(group, field.metadata["formerly"], added)
 
 
 class _OldSpelling(argparse.Action):

@@ -68,7 +68,7 @@ def _run(script: str) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        if end.code not in (None, 0):  # --exit-interval and --recompute-dry-run end with 0
+        if end.code not in (None, 0):  # --exit-interval and --recompute-plan-only end with 0
             raise
 
 

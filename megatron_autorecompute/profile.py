@@ -144,7 +144,7 @@ class ChoiceRecord:
     """Whether held_bytes counts the layer's input. False where nothing saves it, so that it is let
     go; a chunk's first layer then holds `Profile.boundary_bytes` more: what was sent stays."""
     source: str = MEASURED
-    """Where the figures come from: measured, dry-run, counted, assumed, ..."""
+    """Where the figures come from: measured, counted, assumed, or in words."""
     percentiles: tuple[BytesAt, ...] = ()
     """Measured MoE layers: the three byte figures at percentiles; above they are the most seen."""
 

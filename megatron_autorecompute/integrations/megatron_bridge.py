@@ -266,9 +266,9 @@ def pretrain(
 
 
 def _check_options(options: AutoOptions, is_auto: bool) -> None:
-    if options.recompute_dry_run and not is_auto:
+    if options.recompute_plan_only and not is_auto:
         raise OptionError(
-            "--recompute-dry-run was given, but model.recompute_policy is not auto: only auto "
+            "--recompute-plan-only was given, but model.recompute_policy is not auto: only auto "
             "makes a plan. Leave it out, or set model.recompute_policy=auto."
         )
     if options.recompute_run_on_cpu:

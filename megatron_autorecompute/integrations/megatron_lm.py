@@ -122,10 +122,10 @@ def check(args: Namespace) -> None:
 
     options = options_of(args)
     policy = args.recompute_policy
-    if options.recompute_dry_run and policy != "auto":
+    if options.recompute_plan_only and policy != "auto":
         raise OptionError(
-            f"--recompute-dry-run was given with --recompute-policy {policy}: only auto makes a "
-            "plan. Add --recompute-policy auto, or leave --recompute-dry-run out."
+            f"--recompute-plan-only was given with --recompute-policy {policy}: only auto makes a "
+            "plan. Add --recompute-policy auto, or leave --recompute-plan-only out."
         )
     if options.recompute_run_on_cpu and not _on_cpu:
         raise MachineError(

@@ -58,9 +58,9 @@ class StepShape:
 
 
 class Where(NamedTuple):
-    """Which part of a step: kind "between" is communication and bookkeeping of the schedule."""
+    """Which part of a step: phase "between" is communication and bookkeeping of the schedule."""
 
-    kind: Literal["forward", "backward", "between"]
+    phase: Literal["forward", "backward", "between"]
     chunk: int | None = None
     microbatch: int | None = None
     layer: int | None = None
@@ -77,7 +77,7 @@ class StepSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class StageDryRun:
+class StageStep:
     """One stage's step. Device memory needed = parameters + gradients + buffers + peak + optimizer.
 
     spans are in order of time and cover the whole step.
@@ -102,18 +102,18 @@ class StageDryRun:
         merged: list[StepSpan] = []
         for span in self.spans:
             where = span.where._replace(layer=None)
-            if merged and merged[-1].where == where and where.kind != "between":
+            if merged and merged[-1].where == where and where.phase != "between":
                 before = merged.pop()
                 peak_bytes = max(before.peak_bytes, span.peak_bytes)
                 span = StepSpan(where, before.start_bytes, peak_bytes)
             merged.append(StepSpan(where, span.start_bytes, span.peak_bytes))
-        return tuple(span for span in merged if span.where.kind != "between")
+        return tuple(span for span in merged if span.where.phase != "between")
 
 
 # ----------------------------------------------------------------------------- stages, on meta
 
 
-def dry_run(
+def stage_steps(
     config: Any,
     shape: StepShape,
     *,
@@ -121,13 +121,13 @@ def dry_run(
     policy: RecomputePolicy | None = None,
     build: Build | None = None,
     max_workers: int = 1,
-    done: Callable[[StageDryRun], None] = lambda _: None,
-) -> tuple[StageDryRun, ...]:
-    """`dry_run_stage` for several stages (default: all) in processes that never see CUDA.
+    done: Callable[[StageStep], None] = lambda _: None,
+) -> tuple[StageStep, ...]:
+    """`stage_step` for several stages (default: all) in processes that never see CUDA.
 
     For use inside a job or on a GPU machine. The config and build must pickle; callbacks of a
     running job in the config are left out. done: called with every stage's run in turn. Raises
-    what dry_run_stage raises.
+    what stage_step raises.
     """
     asked = range(config.pipeline_model_parallel_size) if stages is None else stages
     run = functools.partial(_run_stage, meta_config(config), shape, policy, build)
@@ -140,16 +140,16 @@ def _run_stage(
     policy: RecomputePolicy | None,
     build: Build | None,
     stage: int,
-) -> StageDryRun:
-    return dry_run_stage(config, stage, shape, policy, build)
+) -> StageStep:
+    return stage_step(config, stage, shape, policy, build)
 
 
 def in_processes(
-    run: Callable[[int], StageDryRun],
+    run: Callable[[int], StageStep],
     stages: Sequence[int],
     max_workers: int = 1,
-    done: Callable[[StageDryRun], None] = lambda _: None,
-) -> tuple[StageDryRun, ...]:
+    done: Callable[[StageStep], None] = lambda _: None,
+) -> tuple[StageStep, ...]:
     """`run` of every stage in processes that never see CUDA; it must pickle."""
     pool = ProcessPoolExecutor(
         max_workers, multiprocessing.get_context("spawn"), initializer=_start_process
@@ -168,27 +168,27 @@ def _start_process() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-def dry_run_stage(
+def stage_step(
     config: Any,
     stage: int,
     shape: StepShape,
     policy: RecomputePolicy | None = None,
     build: Build | None = None,
-) -> StageDryRun:
+) -> StageStep:
     """One step of pipeline stage `stage` in this process; its first tensor and data parallel rank.
 
     config: a TransformerConfig with the real parallel sizes; only a copy is changed.
     policy: applied to the built model; without it the config's own recompute fields hold.
     build: default build_gpt.
 
-    Raises MachineError where CUDA is visible, torch.distributed is in use (call dry_run) or the
+    Raises MachineError where CUDA is visible, torch.distributed is in use (call stage_steps) or the
     config needs a device (module docstring), and PolicyError and ApplyError as apply() does.
     """
     _check_runs_without_device(config)
     if torch.distributed.is_initialized():
         raise MachineError(
-            "A dry run was asked for in a process that has a torch.distributed process group "
-            "already. Call dry_run(...), which uses processes of its own."
+            "A step on meta tensors was asked for in a process that has a torch.distributed group "
+            "already. Call stage_steps(...), which uses processes of its own."
         )
     config = meta_config(config)
     with without_cuda.activate(meta=True), fake_ranks(config, stage, shape):
@@ -208,9 +208,9 @@ def _check_runs_without_device(config: Any) -> None:
     refused = [setting for setting, there in found.items() if there]
     if refused:
         raise MachineError(
-            f"A dry run without a device was asked for a config with {', '.join(refused)}, whose "
-            "code runs on CUDA only. Dry-run it without (alltoall as MoE dispatcher), or measure "
-            "on the device."
+            f"A step on meta tensors was asked for a config with {', '.join(refused)}, whose code "
+            "runs on CUDA only. Run it without (alltoall as MoE dispatcher), or measure on the "
+            "device."
         )
 
 
@@ -370,7 +370,7 @@ def trace_step(
     shape: StepShape,
     device: torch.device,
     forward_step: ForwardStep | None = None,
-) -> StageDryRun:
+) -> StageStep:
     """Run one step of Megatron's schedule on built chunks and report what was alive when.
 
     Needs Megatron's parallel state. Works on CPU tensors in real ranks as well: the tests compare
@@ -400,7 +400,7 @@ def trace_step(
             micro_batch_size=shape.micro_batch_size,
             forward_only=False,
         )
-    return StageDryRun(
+    return StageStep(
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         parameter_bytes=_size_bytes(parameters),
         gradient_bytes=_size_bytes(gradients),
@@ -577,7 +577,7 @@ class BoundaryTensors:
     use as that layer's. See docs/decisions/boundary-tensors.md.
     """
 
-    kind: Literal["forward", "backward"]
+    phase: Literal["forward", "backward"]
     chunk: int
     microbatch: int
     extra: int
@@ -604,19 +604,19 @@ def boundary_tensors(config: Any, stage: int, num_microbatches: int) -> tuple[Bo
     shape = StepShape(
         seq_length=8, micro_batch_size=1, num_microbatches=num_microbatches, vocab_size=1
     )
-    traced = dry_run_stage(small, stage, shape, build=_InputKeeper)
+    traced = stage_step(small, stage, shape, build=_InputKeeper)
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
     first_of_all, last_of_all = stage == 0, stage == config.pipeline_model_parallel_size - 1
     in_flight = 0
     counts = []
     for event in traced.events():
-        kind, chunk, microbatch, _ = event.where
-        forward = kind == "forward"
+        phase, chunk, microbatch, _ = event.where
+        forward = phase == "forward"
         no_input = forward and first_of_all and chunk == 0
         gradient = int(not forward and not (last_of_all and chunk == num_chunks - 1))
         own = int(forward and not no_input) + gradient
         extra = round(event.start_bytes / unit_bytes) - in_flight - own
-        counts.append(BoundaryTensors(kind, chunk, microbatch, extra, gradient))
+        counts.append(BoundaryTensors(phase, chunk, microbatch, extra, gradient))
         in_flight += 1 if forward else -1
     return tuple(counts)
 

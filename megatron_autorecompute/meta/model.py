@@ -158,7 +158,7 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
 def build_chunk(
     config: Any, pre: bool, post: bool, vp_stage: int | None, shape: StepShape, *, job: Job
 ) -> torch.nn.Module:
-    """One chunk of the job's model, as `dry_run.Build`."""
+    """One chunk of the job's model, as `meta_step.Build`."""
     if job.transformer_impl == "local":
         if job.lora_rank or job.precision != "bf16":
             raise OptionError(

@@ -16,7 +16,7 @@ import torch
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import (
-    StageDryRun,
+    StageStep,
     applied,
     build_chunks,
     fake_ranks,
@@ -39,8 +39,8 @@ def run_stages(
     pipeline: Mapping[str, Any],
     num_microbatches: int,
     policy: RecomputePolicy,
-    done: Callable[[StageDryRun], None] = lambda _: None,
-) -> tuple[StageDryRun, ...]:
+    done: Callable[[StageStep], None] = lambda _: None,
+) -> tuple[StageStep, ...]:
     """Run every stage, one process at a time.
 
     Args:
@@ -63,7 +63,7 @@ def run_stages(
     return in_processes(run, range(piped.size("pipeline")), done=done)
 
 
-def run_stage(job: Job, num_microbatches: int, policy: RecomputePolicy, stage: int) -> StageDryRun:
+def run_stage(job: Job, num_microbatches: int, policy: RecomputePolicy, stage: int) -> StageStep:
     """One stage in this process."""
     shape, device = step_shape(job, num_microbatches), torch.device("meta")
     with meta_megatron(job):

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from megatron_autorecompute import compat
 from megatron_autorecompute.errors import ProfileError, VerificationError
-from megatron_autorecompute.meta.meta_step import StageDryRun, StepShape, build_gpt, dry_run
+from megatron_autorecompute.meta.meta_step import StageStep, StepShape, build_gpt, stage_steps
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import Peak
 from megatron_autorecompute.planner.plan import Plan
@@ -27,7 +27,7 @@ from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.units import GIB
 
 TOLERANCE = 0.005
-"""How far a predicted activation peak may lie from the dry run's, as a share of it."""
+"""How far a predicted activation peak may lie from the meta step's, as a share of it."""
 # The optimizer step is no part of the schedule, nor is what a job's own forward_step keeps.
 WITHOUT_OPTIMIZER: dict[str, Any] = {"optimizer_step_peak_bytes": 0}
 COMPARABLE: dict[str, Any] = {**WITHOUT_OPTIMIZER, "overhead": None, "residual_bytes": 0}
@@ -39,9 +39,9 @@ class StageCheck:
 
     stage: int
     predicted_bytes: int
-    """Activation peak by the cost model, of what a dry run has: no static bytes, no optimizer step,
-    nothing that a job's own forward_step keeps."""
-    dry_run_bytes: int
+    """Activation peak by the cost model, of what a meta step has: no static bytes, no optimizer
+    step, nothing that a job's own forward_step keeps."""
+    megatron_bytes: int
     """The same by Megatron's own schedule."""
     static_bytes: int
     """As the profile has it, with what the job was seen to keep beside layers and pipeline."""
@@ -53,22 +53,22 @@ class StageCheck:
     @property
     def error(self) -> float:
         """Predicted over run, less one."""
-        return self.predicted_bytes / self.dry_run_bytes - 1 if self.dry_run_bytes else 0.0
+        return self.predicted_bytes / self.megatron_bytes - 1 if self.megatron_bytes else 0.0
 
     @property
     def fits(self) -> bool:
-        """Whether static bytes and the dry run's peak are within the budget."""
-        return self.static_bytes + self.dry_run_bytes <= self.budget_bytes
+        """Whether static bytes and the meta step's peak are within the budget."""
+        return self.static_bytes + self.megatron_bytes <= self.budget_bytes
 
     @property
     def agrees(self) -> bool:
         """Whether the prediction is within TOLERANCE, or at most one boundary tensor too high."""
-        too_high = self.predicted_bytes - self.dry_run_bytes
+        too_high = self.predicted_bytes - self.megatron_bytes
         return abs(self.error) <= TOLERANCE or 0 < too_high <= self.boundary_bytes
 
 
 def verify(
-    plan: Plan, progress: Callable[[StageDryRun], None] = lambda _: None
+    plan: Plan, progress: Callable[[StageStep], None] = lambda _: None
 ) -> tuple[StageCheck, ...]:
     """Run every stage of a plan on meta tensors, one process at a time.
 
@@ -102,7 +102,7 @@ def verify(
 
 
 def _kept(plan: Plan) -> list[int]:
-    """Static bytes of every stage that are a dry run's activations: what its layers keep of the
+    """Static bytes of every stage that are a meta step's activations: what its layers keep of the
     last microbatch, which only a profile made without a device states."""
     if "job" not in plan.profile.model.facts:
         return [0] * plan.layout.num_stages
@@ -137,8 +137,8 @@ def _shortest(plan: Plan, peaks: list[Peak]) -> int:
 
 
 def _runs(
-    plan: Plan, num_microbatches: int, progress: Callable[[StageDryRun], None]
-) -> tuple[StageDryRun, ...]:
+    plan: Plan, num_microbatches: int, progress: Callable[[StageStep], None]
+) -> tuple[StageStep, ...]:
     facts = plan.profile.model.facts
     if facts.get("measured"):
         raise ProfileError(
@@ -155,7 +155,7 @@ def _runs(
         return run_stages(job, pipeline, num_microbatches, plan.policy, progress)
     config, build = rebuilt(plan)
     shape = replace(_shape(plan), num_microbatches=num_microbatches)
-    return dry_run(config, shape, policy=plan.policy, build=build, done=progress)
+    return stage_steps(config, shape, policy=plan.policy, build=build, done=progress)
 
 
 def require_verified(checks: tuple[StageCheck, ...]) -> None:
@@ -163,9 +163,10 @@ def require_verified(checks: tuple[StageCheck, ...]) -> None:
     over = [check for check in checks if not check.fits]
     apart = [check for check in checks if not check.agrees]
     if over:
-        worst = max(over, key=lambda c: c.static_bytes + c.dry_run_bytes - c.budget_bytes)
+        worst = max(over, key=lambda c: c.static_bytes + c.megatron_bytes - c.budget_bytes)
+        needed_bytes = worst.static_bytes + worst.megatron_bytes
         raise VerificationError(
-            f"Stage {worst.stage} needs {(worst.static_bytes + worst.dry_run_bytes) / GIB:.2f} GiB "
+            f"Stage {worst.stage} needs {needed_bytes / GIB:.2f} GiB "
             f"in Megatron's own schedule; its budget is {worst.budget_bytes / GIB:.2f} GiB. Plan "
             "again with a smaller budget, or measure the profile anew."
         )
@@ -173,7 +174,7 @@ def require_verified(checks: tuple[StageCheck, ...]) -> None:
         worst = max(apart, key=lambda c: abs(c.error))
         raise VerificationError(
             f"Stage {worst.stage}: {worst.predicted_bytes / GIB:.3f} GiB of activations were "
-            f"predicted, Megatron's own schedule has {worst.dry_run_bytes / GIB:.3f} GiB "
+            f"predicted, Megatron's own schedule has {worst.megatron_bytes / GIB:.3f} GiB "
             f"({worst.error:+.1%}; at most {TOLERANCE:.1%} is allowed). The profile is not of this "
             "model or these shapes, or a layer's record is off: measure it anew."
         )
@@ -186,11 +187,11 @@ def table(checks: Iterable[StageCheck]) -> Table:
         shown.add_column(name, justify="right")
     for check in checks:
         remark = "" if check.fits and check.agrees else "differs" if check.fits else "over budget"
-        sizes = (check.static_bytes + check.dry_run_bytes, check.budget_bytes)
+        sizes = (check.static_bytes + check.megatron_bytes, check.budget_bytes)
         shown.add_row(
             str(check.stage),
             f"{check.predicted_bytes / GIB:.3f}",
-            f"{check.dry_run_bytes / GIB:.3f}",
+            f"{check.megatron_bytes / GIB:.3f}",
             f"{check.error:+.2%}",
             *(f"{size / GIB:.2f}" for size in sizes),
             remark,

@@ -83,7 +83,7 @@ class Activation:
 def activate(*, meta: bool = False, training: bool = False) -> Activation:
     """Let megatron-core run without CUDA until ``deactivate()`` of what is returned.
 
-    meta: for meta tensors (a dry run): no RNG state is kept, MoE tokens count as evenly routed.
+    meta: for meta tensors (a meta step): no RNG state is kept, MoE tokens count as evenly routed.
     training: also what ``megatron.training`` (the wheels from 0.17 on) asks of the machine.
 
     Raises MachineError where CUDA is available, and when already active (naming who activated it).
@@ -496,7 +496,7 @@ def _even_routing(device: torch.device) -> Iterator[Patch]:
     Upstream: MoEAlltoAllTokenDispatcher counts each expert's tokens and permutes by them. On meta
     every token goes to the next top-k experts in turn, so all experts get equally many (to one).
     The counting is Megatron's own, on a small real map on CPU.
-    Remove when: never; a dry run has to assume a routing.
+    Remove when: never; a meta step has to assume a routing.
     """
     if device.type != "meta":
         return

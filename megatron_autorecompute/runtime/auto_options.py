@@ -49,7 +49,11 @@ class AutoOptions:
         "file the plan is written to, and read from at a restart. Without it: "
         "recompute-plan.json in the folder of --save, or no file",
     )
-    recompute_dry_run: bool = option(False, "measure, print the plan, and exit without training on")
+    recompute_plan_only: bool = option(
+        False,
+        "measure, print the plan, and exit without training on",
+        formerly="--recompute-dry-run",
+    )
     recompute_run_on_cpu: bool = option(
         False,
         "run Megatron without CUDA, on CPU with gloo: for trying out. Works through "
@@ -75,6 +79,11 @@ class AutoOptions:
                 f"--recompute-measure-steps {self.recompute_measure_steps}: auto measures at least "
                 "one step. To measure nothing give a policy, or a plan as @FILE."
             )
+
+    @property
+    def recompute_dry_run(self) -> bool:
+        """`recompute_plan_only` by its name before."""
+        return self.recompute_plan_only
 
     @property
     def budget_bytes(self) -> int | None:

@@ -75,9 +75,9 @@ def test_auto_measures_decides_and_learns_the_same_bits(without, tmp_path):
     assert learned(fixed) == without
 
 
-def test_a_dry_run_prints_the_plan_and_stops(tmp_path):
+def test_plan_only_prints_the_plan_and_stops(tmp_path):
     save = f"checkpoint.save={tmp_path}"
-    output = train(LLAMA, *AUTO, "1", "--recompute-dry-run", save)
+    output = train(LLAMA, *AUTO, "1", "--recompute-plan-only", save)
     assert "iteration       20/" not in output
     assert "ms a step" in output
     assert (tmp_path / "recompute-plan.json").exists()
@@ -105,7 +105,7 @@ def test_auto_on_two_pipeline_stages_learns_the_same_bits(recipe, budget_gib):
         (["--recipe", RECIPE + "recipe"], 9, "tiny_moe_pretrain_config"),
         (["--recipe", LLAMA, "--peft_scheme", "lora"], 9, "takes none"),
         (["--recipe", LLAMA, "--mode", "finetune"], 9, "checkpoint.pretrained_checkpoint=PATH"),
-        (["--recipe", LLAMA, "--recompute-dry-run"], 9, "only auto makes a plan"),
+        (["--recipe", LLAMA, "--recompute-plan-only"], 9, "only auto makes a plan"),
         (["--recipe", LLAMA, "--recompute-run-on-cpu"], 9, "on CUDA devices only"),
         (["--recipe", LLAMA, "model.recompute_policy=full*3"], 2, "the model has 4"),
         (["--recipe", LLAMA, "model.recompute_policy=@no.json"], 2, "Cannot read the policy file"),

@@ -45,7 +45,7 @@ def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **chang
     options = AutoOptions(
         recompute_memory_budget_gib=budget_gib,
         recompute_plan_path=plan_path,
-        recompute_dry_run=changes.get("dry_run", False),
+        recompute_plan_only=changes.get("plan_only", False),
         recompute_imbalance_percentile=changes.get("percentile", 99.0),
         recompute_measure_steps=changes.get("measure_steps", 12),
     )
@@ -375,17 +375,17 @@ def ramped(shape, path):
     return trained(shape, path, microbatches=ramp_up)
 
 
-def dry(shape):
+def plan_only(shape):
     try:
-        trained(shape, dry_run=True)
+        trained(shape, plan_only=True)
     except SystemExit as ended:
         return ended.code
     return "trained on"
 
 
 @pytest.mark.any_version
-def test_dry_run_ends_the_job_on_all_ranks():
-    assert run_ranks(dry, 2, SHAPE) == [0, 0]
+def test_plan_only_ends_the_job_on_all_ranks():
+    assert run_ranks(plan_only, 2, SHAPE) == [0, 0]
 
 
 def killed_at(moment, rank, store, plan_path):

@@ -190,12 +190,12 @@ def test_logits_are_held_in_16_bit_by_te_and_in_32_bit_unfused():
 # -------------------------------------------------------------------- against Megatron's schedule
 
 
-def dry_run_peaks(asked, policy=None):
+def meta_step_peaks(asked, policy=None):
     """Activation peak and parameter bytes of every stage, from Megatron's own schedule."""
     import torch
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_autorecompute.meta.meta_step import StepShape, dry_run_stage
+    from megatron_autorecompute.meta.meta_step import StepShape, stage_step
 
     config = TransformerConfig(
         **{**asked.config, "activation_func": torch.nn.functional.gelu},
@@ -214,7 +214,7 @@ def dry_run_peaks(asked, policy=None):
     stages = range(asked.size("pipeline"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about an environment variable for communication speed
-        runs = [dry_run_stage(config, stage, shape, policy) for stage in stages]
+        runs = [stage_step(config, stage, shape, policy) for stage in stages]
     return [run.peak_bytes for run in runs], [run.parameter_bytes for run in runs]
 
 
@@ -222,11 +222,11 @@ def dry_run_peaks(asked, policy=None):
 def test_peaks_agree_with_megatrons_own_schedule(text):
     asked = job({**LOCAL, "pipeline_model_parallel_size": 2}, transformer_impl="local")
     policy = RecomputePolicy.parse(text, num_layers=4)
-    peaks, _ = dry_run_peaks(asked, policy)
+    peaks, _ = meta_step_peaks(asked, policy)
     planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
     for stage, peak in zip(planner.evaluate(policy).stages, peaks, strict=True):
         static = planner.profile.stages[stage.stage].static.total_bytes
-        # The dry run adds weight gradients apart: at most one matrix more is alive there.
+        # The meta step adds weight gradients apart: at most one matrix more is alive there.
         assert stage.peak.bytes - static == pytest.approx(peak, rel=0.05)
 
 
@@ -258,7 +258,7 @@ def test_a_plan_of_a_dense_job_is_what_megatrons_schedule_does_with_the_stand_in
     assert main(["verify", str(path), "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)
     assert [check["stage"] for check in checks] == [0, 1]
-    assert all(check["fits"] and check["dry_run_bytes"] > 0 for check in checks)
+    assert all(check["fits"] and check["megatron_bytes"] > 0 for check in checks)
 
 
 def test_a_plan_of_a_moe_job_is_what_megatrons_schedule_does_with_the_stand_ins(
@@ -277,7 +277,7 @@ def test_what_a_dispatcher_keeps_counts_once_a_layer_and_not_for_every_microbatc
     dense, moe = (kind.static.buffer_bytes for kind in profile.kinds)
     assert dense == 0 < moe
     for check in verify(make_plan(Planner(profile, asked.layout(), asked.schedule()), 1 << 50)):
-        too_high = check.predicted_bytes - check.dry_run_bytes
+        too_high = check.predicted_bytes - check.megatron_bytes
         # Where a chunk ends without a checkpoint, one boundary tensor counts twice.
         assert min(abs(too_high), abs(too_high - profile.boundary_bytes)) < moe / 10
 
@@ -298,7 +298,7 @@ def test_a_stand_in_that_keeps_more_than_its_record_says_is_found(moe_job, moe_p
 def test_parameters_of_every_stage_are_megatrons():
     config = {**LOCAL, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}
     asked = job(config, transformer_impl="local")
-    _, expected = dry_run_peaks(asked)
+    _, expected = meta_step_peaks(asked)
     found = profile_job(asked, H100).stages
     assert [stage.static.parameter_bytes for stage in found] == expected
 

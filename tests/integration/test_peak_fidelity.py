@@ -109,7 +109,7 @@ def counted(schedule, stage, overlap, deallocated):
         schedule.in_flight(stage).tolist(),
         strict=True,
     ):
-        in_flight[tensors.chunk] += tensors.kind == "backward"
+        in_flight[tensors.chunk] += tensors.phase == "backward"
         if stage == schedule.num_stages - 1:
             in_flight[-1] = 0
         found.append(tensors.extra - (0 if deallocated else sum(in_flight)))

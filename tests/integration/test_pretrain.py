@@ -52,8 +52,8 @@ def test_auto_trains_like_no_recompute_and_a_restart_measures_nothing(plain, tmp
     assert "measuring" not in again.text
 
 
-def test_a_dry_run_ends_well_before_the_training_does(tmp_path):
-    auto = "--recompute-policy auto --recompute-memory-budget-gib 1 --recompute-dry-run "
+def test_plan_only_ends_well_before_the_training_does(tmp_path):
+    auto = "--recompute-policy auto --recompute-memory-budget-gib 1 --recompute-plan-only "
     job = run(SCRIPT, FLAGS + auto + "--train-iters 500 ")
     assert job.returncode == 0, job.text
     assert 0 < len(job.losses) < 30
@@ -126,7 +126,7 @@ def jobs(folder):
     planned = pair + AUTO.format(budget=0.0045) + "--recompute-plan-path " + str(folder)
     by_name |= {
         "pair plain": Job(pair, 2, with_us=False),
-        "pair even": Job(planned + "/even.json --recompute-dry-run --train-iters 20 ", 2),
+        "pair even": Job(planned + "/even.json --recompute-plan-only --train-iters 20 ", 2),
         "pair fails": Job(planned + "/pair.json --train-iters 20 ", 2, before="uneven_ranks.py"),
         "pair again": Job(planned + "/pair.json ", 2),
     }
@@ -337,7 +337,7 @@ REFUSED_BEFORE_A_MODEL_IS_BUILT = {
     "--recompute-policy @no/such/file": (2, "Cannot read the policy file"),
     "--recompute-policy selective[moe_act]": (2, "moe_act"),
     "--recompute-policy full --cpu-offloading-num-layers 1": (2, "offloading"),
-    "--recompute-policy full --recompute-dry-run": (9, "only auto makes a plan"),
+    "--recompute-policy full --recompute-plan-only": (9, "only auto makes a plan"),
     "--recompute-policy auto --recompute-memory-budget-gib 0": (9, "above 0"),
     "--recompute-policy auto --cuda-graph-impl local": (9, "a CUDA graph keeps"),
     "--recompute-policy none --recompute-granularity full --recompute-method block "

@@ -36,15 +36,28 @@ def test_flags_reach_the_fields_with_their_types():
         *("--recompute-plan-path", "plan.json"),
         *("--recompute-measure-steps", "6"),
         *("--recompute-imbalance-percentile", "95"),
-        "--recompute-dry-run",
+        "--recompute-plan-only",
     )
     assert options == AutoOptions(
         recompute_memory_budget_gib=72.5,
         recompute_plan_path="plan.json",
         recompute_measure_steps=6,
         recompute_imbalance_percentile=95.0,
-        recompute_dry_run=True,
+        recompute_plan_only=True,
     )
+
+
+@pytest.mark.parametrize("no", ["", "no-"])
+def test_a_former_flag_sets_the_same_field_and_one_rank_names_the_new_one(no, capsys, monkeypatch):
+    old, new = f"--{no}recompute-dry-run", f"--{no}recompute-plan-only"
+    for rank, said in (
+        ("0", f"{old}: its name is {new} now; the old one still works.\n"),
+        ("1", ""),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        assert parsed(old) == parsed(new)
+        assert parsed("--recompute-plan-only", old).recompute_plan_only is not bool(no)
+        assert capsys.readouterr().err == said * 2
 
 
 def test_gib_are_powers_of_two():

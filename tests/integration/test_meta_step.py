@@ -1,4 +1,4 @@
-"""The dry run on meta tensors against the same step on real tensors in real gloo ranks.
+"""A step on meta tensors against the same step on real tensors in real gloo ranks.
 
 RMSNorm in the exact comparisons: fused LayerNorm keeps its statistics in fp32 on CUDA and meta but
 in bf16 on CPU, 4 bytes per token and norm that only the real ranks save.
@@ -15,13 +15,13 @@ import torch
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.meta_step import (
-    StageDryRun,
+    StageStep,
     StepShape,
     boundary_tensors,
     build_chunks,
     build_gpt,
-    dry_run,
-    dry_run_stage,
+    stage_step,
+    stage_steps,
     trace_step,
 )
 from megatron_autorecompute.planner.schedule import Event, Schedule
@@ -64,7 +64,7 @@ def after_gloo_let_go(function):
     return wrapper
 
 
-def real_stage(kind: str, fields: dict, policy: str | None) -> StageDryRun:
+def real_stage(kind: str, fields: dict, policy: str | None) -> StageStep:
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_autorecompute.runtime.apply import apply
@@ -79,15 +79,15 @@ def real_stage(kind: str, fields: dict, policy: str | None) -> StageDryRun:
         return trace_step(models, SHAPE, torch.device("cpu"))
 
 
-def meta_stages(kind: str, fields: dict, policy: str | None) -> list[StageDryRun]:
+def meta_stages(kind: str, fields: dict, policy: str | None) -> list[StageStep]:
     config = small_config(kind, fields)
     stages = range(config.pipeline_model_parallel_size)
-    return [dry_run_stage(config, stage, SHAPE, parse(policy)) for stage in stages]
+    return [stage_step(config, stage, SHAPE, parse(policy)) for stage in stages]
 
 
 @pytest.fixture(scope="module")
 def fresh_process():
-    """Runs functions in one other process: dry runs want no process group and no activation."""
+    """Runs functions in one other process: meta steps want no process group and no activation."""
     context = fresh_processes()
     with ProcessPoolExecutor(1, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=240)
@@ -158,7 +158,7 @@ LARGE = StepShape(seq_length=2048, micro_batch_size=1, num_microbatches=16, voca
 TEN_LAYERS_BYTES = 10 * 2048 * 8192 / 8 * (34 + 5 * 64 * 2048 / 8192)
 
 
-def large_stage(stage: int, chunks: int | None, text: str) -> StageDryRun:
+def large_stage(stage: int, chunks: int | None, text: str) -> StageStep:
     config = tiny_config(
         bf16=True,
         num_layers=80,
@@ -173,7 +173,7 @@ def large_stage(stage: int, chunks: int | None, text: str) -> StageDryRun:
     )
     build = functools.partial(build_gpt, position_embedding_type="learned_absolute")
     policy = RecomputePolicy.parse(text, num_layers=80)
-    return dry_run_stage(config, stage, LARGE, policy, build)
+    return stage_step(config, stage, LARGE, policy, build)
 
 
 @pytest.mark.any_version
@@ -222,7 +222,7 @@ def test_moe_experts_share_tokens_evenly_across_expert_parallel_ranks(fresh_proc
 def expert_peak_bytes(expert_ranks: int) -> int:
     config = small_config("moe", {"expert_model_parallel_size": expert_ranks})
     shape = dataclasses.replace(SHAPE, data_parallel_size=expert_ranks)
-    return dry_run_stage(config, 0, shape).peak_bytes
+    return stage_step(config, 0, shape).peak_bytes
 
 
 def test_stages_in_processes_of_their_own_give_the_same(fresh_process):
@@ -230,19 +230,19 @@ def test_stages_in_processes_of_their_own_give_the_same(fresh_process):
     assert fresh_process(stages_in_own_processes, [1, 0]) == both_stages[::-1]
 
 
-def stages_in_own_processes(stages: list[int]) -> list[StageDryRun]:
+def stages_in_own_processes(stages: list[int]) -> list[StageStep]:
     config = small_config("dense", PP2)
     config.timers = lambda: None  # a running job's callbacks must not keep it from travelling
-    return list(dry_run(config, SHAPE, stages=stages))
+    return list(stage_steps(config, SHAPE, stages=stages))
 
 
 def test_process_with_a_process_group_is_told_what_to_call():
-    assert run_ranks(refused_dry_run, 1, activate=False) == [None]  # or its error is raised
+    assert run_ranks(refused_meta_step, 1, activate=False) == [None]  # or its error is raised
 
 
-def refused_dry_run() -> None:
-    with pytest.raises(MachineError, match=r"Call dry_run\("):
-        dry_run_stage(small_config("dense", {}), 0, SHAPE)
+def refused_meta_step() -> None:
+    with pytest.raises(MachineError, match=r"Call stage_steps\("):
+        stage_step(small_config("dense", {}), 0, SHAPE)
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "flex"])
@@ -251,7 +251,7 @@ def test_config_that_needs_a_device_is_refused_with_its_setting(fresh_process, d
         fresh_process(meta_stages, "moe", {"moe_token_dispatcher_type": dispatcher}, None)
 
 
-def test_dry_run_leaves_neither_process_group_nor_stand_ins(fresh_process):
+def test_a_meta_step_leaves_neither_process_group_nor_stand_ins(fresh_process):
     fresh_process(meta_stages, "dense", {}, None)
     assert fresh_process(torch.distributed.is_initialized) is False
     fresh_process(activate_and_deactivate)
@@ -270,8 +270,8 @@ def counts(fields: dict, num_microbatches: int = 8) -> list[tuple[list[int], lis
     per_stage = []
     for stage in range(config.pipeline_model_parallel_size):
         found = boundary_tensors(config, stage, num_microbatches)
-        kinds = ("forward", "backward")
-        per_stage.append(tuple([b.extra for b in found if b.kind == kind] for kind in kinds))
+        phases = ("forward", "backward")
+        per_stage.append(tuple([b.extra for b in found if b.phase == phase] for phase in phases))
     return per_stage
 
 
@@ -295,7 +295,7 @@ def full_stage_excess(fields: dict, stage: int) -> list[tuple[str, int]]:
     config = small_config("dense", {"hidden_size": 512, "dropout": 0.0, **fields})
     shape = StepShape(seq_length=64, micro_batch_size=1, num_microbatches=8, vocab_size=512)
     build = functools.partial(build_gpt, position_embedding_type="learned_absolute")
-    result = dry_run_stage(config, stage, shape, parse("full*8"), build)
+    result = stage_step(config, stage, shape, parse("full*8"), build)
     starts = {}  # of the first layer that runs in each event
     for span in result.spans:
         if span.where.layer is not None:
@@ -303,9 +303,9 @@ def full_stage_excess(fields: dict, stage: int) -> list[tuple[str, int]]:
     chunks = config.virtual_pipeline_model_parallel_size or 1
     layers_per_chunk = 8 // (config.pipeline_model_parallel_size * chunks)
     inputs, excess = 0, []
-    for (kind, _, _), start_bytes in starts.items():
-        excess.append((kind, round(start_bytes / (64 * 512 * 2)) - inputs - 1))
-        inputs += layers_per_chunk if kind == "forward" else -layers_per_chunk
+    for (phase, _, _), start_bytes in starts.items():
+        excess.append((phase, round(start_bytes / (64 * 512 * 2)) - inputs - 1))
+        inputs += layers_per_chunk if phase == "forward" else -layers_per_chunk
     return excess
 
 
@@ -314,5 +314,5 @@ def full_stage_excess(fields: dict, stage: int) -> list[tuple[str, int]]:
 def test_counts_are_those_of_a_real_gpt(fresh_process, fields, stage):
     forwards, backwards = fresh_process(counts, fields)[stage]
     excess = fresh_process(full_stage_excess, fields, stage)
-    assert [extra for kind, extra in excess if kind == "forward"] == forwards
-    assert [extra for kind, extra in excess if kind == "backward"] == backwards
+    assert [extra for phase, extra in excess if phase == "forward"] == forwards
+    assert [extra for phase, extra in excess if phase == "backward"] == backwards
