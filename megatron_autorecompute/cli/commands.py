@@ -35,16 +35,13 @@ from megatron_autorecompute.errors import (
 from megatron_autorecompute.packages import needed
 from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.layout_search import search_layout
 from megatron_autorecompute.planner.megatron_strategies import launch_lines
+from megatron_autorecompute.planner.micro_batch_search import same_samples, search_micro_batch
 from megatron_autorecompute.planner.plan import Plan, curve_point, make_plan
 from megatron_autorecompute.planner.planner import Planner, neighbours
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.suggestions import (
-    explained,
-    same_samples,
-    search_layout,
-    search_micro_batch,
-)
+from megatron_autorecompute.planner.suggestions import explained
 from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, Profile
 from megatron_autorecompute.report import terminal
 from megatron_autorecompute.units import GIB, MOST_GIB
