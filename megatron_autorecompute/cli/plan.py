@@ -10,12 +10,10 @@ from megatron_autorecompute.cli.problem import add_problem, planners
 from megatron_autorecompute.cli.values import MOST_POINTS, at_least, budgets, file, sizes
 from megatron_autorecompute.cli.verify import print_verified
 from megatron_autorecompute.errors import InfeasibleError
+from megatron_autorecompute.planner.layout_search import search_layout
+from megatron_autorecompute.planner.micro_batch_search import search_micro_batch
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.suggestions import (
-    explained,
-    search_layout,
-    search_micro_batch,
-)
+from megatron_autorecompute.planner.suggestions import explained
 
 
 class PlanCommand(Command):

@@ -9,9 +9,9 @@ from megatron_autorecompute.cli.values import percentile
 from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.options import add_old_spelling
 from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.micro_batch_search import same_samples
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.suggestions import same_samples
 from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, Profile
 
 

@@ -146,6 +146,22 @@ class Planner:
         self._table = CostTable(profile, self.percentile, "high")
         self._solved: dict[int, dict[int, StageChoice]] = {}
 
+    def replaced(
+        self,
+        *,
+        profile: Profile | None = None,
+        layout: Layout | None = None,
+        schedule: Schedule | None = None,
+    ) -> Planner:
+        """The same question of another profile, layout or schedule."""
+        return Planner(
+            profile or self.profile,
+            layout or self.layout,
+            schedule or self.schedule,
+            percentile=self.percentile,
+            allowed=self.allowed,
+        )
+
     def allows(self, layer: int, choice: LayerPolicy) -> bool:
         """Whether a layer may have a choice."""
         return self._only is None or self._only.allow(self._table, layer, choice)
