@@ -47,7 +47,7 @@ class PlanCommand(Command):
             type=at_least(0, MOST_POINTS),
             default=0,
             metavar="N",
-            help="put the curve of time against budget into the plan, for stepping down",
+            help="also put plans for N other budgets into the file: time against budget",
         )
         parser.add_argument("-o", "--output", type=file, metavar="PLAN.json", help="write the plan")
         parser.add_argument(

@@ -261,16 +261,18 @@ def _constructed(job: Job, fields: dict[str, Any]) -> Any:
         TransformerConfig,
     )
 
-    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
-    known = {field.name for field in dataclasses.fields(kind)}
+    config_type = (
+        MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    )
+    known = {field.name for field in dataclasses.fields(config_type)}
     unknown = sorted(set(job.config) - known - set(LEFT_OUT))
     if unknown:
         raise OptionError(
-            f"{job.name}: config names {', '.join(unknown)}, which {kind.__name__} of the "
+            f"{job.name}: config names {', '.join(unknown)}, which {config_type.__name__} of the "
             "installed megatron-core does not have. Correct the names or leave them out."
         )
     try:
-        return kind(**fields)
+        return config_type(**fields)
     except (AssertionError, ValueError) as error:
         raise OptionError(f"{job.name}: Megatron refuses this config: {error}") from error
 

@@ -48,8 +48,10 @@ def _model(model: Any, num_gpus: int | None) -> dict[str, Any]:
     )
 
     config = vars(model).get("transformer", model)  # a ModelConfig (since 0.4) holds it
-    kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
-    known = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(kind)}
+    config_type = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
+    known = {
+        field.name: getattr(config, field.name, None) for field in dataclasses.fields(config_type)
+    }
     return {
         "described_by": "recipe",
         "config": plain_config(known),

@@ -54,7 +54,7 @@ _OR_MOE_PERCENTILE = Field(
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One plan of the time-against-budget curve, for stepping down when memory runs short."""
+    """One plan of the curve of time against budget."""
 
     budget_bytes: int
     """Of every stage."""
@@ -212,7 +212,7 @@ def make_plan(
 
     Args:
         budget: bytes, one for all stages or one each.
-        curve_points: budgets of the stepping-down curve; 0 leaves it out.
+        curve_points: budgets of the curve of time against budget; 0 leaves it out.
 
     Raises: InfeasibleError, ProfileError.
     """
