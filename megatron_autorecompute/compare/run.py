@@ -441,11 +441,12 @@ class _Contest:
         from megatron_autorecompute.profile import Model, Parallelism
         from megatron_autorecompute.runtime.apply import apply
         from megatron_autorecompute.runtime.measurement import Measurement
+        from megatron_autorecompute.runtime.model_shard import ModelShard
 
         job, shape = self.job, self.settings.shape
         leanest = RecomputePolicy.parse("full", num_layers=compat.num_policy_layers(job.config))
         with apply(leanest, job.chunks, holder="the comparison's measuring") as applied:
-            measurement = Measurement(job.chunks, applied)
+            measurement = Measurement(ModelShard(job.chunks), applied)
             for _ in measurement.policies():
                 self._step("ours: measuring memory")
                 with job.memory() as memory, measurement.watch(memory, times=job.on_cuda):

@@ -6,15 +6,13 @@ assumed on the way is listed in the profile and printed with every result that r
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -52,10 +50,11 @@ from megatron_autorecompute.profile import (
     StageRecord,
     StaticBytes,
 )
-from megatron_autorecompute.runtime import measurement as measure
-from megatron_autorecompute.runtime import probe
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from megatron_autorecompute.runtime.measurement import Measurement
+from megatron_autorecompute.runtime.model_shard import Choices, ModelShard, alone, choices
+from megatron_autorecompute.runtime.model_shard import kinds as kinds_of
 
 Progress = Callable[[str], None]
 
@@ -80,7 +79,7 @@ def profile_job(
     job.layout(), job.schedule()  # refused before anything is built
     clock = Roofline(device, efficiency)
     without_mtp = replace_mtp(job, 0)
-    decoder = _part(without_mtp, clock, _choices_of_sorts(without_mtp, clock), progress)
+    decoder = _part(without_mtp, clock, _choices_of_sorts(without_mtp), progress)
     whole = decoder
     if job.mtp_num_layers:
         # Apart, because MTP depths are on the last stage with a copy of the embedding's weights.
@@ -125,10 +124,10 @@ class _Part:
     layer_facts: dict[str, Any]
 
 
-def _choices_of_sorts(job: Job, clock: Roofline) -> list[int]:
+def _choices_of_sorts(job: Job) -> list[int]:
     """How many layers of each sort show all of its choices in one step."""
-    with shard(job, [1] * len(sorts(job))) as built, _alone(built.model, clock):
-        kinds = measure.kinds([built.model])
+    with shard(job, [1] * len(sorts(job))) as built:
+        kinds = kinds_of([built.model], every_choice)
     numbers = {layer: len(kind.choices) for kind in kinds for layer in kind.layers}
     return [numbers[layer] for layer in built.sort_of]
 
@@ -193,12 +192,12 @@ def _measured(
         return step(None, model)[0].float().mean()
 
     with (
-        _alone(model, clock),
-        apply(nothing, model) as applied,
+        apply(nothing, model, groups=()) as applied,
         LiveBytes(static) as live,
         kept_between_steps([model], live) as kept,
     ):
-        measurement = measure.Measurement([model], applied)
+        whole = ModelShard([model], gathered=alone, choices_of=every_choice)
+        measurement = Measurement(whole, applied, clock)
         forwards_bytes = []
         for number, _ in enumerate(measurement.policies()):
             progress(f"{job.name}: step {number + 1} on meta tensors")
@@ -240,33 +239,12 @@ def _own_embedding(model: Any) -> list[torch.nn.Parameter]:
     return list(own.parameters())
 
 
-@contextlib.contextmanager
-def _alone(model: torch.nn.Module, clock: Roofline) -> Iterator[None]:
-    """The fake group has no peers to ask, and the clock is the model's.
-
-    Every set of modules is tried, since a step costs no device time; but for core_attn under fused
-    attention, which would run the kernel again to save its log-sum-exp. An MTP depth is a kind of
-    its own even where its inner layer equals the decoder's: it has norms and a projection besides.
-    """
-    inner = {id(site.layer) for site in compat.mtp_sites([model])}
-    signature, usable = compat.signature, compat.usable_modules
-
-    def own_signature(layer: torch.nn.Module) -> str:
-        return f"mtp {signature(layer)}" if id(layer) in inner else signature(layer)
-
-    def worth_trying(layer: torch.nn.Module) -> list[str]:
-        core = layer.self_attention.core_attention
-        return [m for m in usable(layer) if m != "core_attn" or not isinstance(core, Attention)]
-
-    with (
-        mock.patch.object(measure, "MAX_CHOICES", MAX_CHOICES),
-        mock.patch.object(compat, "usable_modules", worth_trying),
-        mock.patch.object(compat, "signature", own_signature),
-        mock.patch.object(measure, "gathered", lambda mine: [mine]),
-        mock.patch.object(compat, "stage_groups", return_value=[]),
-        mock.patch.object(probe, "_now", clock.now_seconds),
-    ):
-        yield
+def every_choice(layer: Any) -> Choices:
+    """Every set of modules, since a step costs no device time; but for core_attn under fused
+    attention, which would run the kernel again to save its log-sum-exp."""
+    fused = isinstance(layer.self_attention.core_attention, Attention)
+    modules = [m for m in compat.usable_modules(layer) if not (fused and m == "core_attn")]
+    return choices(layer, modules, MAX_CHOICES)
 
 
 # --------------------------------------------------------------------------------- putting together

@@ -23,7 +23,7 @@ from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.profile import Model, Parallelism, Profile
+from megatron_autorecompute.profile import Parallelism, Profile
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import refuse_unmeasurable
@@ -31,6 +31,7 @@ from megatron_autorecompute.runtime.auto_text import gib, plan_text
 from megatron_autorecompute.runtime.budget import budget_bytes, reason, stage_budget_bytes
 from megatron_autorecompute.runtime.fingerprint import fingerprint
 from megatron_autorecompute.runtime.measurement import Measurement
+from megatron_autorecompute.runtime.model_shard import ModelShard
 from megatron_autorecompute.runtime.oom_guard import FAILED, FINE, StepGuard
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.probe import Memory
@@ -108,11 +109,9 @@ class AutoTuner:
         job: JobFacts,
     ) -> None:
         self.chunks, self.optimizer, self.options, self.job = list(chunks), optimizer, options, job
-        self.config = compat.unwrapped(self.chunks[0]).config
-        refuse_unmeasurable(self.config)
-        self.encoder_layers = compat.encoder_layers(self.chunks)
-        self.layout = compat.pipeline_layout(self.config, self.encoder_layers)
-        self.stage = compat.pipeline_rank()
+        refuse_unmeasurable(compat.unwrapped(self.chunks[0]).config)
+        self.shard = ModelShard(self.chunks)
+        self.stage, self.layout = self.shard.stage, self.shard.layout
         self.steps = 0
         self.memory = StepMemory(self.chunks, optimizer, job.without_cuda, job.memory)
         self._guard: StepGuard | None = None
@@ -122,17 +121,17 @@ class AutoTuner:
             budget_bytes(options, available_bytes=None, fragmentation_bytes=0)
         self.fingerprint = self._fingerprint()
         self._store = PlanStore(options.recompute_plan_path, self.fingerprint, job.say)
-        num_layers = compat.num_policy_layers(self.config, self.encoder_layers)
-        nothing = RecomputePolicy.parse("none", num_layers=num_layers)
+        nothing = RecomputePolicy.parse("none", num_layers=self.shard.num_layers)
         self.applied = apply(nothing, self.chunks, holder="--recompute-policy auto")
-        self.measurement = Measurement(self.chunks, self.applied)
-        self._leanest = self.measurement.leanest()
+        self.measurement = Measurement(self.shard, self.applied)
+        self._leanest = self.shard.leanest()
         self.applied.switch(self._leanest)
         self._course = self._steps()
 
     def _fingerprint(self) -> dict[str, str]:
         shapes = {f.name: str(getattr(self.job.parallelism, f.name)) for f in fields(Parallelism)}
-        encoder = {"encoder_layers": str(self.encoder_layers)} if self.encoder_layers else {}
+        encoder_layers = self.shard.encoder_layers
+        encoder = {"encoder_layers": str(encoder_layers)} if encoder_layers else {}
         device = "CPU" if self.job.without_cuda else torch.cuda.get_device_name()
         given = {**shapes, **self.job.shapes, **encoder, "device": device}
         return fingerprint(self.chunks, self.optimizer, self.layout, given)
@@ -213,15 +212,8 @@ class AutoTuner:
         return self._profile()
 
     def _profile(self) -> Profile:
-        model = Model(
-            type(compat.unwrapped(self.chunks[0])).__name__,
-            self.encoder_layers + self.config.num_layers,
-            int(self.config.mtp_num_layers or 0),
-            self.encoder_layers,
-            facts=max(gathered(compat.model_facts(self.chunks)), key=len),
-        )
         profile = self.measurement.profile(
-            model,
+            self.shard.model(),
             self.job.parallelism,
             static_bytes(self.chunks, self.optimizer),
             fingerprint=self.fingerprint,
@@ -310,13 +302,7 @@ class AutoTuner:
     # --- decide and agree -------------------------------------------------------------------------
 
     def _schedule(self) -> Schedule:
-        return Schedule(
-            self.layout.num_stages,
-            self.layout.num_chunks,
-            self.job.num_microbatches(),
-            self.config.microbatch_group_size_per_vp_stage if self.layout.num_chunks > 1 else None,
-            bool(self.config.overlap_moe_expert_parallel_comm),
-        )
+        return self.shard.schedule(self.job.num_microbatches())
 
     def _found_budget(self) -> int:
         """Bytes torch may allocate on this rank, from what was measured so far."""

@@ -52,6 +52,39 @@ class CudaBytes:
         torch.cuda.reset_peak_memory_stats()
 
 
+class Clock(Protocol):
+    """Moments, and the time from one to another."""
+
+    def now(self) -> Any:
+        """This moment in the work that was asked for so far."""
+
+    def ms_between(self, begin: Any, end: Any) -> float:
+        """Milliseconds from one moment to a later one."""
+
+
+class DeviceClock:
+    """CUDA events, which do not synchronise when they are noted; without CUDA, time that this
+    thread ran: other processes on the machine do not count as a layer's."""
+
+    def now(self) -> Any:
+        """A recorded event, or seconds."""
+        if not torch.cuda.is_available():
+            return time.thread_time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms_between(self, begin: Any, end: Any) -> float:
+        """Waits for the later event."""
+        if isinstance(begin, float):
+            return float(end - begin) * 1e3
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+
+DEVICE_CLOCK = DeviceClock()
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A moment on a boundary. In forward the place begins here, in backward it ends here."""
@@ -96,9 +129,15 @@ class Probe:
     Args:
         chunks: this rank's model chunks, wrapped or bare.
         memory: where bytes are read, or None to note times only.
+        clock: what moments are read from.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], memory: Memory | None) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        memory: Memory | None,
+        clock: Clock = DEVICE_CLOCK,
+    ) -> None:
         self.passes: list[Pass] = []
         self.peak_bytes = 0
         """The most bytes alive from the first boundary to the last."""
@@ -106,6 +145,7 @@ class Probe:
         """Size of the largest hidden state between two layers."""
         self._chunks = chunks
         self._memory = memory
+        self._clock = clock
         self._handles: list[Any] = []
         self._forward: Pass | None = None
         self._inputs: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -225,7 +265,7 @@ class Probe:
         memory = self._memory
         current, peak = (memory.current_bytes, memory.peak_bytes) if memory else (0, 0)
         alive_bytes = sum(self._alive().values())
-        one.marks.append(Mark(place, _now(), current, peak, input_bytes, alive_bytes))
+        one.marks.append(Mark(place, self._clock.now(), current, peak, input_bytes, alive_bytes))
         self.peak_bytes = max(self.peak_bytes, peak)
         if memory:
             memory.reset_peak()
@@ -254,22 +294,6 @@ def _recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _now() -> Any:
-    if not torch.cuda.is_available():
-        # Time this thread ran: other processes on the machine do not count as the layer's.
-        return time.thread_time()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _ms_between(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
-        return (end - begin) * 1e3
-    end.synchronize()
-    return float(begin.elapsed_time(end))
-
-
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """One place in one pass: bytes where it begins and ends, the most between, and the time."""
@@ -287,7 +311,7 @@ class Stretch:
     """Forward only: hidden states of this and earlier boundaries that died meanwhile."""
 
 
-def stretches(one: Pass) -> Iterator[Stretch]:
+def stretches(one: Pass, clock: Clock = DEVICE_CLOCK) -> Iterator[Stretch]:
     """What lies between each two boundaries of a pass; backward runs them the other way round."""
     for begin, end in itertools.pairwise(one.marks):
         forward = one.phase == "forward"
@@ -297,7 +321,7 @@ def stretches(one: Pass) -> Iterator[Stretch]:
             begin.current_bytes,
             max(end.peak_bytes, begin.current_bytes),
             end.current_bytes,
-            _ms_between(begin.at, end.at),
+            clock.ms_between(begin.at, end.at),
             first.input_bytes,
             last.input_bytes,
             begin.alive_bytes + begin.input_bytes - end.alive_bytes if forward else 0,

@@ -16,6 +16,7 @@ from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.measurement import Seen
+from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, DeviceClock
 from megatron_autorecompute.work_order import contains
 from tests.support import run_ranks
 
@@ -34,7 +35,7 @@ SBH = SHAPE.seq_length * SHAPE.micro_batch_size * SHAPE.hidden_size
 AS_OVER_H = SHAPE.num_attention_heads * SHAPE.seq_length / SHAPE.hidden_size
 
 
-def profiled(shape, fp32_softmax=False, policies=()):
+def profiled(shape, fp32_softmax=False, policies=(), clock=DEVICE_CLOCK):
     """A profile of every choice; what autograd saves in a layer; the peaks of some policies."""
     from megatron.core import parallel_state
 
@@ -43,6 +44,7 @@ def profiled(shape, fp32_softmax=False, policies=()):
     from megatron_autorecompute.profile import Model, Parallelism
     from megatron_autorecompute.runtime.apply import apply
     from megatron_autorecompute.runtime.measurement import Measurement
+    from megatron_autorecompute.runtime.model_shard import ModelShard
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=shape.pipeline_stages)
     job = TrainingJob(shape, TEXT)
@@ -51,7 +53,7 @@ def profiled(shape, fp32_softmax=False, policies=()):
     job.step()
     leanest = RecomputePolicy.parse("full", num_layers=shape.num_layers)
     with apply(leanest, job.chunks) as applied:
-        measurement = Measurement(job.chunks, applied)
+        measurement = Measurement(ModelShard(job.chunks), applied, clock)
         for _ in measurement.policies():
             with job.memory() as memory, measurement.watch(memory, times=True):
                 job.step()
@@ -195,12 +197,13 @@ def test_all_ranks_put_together_the_same_profile():
 
 def measured_by_a_clock_of_chance(shape):
     """A profile whose times have nothing to do with what ran."""
-    from megatron_autorecompute.runtime import probe
+    moments, calls = random.Random(0), itertools.count()
 
-    moments = random.Random(0)
-    probe._now = lambda: moments.uniform(0, 1) + 10 * next(probe_calls)
-    probe_calls = itertools.count()
-    return profiled(shape)[0]
+    class OfChance(DeviceClock):
+        def now(self):
+            return moments.uniform(0, 1) + 10 * next(calls)
+
+    return profiled(shape, clock=OfChance())[0]
 
 
 @pytest.mark.any_version
@@ -233,6 +236,7 @@ def routed_unevenly(microbatches):
     from megatron_autorecompute.runtime.apply import apply
     from megatron_autorecompute.runtime.live_bytes import LiveBytes
     from megatron_autorecompute.runtime.measurement import Measurement
+    from megatron_autorecompute.runtime.model_shard import ModelShard
     from tests.support import microbatch, start_parallel, tiny_config, tiny_gpt
 
     start_parallel(expert_model_parallel_size=2)
@@ -255,14 +259,14 @@ def routed_unevenly(microbatches):
     step(1)  # allocates what stays
     held = []
     with apply(RecomputePolicy((NONE, NONE)), model) as applied:
-        measurement = Measurement([model], applied)
+        measurement = Measurement(ModelShard([model]), applied)
         full = RecomputePolicy.parse("full", num_layers=2)
         for policy in (RecomputePolicy((NONE, NONE)), full):
             applied.switch(policy)
             with LiveBytes(static) as memory, measurement.watch(memory):
                 step(microbatches)
             if policy != full:
-                (kind,) = measurement.kinds
+                (kind,) = measurement.shard.kinds
                 held = list(measurement._seen[kind.signature, "none"].held_bytes)
         profile = measurement.profile(Model("GPT", 2), Parallelism(2, 32), StaticBytes())
     return held, profile
