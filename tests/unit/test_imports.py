@@ -24,8 +24,9 @@ SHOWN = {
     "options",
     "report",
     "terminal",
+    "whole_steps",
 }
-"""What is asked and shown, where there is no torch, too."""
+"""What is asked, read and shown, where there is no torch, too."""
 LIGHT = {"__init__", "planner", *SHARED, *SHOWN}
 ENTRIES = {"pretrain", "__main__"}  # what `python -m` starts
 
