@@ -1,10 +1,13 @@
 """Auto on a device whose memory counters are known: budgets, fragmentation, retries, peaks."""
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import megatron_autorecompute
 from megatron_autorecompute.auto_options import GIB, AutoOptions
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.layer_sums import sums_of_layers
@@ -37,6 +40,7 @@ class Job:
             finalize_model_grads,
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.timers import Timers
 
         from megatron_autorecompute.autotune import AutoTuner, JobFacts
 
@@ -50,6 +54,7 @@ class Job:
             Parallelism(MICRO_BATCH_SIZE, SEQ_LENGTH, dtype="float32"),
             lambda: self.num_microbatches,
             self.said.append,
+            timers=Timers(0, "minmax"),  # which this loop never starts
         )
         self.tuner = AutoTuner(self.models, self.optimizer, options, facts)
         self.policies, self.peaks = [], []
@@ -127,7 +132,9 @@ def test_a_budget_is_the_device_less_what_others_and_fragmentation_take(
     seen = rank.max_memory_allocated_bytes, rank.max_memory_reserved_bytes
     assert seen == most[step.iteration - 1]
     assert layers.peak_bytes == pytest.approx(rank.max_memory_allocated_bytes, rel=0.02)
-    assert rank.forward_compute_ms is None  # no timers in this job
+    # A timer that nobody starts took no time that layers could be short of.
+    assert (rank.forward_compute_ms, rank.backward_compute_ms, rank.optimizer_ms) == (None,) * 3
+    assert plan.profile.stages[0].residual_ms == 0.0
 
 
 def test_a_reserve_that_was_asked_for_stands_for_the_measured_one(one_rank, tmp_path):
@@ -220,3 +227,23 @@ def test_state_on_another_device_is_no_memory_of_the_one_that_trains():
     optimizer = SimpleNamespace(optimizer=inner)
     assert static_bytes([layer], optimizer).optimizer_state_bytes == 64
     assert not any(tensor is elsewhere for tensor in tensors([layer], optimizer))
+
+
+def test_neither_integration_nor_a_policy_resets_peak_statistics():
+    """Only what measures, and a plan that begins: see the tests above for when they do."""
+    package = Path(megatron_autorecompute.__file__).parent
+    resets = {"reset_peak", "reset_peak_memory_stats", "reset_max_memory_allocated", "plan_begins"}
+    found = {
+        (path.relative_to(package).with_suffix("").as_posix(), node.attr)
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in resets
+    }
+    assert found == {
+        ("probe", "reset_peak"),
+        ("probe", "reset_peak_memory_stats"),
+        ("step_memory", "reset_peak"),
+        ("step_memory", "reset_peak_memory_stats"),
+        ("autotune", "plan_begins"),
+        ("workload", "reset_peak"),  # the comparison's own job, in steps whose peak it asks for
+    }
