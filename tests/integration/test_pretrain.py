@@ -270,7 +270,7 @@ def test_out_of_memory_inside_a_tensor_parallel_group_ends_the_job_and_the_next_
     failed, again, plan = jobs["pair fails"], jobs["pair again"], Plan.load(folder / "pair.json")
     assert failed.returncode == 1
     assert len(failed.losses) == 16, failed.text
-    assert "A restart begins with less" in failed.text
+    assert "a restart begins with less" in failed.text
     assert "step 16: stage 0 short of memory" in plan.notes[0]
     row = f"0  {strip(plan.policy, plan.layout.stages[0])} "
     assert row not in failed.text
