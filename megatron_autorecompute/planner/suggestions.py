@@ -208,6 +208,7 @@ def _scaled(profile: Profile, factor: float, static: float) -> Profile:
         stages=tuple(map(stage, profile.stages)),
         embedding_static=profile.embedding_static and scale(profile.embedding_static),
         head_static=profile.head_static and scale(profile.head_static),
+        measured_step=None,
     )
 
 
