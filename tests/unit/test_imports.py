@@ -23,6 +23,7 @@ SHOWN = {
     "manual_search",
     "options",
     "report",
+    "temporary",
     "terminal",
 }
 """What is asked and shown, where there is no torch, too."""
