@@ -132,8 +132,9 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _set(owner: type, name: str, value: Any) -> None:
-    _saved.append((owner, name, owner.__dict__.get(name, _MISSING)))
+    before = owner.__dict__.get(name, _MISSING)
     setattr(owner, name, value)
+    _saved.append((owner, name, before))
 
 
 def _add_field(cls: type) -> None:

@@ -152,7 +152,7 @@ def behaviour(kind):
     return shown
 
 
-@settings(max_examples=10, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=8, phases=(Phase.explicit, Phase.generate))
 @given(levels, levels)
 @example(("order=True", FIELDS[:3], METHODS[1:4], None), ("", FIELDS[5:8], METHODS[:3], None))
 @example(("slots=True", FIELDS[4:7], [], INIT_VARS[0]), ("", [FIELDS[8]], [], INIT_VARS[1]))
@@ -206,3 +206,28 @@ def test_rules_are_asked_of_a_class_with_a_post_init_of_its_own_without_running_
             Scaled(**SIZES, scale=3, recompute_policy="selective[moe_act]")
     finally:
         config.uninstall()
+
+
+def test_an_install_that_fails_leaves_nothing_behind():
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_autorecompute import config
+
+    class Sealed(type(TransformerConfig)):
+        def __setattr__(cls, name, value):
+            if "sealed" in cls.__dict__:
+                raise RuntimeError("sealed")
+            super().__setattr__(name, value)
+
+    @dataclasses.dataclass
+    class Mine(TransformerConfig, metaclass=Sealed):
+        size: int = 1
+
+    Mine.sealed = True
+    before = dict(vars(TransformerConfig))
+    with pytest.raises(RuntimeError, match="sealed"):
+        config.install()
+    after = dict(vars(TransformerConfig))
+    del Mine
+    gc.collect()  # or every later install fails
+    assert after == before

@@ -10,7 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_autorecompute"
 HEAVY = {"torch", "megatron"}
-SHARED = {"errors", "json_records", "packages", "policy", "profile", "units", "work_order"}
+SHARED = {
+    "errors",
+    "json_records",
+    "packages",
+    "policy",
+    "profile",
+    "temporary",
+    "units",
+    "work_order",
+}
 """Words that every part may use."""
 SHOWN = {
     "auto_options",
@@ -23,7 +32,6 @@ SHOWN = {
     "manual_search",
     "options",
     "report",
-    "temporary",
     "terminal",
 }
 """What is asked and shown, where there is no torch, too."""
