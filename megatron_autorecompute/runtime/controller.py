@@ -163,8 +163,6 @@ class AutoTuner:
         """Leave the policy in force and stop; the model keeps training with it."""
         self._course.close()
         self._store.close()
-        if self._guard is not None:
-            self._guard.close()
 
     def _steps(self) -> Iterator[AbstractContextManager[None]]:
         """The whole course, one context for each step."""

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from megatron_autorecompute import compat
+from megatron_autorecompute.runtime.temporary import TemporaryHook
 
 Place = int | Literal["embedding", "between", "head", "output"]
 """What lies between two boundaries: a layer (0-based global index), what comes before the first
@@ -146,7 +147,7 @@ class Probe:
         self._chunks = chunks
         self._memory = memory
         self._clock = clock
-        self._handles: list[Any] = []
+        self._hooks: list[TemporaryHook] = []
         self._forward: Pass | None = None
         self._inputs: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
@@ -161,9 +162,9 @@ class Probe:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self.passes = [one for one in self.passes if one.phase == "backward" or one.backward]
 
     def _watch(self, number: int, chunk: torch.nn.Module) -> None:
@@ -180,7 +181,7 @@ class Probe:
                 self._end_forward(self._forward, output)
                 self._forward = None
 
-        self._handles.append(model.register_forward_pre_hook(model_begins))
+        self._call(model.register_forward_pre_hook, model_begins)
         encoder_ends = (compat.encoder_layers([chunk]) - 1,)
         for site in compat.block_sites([chunk]):
             for layer, index in zip(site.block.layers, site.layers, strict=True):
@@ -188,8 +189,8 @@ class Probe:
             self._watch_end(site.block, "between" if site.layers[-1:] == encoder_ends else "head")
         for mtp in compat.mtp_sites([chunk]):
             self._watch_layer(mtp.mtp, mtp.index)
-            self._handles.append(mtp.mtp.register_forward_hook(self._after_mtp))
-        self._handles.append(model.register_forward_hook(model_ends))
+            self._call(mtp.mtp.register_forward_hook, self._after_mtp)
+        self._call(model.register_forward_hook, model_ends)
 
     def _watch_layer(self, layer: torch.nn.Module, index: int) -> None:
         def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,15 +200,19 @@ class Probe:
                 self.boundary_bytes = max(self.boundary_bytes, size_bytes)
                 self._boundary(index, hidden_states)
 
-        self._handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
+        self._call(layer.register_forward_pre_hook, begins, with_kwargs=True)
 
     def _watch_end(self, block: torch.nn.Module, place: Place) -> None:
         norm = compat.final_norm(block)
         if norm is not None:
-            hook = norm.register_forward_pre_hook(lambda _, args: self._boundary(place, args[0]))
+            ends = norm.register_forward_pre_hook
+            self._call(ends, lambda _, args: self._boundary(place, args[0]))
         else:
-            hook = block.register_forward_hook(lambda *call: self._boundary(place, _tensor(call)))
-        self._handles.append(hook)
+            ends = block.register_forward_hook
+            self._call(ends, lambda *call: self._boundary(place, _tensor(call)))
+
+    def _call(self, register: Callable[..., Any], do: Callable[..., None], **options: Any) -> None:
+        self._hooks.append(TemporaryHook(register, do, **options))
 
     def _after_mtp(self, *call: Any) -> None:
         self._boundary("head", _tensor(call))
