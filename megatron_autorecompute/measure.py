@@ -152,21 +152,27 @@ class Kind:
 def kinds(chunks: Sequence[torch.nn.Module]) -> list[Kind]:
     """The kinds of layers in this rank's chunks."""
     members: dict[str, list[tuple[torch.nn.Module, int]]] = defaultdict(list)
-    depths = {id(site.layer) for site in compat.mtp_sites(chunks)}
+    depths = {site.index: _depth_name(site) for site in compat.mtp_sites(chunks)}
     for layer, index in compat.layers(chunks):
-        # A multi-token-prediction depth wraps a layer like the decoder's in more than the layer.
-        depth = "mtp:" * (id(layer) in depths)
-        members[depth + compat.signature(layer)].append((layer, index))
+        # A multi-token-prediction depth wraps a layer like the decoder's in more than the layer,
+        # and each meets other gradients on its way back: those of the depths that it feeds.
+        members[depths.get(index, "") + compat.signature(layer)].append((layer, index))
     return [
         Kind(
             signature,
-            "mtp" if signature.startswith("mtp:") else compat.kind_name(found[0][0]),
+            depths.get(found[0][1]) or compat.kind_name(found[0][0]),
             tuple(index for _, index in found),
             choices(found[0][0]),
             compat.has_experts(found[0][0]),
         )
         for signature, found in members.items()
     ]
+
+
+def _depth_name(site: compat.MtpSite) -> str:
+    config = site.mtp.config
+    several = config.mtp_num_layers > 1
+    return f"mtp-{site.index - config.num_layers}" if several else "mtp"
 
 
 def choices(layer: torch.nn.Module) -> tuple[LayerPolicy, ...]:
@@ -200,9 +206,19 @@ class Measurement:
     Args:
         chunks: this rank's model chunks, wrapped or bare.
         applied: the policy in force on them; `policies` switches it.
+
+    Raises:
+        ApplyError: one multi-token-prediction layer runs for several depths.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], applied: AppliedPolicy) -> None:
+        config = compat.unwrapped(chunks[0]).config
+        if compat.repeats_depths(config):
+            raise ApplyError(
+                f"mtp_use_repeated_layer with mtp_num_layers={config.mtp_num_layers}: one layer "
+                "runs for all depths, and what each of them costs cannot be told apart. Give a "
+                "policy in place of auto, or build the model without mtp_use_repeated_layer."
+            )
         self.chunks = chunks
         self.applied = applied
         self.kinds = kinds(chunks)
@@ -219,6 +235,7 @@ class Measurement:
             for index in kind.layers
         }
         self._signatures = {index: kind.signature for kind in self.kinds for index in kind.layers}
+        self._depths = {site.index for site in compat.mtp_sites(chunks)}
 
     def policies(
         self,
@@ -299,9 +316,11 @@ class Measurement:
             self.peak_bytes = max(memory.peak_bytes, probe.peak_bytes)
             self.optimizer_step_peak_bytes = memory.peak_bytes - self.static_bytes
             self._note_overhead(probe.passes)
+        forwards = {id(one.backward): one for one in probe.passes}
         for one in probe.passes:
+            bases = self._bases(one, forwards.get(id(one), one))
             for stretch in stretches(one):
-                self._note(one, stretch, memory is not None, times)
+                self._note(one, stretch, bases, memory is not None, times)
 
     def _check_measurable(self, passes: Sequence[Pass]) -> None:
         reasons = [reason for reason in gathered(self._not_measurable(passes)) if reason]
@@ -354,19 +373,29 @@ class Measurement:
     def _choice(self, place: Place) -> LayerPolicy:
         return self.applied.policy.layers[place] if isinstance(place, int) else NONE
 
-    def _note(self, one: Pass, stretch: Stretch, with_bytes: bool, with_times: bool) -> None:
+    def _note(
+        self,
+        one: Pass,
+        stretch: Stretch,
+        bases: dict[Place, int],
+        with_bytes: bool,
+        with_times: bool,
+    ) -> None:
         place = stretch.place
         if not self._exists(one.chunk, place):
             return
         signature = self._signatures[place] if isinstance(place, int) else place
         seen = self._seen[signature, str(self._choice(place))]
         input_bytes = stretch.input_bytes
-        received = place == one.first_place and not self._exists(one.chunk, "embedding")
+        received = place == self._received_by(one)
         if with_bytes and one.phase == "forward":
             seen.held_bytes.append(_held_bytes(stretch))
-            seen.forward_level_bytes.append(stretch.peak_bytes - stretch.begin_bytes + input_bytes)
+            base = bases.get(place, stretch.begin_bytes - input_bytes)
+            seen.forward_level_bytes.append(stretch.peak_bytes - base)
             if not received:
                 seen.input_bytes.append(input_bytes * (place in one.kept))
+        elif with_bytes and place in bases:
+            seen.backward_level_bytes.append(stretch.peak_bytes - bases[place])
         elif with_bytes:
             # The gradient of the input is there by now; an input is let go, unless it was sent.
             base = stretch.end_bytes - input_bytes * (2 if received else 1)
@@ -374,6 +403,34 @@ class Measurement:
             seen.backward_level_bytes.append(level_bytes)
         if with_times:
             (seen.forward_ms if one.phase == "forward" else seen.backward_ms).append(stretch.ms)
+
+    def _received_by(self, one: Pass) -> Place | None:
+        """The layer that takes what another stage sent; none where a copy is made for the first."""
+        first = one.first_place
+        if self._exists(one.chunk, "embedding") or first in self._depths:
+            return None
+        return first
+
+    def _bases(self, one: Pass, forward: Pass) -> dict[Place, int]:
+        """What is alive at each place of a pass without being that place's, with MTP depths only.
+
+        Counted up from what the places before it hold. Elsewhere it is read where the place ends;
+        but there a depth leaves gradients behind that belong to nothing held: those of all losses'
+        hidden states, and of an embedding that waits for the first layer's gradient.
+        """
+        if not self._depths.intersection(mark.place for mark in forward.marks):
+            return {}
+        own = {
+            stretch.place: _held_bytes(stretch) + forward.kept.get(stretch.place, 0)
+            for stretch in self._existing(forward)
+        }
+        base = one.marks[0].current_bytes
+        if one.phase == "backward":
+            base -= sum(own.values())
+        elif self._received_by(one) is not None:
+            base -= one.marks[1].input_bytes
+        before = itertools.accumulate(own.values(), initial=base)
+        return dict(zip(own, before, strict=False))
 
     def _exists(self, chunk: int, place: Place) -> bool:
         """Whether the chunk really has this place: an embedding, a layer, a head.
@@ -386,7 +443,8 @@ class Measurement:
         model = compat.unwrapped(self.chunks[chunk])
         if place == "embedding":
             return bool(model.pre_process)
-        return place != "head" or bool(model.post_process)  # "between" is with both blocks only
+        # "between" is with both blocks only, "final_norm" where that is.
+        return place != "head" or bool(model.post_process)
 
     def _note_overhead(self, passes: Sequence[Pass]) -> None:
         """What is alive when a pass starts besides what layers own and boundary tensors."""
@@ -436,7 +494,8 @@ class Measurement:
         )
         held = sum(_held_bytes(stretch) for stretch in self._existing(one))
         inputs = sum(size for place, size in one.kept.items() if self._exists(one.chunk, place))
-        return held + inputs + kept * self.boundary_bytes
+        first = self._exists(one.chunk, "embedding") or self._received_by(one) is not None
+        return held + inputs + (kept + (not first)) * self.boundary_bytes
 
     def _existing(self, one: Pass) -> Iterator[Stretch]:
         return (s for s in stretches(one) if self._exists(one.chunk, s.place))
@@ -468,6 +527,7 @@ class Measurement:
         everywhere = _merged_kinds(gathered(self.kinds))
         config = compat.unwrapped(self.chunks[0]).config
         embedding = seen["embedding", "none"].record("none", 0)
+        norm = seen["final_norm", "none"]
         if model.encoder_layers:
             between = seen["between", "none"].record("none", self.boundary_bytes)
             embedding = _together(embedding, between)
@@ -479,6 +539,7 @@ class Measurement:
             ),
             embedding=embedding,
             head=seen["head", "none"].record("none", self.boundary_bytes),
+            final_norm=norm.record("none", self.boundary_bytes) if norm.complete() else None,
             boundary_bytes=self.boundary_bytes,
             stages=tuple(stages[rank] for rank in sorted(stages)),
             deallocate_pipeline_outputs=bool(config.deallocate_pipeline_outputs),

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.errors import MachineError, OptionError, ProfileError, VerificationError
+from megatron_autorecompute.no_device import stage_runs
 from megatron_autorecompute.no_device.devices import Efficiency, device
 from megatron_autorecompute.no_device.job import job_from, load_job
 from megatron_autorecompute.no_device.measured import with_measured
@@ -25,7 +26,7 @@ from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.unit_costs import CostTable
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.verify import require_verified, verify
+from megatron_autorecompute.verify import TOLERANCE, require_verified, verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "no_device"
 H100 = device("h100-80gb")
@@ -293,6 +294,56 @@ def test_a_stand_in_that_keeps_more_than_its_record_says_is_found(moe_job, moe_p
     plan = middle_plan(moe_job, replace(moe_profile, kinds=kinds))
     with pytest.raises(VerificationError, match="of activations were predicted"):
         require_verified(verify(plan))
+
+
+def in_this_process(run, stages, done):
+    return tuple(run(stage) for stage in stages)
+
+
+APART = {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tt|t|mL"}
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize(
+    ("base", "depths", "stages", "pipeline"),
+    [
+        pytest.param(DENSE, 2, 1, {}, id="one stage"),
+        pytest.param(DENSE, 2, 2, {}, id="two stages"),
+        pytest.param(MOE, 1, 2, APART, id="a depth in a chunk of its own"),
+    ],
+)
+def test_multi_token_prediction_is_what_megatrons_schedule_does(
+    monkeypatch, base, depths, stages, pipeline
+):
+    monkeypatch.setattr(stage_runs, "in_processes", in_this_process)
+    config = {**base, **pipeline, "pipeline_model_parallel_size": stages, "mtp_num_layers": depths}
+    asked = job(config, moe_imbalance={"99": 1.0} if base is MOE else {})
+    boundless = replace(H100, bandwidth_bytes=1e30)
+    profile = profile_job(asked, boundless, Efficiency(gemm=1, attention=1))
+    of_depths = profile.kinds[-depths:]
+    assert [kind.layers for kind in of_depths] == [(4 + depth,) for depth in range(depths)]
+    # Each depth: a projection of two hidden states to one, and a layer like the last.
+    projection_ms = 2 * SEQUENCE * 2 * HIDDEN * HIDDEN / H100.rate("bf16") * 1e3
+    logits_ms = 2 * SEQUENCE * HIDDEN * asked.padded_vocab_size / H100.rate("bf16") * 1e3
+    layer = profile.kind_of(3).record("none")
+    for kind in of_depths:
+        none, full = kind.record("none"), kind.record("full")
+        assert none.forward_ms == pytest.approx(layer.forward_ms + projection_ms)
+        assert none.backward_ms == pytest.approx(layer.backward_ms + 2 * projection_ms, rel=1e-3)
+        assert full.backward_ms == pytest.approx(none.backward_ms + none.forward_ms, rel=1e-3)
+        assert bool(kind.imbalance) == (base is MOE)
+    assert profile.head.forward_ms == pytest.approx((1 + depths) * logits_ms)
+    assert profile.head.backward_ms == pytest.approx(2 * (1 + depths) * logits_ms)
+
+    planner = Planner(profile, asked.layout(), asked.schedule())
+    for plan in (middle_plan(asked, profile), make_plan(planner, 1 << 50)):
+        assert all(stage.recompute_ms >= 0 for stage in plan.cost.stages)
+        for check in verify(plan):
+            assert check.error >= -TOLERANCE
+            # Where a chunk ends without a checkpoint, one boundary tensor counts twice.
+            twice = 0 if plan.layout.stages[check.stage][0].head else profile.boundary_bytes
+            too_high = check.predicted_bytes - check.dry_run_bytes - twice
+            assert too_high <= TOLERANCE * check.dry_run_bytes
 
 
 def test_parameters_of_every_stage_are_megatrons():
