@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from megatron_autorecompute.cli import main
-from megatron_autorecompute.errors import MachineError, OptionError, ProfileError, VerificationError
+from megatron_autorecompute.errors import (
+    ApplyError,
+    MachineError,
+    OptionError,
+    ProfileError,
+    VerificationError,
+)
 from megatron_autorecompute.no_device import stage_runs
 from megatron_autorecompute.no_device.devices import Efficiency, device
 from megatron_autorecompute.no_device.job import job_from, load_job
@@ -24,7 +30,7 @@ from megatron_autorecompute.no_device.sensitivity import sensitivity
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.unit_costs import CostTable
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import NONE, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.verify import TOLERANCE, require_verified, verify
 
@@ -508,13 +514,20 @@ def test_stated_imbalance_is_on_moe_layers_only():
     even, stated = (CostTable(profile, percentile) for percentile in (None, 99))
     for kind, factor in ((dense, 1.0), (moe, 1.3)):
         layer = kind.layers[0]
-        held = even.record(layer, "none").held_bytes
-        assert stated.record(layer, "none").held_bytes == math.ceil(held * factor)
+        held = even.record(layer, NONE).held_bytes
+        assert stated.record(layer, NONE).held_bytes == math.ceil(held * factor)
 
 
 def test_an_unknown_field_of_the_config_is_named():
     with pytest.raises(OptionError, match="config names num_layer"):
         profile_job(job({"num_layer": 3}), H100)
+
+
+@pytest.mark.any_version
+def test_a_layer_that_is_repeated_for_every_depth_is_refused():
+    # Core 0.16 has no such field.
+    with pytest.raises((ApplyError, OptionError), match="mtp_use_repeated_layer"):
+        profile_job(job({"mtp_num_layers": 2, "mtp_use_repeated_layer": True}), H100)
 
 
 def test_what_megatron_refuses_is_refused_with_its_reason():
