@@ -388,7 +388,8 @@ class Profile:
     embedding: ChoiceRecord
     """Pseudo-layer in front of the first layer; its choice is none."""
     head: ChoiceRecord
-    """Pseudo-layer after the last layer (final norm, output layer, loss); its choice is none."""
+    """Pseudo-layer after the last layer (final norm, output layer, loss); its choice is none. With
+    MTP depths it comes after the last of them, with every depth's loss, without the final norm."""
     boundary_bytes: Bytes
     """One tensor between two stages: sequence * micro-batch * hidden * element size, per rank."""
     stages: tuple[StageRecord, ...] = ()
@@ -400,6 +401,9 @@ class Profile:
     """Static bytes of the embedding, for planning other layouts."""
     head_static: StaticBytes | None = None
     """Static bytes of final norm and output layer, for planning other layouts."""
+    final_norm: ChoiceRecord | None = None
+    """Only with MTP depths: pseudo-layer after the last decoder layer, and in its chunk, where the
+    depths may be in another; its choice is none."""
     deallocate_pipeline_outputs: bool = True
     """Megatron's setting of that name: outputs sent on are freed at once."""
     overlap_p2p_comm: bool = True
@@ -413,8 +417,9 @@ class Profile:
 
     def __post_init__(self) -> None:
         _check_coverage(self)
-        for where, record in (("embedding", self.embedding), ("head", self.head)):
-            if record.choice != "none":
+        ends = {"embedding": self.embedding, "final_norm": self.final_norm, "head": self.head}
+        for where, record in ends.items():
+            if record is not None and record.choice != "none":
                 raise ValueError(f"{where}.choice is {record.choice!r}; it must be 'none'")
         if self.measured_step is not None:
             _check_step(self, self.measured_step)

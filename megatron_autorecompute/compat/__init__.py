@@ -353,6 +353,12 @@ def mtp_sites(modules: Iterable[torch.nn.Module]) -> list[MtpSite]:
     ]
 
 
+def repeats_depths(config: TransformerConfig) -> bool:
+    """Whether one multi-token-prediction layer runs for all of several depths (since 0.18)."""
+    several = (config.mtp_num_layers or 0) > 1
+    return several and bool(getattr(config, "mtp_use_repeated_layer", False))
+
+
 def layers(chunks: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, int]]:
     """Every single layer of these model chunks with its global index."""
     chunks = list(chunks)

@@ -78,13 +78,14 @@ def profile_job(
     efficiency = efficiency or Efficiency()
     job.layout(), job.schedule()  # refused before anything is built
     clock = Roofline(device, efficiency)
-    without_mtp = replace_mtp(job, 0)
-    decoder = _part(without_mtp, clock, _choices_of_sorts(without_mtp), progress)
+    # MTP depths on another stage have a copy of the embedding's weights: with one shared by both
+    # ends of the model, its gradient from the depths waits for that of the first layer.
+    apart = job.mtp_num_layers and job.size("pipeline") > 1
+    with_decoder = replace_mtp(job, 0) if apart else job
+    decoder = _part(with_decoder, clock, _choices_of_sorts(with_decoder), progress)
     whole = decoder
-    if job.mtp_num_layers:
-        # Apart, because MTP depths are on the last stage with a copy of the embedding's weights.
-        # They are built like the last layer.
-        last = [0] * (len(sorts(job)) - 1) + [1]
+    if apart:
+        last = [0] * (len(sorts(job)) - 1) + [1]  # which the depths are built like
         whole = _part(job, Roofline(device, efficiency), last, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
@@ -96,6 +97,7 @@ def profile_job(
         kinds=_with_inert(kinds),
         embedding=decoder.embedding,
         head=whole.head,
+        final_norm=whole.final_norm,
         boundary_bytes=decoder.boundary_bytes,
         stages=_stages(job, counted),
         embedding_static=counted.embedding,
@@ -119,6 +121,7 @@ class _Part:
     kinds: tuple[LayerKind, ...]
     embedding: ChoiceRecord
     head: ChoiceRecord
+    final_norm: ChoiceRecord | None
     boundary_bytes: int
     counted: _Counted
     layer_facts: dict[str, Any]
@@ -141,7 +144,8 @@ def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) 
         config = compat.config_facts(compat.unwrapped(built.model).config)
     layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
     embedding, head = _sourced(measured.embedding), _sourced(measured.head)
-    return _Part(kinds, embedding, head, measured.boundary_bytes, counted, layer_facts)
+    norm = measured.final_norm and _sourced(measured.final_norm)
+    return _Part(kinds, embedding, head, norm, measured.boundary_bytes, counted, layer_facts)
 
 
 def _with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
@@ -183,7 +187,8 @@ def _measured(
     model = built.model
     step = JobStep(job)
     depth = len(built.sort_of)
-    parameters = [*model.parameters(), *_own_embedding(model)]
+    own = job.mtp_num_layers and job.size("pipeline") > 1
+    parameters = [*model.parameters(), *(_own_embedding(model) if own else [])]
     gradients = add_main_gradients(parameters)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
@@ -224,10 +229,7 @@ def _measured(
 
 
 def _own_embedding(model: Any) -> list[torch.nn.Parameter]:
-    """Give MTP depths the copy of the embedding that their stage has; with one shared by both ends
-    of the model, its gradient from the depths would wait for that of the first layer."""
-    if getattr(model, "mtp", None) is None:
-        return []
+    """Give MTP depths the copy of the embedding that their stage has."""
     groups = torch.distributed.ProcessGroup  # cannot be copied
     shared = [v for m in model.embedding.modules() for v in vars(m).values()]
     own = copy.deepcopy(model.embedding, {id(v): v for v in shared if isinstance(v, groups)})
@@ -356,11 +358,11 @@ def _kind(job: Job, kind: LayerKind, built: Shard, counted: _Counted) -> LayerKi
     found: dict[int, Sort] = {id(s): s for i, s in built.sort_of.items() if i in kind.layers}
     layers = [layer for sort in found.values() for layer in sort.layers]
     layers += [job.num_layers + index - depth for index in kind.layers if index >= depth]
-    is_moe = any(sort.is_moe for sort in found.values())
-    name = "mtp" if min(layers) >= job.num_layers else kind.name
+    # MTP depths are built like the last layer.
+    of_depth = min(layers) >= job.num_layers
+    is_moe = job.moe_pattern()[-1] if of_depth else any(sort.is_moe for sort in found.values())
     return replace(
         kind,
-        name=name,
         layers=tuple(sorted(layers)),
         choices=tuple(_sourced(record) for record in kind.choices),
         imbalance=tuple(Imbalance(float(p), f) for p, f in job.moe_imbalance.items() if is_moe),

@@ -7,6 +7,7 @@ turns what all ranks saw into a `Profile`. It knows neither budget nor solver.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict, deque
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from megatron_autorecompute import compat
 from megatron_autorecompute.errors import ApplyError, PipelineError
 from megatron_autorecompute.planner.p2p_tensors import extra_tensors
 from megatron_autorecompute.planner.schedule import Schedule
@@ -154,11 +156,20 @@ class Measurement:
         shard: this rank's model.
         applied: the policy in force on it; `policies` switches it.
         clock: what times are read from.
+
+    Raises:
+        ApplyError: one multi-token-prediction layer runs for several depths.
     """
 
     def __init__(
         self, shard: ModelShard, applied: AppliedPolicy, clock: Clock = DEVICE_CLOCK
     ) -> None:
+        if compat.repeats_depths(shard.config):
+            raise ApplyError(
+                f"mtp_use_repeated_layer with mtp_num_layers={shard.config.mtp_num_layers}: one "
+                "layer runs for all depths, and what each of them costs cannot be told apart. Give "
+                "a policy in place of auto, or build the model without mtp_use_repeated_layer."
+            )
         self.shard = shard
         self.applied = applied
         self._clock = clock
@@ -168,6 +179,7 @@ class Measurement:
         self.optimizer_step_peak_bytes = 0
         self.overhead = ScheduleOverhead(0, 0)
         self._seen: SeenByKey = defaultdict(Seen)
+        self._depths = {site.index for site in compat.mtp_sites(shard.chunks)}
 
     def policies(
         self,
@@ -238,9 +250,11 @@ class Measurement:
             self.peak_bytes = max(memory.peak_bytes, probe.peak_bytes)
             self.optimizer_step_peak_bytes = memory.peak_bytes - self.static_bytes
             self._note_overhead(probe.passes)
+        forwards = {id(one.backward): one for one in probe.passes}
         for one in probe.passes:
+            bases = self._bases(one, forwards.get(id(one), one))
             for stretch in stretches(one, self._clock):
-                self._note(one, stretch, memory is not None, times)
+                self._note(one, stretch, bases, memory is not None, times)
 
     def _check_measurable(self, passes: Sequence[Pass]) -> None:
         reasons = [reason for reason in self.shard.gathered(self._not_measurable(passes)) if reason]
@@ -293,19 +307,29 @@ class Measurement:
     def _choice(self, place: Place) -> LayerPolicy:
         return self.applied.policy.layers[place] if isinstance(place, int) else NONE
 
-    def _note(self, one: Pass, stretch: Stretch, with_bytes: bool, with_times: bool) -> None:
+    def _note(
+        self,
+        one: Pass,
+        stretch: Stretch,
+        bases: dict[Place, int],
+        with_bytes: bool,
+        with_times: bool,
+    ) -> None:
         place = stretch.place
         if not self.shard.has(one.chunk, place):
             return
         signature = self.shard.signatures[place] if isinstance(place, int) else place
         seen = self._seen[signature, str(self._choice(place))]
         input_bytes = stretch.input_bytes
-        received = place == one.first_place and not self.shard.has(one.chunk, "embedding")
+        received = place == self._received_by(one)
         if with_bytes and one.phase == "forward":
             seen.held_bytes.append(_held_bytes(stretch))
-            seen.forward_level_bytes.append(stretch.peak_bytes - stretch.begin_bytes + input_bytes)
+            base = bases.get(place, stretch.begin_bytes - input_bytes)
+            seen.forward_level_bytes.append(stretch.peak_bytes - base)
             if not received:
                 seen.input_bytes.append(input_bytes * (place in one.kept))
+        elif with_bytes and place in bases:
+            seen.backward_level_bytes.append(stretch.peak_bytes - bases[place])
         elif with_bytes:
             # The gradient of the input is there by now; an input is let go, unless it was sent.
             base = stretch.end_bytes - input_bytes * (2 if received else 1)
@@ -313,6 +337,34 @@ class Measurement:
             seen.backward_level_bytes.append(level_bytes)
         if with_times:
             (seen.forward_ms if one.phase == "forward" else seen.backward_ms).append(stretch.ms)
+
+    def _received_by(self, one: Pass) -> Place | None:
+        """The layer that takes what another stage sent; none where a copy is made for the first."""
+        first = one.first_place
+        if self.shard.has(one.chunk, "embedding") or first in self._depths:
+            return None
+        return first
+
+    def _bases(self, one: Pass, forward: Pass) -> dict[Place, int]:
+        """What is alive at each place of a pass without being that place's, with MTP depths only.
+
+        Counted up from what the places before it hold. Elsewhere it is read where the place ends;
+        but there a depth leaves gradients behind that belong to nothing held: those of all losses'
+        hidden states, and of an embedding that waits for the first layer's gradient.
+        """
+        if not self._depths.intersection(mark.place for mark in forward.marks):
+            return {}
+        own = {
+            stretch.place: _held_bytes(stretch) + forward.kept.get(stretch.place, 0)
+            for stretch in self._existing(forward)
+        }
+        base = one.marks[0].current_bytes
+        if one.phase == "backward":
+            base -= sum(own.values())
+        elif self._received_by(one) is not None:
+            base -= one.marks[1].input_bytes
+        before = itertools.accumulate(own.values(), initial=base)
+        return dict(zip(own, before, strict=False))
 
     def _note_overhead(self, passes: Sequence[Pass]) -> None:
         """What is alive when a pass starts besides what layers own and boundary tensors."""
@@ -353,7 +405,8 @@ class Measurement:
         )
         held = sum(_held_bytes(stretch) for stretch in self._existing(one))
         inputs = sum(size for place, size in one.kept.items() if self.shard.has(one.chunk, place))
-        return held + inputs + kept * self.boundary_bytes
+        first = self.shard.has(one.chunk, "embedding") or self._received_by(one) is not None
+        return held + inputs + (kept + (not first)) * self.boundary_bytes
 
     def _existing(self, one: Pass) -> Iterator[Stretch]:
         return (s for s in stretches(one, self._clock) if self.shard.has(one.chunk, s.place))
@@ -384,6 +437,7 @@ class Measurement:
             stages[pipeline_rank] = _larger(known, record)
         config = self.shard.config
         embedding = seen["embedding", "none"].record("none", 0)
+        norm = seen["final_norm", "none"]
         if model.encoder_layers:
             between = seen["between", "none"].record("none", self.boundary_bytes)
             embedding = _together(embedding, between)
@@ -395,6 +449,7 @@ class Measurement:
             ),
             embedding=embedding,
             head=seen["head", "none"].record("none", self.boundary_bytes),
+            final_norm=norm.record("none", self.boundary_bytes) if norm.complete() else None,
             boundary_bytes=self.boundary_bytes,
             stages=tuple(stages[rank] for rank in sorted(stages)),
             deallocate_pipeline_outputs=bool(config.deallocate_pipeline_outputs),

@@ -41,21 +41,27 @@ def kinds(
 ) -> list[Kind]:
     """The kinds of layers in a rank's chunks, and what `choices_of` gives for a layer of each."""
     members: dict[str, list[tuple[torch.nn.Module, int]]] = defaultdict(list)
-    depths = {id(site.layer) for site in compat.mtp_sites(chunks)}
+    depths = {site.index: _depth_name(site) for site in compat.mtp_sites(chunks)}
     for layer, index in compat.layers(chunks):
-        # A multi-token-prediction depth wraps a layer like the decoder's in more than the layer.
-        depth = "mtp:" * (id(layer) in depths)
-        members[depth + compat.signature(layer)].append((layer, index))
+        # A multi-token-prediction depth wraps a layer like the decoder's in more than the layer,
+        # and each meets other gradients on its way back: those of the depths that it feeds.
+        members[depths.get(index, "") + compat.signature(layer)].append((layer, index))
     return [
         Kind(
             signature,
-            "mtp" if signature.startswith("mtp:") else compat.kind_name(found[0][0]),
+            depths.get(found[0][1]) or compat.kind_name(found[0][0]),
             tuple(index for _, index in found),
             choices_of(found[0][0]),
             compat.has_experts(found[0][0]),
         )
         for signature, found in members.items()
     ]
+
+
+def _depth_name(site: compat.MtpSite) -> str:
+    config: Any = site.mtp.config
+    several = config.mtp_num_layers > 1
+    return f"mtp-{site.index - config.num_layers}" if several else "mtp"
 
 
 def choices(
@@ -181,7 +187,8 @@ class ModelShard:
         model: Any = compat.unwrapped(self.chunks[chunk])
         if place == "embedding":
             return bool(model.pre_process)
-        return place != "head" or bool(model.post_process)  # "between" is with both blocks only
+        # "between" is with both blocks only, "final_norm" where that is.
+        return place != "head" or bool(model.post_process)
 
 
 def alone(mine: Any) -> list[Any]:

@@ -19,10 +19,11 @@ import torch
 from megatron_autorecompute import compat
 from megatron_autorecompute.runtime.temporary import TemporaryHook
 
-Place = int | Literal["embedding", "between", "head", "output"]
+Place = int | Literal["embedding", "between", "final_norm", "head", "output"]
 """What lies between two boundaries: a layer (0-based global index), what comes before the first
 (embedding), between an encoder's last and the decoder's first (between), and after the last (head);
-`output` is only the boundary behind everything."""
+`output` is only the boundary behind everything. Of models with multi-token prediction the norm
+behind the decoder is a place of its own (final_norm), and the head comes after the last depth."""
 
 
 class Memory(Protocol):
@@ -183,13 +184,18 @@ class Probe:
 
         self._call(model.register_forward_pre_hook, model_begins)
         encoder_ends = (compat.encoder_layers([chunk]) - 1,)
+        depths = compat.mtp_sites([chunk])
         for site in compat.block_sites([chunk]):
             for layer, index in zip(site.block.layers, site.layers, strict=True):
                 self._watch_layer(layer, index)
-            self._watch_end(site.block, "between" if site.layers[-1:] == encoder_ends else "head")
-        for mtp in compat.mtp_sites([chunk]):
-            self._watch_layer(mtp.mtp, mtp.index)
-            self._call(mtp.mtp.register_forward_hook, self._after_mtp)
+            if site.block.config.mtp_num_layers:
+                self._watch_input(compat.final_norm(site.block), "final_norm")
+                self._watch_output(depths[-1].mtp if depths else site.block, "head")
+            else:
+                ends: Place = "between" if site.layers[-1:] == encoder_ends else "head"
+                self._watch_end(site.block, ends)
+        for depth in depths:
+            self._watch_layer(depth.mtp, depth.index)
         self._call(model.register_forward_hook, model_ends)
 
     def _watch_layer(self, layer: torch.nn.Module, index: int) -> None:
@@ -205,17 +211,21 @@ class Probe:
     def _watch_end(self, block: torch.nn.Module, place: Place) -> None:
         norm = compat.final_norm(block)
         if norm is not None:
-            ends = norm.register_forward_pre_hook
-            self._call(ends, lambda _, args: self._boundary(place, args[0]))
+            self._watch_input(norm, place)
         else:
-            ends = block.register_forward_hook
-            self._call(ends, lambda *call: self._boundary(place, _tensor(call)))
+            self._watch_output(block, place)
 
     def _call(self, register: Callable[..., Any], do: Callable[..., None], **options: Any) -> None:
         self._hooks.append(TemporaryHook(register, do, **options))
 
-    def _after_mtp(self, *call: Any) -> None:
-        self._boundary("head", _tensor(call))
+    def _watch_input(self, module: torch.nn.Module | None, place: Place) -> None:
+        if module is not None:
+            hook = module.register_forward_pre_hook
+            self._call(hook, lambda _, args: self._boundary(place, args[0]))
+
+    def _watch_output(self, module: torch.nn.Module, place: Place) -> None:
+        hook = module.register_forward_hook
+        self._call(hook, lambda *call: self._boundary(place, _tensor(call)))
 
     def _end_forward(self, forward: Pass, output: Any) -> None:
         def on_gradient() -> None:
