@@ -22,7 +22,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -47,9 +46,10 @@ from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import FULL, RecomputePolicy
 from megatron_autorecompute.profile import Model, Parallelism, Profile, StaticBytes
-from megatron_autorecompute.runtime import measurement as measure
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from megatron_autorecompute.runtime.measurement import Measurement
+from megatron_autorecompute.runtime.model_shard import MAX_CHOICES, ModelShard, alone
 
 RESULTS = Path(__file__).parent / "results" / "peak_fidelity.json"
 PAGE = Path(__file__).parents[1] / "docs" / "peak-fidelity.md"
@@ -163,7 +163,7 @@ def builder(case: Case) -> Any:
 
 def measured_profile(case: Case) -> Profile:
     """Bytes of every choice, measured on a shard of as many layers as there are choices."""
-    depth = measure.MAX_CHOICES + 2
+    depth = MAX_CHOICES + 2
     serial = {"overlap_p2p_comm": False}
     small = config(
         case,
@@ -203,14 +203,13 @@ def _measured(models: list[torch.nn.Module], size: StepShape, depth: int) -> tup
     static.append(step.mask)
     policy = RecomputePolicy((FULL,) * depth)
     with (
-        mock.patch.object(measure, "gathered", lambda mine: [mine]),
         apply(policy, models) as now,
         LiveBytes(static) as live,
         kept_between_steps(models, live),
     ):
         _run(step, models)
         kept_bytes = live.current_bytes
-        measurement = measure.Measurement(models, now)
+        measurement = Measurement(ModelShard(models, gathered=alone), now)
         for _ in measurement.policies():
             with measurement.watch(live):
                 _run(step, models)

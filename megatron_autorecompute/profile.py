@@ -27,7 +27,7 @@ from pydantic import AfterValidator, Field
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import PolicyError
-from megatron_autorecompute.policy import LayerPolicy
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.work_order import contains, ordered_ms
 
 SCHEMA_VERSION = 1
@@ -49,6 +49,8 @@ Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 SignedBytes = Annotated[int, Field(ge=-MOST_BYTES, le=MOST_BYTES)]
 Milliseconds = Annotated[float, Field(ge=0, le=MOST_MS, allow_inf_nan=False)]
 SignedMilliseconds = Annotated[float, Field(ge=-MOST_MS, le=MOST_MS, allow_inf_nan=False)]
+StepMilliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+"""Of a step with all its microbatches."""
 Positive = Annotated[int, Field(ge=1, le=1 << 40)]
 Version = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
@@ -293,6 +295,48 @@ class StageRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStep:
+    """One training step as Megatron's own timers and torch's own statistics saw it on one rank.
+
+    A timer's time is what Megatron logs for the step: by the wall clock, all microbatches together,
+    the device synchronised before and after. None: that timer did not run, or there is no CUDA.
+    """
+
+    rank: Annotated[int, Field(ge=0, le=1 << 24)]
+    """In the whole job."""
+    stage: Index
+    """Its pipeline stage."""
+    forward_compute_ms: StepMilliseconds | None = None
+    """Megatron's timer `forward-compute`."""
+    backward_compute_ms: StepMilliseconds | None = None
+    """Megatron's timer `backward-compute`."""
+    optimizer_ms: StepMilliseconds | None = None
+    """Megatron's timer `optimizer`."""
+    max_memory_allocated_bytes: Bytes | None = None
+    """`torch.cuda.max_memory_allocated` of the step."""
+    max_memory_reserved_bytes: Bytes | None = None
+    """`torch.cuda.max_memory_reserved` of the step; too low where the allocator gave memory back
+    in the middle of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One whole measuring step, to hold beside the sum of its layers. Nothing is planned from it.
+
+    Of all measuring steps whose times were taken, the one of median forward and backward time.
+    """
+
+    iteration: Positive
+    """As Megatron logs it; where the job says none, counted from its start."""
+    recompute_policy: str
+    """What ran, as `RecomputePolicy.parse` reads it."""
+    num_microbatches: Positive
+    """Of the step."""
+    ranks: tuple[RankStep, ...]
+    """Every rank of the job."""
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """Which model the shard belongs to."""
 
@@ -344,15 +388,22 @@ class Profile:
     embedding: ChoiceRecord
     """Pseudo-layer in front of the first layer; its choice is none."""
     head: ChoiceRecord
-    """Pseudo-layer after the last layer (final norm, output layer, loss); its choice is none."""
+    """Pseudo-layer after the last layer (final norm, output layer, loss); its choice is none. With
+    MTP depths it comes after the last of them, with every depth's loss, without the final norm."""
     boundary_bytes: Bytes
     """One tensor between two stages: sequence * micro-batch * hidden * element size, per rank."""
     stages: tuple[StageRecord, ...] = ()
     """Stage facts, first stage first, for the layout they were measured at; may be empty."""
+    measured_step: MeasuredStep | None = None
+    """What Megatron's timers and torch's memory statistics said while measuring; None: nobody
+    asked them."""
     embedding_static: StaticBytes | None = None
     """Static bytes of the embedding, for planning other layouts."""
     head_static: StaticBytes | None = None
     """Static bytes of final norm and output layer, for planning other layouts."""
+    final_norm: ChoiceRecord | None = None
+    """Only with MTP depths: pseudo-layer after the last decoder layer, and in its chunk, where the
+    depths may be in another; its choice is none."""
     deallocate_pipeline_outputs: bool = True
     """Megatron's setting of that name: outputs sent on are freed at once."""
     overlap_p2p_comm: bool = True
@@ -366,9 +417,12 @@ class Profile:
 
     def __post_init__(self) -> None:
         _check_coverage(self)
-        for where, record in (("embedding", self.embedding), ("head", self.head)):
-            if record.choice != "none":
+        ends = {"embedding": self.embedding, "final_norm": self.final_norm, "head": self.head}
+        for where, record in ends.items():
+            if record is not None and record.choice != "none":
                 raise ValueError(f"{where}.choice is {record.choice!r}; it must be 'none'")
+        if self.measured_step is not None:
+            _check_step(self, self.measured_step)
 
     @property
     def num_layers(self) -> int:
@@ -453,6 +507,39 @@ def _check_order(kind: LayerKind) -> None:
                     f"backward, less than {smaller} with {smaller_ms:g} ms, all of which it does "
                     "and more; measure both again, or leave one out"
                 )
+
+
+def _check_step(profile: Profile, step: MeasuredStep) -> None:
+    """Refuse a step that cannot be held beside the sum of its layers."""
+    policy = RecomputePolicy.parse(step.recompute_policy, num_layers=profile.num_layers)
+    if not covers(profile.kinds, policy):
+        raise ValueError("measured_step.recompute_policy has a choice of which there is no record")
+    for number, rank in enumerate(step.ranks):
+        if rank.stage >= len(profile.stages):
+            raise ValueError(
+                f"measured_step.ranks[{number}].stage is {rank.stage}; there are "
+                f"{len(profile.stages)} stages"
+            )
+
+
+def covers(kinds: Sequence[LayerKind], policy: RecomputePolicy) -> bool:
+    """Whether there is a record for what every layer does under a policy."""
+    return all(
+        kind.record(str(policy.layers[index])) is not None
+        for kind in kinds
+        for index in kind.layers
+    )
+
+
+def with_missed_bytes(
+    profile: Profile, predicted_bytes: Sequence[int], seen_bytes: Sequence[int]
+) -> Profile:
+    """The profile with what a prediction missed of each stage's peak added to that stage."""
+    stages = tuple(
+        replace(stage, residual_bytes=stage.residual_bytes + max(0, seen - said))
+        for stage, said, seen in zip(profile.stages, predicted_bytes, seen_bytes, strict=True)
+    )
+    return replace(profile, stages=stages)
 
 
 def _check_coverage(profile: Profile) -> None:

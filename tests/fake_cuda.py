@@ -25,9 +25,12 @@ class Device(LiveBytes):
         self.outside_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = lost_bytes
         self.retries = self.resets = 0
+        self.most_bytes = 0
+        """As `peak_bytes`, but for tests to reset and for nobody else."""
 
     def _count(self, change_bytes):
         super()._count(change_bytes)
+        self.most_bytes = max(self.most_bytes, self.current_bytes)
         self.reserved_bytes = max(self.reserved_bytes, self.current_bytes + self.lost_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 

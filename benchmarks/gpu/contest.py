@@ -23,6 +23,7 @@ from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Model, Parallelism, Profile
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.measurement import Measurement
+from megatron_autorecompute.runtime.model_shard import ModelShard
 
 CORRECTIONS = 4
 """How often a plan that does not fit when run is corrected before it is reported as not fitting."""
@@ -112,7 +113,7 @@ class Contest:
         job, shape = self.job, self.case.shape
         memory = memory or job.memory
         with apply(self.policy("full"), job.chunks, holder="the benchmark") as applied:
-            measurement = Measurement(job.chunks, applied)
+            measurement = Measurement(ModelShard(job.chunks), applied)
             for _ in measurement.policies():
                 with memory() as reader, measurement.watch(reader, times=job.on_cuda):
                     job.step()

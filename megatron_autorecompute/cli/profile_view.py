@@ -32,7 +32,8 @@ def _records(profile: Profile) -> Table:
     for name in ("layers", "choice", "held MiB", "fwd +MiB", "bwd +MiB", "fwd ms", "bwd ms"):
         table.add_column(name, justify="left" if name in ("layers", "choice") else "right")
     named = [(f"{len(k.layers)} {k.name}", r) for k in profile.kinds for r in k.choices]
-    for name, record in [("embedding", profile.embedding), *named, ("head", profile.head)]:
+    norm = [("final norm", profile.final_norm)] if profile.final_norm else []
+    for name, record in [("embedding", profile.embedding), *named, *norm, ("head", profile.head)]:
         sizes = (
             record.held_bytes,
             record.forward_transient_bytes,

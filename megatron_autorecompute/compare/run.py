@@ -46,6 +46,7 @@ from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import with_missed_bytes
 from megatron_autorecompute.report.comparison import markdown, picture, table
 from megatron_autorecompute.units import GIB, MOST_GIB
 
@@ -432,7 +433,7 @@ class _Contest:
             over = [measured - self.comparison.budget_bytes for measured in result.peak_bytes]
             if max(over) <= 0:
                 break
-            profile = _corrected(profile, predicted, result.peak_bytes)
+            profile = with_missed_bytes(profile, predicted, result.peak_bytes)
         self._note(replace(result, search_s=time.perf_counter() - begin))
 
     def _profile(self) -> Any:
@@ -441,11 +442,12 @@ class _Contest:
         from megatron_autorecompute.profile import Model, Parallelism
         from megatron_autorecompute.runtime.apply import apply
         from megatron_autorecompute.runtime.measurement import Measurement
+        from megatron_autorecompute.runtime.model_shard import ModelShard
 
         job, shape = self.job, self.settings.shape
         leanest = RecomputePolicy.parse("full", num_layers=compat.num_policy_layers(job.config))
         with apply(leanest, job.chunks, holder="the comparison's measuring") as applied:
-            measurement = Measurement(job.chunks, applied)
+            measurement = Measurement(ModelShard(job.chunks), applied)
             for _ in measurement.policies():
                 self._step("ours: measuring memory")
                 with job.memory() as memory, measurement.watch(memory, times=job.on_cuda):
@@ -494,15 +496,6 @@ class _Contest:
                 self._note(self._timed(row, 1))
         self.comparison = replace(self.comparison, complete=True)
         self.tell(self.comparison)
-
-
-def _corrected(profile: Any, predicted: tuple[int, ...], measured: tuple[int, ...]) -> Any:
-    """The profile with what its prediction missed on each stage added to that stage."""
-    stages = tuple(
-        replace(stage, residual_bytes=stage.residual_bytes + max(0, seen - said))
-        for stage, said, seen in zip(profile.stages, predicted, measured, strict=True)
-    )
-    return replace(profile, stages=stages)
 
 
 def _by_stage(mine: int) -> tuple[int, ...]:

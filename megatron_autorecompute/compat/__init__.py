@@ -353,6 +353,12 @@ def mtp_sites(modules: Iterable[torch.nn.Module]) -> list[MtpSite]:
     ]
 
 
+def repeats_depths(config: TransformerConfig) -> bool:
+    """Whether one multi-token-prediction layer runs for all of several depths (since 0.18)."""
+    several = (config.mtp_num_layers or 0) > 1
+    return several and bool(getattr(config, "mtp_use_repeated_layer", False))
+
+
 def layers(chunks: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, int]]:
     """Every single layer of these model chunks with its global index."""
     chunks = list(chunks)
@@ -793,10 +799,17 @@ def _refusal(config: TransformerConfig, choice: LayerPolicy) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user's own config has already warned
             # Megatron Bridge's configs keep their rules in finalize(); __post_init__ is empty.
-            getattr(trial, "finalize", trial.__post_init__)()
+            getattr(trial, "finalize", functools.partial(_own_post_init(trial), trial))()
     except (AssertionError, ValueError) as error:
         return str(error) or type(error).__name__
     return None
+
+
+def _own_post_init(config: TransformerConfig) -> Callable[[TransformerConfig], None]:
+    """`__post_init__` of Megatron's own class. A class derived from it has been through its own,
+    which may take an InitVar, gone since, and may not be meant to run twice."""
+    kinds = type(config).__mro__
+    return next(kind for kind in kinds if kind.__module__.startswith("megatron.")).__post_init__
 
 
 def check_compiler(policy: RecomputePolicy) -> None:

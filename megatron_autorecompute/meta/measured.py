@@ -63,6 +63,7 @@ def with_measured(profile: Profile, measured: Profile) -> Profile:
         kinds=tuple(_merged(kind, other, overall) for kind, other in pairs),
         embedding=_scaled(profile.embedding, overall),
         head=_scaled(profile.head, overall),
+        final_norm=profile.final_norm and _scaled(profile.final_norm, overall),
         fingerprint={**profile.fingerprint, "measured": measured.fingerprint.get("device", "")},
         assumptions=(_sentence(pairs, measured, overall), *profile.assumptions[1:]),
     )

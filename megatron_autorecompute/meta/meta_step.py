@@ -315,14 +315,17 @@ def build_gpt(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
+        get_gpt_decoder_layer_specs,
         get_gpt_mtp_block_spec,
     )
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     mtp_spec = None
     if config.mtp_num_layers:
+        # The depths are like the model's last layer, which may be on a stage before theirs.
+        last = get_gpt_decoder_layer_specs(config, use_transformer_engine=False)[-1]
         mtp_spec = get_gpt_mtp_block_spec(
-            config, spec, use_transformer_engine=False, vp_stage=vp_stage
+            config, last, use_transformer_engine=False, vp_stage=vp_stage
         )
     return GPTModel(
         config,

@@ -6,15 +6,13 @@ assumed on the way is listed in the profile and printed with every result that r
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -52,10 +50,11 @@ from megatron_autorecompute.profile import (
     StageRecord,
     StaticBytes,
 )
-from megatron_autorecompute.runtime import measurement as measure
-from megatron_autorecompute.runtime import probe
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from megatron_autorecompute.runtime.measurement import Measurement
+from megatron_autorecompute.runtime.model_shard import Choices, ModelShard, alone, choices
+from megatron_autorecompute.runtime.model_shard import kinds as kinds_of
 
 Progress = Callable[[str], None]
 
@@ -79,13 +78,14 @@ def profile_job(
     efficiency = efficiency or Efficiency()
     job.layout(), job.schedule()  # refused before anything is built
     clock = Roofline(device, efficiency)
-    without_mtp = replace_mtp(job, 0)
-    decoder = _part(without_mtp, clock, _choices_of_sorts(without_mtp, clock), progress)
+    # MTP depths on another stage have a copy of the embedding's weights: with one shared by both
+    # ends of the model, its gradient from the depths waits for that of the first layer.
+    apart = job.mtp_num_layers and job.size("pipeline") > 1
+    with_decoder = replace_mtp(job, 0) if apart else job
+    decoder = _part(with_decoder, clock, _choices_of_sorts(with_decoder), progress)
     whole = decoder
-    if job.mtp_num_layers:
-        # Apart, because MTP depths are on the last stage with a copy of the embedding's weights.
-        # They are built like the last layer.
-        last = [0] * (len(sorts(job)) - 1) + [1]
+    if apart:
+        last = [0] * (len(sorts(job)) - 1) + [1]  # which the depths are built like
         whole = _part(job, Roofline(device, efficiency), last, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
@@ -97,6 +97,7 @@ def profile_job(
         kinds=_with_inert(kinds),
         embedding=decoder.embedding,
         head=whole.head,
+        final_norm=whole.final_norm,
         boundary_bytes=decoder.boundary_bytes,
         stages=_stages(job, counted),
         embedding_static=counted.embedding,
@@ -120,15 +121,16 @@ class _Part:
     kinds: tuple[LayerKind, ...]
     embedding: ChoiceRecord
     head: ChoiceRecord
+    final_norm: ChoiceRecord | None
     boundary_bytes: int
     counted: _Counted
     layer_facts: dict[str, Any]
 
 
-def _choices_of_sorts(job: Job, clock: Roofline) -> list[int]:
+def _choices_of_sorts(job: Job) -> list[int]:
     """How many layers of each sort show all of its choices in one step."""
-    with shard(job, [1] * len(sorts(job))) as built, _alone(built.model, clock):
-        kinds = measure.kinds([built.model])
+    with shard(job, [1] * len(sorts(job))) as built:
+        kinds = kinds_of([built.model], every_choice)
     numbers = {layer: len(kind.choices) for kind in kinds for layer in kind.layers}
     return [numbers[layer] for layer in built.sort_of]
 
@@ -142,7 +144,8 @@ def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) 
         config = compat.config_facts(compat.unwrapped(built.model).config)
     layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
     embedding, head = _sourced(measured.embedding), _sourced(measured.head)
-    return _Part(kinds, embedding, head, measured.boundary_bytes, counted, layer_facts)
+    norm = measured.final_norm and _sourced(measured.final_norm)
+    return _Part(kinds, embedding, head, norm, measured.boundary_bytes, counted, layer_facts)
 
 
 def _with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
@@ -184,7 +187,8 @@ def _measured(
     model = built.model
     step = JobStep(job)
     depth = len(built.sort_of)
-    parameters = [*model.parameters(), *_own_embedding(model)]
+    own = job.mtp_num_layers and job.size("pipeline") > 1
+    parameters = [*model.parameters(), *(_own_embedding(model) if own else [])]
     gradients = add_main_gradients(parameters)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
@@ -193,12 +197,12 @@ def _measured(
         return step(None, model)[0].float().mean()
 
     with (
-        _alone(model, clock),
-        apply(nothing, model) as applied,
+        apply(nothing, model, groups=()) as applied,
         LiveBytes(static) as live,
         kept_between_steps([model], live) as kept,
     ):
-        measurement = measure.Measurement([model], applied)
+        whole = ModelShard([model], gathered=alone, choices_of=every_choice)
+        measurement = Measurement(whole, applied, clock)
         forwards_bytes = []
         for number, _ in enumerate(measurement.policies()):
             progress(f"{job.name}: step {number + 1} on meta tensors")
@@ -225,10 +229,7 @@ def _measured(
 
 
 def _own_embedding(model: Any) -> list[torch.nn.Parameter]:
-    """Give MTP depths the copy of the embedding that their stage has; with one shared by both ends
-    of the model, its gradient from the depths would wait for that of the first layer."""
-    if getattr(model, "mtp", None) is None:
-        return []
+    """Give MTP depths the copy of the embedding that their stage has."""
     groups = torch.distributed.ProcessGroup  # cannot be copied
     shared = [v for m in model.embedding.modules() for v in vars(m).values()]
     own = copy.deepcopy(model.embedding, {id(v): v for v in shared if isinstance(v, groups)})
@@ -240,33 +241,12 @@ def _own_embedding(model: Any) -> list[torch.nn.Parameter]:
     return list(own.parameters())
 
 
-@contextlib.contextmanager
-def _alone(model: torch.nn.Module, clock: Roofline) -> Iterator[None]:
-    """The fake group has no peers to ask, and the clock is the model's.
-
-    Every set of modules is tried, since a step costs no device time; but for core_attn under fused
-    attention, which would run the kernel again to save its log-sum-exp. An MTP depth is a kind of
-    its own even where its inner layer equals the decoder's: it has norms and a projection besides.
-    """
-    inner = {id(site.layer) for site in compat.mtp_sites([model])}
-    signature, usable = compat.signature, compat.usable_modules
-
-    def own_signature(layer: torch.nn.Module) -> str:
-        return f"mtp {signature(layer)}" if id(layer) in inner else signature(layer)
-
-    def worth_trying(layer: torch.nn.Module) -> list[str]:
-        core = layer.self_attention.core_attention
-        return [m for m in usable(layer) if m != "core_attn" or not isinstance(core, Attention)]
-
-    with (
-        mock.patch.object(measure, "MAX_CHOICES", MAX_CHOICES),
-        mock.patch.object(compat, "usable_modules", worth_trying),
-        mock.patch.object(compat, "signature", own_signature),
-        mock.patch.object(measure, "gathered", lambda mine: [mine]),
-        mock.patch.object(compat, "stage_groups", return_value=[]),
-        mock.patch.object(probe, "_now", clock.now_seconds),
-    ):
-        yield
+def every_choice(layer: Any) -> Choices:
+    """Every set of modules, since a step costs no device time; but for core_attn under fused
+    attention, which would run the kernel again to save its log-sum-exp."""
+    fused = isinstance(layer.self_attention.core_attention, Attention)
+    modules = [m for m in compat.usable_modules(layer) if not (fused and m == "core_attn")]
+    return choices(layer, modules, MAX_CHOICES)
 
 
 # --------------------------------------------------------------------------------- putting together
@@ -378,11 +358,11 @@ def _kind(job: Job, kind: LayerKind, built: Shard, counted: _Counted) -> LayerKi
     found: dict[int, Sort] = {id(s): s for i, s in built.sort_of.items() if i in kind.layers}
     layers = [layer for sort in found.values() for layer in sort.layers]
     layers += [job.num_layers + index - depth for index in kind.layers if index >= depth]
-    is_moe = any(sort.is_moe for sort in found.values())
-    name = "mtp" if min(layers) >= job.num_layers else kind.name
+    # MTP depths are built like the last layer.
+    of_depth = min(layers) >= job.num_layers
+    is_moe = job.moe_pattern()[-1] if of_depth else any(sort.is_moe for sort in found.values())
     return replace(
         kind,
-        name=name,
         layers=tuple(sorted(layers)),
         choices=tuple(_sourced(record) for record in kind.choices),
         imbalance=tuple(Imbalance(float(p), f) for p, f in job.moe_imbalance.items() if is_moe),

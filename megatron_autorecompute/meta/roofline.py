@@ -31,9 +31,13 @@ class Roofline(TorchDispatchMode):
         self.seconds = 0.0
         self.flops = 0
 
-    def now_seconds(self) -> float:
-        """The modelled clock; `probe` subtracts two readings."""
+    def now(self) -> float:
+        """Seconds of modelled work so far."""
         return self.seconds
+
+    def ms_between(self, begin: float, end: float) -> float:
+        """Milliseconds of modelled work between two readings of `now`."""
+        return (end - begin) * 1e3
 
     def __torch_dispatch__(
         self,

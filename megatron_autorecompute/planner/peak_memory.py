@@ -22,7 +22,7 @@ from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.layout import Chunk, Layout
 from megatron_autorecompute.planner.p2p_tensors import Load, decisive_loads, extra_tensors
 from megatron_autorecompute.planner.schedule import Direction, Schedule
-from megatron_autorecompute.planner.unit_costs import SIGN, Bound, CostTable, Unit
+from megatron_autorecompute.planner.unit_costs import OUTSIDE, SIGN, Bound, CostTable, Unit
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import (
     BytesAt,
@@ -67,6 +67,7 @@ def check_figures(profile: Profile, layout: Layout, schedule: Schedule) -> None:
         figures = [_most(kind) for kind in kinds]
         figures += [_most_of(profile.embedding)] * any(chunk.embedding for chunk in chunks)
         figures += [_most_of(profile.head)] * any(chunk.head for chunk in chunks)
+        figures += [_most_of(profile.final_norm)] if profile.final_norm else []
         size, time_ms = (sum(part) for part in zip((0, 0.0), *figures, strict=True))
         size = (schedule.warmup(stage) + 2) * (size + 8 * profile.boundary_bytes)
         if size > MOST_BYTES_OF_A_STAGE or time_ms > MOST_MS_OF_A_STAGE:
@@ -217,7 +218,7 @@ class ChunkColumns:
     @cached_property
     def outside_bytes(self) -> Ints:
         """Held by each unit that is embedding or head, else 0."""
-        outside = np.array([unit.name in ("embedding", "head") for unit in self.units])
+        outside = np.array([unit.name in OUTSIDE for unit in self.units])
         return np.where(outside, self.held_bytes, 0)
 
     def transient_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:

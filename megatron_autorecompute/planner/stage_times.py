@@ -77,7 +77,8 @@ def _least(table: CostTable, chunk: Chunk) -> tuple[int, int]:
     """The least that a chunk's forward, and its backward, can take with layers by themselves."""
     before, after = table.pseudo_layers(chunk)
     options = [
-        [table.layer(layer, choice) for choice in table.choices(layer)] for layer in chunk.layers
+        [table.layer_in(chunk, layer, choice) for choice in table.choices(layer)]
+        for layer in chunk.layers
     ]
     options += [[unit] for unit in (*before, *after)]
     return (

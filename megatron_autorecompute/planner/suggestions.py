@@ -204,10 +204,12 @@ def _scaled(profile: Profile, factor: float, static: float) -> Profile:
         kinds=tuple(map(kind, profile.kinds)),
         embedding=record(profile.embedding),
         head=record(profile.head),
+        final_norm=profile.final_norm and record(profile.final_norm),
         boundary_bytes=size(profile.boundary_bytes),
         stages=tuple(map(stage, profile.stages)),
         embedding_static=profile.embedding_static and scale(profile.embedding_static),
         head_static=profile.head_static and scale(profile.head_static),
+        measured_step=None,
     )
 
 

@@ -30,6 +30,8 @@ from megatron_autorecompute.profile import (
 
 Bound = Literal["low", "nominal", "high"]
 PS_PER_MS = 10**9
+OUTSIDE = ("embedding", "final norm", "head")
+"""Names of units that are no layers."""
 SIGN: dict[Bound, int] = {"low": -1, "nominal": 0, "high": 1}
 
 
@@ -38,7 +40,7 @@ class Unit:
     """Costs of one unit for one microbatch."""
 
     name: str
-    """`layer 7`, `layers 4-7`, `embedding`, `head`, `boundary`."""
+    """`layer 7`, `layers 4-7`, `embedding`, `final norm`, `head`, `boundary`."""
     layers: tuple[int, ...]
     """Global layer indices; empty for what is no layer."""
     held_bytes: int
@@ -173,6 +175,16 @@ class CostTable:
             record = self._with_input(record)
         return _unit(f"layer {layer}", (layer,), record, policy == FULL)
 
+    def layer_in(self, chunk: Chunk, layer: int, policy: LayerPolicy) -> Unit:
+        """Costs of a layer where it stands in a chunk. The final norm is the first MTP depth's
+        where both are in the chunk. Raises: as `layer`.
+        """
+        first, norm = layer == chunk.layers[0], self.profile.final_norm
+        if layer != self.profile.model.num_layers:
+            return self.layer(layer, policy, received=first and not chunk.embedding)
+        unit = self.layer(layer, policy)
+        return unit if first or norm is None else _behind(self._shifted(norm, 1.0), unit)
+
     def _with_input(self, record: ChoiceRecord) -> ChoiceRecord:
         """With the input held; in forward it was in the transient already."""
         size_bytes = self.profile.boundary_bytes
@@ -191,11 +203,21 @@ class CostTable:
         boundary = ChoiceRecord("none", self.profile.boundary_bytes, 0, 0, 0.0, 0.0)
         kept = not chunk.head and not self.profile.deallocate_pipeline_outputs
         passed_on = not (chunk.layers or chunk.embedding or chunk.head)
-        before = [_unit("boundary", (), boundary)] * (kept + passed_on)
+        before = [_unit("boundary", (), boundary)] * (kept + passed_on + self._is_cloned(chunk))
         if chunk.embedding:
             before.append(_unit("embedding", (), self._shifted(self.profile.embedding, 1.0)))
-        after = [_unit("head", (), self._shifted(self.profile.head, 1.0))] if chunk.head else []
+        after = []
+        norm = self.profile.final_norm
+        if norm is not None and chunk.layers[-1:] == (self.profile.model.num_layers - 1,):
+            after.append(_unit("final norm", (), self._shifted(norm, 1.0)))
+        if chunk.head:
+            after.append(_unit("head", (), self._shifted(self.profile.head, 1.0)))
         return before, after
+
+    def _is_cloned(self, chunk: Chunk) -> bool:
+        """Whether a chunk's layers take a copy of what was received, which stays: a decoder block
+        without layers, in front of MTP depths, returns a copy of its input."""
+        return chunk.layers[:1] == (self.profile.model.num_layers,)
 
     def checkpoints(self, layers: Sequence[int]) -> Checkpoints:
         """Costs of checkpoints around the first g of `layers`, for each g that may be grouped.
@@ -307,8 +329,7 @@ class CostTable:
         for run in policy.chunk_runs(chunk.layers):
             layers = chunk.layers[run.start : run.start + run.count]
             if run.policy.group == 1:
-                first = None if chunk.embedding else chunk.layers[0]
-                units += [self.layer(layer, run.policy, layer == first) for layer in layers]
+                units += [self.layer_in(chunk, layer, run.policy) for layer in layers]
                 continue
             step = run.policy.group
             units += [self.checkpoint(layers[i : i + step]) for i in range(0, len(layers), step)]
@@ -332,6 +353,27 @@ def _unit(
         _ps(record.backward_ms),
         _ps(record.spread_ms),
         keeps_output_gradient,
+    )
+
+
+def _behind(norm: ChoiceRecord, unit: Unit) -> Unit:
+    """A layer with the final norm in front of it, as one unit."""
+
+    def transient_bytes(of_norm: int, of_unit: int) -> int:
+        return max(of_unit, of_norm - unit.held_bytes)
+
+    return replace(
+        unit,
+        held_bytes=norm.held_bytes + unit.held_bytes,
+        forward_transient_bytes=transient_bytes(
+            norm.forward_transient_bytes, unit.forward_transient_bytes
+        ),
+        backward_transient_bytes=transient_bytes(
+            norm.backward_transient_bytes, unit.backward_transient_bytes
+        ),
+        forward_ps=unit.forward_ps + _ps(norm.forward_ms),
+        backward_ps=unit.backward_ps + _ps(norm.backward_ms),
+        spread_ps=unit.spread_ps + _ps(norm.spread_ms),
     )
 
 

@@ -1,4 +1,4 @@
-"""A plan as text for a terminal of 80 columns. Reads plans, computes nothing."""
+"""A plan as text for a terminal of 80 columns. Reads plans, solves nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megatron_autorecompute.planner.layer_sums import sums_of_layers
 from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.plan import CurvePoint, Plan
 from megatron_autorecompute.planner.policy_cost import PolicyCost
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
-from megatron_autorecompute.profile import LayerKind, Profile
+from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
 from megatron_autorecompute.units import GIB
+
+MOST_RANKS = 16
+"""Rows of the measured step, beyond which a stage has one."""
 
 
 def gib(size_bytes: float) -> str:
@@ -50,8 +54,91 @@ def _chunk_strip(policy: RecomputePolicy, chunk: Chunk, symbols: dict[LayerPolic
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """Header, one row per stage, legend, evidence and assumptions."""
-    return Group(_header(plan), _stages(plan), _legend(plan.policy), _footer(plan))
+    """Header, one row per stage, legend, evidence and assumptions, the measured step."""
+    views = _header(plan), _stages(plan), _legend(plan.policy), _footer(plan)
+    return Group(*views, *measured_step_view(plan))
+
+
+def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
+    """A measuring step as its layers add up and as Megatron and torch saw it, a row per rank.
+
+    Of jobs of more than MOST_RANKS ranks, the rank of each stage that computed longest. Nothing
+    where no such step was recorded.
+    """
+    step = plan.profile.measured_step
+    if step is None:
+        return
+    sums = sums_of_layers(plan)
+    if sums is None:
+        yield Text(
+            f"Iteration {step.iteration} was measured with other layers on a stage: not shown "
+            "beside this plan."
+        )
+        return
+    yield Text(
+        f"\nMeasured in iteration {step.iteration} under {step.recompute_policy}: the sum of its "
+        f"layers beside Megatron's timers (all {step.num_microbatches} microbatches, ms) and "
+        "torch's memory statistics (GiB):"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in (
+        "rank/\nstage",
+        "forward:\nlayers",
+        "forward-\ncompute",
+        "backward:\nlayers",
+        "backward-\ncompute",
+        "\noptimizer",
+        "peak:\nlayers",
+        "max\nallocated",
+        "max\nreserved",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    ranks = shown_ranks(step)
+    for rank in ranks:
+        own = sums[rank.stage]
+        table.add_row(
+            f"{rank.rank}/{rank.stage}",
+            _ms(own.forward_ms),
+            _ms(rank.forward_compute_ms),
+            _ms(own.backward_ms),
+            _ms(rank.backward_compute_ms),
+            _ms(rank.optimizer_ms),
+            _gib_or_not(own.peak_bytes),
+            _gib_or_not(rank.max_memory_allocated_bytes),
+            _gib_or_not(rank.max_memory_reserved_bytes),
+        )
+    yield table
+    if len(ranks) < len(step.ranks):
+        yield Text(
+            f"Of {len(step.ranks)} ranks the one of each stage that computed longest; all are in "
+            "the plan file."
+        )
+
+
+def shown_ranks(step: MeasuredStep) -> list[RankStep]:
+    """All ranks of a small job, else the one of each stage that computed longest."""
+    if len(step.ranks) <= MOST_RANKS:
+        return list(step.ranks)
+    longest: dict[int, RankStep] = {}
+    for rank in step.ranks:
+        known = longest.get(rank.stage)
+        if known is None or _compute_ms(rank) > _compute_ms(known):
+            longest[rank.stage] = rank
+    return [longest[stage] for stage in sorted(longest)]
+
+
+def _compute_ms(rank: RankStep) -> float:
+    return (rank.forward_compute_ms or 0.0) + (rank.backward_compute_ms or 0.0)
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return "not\nrunning"
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _gib_or_not(size_bytes: int | None) -> str:
+    return "not\nkept" if size_bytes is None else f"{size_bytes / GIB:.3g}"
 
 
 def _header(plan: Plan) -> Text:
@@ -199,7 +286,7 @@ def stages_explained(plan: Plan) -> RenderableType:
                 f"bound by {evidence.binding}"
             )
         )
-    return Group(*parts)
+    return Group(*parts, *measured_step_view(plan))
 
 
 def neighbours_view(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.peak_memory import (
     Breakdown,
     ChunkColumns,
@@ -22,7 +23,13 @@ from megatron_autorecompute.planner.peak_memory import (
 )
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable, Unit, fastest_choice
+from megatron_autorecompute.planner.unit_costs import (
+    OUTSIDE,
+    PS_PER_MS,
+    CostTable,
+    Unit,
+    fastest_choice,
+)
 
 Bytes = NDArray[np.int64]
 Numbers = NDArray[np.intp]
@@ -53,7 +60,7 @@ class UnitCost:
     @property
     def is_layer(self) -> bool:
         """Whether its bytes are a layer's rather than the embedding's or the head's."""
-        return self.name not in ("embedding", "head")
+        return self.name not in OUTSIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +247,13 @@ def _units(table: CostTable, columns: ChunkColumns, base: StageBase) -> tuple[Un
             backward,
             unit.forward_ps / PS_PER_MS,
             unit.backward_ps / PS_PER_MS,
-            _recompute_ps(table, unit) / PS_PER_MS,
+            _recompute_ps(table, columns.chunk, unit) / PS_PER_MS,
         )
         for unit, forward, backward in zip(columns.units, *transients, strict=True)
     )
 
 
-def _recompute_ps(table: CostTable, unit: Unit) -> int:
-    plain = (table.layer(layer, fastest_choice(table, layer)) for layer in unit.layers)
+def _recompute_ps(table: CostTable, chunk: Chunk, unit: Unit) -> int:
+    plain = (table.layer_in(chunk, i, fastest_choice(table, i)) for i in unit.layers)
     without = sum(layer.backward_ps for layer in plain) if unit.layers else unit.backward_ps
     return max(0, unit.backward_ps - without)

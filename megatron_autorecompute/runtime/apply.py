@@ -95,7 +95,7 @@ class AppliedPolicy:
         """
         if not all(self._is_active()):
             raise ApplyError("This policy was undone; apply the new one with apply(policy, model).")
-        agree_on(policy, functools.partial(self._sites.check, policy))
+        agree_on(policy, functools.partial(self._sites.check, policy), self._sites.groups)
         for owner, held in zip(self._sites.owners, self._held, strict=True):
             held.clear(owner)
             held.set(owner, policy)
@@ -131,7 +131,8 @@ def apply(
     policy: RecomputePolicy,
     model: torch.nn.Module | Sequence[torch.nn.Module],
     *,
-    holder: str = "megatron_autorecompute.runtime.apply",
+    holder: str = "megatron_autorecompute.apply",
+    groups: Sequence[Any] | None = None,
 ) -> AppliedPolicy:
     """Make a built model recompute as `policy` says, from its next forward on.
 
@@ -139,14 +140,16 @@ def apply(
         policy: one choice for every layer of the whole model, on every rank.
         model: this rank's model chunks, wrapped (DDP, Float16Module) or bare, or a single block.
         holder: who applies it, for the error that a second application raises.
+        groups: of ranks that must be given the same policy, now and when it is switched; by
+            default the one of all ranks of this stage.
 
     Raises:
         PolicyError: wrong length, a group across chunks, an unknown module, or a choice that
             Megatron refuses for this model, with its reason.
         ApplyError: a policy is already in force here, or ranks of this stage disagree.
     """
-    sites = _Sites(model)
-    agree_on(policy, functools.partial(sites.check, policy, new=True))
+    sites = _Sites(model, groups)
+    agree_on(policy, functools.partial(sites.check, policy, new=True), groups)
     return sites.hold(policy, holder)
 
 
@@ -191,7 +194,12 @@ def in_force(model: torch.nn.Module | Sequence[torch.nn.Module]) -> AppliedPolic
 class _Sites:
     """The places in a model where a policy takes hold."""
 
-    def __init__(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        groups: Sequence[Any] | None = None,
+    ) -> None:
+        self.groups = groups
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.blocks = compat.block_sites(chunks)
         self.mtps = compat.mtp_sites(chunks)

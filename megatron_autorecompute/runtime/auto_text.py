@@ -10,7 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.terminal import imbalance_lines, legend, strip
+from megatron_autorecompute.report.terminal import (
+    imbalance_lines,
+    legend,
+    measured_step_view,
+    strip,
+)
 from megatron_autorecompute.units import GIB
 
 WIDTH = 100
@@ -40,7 +45,14 @@ def plan_text(plan: Plan, measured_bytes: Sequence[int] | None, leanest_ms: floa
         steps.append(f"best manual {plan.best_manual.name} {plan.best_manual.step_ms:,.0f} ms")
     lines = [f"{text.getvalue()}{_legend(plan)}", *plan.notes]
     lines += imbalance_lines(plan.profile, plan.imbalance_percentile)
+    lines += _measured_step(plan)
     return "\n".join([*lines, f"recompute auto: {'; '.join(steps)}"])
+
+
+def _measured_step(plan: Plan) -> list[str]:
+    text = io.StringIO()
+    Console(file=text, width=WIDTH, highlight=False).print(*measured_step_view(plan), sep="\n")
+    return text.getvalue().rstrip().splitlines()
 
 
 def _stages(plan: Plan, measured_bytes: Sequence[int] | None) -> Table:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
+from megatron_autorecompute.runtime.temporary import Replace
 
 
 class BucketSyncs:
@@ -24,14 +24,12 @@ class BucketSyncs:
 
     Args:
         chunk: a model chunk; one that overlaps nothing has nothing here.
-        replace: replaces a method by what a function makes of it.
         elsewhere: a context for every collective that is entered here.
     """
 
     def __init__(
         self,
         chunk: torch.nn.Module,
-        replace: Replace,
         elsewhere: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._chunk = chunk
@@ -40,7 +38,10 @@ class BucketSyncs:
         # Until a step has shown another: that of the models whose modules run as they are listed.
         self._reduces, self._gathers = _Order(groups), _Order(groups[::-1])
         self._orders = [self._reduces, self._gathers] if groups else []
-        for group in groups:
+
+    def note(self, replace: Replace) -> None:
+        """Note what a step starts, while `replace` has the methods that start it replaced."""
+        for group in _groups(self._chunk):
             replace(group, "start_grad_sync", functools.partial(self._noted, self._reduces, group))
             replace(group, "start_param_sync", functools.partial(self._noted, self._gathers, group))
 

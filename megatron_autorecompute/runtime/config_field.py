@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,10 +29,15 @@ _GENERATED = (
     "__init__",
     "__repr__",
     "__eq__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__hash__",
     "__match_args__",
-    "__dataclass_fields__",
-    "__dataclass_params__",
+    "__doc__",
 )
+"""What `@dataclass` makes from the fields, where the class has not its own."""
 _LAYER_SIZES = (
     "hidden_size",
     "ffn_hidden_size",
@@ -39,7 +45,6 @@ _LAYER_SIZES = (
     "num_query_groups",
     "num_moe_experts",
 )
-_PARAMS = ("init", "repr", "eq", "order", "unsafe_hash", "frozen")
 _saved: list[tuple[type, str, Any]] = []
 _MISSING = object()
 
@@ -56,12 +61,16 @@ def install() -> None:
     compat.version()
     if FIELD in {field.name for field in dataclasses.fields(TransformerConfig)}:
         return  # installed before, or in the sources by our patch
-    _add_field(TransformerConfig)
-    for subclass in _subclasses(TransformerConfig):
-        _decorate_again(subclass)
-    _wrap(TransformerConfig, "__post_init__", checked_post_init)
-    for block_type in compat.constructed_types():
-        _wrap(block_type, "__init__", applying_init)
+    try:
+        _add_field(TransformerConfig)
+        for subclass in _subclasses(TransformerConfig):
+            _remake(subclass)
+        _wrap(TransformerConfig, "__post_init__", checked_post_init)
+        for block_type in compat.constructed_types():
+            _wrap(block_type, "__init__", applying_init)
+    except BaseException:
+        uninstall()
+        raise
 
 
 def uninstall() -> None:
@@ -123,38 +132,72 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _set(owner: type, name: str, value: Any) -> None:
-    _saved.append((owner, name, owner.__dict__.get(name, _MISSING)))
+    before = owner.__dict__.get(name, _MISSING)
     setattr(owner, name, value)
+    _saved.append((owner, name, before))
 
 
 def _add_field(cls: type) -> None:
-    annotations = dict(cls.__dict__["__annotations__"])
     # ArgumentGroupFactory takes what stands in front of None for the type, else it warns.
-    annotations[FIELD] = str | None | list[str] | dict[str, Any]
-    _set(cls, "__annotations__", annotations)
+    kind = str | None | list[str] | dict[str, Any]
     # ArgumentGroupFactory (megatron.training since 0.17) makes the flag from this metadata.
     flag = {"arg_names": ["--recompute-policy"], "type": str, "default": None, "help": _HELP}
-    _set(cls, FIELD, dataclasses.field(default=None, metadata={"argparse_meta": flag}))
-    _decorate_again(cls)
+    added = dataclasses.field(default=None, metadata={"argparse_meta": flag})
+    only = dataclasses.make_dataclass("_Only", [(FIELD, kind, added)])
+    _set(cls, "__annotations__", {**inspect.get_annotations(cls), FIELD: kind})
+    _set(cls, FIELD, None)
+    _give_fields(cls, {**_fields(cls), **_fields(only)})
 
 
-def _decorate_again(cls: type) -> None:
-    """Run `@dataclass` once more: it makes `__init__` from the fields there are now.
-
-    Defaults that became class attributes are Field objects again, or factories would be lost.
-    """
+def _remake(cls: type) -> None:
+    """Give a dataclass the fields that its bases have by now, where `@dataclass` would put them."""
     if "__dataclass_fields__" not in cls.__dict__:
         return
-    fields = cls.__dict__["__dataclass_fields__"]
-    for name in cls.__dict__.get("__annotations__", {}):
-        if name in fields and not isinstance(cls.__dict__.get(name), dataclasses.Field):
-            _set(cls, name, fields[name])
-    params = {name: getattr(cls.__dict__["__dataclass_params__"], name) for name in _PARAMS}
+    now: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[1:]):
+        now.update(getattr(base, "__dataclass_fields__", {}))
+    own = {name: field for name, field in _fields(cls).items() if field is not now.get(name)}
+    _give_fields(cls, now | own)
+
+
+def _fields(cls: Any) -> dict[str, Any]:
+    """All fields, those for the constructor and the class alone included."""
+    return cls.__dataclass_fields__
+
+
+def _give_fields(cls: type, fields: dict[str, Any]) -> None:
+    """What `@dataclass` has made of the fields there were, it makes of these; the rest stays.
+
+    What a class has written itself, options said no to or somebody has wrapped is not what would
+    have been made, and is left alone: so no option of the decorator has to be known here.
+    """
+    before, after = _made_of(_fields(cls), cls), _made_of(fields, cls)
+    _set(cls, "__dataclass_fields__", fields)
     for name in _GENERATED:
-        if name in cls.__dict__:
-            _saved.append((cls, name, cls.__dict__[name]))
-            delattr(cls, name)
-    dataclasses.dataclass(cls, **params)
+        made = name in before and name in cls.__dict__
+        if made and _code(cls.__dict__[name]) == _code(before[name]):
+            _set(cls, name, after[name])
+
+
+def _made_of(fields: dict[str, Any], cls: type) -> dict[str, Any]:
+    """All that `@dataclass` can make of fields for a class of the name of `cls`."""
+    inherited = {
+        "__dataclass_fields__": fields,
+        "__dataclass_params__": cls.__dict__["__dataclass_params__"],
+    }
+    if hasattr(cls, "__post_init__"):
+        inherited["__post_init__"] = None
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    made = type(cls.__name__, (type("_Fields", (), inherited),), names)
+    # With slots, __init__ also sets what has a default and is no argument.
+    options = {"slots": "__slots__" in cls.__dict__, "order": "__lt__" in cls.__dict__}
+    return dict(vars(dataclasses.dataclass(made, unsafe_hash=True, **options)))
+
+
+def _code(made: Any) -> tuple[Any, Any]:
+    """Equal for functions made of equal text, and for equal values; __repr__ comes wrapped."""
+    inner = getattr(made, "__wrapped__", None)
+    return getattr(made, "__code__", made), getattr(inner, "__code__", inner)
 
 
 def _wrap(owner: type, name: str, around: Callable[[Any], Any]) -> None:
@@ -166,7 +209,7 @@ def checked_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """`TransformerConfig.__post_init__` that also asks its rules about the field."""
 
     def __post_init__(self: TransformerConfig) -> None:  # noqa: N807
-        if getattr(self, FIELD) is None:
+        if getattr(self, FIELD, None) is None:
             original(self)
             return
         as_given = copy.copy(self)

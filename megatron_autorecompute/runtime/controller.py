@@ -9,7 +9,6 @@ it needs of them.
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -23,7 +22,7 @@ from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.profile import Model, Parallelism, Profile
+from megatron_autorecompute.profile import Parallelism, Profile, RankStep, with_missed_bytes
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import refuse_unmeasurable
@@ -31,12 +30,23 @@ from megatron_autorecompute.runtime.auto_text import gib, plan_text
 from megatron_autorecompute.runtime.budget import budget_bytes, reason, stage_budget_bytes
 from megatron_autorecompute.runtime.fingerprint import fingerprint
 from megatron_autorecompute.runtime.measurement import Measurement
+from megatron_autorecompute.runtime.model_shard import ModelShard
 from megatron_autorecompute.runtime.oom_guard import FAILED, FINE, StepGuard
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.probe import Memory
 from megatron_autorecompute.runtime.ranks import gathered, on_first_rank
 from megatron_autorecompute.runtime.static_memory import static_bytes
 from megatron_autorecompute.runtime.step_memory import StepMemory, available_bytes
+from megatron_autorecompute.runtime.whole_steps import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    WholeStep,
+    covered,
+    median_step,
+    residuals_ms,
+    running,
+)
 from megatron_autorecompute.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -67,7 +77,8 @@ class JobFacts:
     """Prints on one rank."""
 
     timers: Any | None = None
-    """Megatron's Timers, read while measuring."""
+    """Megatron's Timers, which run in measuring steps: what they say stands beside the sum of
+    layers, and what layers leave of it is the stage's residual."""
 
     shapes: Mapping[str, str] = field(default_factory=dict)
     """What besides `parallelism` a plan holds for: the decoder's sequence length of T5."""
@@ -108,31 +119,29 @@ class AutoTuner:
         job: JobFacts,
     ) -> None:
         self.chunks, self.optimizer, self.options, self.job = list(chunks), optimizer, options, job
-        self.config = compat.unwrapped(self.chunks[0]).config
-        refuse_unmeasurable(self.config)
-        self.encoder_layers = compat.encoder_layers(self.chunks)
-        self.layout = compat.pipeline_layout(self.config, self.encoder_layers)
-        self.stage = compat.pipeline_rank()
+        refuse_unmeasurable(compat.unwrapped(self.chunks[0]).config)
+        self.shard = ModelShard(self.chunks)
+        self.stage, self.layout = self.shard.stage, self.shard.layout
         self.steps = 0
         self.memory = StepMemory(self.chunks, optimizer, job.without_cuda, job.memory)
         self._guard: StepGuard | None = None
         self._plan: Plan | None = None
-        self._step_ms: list[tuple[RecomputePolicy, float]] = []
+        self._whole_steps: list[WholeStep] = []
         if job.without_cuda:
             budget_bytes(options, available_bytes=None, fragmentation_bytes=0)
         self.fingerprint = self._fingerprint()
         self._store = PlanStore(options.recompute_plan_path, self.fingerprint, job.say)
-        num_layers = compat.num_policy_layers(self.config, self.encoder_layers)
-        nothing = RecomputePolicy.parse("none", num_layers=num_layers)
+        nothing = RecomputePolicy.parse("none", num_layers=self.shard.num_layers)
         self.applied = apply(nothing, self.chunks, holder="--recompute-policy auto")
-        self.measurement = Measurement(self.chunks, self.applied)
-        self._leanest = self.measurement.leanest()
+        self.measurement = Measurement(self.shard, self.applied)
+        self._leanest = self.shard.leanest()
         self.applied.switch(self._leanest)
         self._course = self._steps()
 
     def _fingerprint(self) -> dict[str, str]:
         shapes = {f.name: str(getattr(self.job.parallelism, f.name)) for f in fields(Parallelism)}
-        encoder = {"encoder_layers": str(self.encoder_layers)} if self.encoder_layers else {}
+        encoder_layers = self.shard.encoder_layers
+        encoder = {"encoder_layers": str(encoder_layers)} if encoder_layers else {}
         device = "CPU" if self.job.without_cuda else torch.cuda.get_device_name()
         given = {**shapes, **self.job.shapes, **encoder, "device": device}
         return fingerprint(self.chunks, self.optimizer, self.layout, given)
@@ -154,8 +163,6 @@ class AutoTuner:
         """Leave the policy in force and stop; the model keeps training with it."""
         self._course.close()
         self._store.close()
-        if self._guard is not None:
-            self._guard.close()
 
     def _steps(self) -> Iterator[AbstractContextManager[None]]:
         """The whole course, one context for each step."""
@@ -213,35 +220,24 @@ class AutoTuner:
         return self._profile()
 
     def _profile(self) -> Profile:
-        model = Model(
-            type(compat.unwrapped(self.chunks[0])).__name__,
-            self.encoder_layers + self.config.num_layers,
-            int(self.config.mtp_num_layers or 0),
-            self.encoder_layers,
-            facts=max(gathered(compat.model_facts(self.chunks)), key=len),
-        )
         profile = self.measurement.profile(
-            model,
+            self.shard.model(),
             self.job.parallelism,
             static_bytes(self.chunks, self.optimizer),
             fingerprint=self.fingerprint,
         )
-        return self._with_step_times(profile)
+        return self._with_whole_steps(profile)
 
-    def _with_step_times(self, profile: Profile) -> Profile:
-        """The profile with what layers leave of the step times that Megatron's timers saw."""
-        planner, stage = self._planner(profile), self.stage
-        left_ms = []
-        for policy, took_ms in self._step_ms:
-            if not _covers(profile, policy):
-                continue  # a choice in it was left half measured when the steps ran out
-            cost = planner.evaluate(policy).stages[stage]
-            left_ms.append(took_ms - sum(cost.forward_ms) - sum(cost.backward_ms))
-        mine = statistics.median(left_ms) if left_ms else 0.0
-        by_stage = self._by_stage(mine, lambda values: statistics.mean(values))
-        stages = zip(profile.stages, by_stage, strict=True)
+    def _with_whole_steps(self, profile: Profile) -> Profile:
+        """The profile with what layers leave of the times that Megatron's timers saw, and a step
+        of the median time as every rank saw it."""
+        planner = self._planner(profile)
+        ranks = gathered(covered(planner, self._whole_steps))
+        stages = zip(profile.stages, residuals_ms(planner, ranks), strict=True)
         return replace(
-            profile, stages=tuple(replace(record, residual_ms=ms) for record, ms in stages)
+            profile,
+            stages=tuple(replace(record, residual_ms=ms) for record, ms in stages),
+            measured_step=median_step(ranks),
         )
 
     def _room(self, lean: Sequence[int]) -> list[int]:
@@ -269,14 +265,18 @@ class AutoTuner:
     @contextmanager
     def _watched(self, reads_bytes: bool) -> Iterator[None]:
         if not reads_bytes:
-            with self._timed(), self.measurement.watch(None):
+            with running(self.job.timers) as took_ms, self.measurement.watch(None):
                 yield
+            self._note_whole_step(took_ms)
             return
         with self.memory.measuring() as memory:
-            timed = nullcontext() if self._slow_to_read() else self._timed()
-            with timed, self.measurement.watch(memory, times=not self._slow_to_read()):
+            slow = self._slow_to_read()
+            watched = self.measurement.watch(memory, times=not slow)
+            with running(None if slow else self.job.timers) as took_ms, watched:
                 yield
             self.memory.note(memory, self.measurement.peak_bytes)
+        if not slow:
+            self._note_whole_step(took_ms)
 
     @contextmanager
     def _settling(self) -> Iterator[None]:
@@ -284,39 +284,27 @@ class AutoTuner:
             yield
             self.memory.note(memory, memory.peak_bytes)
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Megatron's own timers around a step: what forward and backward of this stage took.
-
-        Their level is raised for this step alone, as at level 2 they synchronise every microbatch.
-        """
-        timers = self.job.timers
-        if timers is None:
-            yield
-            return
-        level, timers._log_level = timers._log_level, 2
-        known = set(timers._timers)
-        before = _compute_s(timers)
-        try:
-            yield
-            took_ms = (_compute_s(timers) - before) * 1e3 / self.job.num_microbatches()
-            self._step_ms.append((self.applied.policy, took_ms))
-        finally:
-            timers._log_level = level
-            # A timer that exists is used whatever the level, and would synchronise for ever.
-            for name in set(timers._timers) - known:
-                del timers._timers[name], timers._log_levels[name]
+    def _note_whole_step(self, took_ms: Mapping[str, float]) -> None:
+        """Keep what Megatron's timers and torch's statistics say of the step that has just run."""
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        before = self.steps if self.job.iteration is None else self.job.iteration()
+        allocated, reserved = self.memory.torch_peaks
+        seen = RankStep(
+            rank,
+            self.stage,
+            took_ms.get(FORWARD),
+            took_ms.get(BACKWARD),
+            took_ms.get(OPTIMIZER),
+            allocated,
+            reserved,
+        )
+        microbatches = self.job.num_microbatches()
+        self._whole_steps.append(WholeStep(before + 1, self.applied.policy, microbatches, seen))
 
     # --- decide and agree -------------------------------------------------------------------------
 
     def _schedule(self) -> Schedule:
-        return Schedule(
-            self.layout.num_stages,
-            self.layout.num_chunks,
-            self.job.num_microbatches(),
-            self.config.microbatch_group_size_per_vp_stage if self.layout.num_chunks > 1 else None,
-            bool(self.config.overlap_moe_expert_parallel_comm),
-        )
+        return self.shard.schedule(self.job.num_microbatches())
 
     def _found_budget(self) -> int:
         """Bytes torch may allocate on this rank, from what was measured so far."""
@@ -358,16 +346,14 @@ class AutoTuner:
         least = self._by_stage(available, min)
         fragmentation = self._by_stage(self.memory.fragmentation_bytes, max)
         predicted = self._planner(profile).evaluate(self._leanest).stages
+        profile = with_missed_bytes(profile, [cost.peak.bytes for cost in predicted], lean)
         stages = (
             replace(
                 stage,
-                residual_bytes=stage.residual_bytes + max(0, seen - cost.peak.bytes),
                 available_bytes=None if self.job.without_cuda else found,
                 fragmentation_bytes=lost,
             )
-            for stage, seen, cost, found, lost in zip(
-                profile.stages, lean, predicted, least, fragmentation, strict=True
-            )
+            for stage, found, lost in zip(profile.stages, least, fragmentation, strict=True)
         )
         return replace(profile, stages=tuple(stages))
 
@@ -423,15 +409,8 @@ class AutoTuner:
 
     def _corrected(self, plan: Plan) -> Profile:
         """The plan's profile with what it missed of each stage's peak added to that stage."""
-        seen = self._peaks()
-        stages = tuple(
-            replace(
-                stage,
-                residual_bytes=stage.residual_bytes + max(0, peak - cost.peak.bytes),
-            )
-            for stage, peak, cost in zip(plan.profile.stages, seen, plan.cost.stages, strict=True)
-        )
-        return replace(plan.profile, stages=stages)
+        predicted = [cost.peak.bytes for cost in plan.cost.stages]
+        return with_missed_bytes(plan.profile, predicted, self._peaks())
 
     def _over(self, plan: Plan) -> bool:
         seen = self._peaks()
@@ -613,21 +592,6 @@ class AutoTuner:
                 writer.add_scalar(name, value, iteration)
             else:  # Weights & Biases
                 writer.log({name: value}, iteration)
-
-
-def _compute_s(timers: Any) -> float:
-    """Seconds that `forward-compute` and `backward-compute` have been running so far."""
-    names = ("forward-compute", "backward-compute")
-    return sum(float(timers(name, log_level=2).active_time()) for name in names)
-
-
-def _covers(profile: Profile, policy: RecomputePolicy) -> bool:
-    """Whether there is a record for what every layer does under a policy."""
-    return all(
-        kind.record(str(policy.layers[index])) is not None
-        for kind in profile.kinds
-        for index in kind.layers
-    )
 
 
 def _shown(figure: Any) -> str:

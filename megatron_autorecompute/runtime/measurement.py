@@ -15,13 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from megatron_autorecompute import compat
 from megatron_autorecompute.errors import ApplyError, PipelineError
 from megatron_autorecompute.planner.p2p_tensors import extra_tensors
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     BytesAt,
     ChoiceRecord,
@@ -35,14 +33,20 @@ from megatron_autorecompute.profile import (
     in_order,
 )
 from megatron_autorecompute.runtime.apply import AppliedPolicy
-from megatron_autorecompute.runtime.probe import Memory, Pass, Place, Probe, Stretch, stretches
-from megatron_autorecompute.runtime.ranks import gathered
-from megatron_autorecompute.work_order import RERUN_WITH
+from megatron_autorecompute.runtime.model_shard import Kind, ModelShard
+from megatron_autorecompute.runtime.probe import (
+    DEVICE_CLOCK,
+    Clock,
+    Memory,
+    Pass,
+    Place,
+    Probe,
+    Stretch,
+    stretches,
+)
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 100.0)
 """Of microbatches, at which the bytes of layers with experts are recorded."""
-MAX_CHOICES = 12
-"""The most choices measured for one kind of layer; subsets of modules grow as powers of two."""
 
 
 @dataclass(slots=True)
@@ -138,55 +142,6 @@ SeenByKey = dict[tuple[str, str], Seen]
 """By signature of the kind, or name of the place, and choice."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Layers of equal structure and shapes on this rank, and the choices they have."""
-
-    signature: str
-    name: str
-    layers: tuple[int, ...]
-    choices: tuple[LayerPolicy, ...]
-    has_experts: bool
-
-
-def kinds(chunks: Sequence[torch.nn.Module]) -> list[Kind]:
-    """The kinds of layers in this rank's chunks."""
-    members: dict[str, list[tuple[torch.nn.Module, int]]] = defaultdict(list)
-    depths = {id(site.layer) for site in compat.mtp_sites(chunks)}
-    for layer, index in compat.layers(chunks):
-        # A multi-token-prediction depth wraps a layer like the decoder's in more than the layer.
-        depth = "mtp:" * (id(layer) in depths)
-        members[depth + compat.signature(layer)].append((layer, index))
-    return [
-        Kind(
-            signature,
-            "mtp" if signature.startswith("mtp:") else compat.kind_name(found[0][0]),
-            tuple(index for _, index in found),
-            choices(found[0][0]),
-            compat.has_experts(found[0][0]),
-        )
-        for signature, found in members.items()
-    ]
-
-
-def choices(layer: torch.nn.Module) -> tuple[LayerPolicy, ...]:
-    """What this layer can do: none, full, and every set of modules Megatron allows and it has.
-
-    Sets are left out that repeat what a larger module does anyway (`moe` reruns its experts'
-    activation), and beyond `MAX_CHOICES` the largest sets.
-    """
-    modules = compat.usable_modules(layer)
-    sets = (
-        combination
-        for size in range(1, len(modules) + 1)
-        for combination in itertools.combinations(modules, size)
-        if not any(set(combination) & set(RERUN_WITH.get(name, ())) for name in combination)
-    )
-    selective = (LayerPolicy("selective", combination) for combination in sets)
-    full = [FULL] if compat.is_allowed(layer.config, FULL) else []
-    return (NONE, *full, *itertools.islice(selective, MAX_CHOICES - 1 - len(full)))
-
-
 class Measurement:
     """Varies choices over the layers from step to step and collects what they cost.
 
@@ -198,27 +153,33 @@ class Measurement:
     Every rank does the same; bytes and times are put together in `profile`.
 
     Args:
-        chunks: this rank's model chunks, wrapped or bare.
-        applied: the policy in force on them; `policies` switches it.
+        shard: this rank's model.
+        applied: the policy in force on it; `policies` switches it.
+        clock: what times are read from.
+
+    Raises:
+        ApplyError: one multi-token-prediction layer runs for several depths.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], applied: AppliedPolicy) -> None:
-        self.chunks = chunks
+    def __init__(
+        self, shard: ModelShard, applied: AppliedPolicy, clock: Clock = DEVICE_CLOCK
+    ) -> None:
+        if compat.repeats_depths(shard.config):
+            raise ApplyError(
+                f"mtp_use_repeated_layer with mtp_num_layers={shard.config.mtp_num_layers}: one "
+                "layer runs for all depths, and what each of them costs cannot be told apart. Give "
+                "a policy in place of auto, or build the model without mtp_use_repeated_layer."
+            )
+        self.shard = shard
         self.applied = applied
-        self.kinds = kinds(chunks)
+        self._clock = clock
         self.boundary_bytes = 0
         self.static_bytes = 0
         self.peak_bytes = 0
         self.optimizer_step_peak_bytes = 0
         self.overhead = ScheduleOverhead(0, 0)
         self._seen: SeenByKey = defaultdict(Seen)
-        self._stages = {
-            index: stage
-            for stage, there in gathered((compat.pipeline_rank(), self.kinds))
-            for kind in there
-            for index in kind.layers
-        }
-        self._signatures = {index: kind.signature for kind in self.kinds for index in kind.layers}
+        self._depths = {site.index for site in compat.mtp_sites(shard.chunks)}
 
     def policies(
         self,
@@ -239,13 +200,12 @@ class Measurement:
                 where not given, and one on the last stage where there is room for none.
             most_steps: stop after so many, the choices that are left unmeasured.
         """
-        everywhere = _merged_kinds(gathered(self.kinds))
         steps = 0
         for repeat in range(repeats):
-            due = [list(kind.choices) for kind in everywhere]
+            due = [list(kind.choices) for kind in self.shard.kinds]
             while any(due) and (most_steps is None or steps < most_steps):
-                left, layers = list(room or ()), list(self.leanest().layers)
-                for kind, choices in zip(everywhere, due, strict=True):
+                left, layers = list(room or ()), list(self.shard.leanest().layers)
+                for kind, choices in zip(self.shard.kinds, due, strict=True):
                     for index in self._with_room(kind.layers, left, repeat)[: len(choices)]:
                         layers[index] = choices.pop(0)
                 self.applied.switch(RecomputePolicy(tuple(layers)))
@@ -262,20 +222,11 @@ class Measurement:
             left[-1] = 1
         chosen = []
         # Later stages hold fewer microbatches at once, so a layer there needs less room.
-        for index in sorted(turned, key=lambda index: -self._stages[index]):
-            if left[self._stages[index]] > 0:
-                left[self._stages[index]] -= 1
+        for index in sorted(turned, key=lambda index: -self.shard.stage_of[index]):
+            if left[self.shard.stage_of[index]] > 0:
+                left[self.shard.stage_of[index]] -= 1
                 chosen.append(index)
         return chosen
-
-    def leanest(self) -> RecomputePolicy:
-        """Every layer at full, or at its largest set of modules where Megatron allows no full."""
-        layers = [NONE] * len(self.applied.policy.layers)
-        for kind in _merged_kinds(gathered(self.kinds)):
-            choice = FULL if FULL in kind.choices else kind.choices[-1]
-            for index in kind.layers:
-                layers[index] = choice
-        return RecomputePolicy(tuple(layers))
 
     @contextmanager
     def watch(self, memory: Memory | None, *, times: bool = True) -> Iterator[None]:
@@ -291,7 +242,7 @@ class Measurement:
         """
         if memory is not None:
             self.static_bytes = memory.current_bytes
-        with Probe(self.chunks, memory) as probe:
+        with Probe(self.shard.chunks, memory, self._clock) as probe:
             yield
         self._check_measurable(probe.passes)
         if memory is not None:
@@ -299,12 +250,14 @@ class Measurement:
             self.peak_bytes = max(memory.peak_bytes, probe.peak_bytes)
             self.optimizer_step_peak_bytes = memory.peak_bytes - self.static_bytes
             self._note_overhead(probe.passes)
+        forwards = {id(one.backward): one for one in probe.passes}
         for one in probe.passes:
-            for stretch in stretches(one):
-                self._note(one, stretch, memory is not None, times)
+            bases = self._bases(one, forwards.get(id(one), one))
+            for stretch in stretches(one, self._clock):
+                self._note(one, stretch, bases, memory is not None, times)
 
     def _check_measurable(self, passes: Sequence[Pass]) -> None:
-        reasons = [reason for reason in gathered(self._not_measurable(passes)) if reason]
+        reasons = [reason for reason in self.shard.gathered(self._not_measurable(passes)) if reason]
         if reasons:
             raise ApplyError(
                 f"auto cannot measure layers in this training step: {reasons[0]}. Give a policy in "
@@ -322,7 +275,7 @@ class Measurement:
             if len(set(layers)) < len(layers):
                 return f"layer {statistics.mode(layers)} runs more than once in one {one.phase}"
         try:
-            events = self._schedule(passes).events(compat.pipeline_rank())
+            events = self._schedule(passes).events(self.shard.stage)
         except PipelineError:  # no schedule has so many
             events = ()
         if [(one.phase, one.chunk) for one in passes] != [(e.direction, e.chunk) for e in events]:
@@ -337,7 +290,7 @@ class Measurement:
         seen = self._seen_everywhere()
         return [
             f"{choice} ({kind.name})"
-            for kind in _merged_kinds(gathered(self.kinds))
+            for kind in self.shard.kinds
             for choice in kind.choices
             if not seen[kind.signature, str(choice)].complete()
         ]
@@ -349,24 +302,34 @@ class Measurement:
         return most + self.boundary_bytes
 
     def _seen_everywhere(self) -> SeenByKey:
-        return _put_together(gathered(dict(self._seen)))
+        return _put_together(self.shard.gathered(dict(self._seen)))
 
     def _choice(self, place: Place) -> LayerPolicy:
         return self.applied.policy.layers[place] if isinstance(place, int) else NONE
 
-    def _note(self, one: Pass, stretch: Stretch, with_bytes: bool, with_times: bool) -> None:
+    def _note(
+        self,
+        one: Pass,
+        stretch: Stretch,
+        bases: dict[Place, int],
+        with_bytes: bool,
+        with_times: bool,
+    ) -> None:
         place = stretch.place
-        if not self._exists(one.chunk, place):
+        if not self.shard.has(one.chunk, place):
             return
-        signature = self._signatures[place] if isinstance(place, int) else place
+        signature = self.shard.signatures[place] if isinstance(place, int) else place
         seen = self._seen[signature, str(self._choice(place))]
         input_bytes = stretch.input_bytes
-        received = place == one.first_place and not self._exists(one.chunk, "embedding")
+        received = place == self._received_by(one)
         if with_bytes and one.phase == "forward":
             seen.held_bytes.append(_held_bytes(stretch))
-            seen.forward_level_bytes.append(stretch.peak_bytes - stretch.begin_bytes + input_bytes)
+            base = bases.get(place, stretch.begin_bytes - input_bytes)
+            seen.forward_level_bytes.append(stretch.peak_bytes - base)
             if not received:
                 seen.input_bytes.append(input_bytes * (place in one.kept))
+        elif with_bytes and place in bases:
+            seen.backward_level_bytes.append(stretch.peak_bytes - bases[place])
         elif with_bytes:
             # The gradient of the input is there by now; an input is let go, unless it was sent.
             base = stretch.end_bytes - input_bytes * (2 if received else 1)
@@ -375,18 +338,33 @@ class Measurement:
         if with_times:
             (seen.forward_ms if one.phase == "forward" else seen.backward_ms).append(stretch.ms)
 
-    def _exists(self, chunk: int, place: Place) -> bool:
-        """Whether the chunk really has this place: an embedding, a layer, a head.
+    def _received_by(self, one: Pass) -> Place | None:
+        """The layer that takes what another stage sent; none where a copy is made for the first."""
+        first = one.first_place
+        if self.shard.has(one.chunk, "embedding") or first in self._depths:
+            return None
+        return first
 
-        Not what follows "output": where the output is the head's input as well, the mark of that
-        gradient still counts to the forward pass.
+    def _bases(self, one: Pass, forward: Pass) -> dict[Place, int]:
+        """What is alive at each place of a pass without being that place's, with MTP depths only.
+
+        Counted up from what the places before it hold. Elsewhere it is read where the place ends;
+        but there a depth leaves gradients behind that belong to nothing held: those of all losses'
+        hidden states, and of an embedding that waits for the first layer's gradient.
         """
-        if place == "output":
-            return False
-        model = compat.unwrapped(self.chunks[chunk])
-        if place == "embedding":
-            return bool(model.pre_process)
-        return place != "head" or bool(model.post_process)  # "between" is with both blocks only
+        if not self._depths.intersection(mark.place for mark in forward.marks):
+            return {}
+        own = {
+            stretch.place: _held_bytes(stretch) + forward.kept.get(stretch.place, 0)
+            for stretch in self._existing(forward)
+        }
+        base = one.marks[0].current_bytes
+        if one.phase == "backward":
+            base -= sum(own.values())
+        elif self._received_by(one) is not None:
+            base -= one.marks[1].input_bytes
+        before = itertools.accumulate(own.values(), initial=base)
+        return dict(zip(own, before, strict=False))
 
     def _note_overhead(self, passes: Sequence[Pass]) -> None:
         """What is alive when a pass starts besides what layers own and boundary tensors."""
@@ -397,7 +375,7 @@ class Measurement:
             above = one.marks[0].current_bytes - self.static_bytes - held
             # The received input belongs to the first layer, the received gradient to the last.
             outside = "embedding" if one.phase == "forward" else "head"
-            received = 0 if self._exists(one.chunk, outside) else self.boundary_bytes
+            received = 0 if self.shard.has(one.chunk, outside) else self.boundary_bytes
             rest = above - received - extra * self.boundary_bytes
             most[one.phase] = max(most[one.phase], rest)
             if one.phase == "forward":
@@ -408,22 +386,14 @@ class Measurement:
 
     def _schedule(self, passes: Sequence[Pass]) -> Schedule:
         """Megatron's schedule of as many passes."""
-        config = compat.unwrapped(self.chunks[0]).config
-        num_chunks = len(self.chunks)
-        return Schedule(
-            compat.pipeline_size(),
-            num_chunks,
-            len(passes) // (2 * num_chunks),
-            config.microbatch_group_size_per_vp_stage if num_chunks > 1 else None,
-            config.overlap_moe_expert_parallel_comm,
-        )
+        return self.shard.schedule(len(passes) // (2 * len(self.shard.chunks)))
 
     def _extra_tensors(self, passes: Sequence[Pass]) -> Sequence[int]:
         """Boundary tensors at every pass that belong to no layer."""
-        config = compat.unwrapped(self.chunks[0]).config
+        config = self.shard.config
         return extra_tensors(
             self._schedule(passes),
-            compat.pipeline_rank(),
+            self.shard.stage,
             overlap_p2p=config.overlap_p2p_comm,
             deallocated=config.deallocate_pipeline_outputs,
         )
@@ -431,15 +401,15 @@ class Measurement:
     def _held_of(self, one: Pass) -> int:
         """What one microbatch in flight holds of a chunk, its output included where it is kept."""
         kept = not (
-            self._exists(one.chunk, "head")
-            or compat.unwrapped(self.chunks[0]).config.deallocate_pipeline_outputs
+            self.shard.has(one.chunk, "head") or self.shard.config.deallocate_pipeline_outputs
         )
         held = sum(_held_bytes(stretch) for stretch in self._existing(one))
-        inputs = sum(size for place, size in one.kept.items() if self._exists(one.chunk, place))
-        return held + inputs + kept * self.boundary_bytes
+        inputs = sum(size for place, size in one.kept.items() if self.shard.has(one.chunk, place))
+        first = self.shard.has(one.chunk, "embedding") or self._received_by(one) is not None
+        return held + inputs + (kept + (not first)) * self.boundary_bytes
 
     def _existing(self, one: Pass) -> Iterator[Stretch]:
-        return (s for s in stretches(one) if self._exists(one.chunk, s.place))
+        return (s for s in stretches(one, self._clock) if self.shard.has(one.chunk, s.place))
 
     def profile(
         self,
@@ -459,15 +429,15 @@ class Measurement:
             fingerprint: what must be equal for the figures to hold.
             assumptions: what the figures rest on besides the measuring.
         """
-        by_rank = gathered(dict(self._seen))
+        by_rank = self.shard.gathered(dict(self._seen))
         seen = _put_together(by_rank)
         stages: dict[int, StageRecord] = {}
-        for pipeline_rank, record in gathered((compat.pipeline_rank(), self._stage(static))):
+        for pipeline_rank, record in self.shard.gathered((self.shard.stage, self._stage(static))):
             known = stages.get(pipeline_rank, record)
             stages[pipeline_rank] = _larger(known, record)
-        everywhere = _merged_kinds(gathered(self.kinds))
-        config = compat.unwrapped(self.chunks[0]).config
+        config = self.shard.config
         embedding = seen["embedding", "none"].record("none", 0)
+        norm = seen["final_norm", "none"]
         if model.encoder_layers:
             between = seen["between", "none"].record("none", self.boundary_bytes)
             embedding = _together(embedding, between)
@@ -475,10 +445,11 @@ class Measurement:
             model=model,
             parallelism=parallelism,
             kinds=tuple(
-                _layer_kind(kind, seen, by_rank, self.boundary_bytes) for kind in everywhere
+                _layer_kind(kind, seen, by_rank, self.boundary_bytes) for kind in self.shard.kinds
             ),
             embedding=embedding,
             head=seen["head", "none"].record("none", self.boundary_bytes),
+            final_norm=norm.record("none", self.boundary_bytes) if norm.complete() else None,
             boundary_bytes=self.boundary_bytes,
             stages=tuple(stages[rank] for rank in sorted(stages)),
             deallocate_pipeline_outputs=bool(config.deallocate_pipeline_outputs),
@@ -489,7 +460,7 @@ class Measurement:
 
     def _stage(self, static: StaticBytes) -> StageRecord:
         return StageRecord(
-            layers=tuple(sorted(self._signatures)),
+            layers=tuple(sorted(self.shard.signatures)),
             static=static,
             optimizer_step_peak_bytes=max(0, self.optimizer_step_peak_bytes),
             overhead=self.overhead,
@@ -533,22 +504,6 @@ def _together(embedding: ChoiceRecord, between: ChoiceRecord) -> ChoiceRecord:
         backward_ms=embedding.backward_ms + between.backward_ms,
         spread_ms=embedding.spread_ms + between.spread_ms,
     )
-
-
-def _merged_kinds(by_rank: list[list[Kind]]) -> list[Kind]:
-    """The kinds of the whole model, in the order of their first layer, with distinct names."""
-    merged: dict[str, Kind] = {}
-    for kind in itertools.chain.from_iterable(by_rank):
-        layers = set(kind.layers) | set(
-            merged[kind.signature].layers if kind.signature in merged else ()
-        )
-        merged[kind.signature] = replace(kind, layers=tuple(sorted(layers)))
-    ordered = sorted(merged.values(), key=lambda kind: kind.layers)
-    names = [kind.name for kind in ordered]
-    return [
-        kind if names.count(kind.name) == 1 else replace(kind, name=f"{kind.name}-{number}")
-        for number, kind in enumerate(ordered)
-    ]
 
 
 def _put_together(by_rank: Sequence[SeenByKey]) -> SeenByKey:

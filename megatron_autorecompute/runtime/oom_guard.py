@@ -25,6 +25,7 @@ from megatron_autorecompute import compat
 from megatron_autorecompute.runtime.bucket_syncs import BucketSyncs
 from megatron_autorecompute.runtime.collectives import Meetings
 from megatron_autorecompute.runtime.ranks import most
+from megatron_autorecompute.runtime.temporary import Temporary, replaced
 
 FINE, SHORT, FAILED = 0, 1, 2
 """How a step went on the worst rank: as planned; near the budget; out of memory, not counted."""
@@ -63,29 +64,13 @@ class StepGuard:
         self._on_end = on_end
         self._config = getattr(chunks[0], "config", None)
         self._inside = self._failed = self._agreed = self._knows = False
-        self._undo: list[Callable[[], None]] = []
         self._meetings = Meetings()
         self._why_not = compat.why_no_stand_in(self._config) if self._config is not None else None
         self._buffers = _MovingBuffers(chunks)
         self._loss_groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._syncs: list[BucketSyncs] = []
-        self._replace(optimizer, "step", self._agreed_step)
-        if self._why_not is None:
-            self._guard_passes()
-
-    def _guard_passes(self) -> None:
-        for chunk in self._chunks:
-            syncs = BucketSyncs(chunk, self._replace, self._meetings.elsewhere)
-            self._syncs.append(syncs)
-            self._replace(chunk, "forward", partial(self._guarded_forward, chunk, syncs))
-        if len(self._chunks) > 1:
-            self._replace(schedules, "forward_step", self._numbered_forward)
-        self._replace(schedules, "backward_step", self._guarded_backward)
-
-    def close(self) -> None:
-        """Put everything back."""
-        while self._undo:
-            self._undo.pop()()
+        self._syncs = [BucketSyncs(chunk, self._meetings.elsewhere) for chunk in chunks]
+        self._returned: dict[int, _Output] = {}
+        """By number of the chunk; of its last forward, or an earlier one of equal sizes."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -94,11 +79,12 @@ class StepGuard:
         self._inside, self._failed, self._agreed = True, False, False
         finalize = getattr(self._config, "finalize_model_grads_func", None)
         if finalize is not None:  # a training loop sets it when it starts
-            self._config.finalize_model_grads_func = self._agreed_finalize(finalize)
+            agreed = Temporary(self._agreed_finalize(finalize), finalize)
+            self._config.finalize_model_grads_func = agreed
         if self._why_not is None:
             self._buffers.keep()
         try:
-            with nullcontext() if self._knows else self._meetings.watched():
+            with self._guarded(), nullcontext() if self._knows else self._meetings.watched():
                 yield
             if not self._agreed:
                 self._agree()
@@ -112,12 +98,19 @@ class StepGuard:
                 self._config.finalize_model_grads_func = finalize
         self.lost_in_a_row = self.lost_in_a_row + 1 if self.outcome == FAILED else 0
 
-    def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-        held = vars(owner).get(name)
-        setattr(owner, name, around(getattr(owner, name)))
-        self._undo.append(
-            lambda: delattr(owner, name) if held is None else setattr(owner, name, held)
-        )
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Of the model, its optimizer and Megatron's schedule, nothing is replaced but here."""
+        with replaced() as replace:
+            replace(self._optimizer, "step", self._agreed_step)
+            if self._why_not is None:
+                for number, chunk in enumerate(self._chunks):
+                    self._syncs[number].note(replace)
+                    replace(chunk, "forward", partial(self._guarded_forward, number))
+                if len(self._chunks) > 1:
+                    replace(schedules, "forward_step", self._numbered_forward)
+                replace(schedules, "backward_step", self._guarded_backward)
+            yield
 
     # --- on a rank that runs out of memory --------------------------------------------------------
 
@@ -133,15 +126,12 @@ class StepGuard:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _guarded_forward(
-        self, chunk: torch.nn.Module, syncs: BucketSyncs, original: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        model = compat.unwrapped(chunk)
+    def _guarded_forward(self, number: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        model = compat.unwrapped(self._chunks[number])
         block = getattr(model, "decoder", None)
-        last: _Output | None = None
 
         def forward(*args: Any, **named: Any) -> Any:
-            nonlocal last
+            last = self._returned.get(number)
             if not self._inside:
                 return original(*args, **named)
             tokens = named.get("input_ids", args[0] if args else None)
@@ -152,7 +142,7 @@ class StepGuard:
                 try:
                     output = original(*args, **named)
                     if last is None or last.sizes != sizes or sizes == (None, None):
-                        last = _Output(sizes, _zeros_of(output))
+                        self._returned[number] = _Output(sizes, _zeros_of(output))
                     return output
                 except torch.OutOfMemoryError:
                     if not self._can_stand_in():
@@ -161,7 +151,7 @@ class StepGuard:
                     self._meetings.inside = False
                 self._fail()
             assert last is not None, "a forward fails before there was one"
-            syncs.gather_owed()
+            self._syncs[number].gather_owed()
             zeros = last.stand_in(model, sizes)
             if zeros is None:
                 self._why_not = (
@@ -177,14 +167,16 @@ class StepGuard:
 
         def forward_step(function: Any, data: Any, model: Any, *args: Any, **named: Any) -> Any:
             result = original(function, data, model, *args, **named)
-            setattr(_first(result[0]), _CHUNK, numbers[id(model)])
+            setattr(_first(result[0]), _CHUNK, numbers.get(id(model), 0))
             return result
 
         return forward_step
 
     def _guarded_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **named: Any) -> Any:
-            if not self._inside:
+            # A copy of the model has a config of its own, of which Megatron's schedule knows.
+            config = named["config"] if "config" in named else args[-1]
+            if not self._inside or config is not self._config:
                 return original(input_tensor, output_tensor, *args, **named)
             if not self._failed:
                 self._meetings.inside = True
@@ -227,6 +219,8 @@ class StepGuard:
 
     def _agreed_finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def finalize_model_grads(*args: Any, **named: Any) -> Any:
+            if not self._inside:  # of a config that was copied without its values
+                return original(*args, **named)
             self._agree(finalizes=True)
             if self.outcome == FAILED:
                 return None

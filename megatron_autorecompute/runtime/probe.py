@@ -17,11 +17,13 @@ from typing import Any, Literal, Protocol
 import torch
 
 from megatron_autorecompute import compat
+from megatron_autorecompute.runtime.temporary import TemporaryHook
 
-Place = int | Literal["embedding", "between", "head", "output"]
+Place = int | Literal["embedding", "between", "final_norm", "head", "output"]
 """What lies between two boundaries: a layer (0-based global index), what comes before the first
 (embedding), between an encoder's last and the decoder's first (between), and after the last (head);
-`output` is only the boundary behind everything."""
+`output` is only the boundary behind everything. Of models with multi-token prediction the norm
+behind the decoder is a place of its own (final_norm), and the head comes after the last depth."""
 
 
 class Memory(Protocol):
@@ -50,6 +52,39 @@ class CudaBytes:
     def reset_peak(self) -> None:
         """Start the peak anew."""
         torch.cuda.reset_peak_memory_stats()
+
+
+class Clock(Protocol):
+    """Moments, and the time from one to another."""
+
+    def now(self) -> Any:
+        """This moment in the work that was asked for so far."""
+
+    def ms_between(self, begin: Any, end: Any) -> float:
+        """Milliseconds from one moment to a later one."""
+
+
+class DeviceClock:
+    """CUDA events, which do not synchronise when they are noted; without CUDA, time that this
+    thread ran: other processes on the machine do not count as a layer's."""
+
+    def now(self) -> Any:
+        """A recorded event, or seconds."""
+        if not torch.cuda.is_available():
+            return time.thread_time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms_between(self, begin: Any, end: Any) -> float:
+        """Waits for the later event."""
+        if isinstance(begin, float):
+            return float(end - begin) * 1e3
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+
+DEVICE_CLOCK = DeviceClock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +131,15 @@ class Probe:
     Args:
         chunks: this rank's model chunks, wrapped or bare.
         memory: where bytes are read, or None to note times only.
+        clock: what moments are read from.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], memory: Memory | None) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        memory: Memory | None,
+        clock: Clock = DEVICE_CLOCK,
+    ) -> None:
         self.passes: list[Pass] = []
         self.peak_bytes = 0
         """The most bytes alive from the first boundary to the last."""
@@ -106,7 +147,8 @@ class Probe:
         """Size of the largest hidden state between two layers."""
         self._chunks = chunks
         self._memory = memory
-        self._handles: list[Any] = []
+        self._clock = clock
+        self._hooks: list[TemporaryHook] = []
         self._forward: Pass | None = None
         self._inputs: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
@@ -121,9 +163,9 @@ class Probe:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self.passes = [one for one in self.passes if one.phase == "backward" or one.backward]
 
     def _watch(self, number: int, chunk: torch.nn.Module) -> None:
@@ -140,16 +182,21 @@ class Probe:
                 self._end_forward(self._forward, output)
                 self._forward = None
 
-        self._handles.append(model.register_forward_pre_hook(model_begins))
+        self._call(model.register_forward_pre_hook, model_begins)
         encoder_ends = (compat.encoder_layers([chunk]) - 1,)
+        depths = compat.mtp_sites([chunk])
         for site in compat.block_sites([chunk]):
             for layer, index in zip(site.block.layers, site.layers, strict=True):
                 self._watch_layer(layer, index)
-            self._watch_end(site.block, "between" if site.layers[-1:] == encoder_ends else "head")
-        for mtp in compat.mtp_sites([chunk]):
-            self._watch_layer(mtp.mtp, mtp.index)
-            self._handles.append(mtp.mtp.register_forward_hook(self._after_mtp))
-        self._handles.append(model.register_forward_hook(model_ends))
+            if site.block.config.mtp_num_layers:
+                self._watch_input(compat.final_norm(site.block), "final_norm")
+                self._watch_output(depths[-1].mtp if depths else site.block, "head")
+            else:
+                ends: Place = "between" if site.layers[-1:] == encoder_ends else "head"
+                self._watch_end(site.block, ends)
+        for depth in depths:
+            self._watch_layer(depth.mtp, depth.index)
+        self._call(model.register_forward_hook, model_ends)
 
     def _watch_layer(self, layer: torch.nn.Module, index: int) -> None:
         def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -159,18 +206,26 @@ class Probe:
                 self.boundary_bytes = max(self.boundary_bytes, size_bytes)
                 self._boundary(index, hidden_states)
 
-        self._handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
+        self._call(layer.register_forward_pre_hook, begins, with_kwargs=True)
 
     def _watch_end(self, block: torch.nn.Module, place: Place) -> None:
         norm = compat.final_norm(block)
         if norm is not None:
-            hook = norm.register_forward_pre_hook(lambda _, args: self._boundary(place, args[0]))
+            self._watch_input(norm, place)
         else:
-            hook = block.register_forward_hook(lambda *call: self._boundary(place, _tensor(call)))
-        self._handles.append(hook)
+            self._watch_output(block, place)
 
-    def _after_mtp(self, *call: Any) -> None:
-        self._boundary("head", _tensor(call))
+    def _call(self, register: Callable[..., Any], do: Callable[..., None], **options: Any) -> None:
+        self._hooks.append(TemporaryHook(register, do, **options))
+
+    def _watch_input(self, module: torch.nn.Module | None, place: Place) -> None:
+        if module is not None:
+            hook = module.register_forward_pre_hook
+            self._call(hook, lambda _, args: self._boundary(place, args[0]))
+
+    def _watch_output(self, module: torch.nn.Module, place: Place) -> None:
+        hook = module.register_forward_hook
+        self._call(hook, lambda *call: self._boundary(place, _tensor(call)))
 
     def _end_forward(self, forward: Pass, output: Any) -> None:
         def on_gradient() -> None:
@@ -225,7 +280,7 @@ class Probe:
         memory = self._memory
         current, peak = (memory.current_bytes, memory.peak_bytes) if memory else (0, 0)
         alive_bytes = sum(self._alive().values())
-        one.marks.append(Mark(place, _now(), current, peak, input_bytes, alive_bytes))
+        one.marks.append(Mark(place, self._clock.now(), current, peak, input_bytes, alive_bytes))
         self.peak_bytes = max(self.peak_bytes, peak)
         if memory:
             memory.reset_peak()
@@ -254,22 +309,6 @@ def _recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _now() -> Any:
-    if not torch.cuda.is_available():
-        # Time this thread ran: other processes on the machine do not count as the layer's.
-        return time.thread_time()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _ms_between(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
-        return (end - begin) * 1e3
-    end.synchronize()
-    return float(begin.elapsed_time(end))
-
-
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """One place in one pass: bytes where it begins and ends, the most between, and the time."""
@@ -287,7 +326,7 @@ class Stretch:
     """Forward only: hidden states of this and earlier boundaries that died meanwhile."""
 
 
-def stretches(one: Pass) -> Iterator[Stretch]:
+def stretches(one: Pass, clock: Clock = DEVICE_CLOCK) -> Iterator[Stretch]:
     """What lies between each two boundaries of a pass; backward runs them the other way round."""
     for begin, end in itertools.pairwise(one.marks):
         forward = one.phase == "forward"
@@ -297,7 +336,7 @@ def stretches(one: Pass) -> Iterator[Stretch]:
             begin.current_bytes,
             max(end.peak_bytes, begin.current_bytes),
             end.current_bytes,
-            _ms_between(begin.at, end.at),
+            clock.ms_between(begin.at, end.at),
             first.input_bytes,
             last.input_bytes,
             begin.alive_bytes + begin.input_bytes - end.alive_bytes if forward else 0,

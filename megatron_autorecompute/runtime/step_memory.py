@@ -45,6 +45,9 @@ class StepMemory:
         """Reserved at most beyond what was allocated at most, in all steps of `measuring`."""
         self._chunks, self._optimizer = chunks, optimizer
         self._without_cuda, self._source = without_cuda, source
+        self.torch_peaks: tuple[int | None, int | None] = (None, None)
+        """Allocated and reserved at most, of all the process, in the last step of `measuring`; None
+        where torch counts nothing, as without CUDA."""
         self._allocated = self._reserved = 0
         self._reading: Memory | None = None
         self._static_bytes = self._peak_before = self._retries_before = 0
@@ -72,6 +75,8 @@ class StepMemory:
         """Keep the peak of a step that was measured."""
         self.peak_bytes = self._with_static(memory, peak_bytes)
         self._note_fragmentation(peak_bytes)
+        if isinstance(memory, CudaBytes):
+            self.torch_peaks = peak_bytes, torch.cuda.max_memory_reserved()
 
     def plan_begins(self) -> None:
         """Forget the peak of what ran before."""

@@ -66,6 +66,11 @@ def test_auto_measures_decides_and_learns_the_same_bits(without, tmp_path):
     assert "to keep this policy without measuring" in output
     plan = Plan.load(path)
     assert plan.fingerprint["model"] == "GPTModel"
+    # Bridge's timers ran in the measured step although its level is 0, and the table shows them.
+    (rank,) = plan.profile.measured_step.ranks
+    times = rank.forward_compute_ms, rank.backward_compute_ms, rank.optimizer_ms
+    row = output.split("rank/ forward:")[1].split("0/0")[1].split()
+    assert [row[1], row[3], row[4]] == [f"{ms:,.1f}" if ms < 1000 else f"{ms:,.0f}" for ms in times]
     assert "full" in plan.policy.format() or "selective" in plan.policy.format()
     again = train(LLAMA, *AUTO, "0.0036", *keep)
     assert learned(again) == without

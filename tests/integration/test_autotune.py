@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_autorecompute.cli import main
 from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.errors import LostStepsError
 from megatron_autorecompute.planner.plan import Plan
@@ -188,6 +189,18 @@ def test_the_plan_in_the_file_is_the_one_that_runs_and_keeps_the_budget(auto):
         assert plan.cost.stages[stage].peak.bytes == pytest.approx(rank["peaks"][-1], rel=0.02)
 
 
+def test_of_a_job_without_megatrons_timers_no_time_of_a_step_is_made_up(auto, capsys):
+    profile = Plan.load(auto[0]).profile
+    for stage, rank in enumerate(profile.measured_step.ranks):
+        assert (rank.rank, rank.stage) == (stage, stage)
+        assert rank.forward_compute_ms is rank.backward_compute_ms is rank.optimizer_ms is None
+        assert profile.stages[stage].residual_ms == 0.0
+    for verb in ("show", "explain"):
+        assert main([verb, str(auto[0])]) == 0
+        table = capsys.readouterr().out.split("Measured in iteration")[1]
+        assert table.count("running") == 6  # "not running": three timers on each rank
+
+
 def test_a_restart_uses_the_plan_at_once_and_measures_nothing(auto):
     path, ranks = auto
     again = run_ranks(trained, 2, SHAPE, str(path))
@@ -346,7 +359,6 @@ def test_out_of_memory_in_an_evaluation_is_raised_and_no_loss_made_up():
         assert optimizer.step() == (False, None, None)
     model.fails = False
     assert model(ones).all()
-    guard.close()
 
 
 class Failing(torch.nn.Module):

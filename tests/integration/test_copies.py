@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_autorecompute.errors import ApplyError
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from megatron_autorecompute.runtime.oom_guard import FAILED, StepGuard
 from tests.support import microbatch, one_step, run_ranks, start_parallel, tiny_config, tiny_gpt
 
 pytestmark = [
@@ -333,6 +334,85 @@ def test_a_policy_on_some_blocks_only_is_not_the_models():
         in_force(model)
     in_force(model.mtp).undo()
     assert in_force(model) is None
+
+
+# ------------------------------------------------------------- copies made in the middle of a step
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_made_in_a_guarded_step_trains_its_own_parameters_and_is_not_guarded(way):
+
+    (model,) = tiny_gpt(tiny_config())
+    model.config.finalize_model_grads_func = finalized
+    without = one_step([model])
+    before = vars(COPIES[way](model)).keys()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    guard = StepGuard([model], optimizer, lambda: False)
+    with guard.step():  # shows what the model returns
+        assert one_step([model]).same_bits(without)
+    with guard.step():
+        twin, (twins, twins_optimizer) = COPIES[way](model), copy.deepcopy((model, optimizer))
+        later_twin = COPIES[way](twin)
+        model.decoder.register_forward_pre_hook(out_of_memory)
+        assert not model(**microbatch()).any()
+        for parameter in model.parameters():
+            parameter.data.zero_()
+            parameter.grad = None
+        assert one_step([twin]).same_bits(without)
+        twins_optimizer.param_groups[0]["lr"] = 1.0
+        one_step([twins])
+        twins_optimizer.step()
+        assert any(parameter.any() for parameter in twins.parameters())
+        failing = later_twin.decoder.register_forward_pre_hook(out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            later_twin(**microbatch())
+        failing.remove()
+    assert guard.outcome == FAILED
+    assert one_step([later_twin]).same_bits(without)
+    assert one_step([twin]).same_bits(without)
+    assert [p for p in model.parameters() if p.grad is not None] == []
+    for each in (twin, later_twin, model):
+        assert each.config.finalize_model_grads_func is finalized
+    assert vars(model).keys() == before
+    assert "step" not in vars(optimizer)
+
+
+def finalized(*_, **__):
+    pass
+
+
+def out_of_memory(*_):
+    raise torch.OutOfMemoryError("simulated")
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_made_in_a_measured_step_is_not_measured(way):
+    from megatron_autorecompute.runtime.probe import Probe
+
+    (model,) = tiny_gpt(tiny_config(mtp_num_layers=1))
+    without = one_step([model])
+    before = attributes(COPIES[way](model))
+    apply("full,none*4", model, 5)
+    with Probe([model], None) as probe:
+        assert one_step([model], num_microbatches=4).same_bits(without)
+        twin, late_twin = COPIES[way](model), COPIES[way](model)
+        seen = len(probe.passes)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+            parameter.grad = None
+        assert one_step([twin]).same_bits(without)
+        assert len(probe.passes) == seen == 8
+        one_step([model])
+        assert len(probe.passes) == 2 * seen
+    assert one_step([late_twin]).same_bits(without)
+    assert len(probe.passes) == 2 * seen
+    for each in (twin, late_twin, model):
+        in_force(each).undo()
+        assert attributes(each) == before
+    held = weakref.ref(model.decoder.layers[0].mlp.linear_fc1.weight)
+    del model, probe, each
+    gc.collect()
+    assert held() is None
 
 
 # -------------------------------------------------------------------------- what goes with a model

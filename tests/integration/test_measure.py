@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 
 from megatron_autorecompute.compare.comparison import Shape
+from megatron_autorecompute.meta.verify import COMPARABLE
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.measurement import Seen
+from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, DeviceClock
 from megatron_autorecompute.work_order import contains
-from tests.support import run_ranks
+from tests.support import MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB, run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(
@@ -34,7 +36,7 @@ SBH = SHAPE.seq_length * SHAPE.micro_batch_size * SHAPE.hidden_size
 AS_OVER_H = SHAPE.num_attention_heads * SHAPE.seq_length / SHAPE.hidden_size
 
 
-def profiled(shape, fp32_softmax=False, policies=()):
+def profiled(shape, fp32_softmax=False, policies=(), clock=DEVICE_CLOCK):
     """A profile of every choice; what autograd saves in a layer; the peaks of some policies."""
     from megatron.core import parallel_state
 
@@ -43,6 +45,7 @@ def profiled(shape, fp32_softmax=False, policies=()):
     from megatron_autorecompute.profile import Model, Parallelism
     from megatron_autorecompute.runtime.apply import apply
     from megatron_autorecompute.runtime.measurement import Measurement
+    from megatron_autorecompute.runtime.model_shard import ModelShard
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=shape.pipeline_stages)
     job = TrainingJob(shape, TEXT)
@@ -51,7 +54,7 @@ def profiled(shape, fp32_softmax=False, policies=()):
     job.step()
     leanest = RecomputePolicy.parse("full", num_layers=shape.num_layers)
     with apply(leanest, job.chunks) as applied:
-        measurement = Measurement(job.chunks, applied)
+        measurement = Measurement(ModelShard(job.chunks), applied, clock)
         for _ in measurement.policies():
             with job.memory() as memory, measurement.watch(memory, times=True):
                 job.step()
@@ -195,12 +198,13 @@ def test_all_ranks_put_together_the_same_profile():
 
 def measured_by_a_clock_of_chance(shape):
     """A profile whose times have nothing to do with what ran."""
-    from megatron_autorecompute.runtime import probe
+    moments, calls = random.Random(0), itertools.count()
 
-    moments = random.Random(0)
-    probe._now = lambda: moments.uniform(0, 1) + 10 * next(probe_calls)
-    probe_calls = itertools.count()
-    return profiled(shape)[0]
+    class OfChance(DeviceClock):
+        def now(self):
+            return moments.uniform(0, 1) + 10 * next(calls)
+
+    return profiled(shape, clock=OfChance())[0]
 
 
 @pytest.mark.any_version
@@ -233,6 +237,7 @@ def routed_unevenly(microbatches):
     from megatron_autorecompute.runtime.apply import apply
     from megatron_autorecompute.runtime.live_bytes import LiveBytes
     from megatron_autorecompute.runtime.measurement import Measurement
+    from megatron_autorecompute.runtime.model_shard import ModelShard
     from tests.support import microbatch, start_parallel, tiny_config, tiny_gpt
 
     start_parallel(expert_model_parallel_size=2)
@@ -255,14 +260,14 @@ def routed_unevenly(microbatches):
     step(1)  # allocates what stays
     held = []
     with apply(RecomputePolicy((NONE, NONE)), model) as applied:
-        measurement = Measurement([model], applied)
+        measurement = Measurement(ModelShard([model]), applied)
         full = RecomputePolicy.parse("full", num_layers=2)
         for policy in (RecomputePolicy((NONE, NONE)), full):
             applied.switch(policy)
             with LiveBytes(static) as memory, measurement.watch(memory):
                 step(microbatches)
             if policy != full:
-                (kind,) = measurement.kinds
+                (kind,) = measurement.shard.kinds
                 held = list(measurement._seen[kind.signature, "none"].held_bytes)
         profile = measurement.profile(Model("GPT", 2), Parallelism(2, 32), StaticBytes())
     return held, profile
@@ -297,3 +302,115 @@ def test_layers_with_experts_are_planned_at_the_percentile_of_the_fullest_rank()
 def test_layers_without_experts_have_no_percentiles(measured):
     profile, _, _ = measured
     assert all(record.percentiles == () for record in profile.kinds[0].choices)
+
+
+def measured_with_depths(stages, depths, policies):
+    """A profile whose clock counts the operations that ran, and peaks of Megatron's schedule."""
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+
+    from megatron_autorecompute.meta.meta_step import (
+        StepShape,
+        TokenStep,
+        kept_between_steps,
+        trace_step,
+    )
+    from megatron_autorecompute.profile import Model, Parallelism, StaticBytes
+    from megatron_autorecompute.runtime.apply import apply
+    from megatron_autorecompute.runtime.live_bytes import LiveBytes
+    from megatron_autorecompute.runtime.measurement import Measurement
+    from megatron_autorecompute.runtime.model_shard import ModelShard
+    from tests.support import start_parallel, tiny_config, tiny_gpt
+
+    class Operations(TorchDispatchMode):
+        total = 0  # torch's own FlopCounterMode hooks into modules, which keeps tensors alive
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            count = flop_registry.get(function.overloadpacket)
+            self.total += count(*args, **(kwargs or {}), out_val=result) if count else 0
+            return result
+
+        def now(self):
+            return self.total
+
+        def ms_between(self, begin, end):
+            return end - begin
+
+    start_parallel(pipeline_model_parallel_size=stages)
+    config = tiny_config(
+        num_layers=2, mtp_num_layers=depths, pipeline_model_parallel_size=stages, dropout=0.0
+    )
+    chunks = tiny_gpt(config)
+    size = StepShape(SEQ_LENGTH, MICRO_BATCH_SIZE, 2, VOCAB)
+    microbatch = TokenStep(size, torch.device("cpu"))
+
+    def step():
+        get_forward_backward_func()(
+            forward_step_func=microbatch,
+            data_iterator=None,
+            model=chunks[0],
+            num_microbatches=size.num_microbatches,
+            seq_length=SEQ_LENGTH,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            forward_only=False,
+        )
+
+    policy = [RecomputePolicy.parse(text, num_layers=2 + depths) for text in policies]
+    with apply(policy[0], chunks) as applied, Operations() as operations:
+        step()
+        in_a_step = operations.total
+        parameters = list(chunks[0].parameters())
+        static = [microbatch.mask, *parameters, *(p.grad for p in parameters)]
+        measurement = Measurement(ModelShard(chunks), applied, operations)
+        for _ in measurement.policies():
+            with (
+                LiveBytes(static) as live,
+                kept_between_steps(chunks, live),
+                measurement.watch(live),
+            ):
+                step()
+        model = Model("GPT", 2, depths)
+        profile = measurement.profile(
+            model, Parallelism(MICRO_BATCH_SIZE, SEQ_LENGTH), StaticBytes()
+        )
+        peaks = []
+        for each in policy:
+            applied.switch(each)
+            peaks.append(trace_step(chunks, size, torch.device("cpu")).peak_bytes)
+    return profile, in_a_step, peaks
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize(("stages", "depths"), [(1, 2), (2, 1)])
+def test_depths_and_head_take_all_of_their_stretches_and_peak_as_megatrons_schedule(stages, depths):
+    policies = ("none", "full", f"none*2,full*{depths}", f"full*2,none*{depths}")
+    ranks = run_ranks(measured_with_depths, stages, stages, depths, policies)
+    profile = ranks[0][0]
+    dense, *of_depths = profile.kinds
+    assert [kind.layers for kind in of_depths] == [(2 + depth,) for depth in range(depths)]
+    tokens, hidden = SEQ_LENGTH * MICRO_BATCH_SIZE, 64
+    projection, logits = 2 * tokens * 2 * hidden * hidden, 2 * tokens * hidden * VOCAB
+    layer = dense.record("none")
+    for kind in of_depths:
+        none, full = kind.record("none"), kind.record("full")
+        assert none.forward_ms == pytest.approx(layer.forward_ms + projection)
+        assert none.backward_ms == pytest.approx(layer.backward_ms + 2 * projection)
+        assert full.backward_ms == pytest.approx(none.backward_ms + none.forward_ms)
+    head = profile.head
+    assert head.forward_ms == pytest.approx((1 + depths) * logits)
+    assert head.backward_ms == pytest.approx((1 + depths) * 2 * logits)
+    records = [layer] * 2 + [kind.record("none") for kind in of_depths]
+    a_microbatch = sum(r.forward_ms + r.backward_ms for r in (*records, profile.final_norm, head))
+    assert a_microbatch * 2 == pytest.approx(sum(in_a_step for _, in_a_step, _ in ranks))
+
+    layout = Layout.from_flags(2, stages, mtp_num_layers=depths)
+    bare = replace(profile, stages=tuple(replace(s, **COMPARABLE) for s in profile.stages))
+    planner = Planner(bare, layout, Schedule(stages, 1, 2))
+    for number, text in enumerate(policies):
+        cost = planner.evaluate(RecomputePolicy.parse(text, num_layers=2 + depths))
+        assert all(stage.recompute_ms >= 0 for stage in cost.stages)
+        for stage, (_, _, peaks) in zip(cost.stages, ranks, strict=True):
+            assert stage.peak.bytes == pytest.approx(peaks[number], rel=0.005), (text, stage.stage)

@@ -13,14 +13,21 @@ from pathlib import Path
 import pytest
 
 from megatron_autorecompute.cli import main
-from megatron_autorecompute.errors import MachineError, OptionError, ProfileError, VerificationError
+from megatron_autorecompute.errors import (
+    ApplyError,
+    MachineError,
+    OptionError,
+    ProfileError,
+    VerificationError,
+)
+from megatron_autorecompute.meta import stage_runs
 from megatron_autorecompute.meta.devices import Efficiency, device
 from megatron_autorecompute.meta.job import job_from, load_job
 from megatron_autorecompute.meta.measured import with_measured
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.recipe import job_from_recipe
 from megatron_autorecompute.meta.sensitivity import sensitivity
-from megatron_autorecompute.meta.verify import require_verified, verify
+from megatron_autorecompute.meta.verify import TOLERANCE, require_verified, verify
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.unit_costs import CostTable
@@ -295,6 +302,56 @@ def test_a_stand_in_that_keeps_more_than_its_record_says_is_found(moe_job, moe_p
         require_verified(verify(plan))
 
 
+def in_this_process(run, stages, done):
+    return tuple(run(stage) for stage in stages)
+
+
+APART = {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tt|t|mL"}
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize(
+    ("base", "depths", "stages", "pipeline"),
+    [
+        pytest.param(DENSE, 2, 1, {}, id="one stage"),
+        pytest.param(DENSE, 2, 2, {}, id="two stages"),
+        pytest.param(MOE, 1, 2, APART, id="a depth in a chunk of its own"),
+    ],
+)
+def test_multi_token_prediction_is_what_megatrons_schedule_does(
+    monkeypatch, base, depths, stages, pipeline
+):
+    monkeypatch.setattr(stage_runs, "in_processes", in_this_process)
+    config = {**base, **pipeline, "pipeline_model_parallel_size": stages, "mtp_num_layers": depths}
+    asked = job(config, moe_imbalance={"99": 1.0} if base is MOE else {})
+    boundless = replace(H100, bandwidth_bytes=1e30)
+    profile = profile_job(asked, boundless, Efficiency(gemm=1, attention=1))
+    of_depths = profile.kinds[-depths:]
+    assert [kind.layers for kind in of_depths] == [(4 + depth,) for depth in range(depths)]
+    # Each depth: a projection of two hidden states to one, and a layer like the last.
+    projection_ms = 2 * SEQUENCE * 2 * HIDDEN * HIDDEN / H100.rate("bf16") * 1e3
+    logits_ms = 2 * SEQUENCE * HIDDEN * asked.padded_vocab_size / H100.rate("bf16") * 1e3
+    layer = profile.kind_of(3).record("none")
+    for kind in of_depths:
+        none, full = kind.record("none"), kind.record("full")
+        assert none.forward_ms == pytest.approx(layer.forward_ms + projection_ms)
+        assert none.backward_ms == pytest.approx(layer.backward_ms + 2 * projection_ms, rel=1e-3)
+        assert full.backward_ms == pytest.approx(none.backward_ms + none.forward_ms, rel=1e-3)
+        assert bool(kind.imbalance) == (base is MOE)
+    assert profile.head.forward_ms == pytest.approx((1 + depths) * logits_ms)
+    assert profile.head.backward_ms == pytest.approx(2 * (1 + depths) * logits_ms)
+
+    planner = Planner(profile, asked.layout(), asked.schedule())
+    for plan in (middle_plan(asked, profile), make_plan(planner, 1 << 50)):
+        assert all(stage.recompute_ms >= 0 for stage in plan.cost.stages)
+        for check in verify(plan):
+            assert check.error >= -TOLERANCE
+            # Where a chunk ends without a checkpoint, one boundary tensor counts twice.
+            twice = 0 if plan.layout.stages[check.stage][0].head else profile.boundary_bytes
+            too_high = check.predicted_bytes - check.megatron_bytes - twice
+            assert too_high <= TOLERANCE * check.megatron_bytes
+
+
 def test_parameters_of_every_stage_are_megatrons():
     config = {**LOCAL, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}
     asked = job(config, transformer_impl="local")
@@ -464,6 +521,13 @@ def test_stated_imbalance_is_on_moe_layers_only():
 def test_an_unknown_field_of_the_config_is_named():
     with pytest.raises(OptionError, match="config names num_layer"):
         profile_job(job({"num_layer": 3}), H100)
+
+
+@pytest.mark.any_version
+def test_a_layer_that_is_repeated_for_every_depth_is_refused():
+    # Core 0.16 has no such field.
+    with pytest.raises((ApplyError, OptionError), match="mtp_use_repeated_layer"):
+        profile_job(job({"mtp_num_layers": 2, "mtp_use_repeated_layer": True}), H100)
 
 
 def test_what_megatron_refuses_is_refused_with_its_reason():

@@ -213,7 +213,6 @@ def survived(cases):
             with guard.step():
                 taken.append(job.step())
             outcomes.append(guard.outcome)
-        guard.close()
         without = Job(case)
         for step in range(STEPS):
             if step == LOST:

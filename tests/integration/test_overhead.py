@@ -98,7 +98,7 @@ def settled(job):
 
 def megatrons_own(settings):
     """The job with Megatron's own recompute settings."""
-    from megatron_autorecompute.compare import workload
+    from megatron_autorecompute.compare.run import workload
 
     original = workload._config
 
@@ -190,8 +190,10 @@ def test_every_run_of_equal_layers_is_one_call_of_megatrons_function(calls, poli
 
 def test_auto_costs_a_handful_of_calls_a_step_once_its_plan_stands(calls):
     ours = own(calls["auto"]) - own(calls["auto's policy"])
-    in_step = {name: n for name, n in ours.items() if name.startswith(("autotune", "oom", "ranks"))}
-    # Of every microbatch the guard sees one forward and one backward; the rest is once a step.
-    assert sum(in_step.values()) <= 20 + 2 * MICROBATCHES, dict(in_step)
-    assert changed(calls, "auto", "auto's policy") <= 80
+    parts = ("autotune", "oom", "ranks", "temporary")
+    in_step = {name: n for name, n in ours.items() if name.startswith(parts)}
+    # Of every microbatch the guard sees one forward and one backward, each through a function put
+    # in for the step; the rest is once a step.
+    assert sum(in_step.values()) <= 36 + 4 * MICROBATCHES, dict(in_step)
+    assert changed(calls, "auto", "auto's policy") <= 130
     assert not any(name.startswith(("probe", "measure", "live_bytes")) for name in ours)

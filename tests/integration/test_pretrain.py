@@ -11,11 +11,21 @@ from pathlib import Path
 
 import pytest
 
+from megatron_autorecompute.planner.layer_sums import sums_of_layers
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.report.terminal import strip
 from megatron_autorecompute.runtime.auto_options import AutoOptions
-from tests.pretrain.jobs import FOUR_RANKS, MODEL, ROOT, WITHOUT_US, Job, run, run_many
+from tests.pretrain.jobs import (
+    FOUR_RANKS,
+    MODEL,
+    ROOT,
+    WITHOUT_US,
+    Job,
+    logged_ms,
+    run,
+    run_many,
+)
 
 if importlib.util.find_spec("megatron.training") is None:
     pytest.skip("megatron-core before 0.17 carries no megatron.training", allow_module_level=True)
@@ -116,7 +126,11 @@ def jobs(folder):
         ),
         "cut short": Job(cut + "--train-iters 22 --exit-interval 6 "),
         "cut again": Job(cut + f"--train-iters 22 --load {folder / 'cut'} --exit-interval 8 "),
-        "level 2": Job(auto + "--train-iters 18 --timing-log-level 2 "),
+        "level 2": Job(
+            auto
+            + "--train-iters 18 --timing-log-level 2 "
+            + f"--recompute-plan-path {folder / 'timed.json'}"
+        ),
         "grown plain": Job(grown, ranks=2, with_us=False),
         "grown": Job(grown + AUTO.format(budget=0.006), ranks=2),
         "four plain": Job(FLAGS + FOUR_RANKS, ranks=4, with_us=False),
@@ -204,6 +218,38 @@ def test_timers_that_only_measuring_needed_do_not_run_afterwards(jobs):
         assert "forward-compute" not in last_step
     assert jobs["from 18"].text.count("forward-backward ...") >= 3
     assert jobs["level 2"].text.count("forward-compute ...") == 18
+
+
+def test_what_megatrons_timers_said_of_a_step_stands_beside_the_sum_of_its_layers(jobs, folder):
+    text, plan = jobs["level 2"].text, Plan.load(folder / "timed.json")
+    step = plan.profile.measured_step
+    (rank,) = step.ranks
+    logged = logged_ms(text, step.iteration)  # by Megatron itself, two digits behind the point
+    seen = {
+        "forward-compute": rank.forward_compute_ms,
+        "backward-compute": rank.backward_compute_ms,
+        "optimizer": rank.optimizer_ms,
+    }
+    assert seen == pytest.approx({name: logged[name] for name in seen}, abs=0.011)
+    (layers,) = sums_of_layers(plan)
+    row = [layers.forward_ms, seen["forward-compute"], layers.backward_ms, seen["backward-compute"]]
+    printed = text.split("0/0", 1)[1].split()
+    assert printed[:5] == [shown_ms(value) for value in (*row, seen["optimizer"])]
+
+
+def shown_ms(value):
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def test_every_rank_of_a_measured_step_is_in_the_plan(jobs, folder):
+    assert jobs["interleaved"].returncode == 0
+    ranks = Plan.load(folder / "interleaved").profile.measured_step.ranks
+    assert [(rank.rank, rank.stage) for rank in ranks] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    for rank in ranks:
+        assert rank.forward_compute_ms > 0
+        assert rank.backward_compute_ms > 0
+        assert rank.optimizer_ms > 0
+        assert rank.max_memory_allocated_bytes is None  # no CUDA, nothing made up
 
 
 def test_ranks_of_a_stage_are_planned_for_the_one_that_holds_most(jobs, folder):

@@ -59,6 +59,7 @@ def measured(beside=None, when=("before", "between", "after")):
     from megatron_autorecompute.runtime.apply import apply
     from megatron_autorecompute.runtime.live_bytes import LiveBytes
     from megatron_autorecompute.runtime.measurement import Measurement
+    from megatron_autorecompute.runtime.model_shard import ModelShard
 
     (model,) = tiny_gpt(tiny_config(dropout=0.0))
     static = [*model.parameters(), *model.buffers()]
@@ -71,7 +72,7 @@ def measured(beside=None, when=("before", "between", "after")):
             beside(model)
 
     with apply(RecomputePolicy.parse("full*2,none*2", num_layers=4), model) as applied:
-        measurement = Measurement([model], applied)
+        measurement = Measurement(ModelShard([model]), applied)
         for _ in range(2):  # the first allocates what stays
             seen = measurement._seen
             seen.clear()
@@ -125,10 +126,11 @@ def of_nothing(model):
 def test_a_step_that_cannot_be_measured_is_refused_with_what_to_do(loss_of, message):
     from megatron_autorecompute.runtime.apply import apply
     from megatron_autorecompute.runtime.measurement import Measurement
+    from megatron_autorecompute.runtime.model_shard import ModelShard
 
     (model,) = tiny_gpt(tiny_config())
     with apply(RecomputePolicy.parse("none", num_layers=4), model) as applied:
-        measurement = Measurement([model], applied)
+        measurement = Measurement(ModelShard([model]), applied)
         with (
             pytest.raises(ApplyError, match=rf"{message}.*Give a policy in place of auto"),
             measurement.watch(None),
@@ -139,12 +141,13 @@ def test_a_step_that_cannot_be_measured_is_refused_with_what_to_do(loss_of, mess
 def test_gradients_that_come_around_the_output_are_refused():
     from megatron_autorecompute.runtime.apply import apply
     from megatron_autorecompute.runtime.measurement import Measurement
+    from megatron_autorecompute.runtime.model_shard import ModelShard
 
     (model,) = tiny_gpt(tiny_config())
     kept = []
     model.register_forward_hook(lambda module, args, output: kept.append(output) or "a word")
     with apply(RecomputePolicy.parse("none", num_layers=4), model) as applied:
-        measurement = Measurement([model], applied)
+        measurement = Measurement(ModelShard([model]), applied)
 
         def step():
             model(**microbatch())
@@ -310,5 +313,4 @@ def test_out_of_memory_goes_on_with_zeros_in_the_form_of_the_models_output(kind)
         hook = (model.encoder if kind == "BERT" else model.decoder).register_forward_hook(fail)
         loss_of(model(**batch)).backward()
         hook.remove()
-    guard.close()
     assert [p for p in model.parameters() if p.grad is not None] == []

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_autorecompute.errors import InfeasibleError
+from megatron_autorecompute.planner.layer_sums import sums_of_layers
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.auto_options import GIB, AutoOptions
@@ -36,6 +37,7 @@ class Job:
             finalize_model_grads,
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.timers import Timers
 
         from megatron_autorecompute.runtime.controller import AutoTuner, JobFacts
 
@@ -49,6 +51,7 @@ class Job:
             Parallelism(MICRO_BATCH_SIZE, SEQ_LENGTH, dtype="float32"),
             lambda: self.num_microbatches,
             self.said.append,
+            timers=Timers(0, "minmax"),  # which this loop never starts
         )
         self.tuner = AutoTuner(self.models, self.optimizer, options, facts)
         self.policies, self.peaks = [], []
@@ -108,12 +111,27 @@ def path(planned, tmp_path):
 def test_a_budget_is_the_device_less_what_others_and_fragmentation_take(
     one_rank, tmp_path, lost_bytes
 ):
-    path = str(tmp_path / "plan.json")
+    path, most = str(tmp_path / "plan.json"), []
     with fake_cuda(16 * MIB, lost_bytes) as device:
+
+        def note(step):
+            most.append((device.most_bytes, device.reserved_bytes))
+            device.most_bytes = 0
+
         torch.empty(14 * MIB, dtype=torch.uint8)  # what loading a checkpoint may leave reserved
         device.outside_bytes = 5 * MIB
-        Job(free(path)).train(STEPS)
-    assert Plan.load(path).budget_bytes == (11 * MIB - lost_bytes,)
+        Job(free(path)).train(STEPS, note)
+    plan = Plan.load(path)
+    assert plan.budget_bytes == (11 * MIB - lost_bytes,)
+    # Beside the sum of layers stands what the allocator counted, whoever reset its peak meanwhile.
+    step, (layers,) = plan.profile.measured_step, sums_of_layers(plan)
+    (rank,) = step.ranks
+    seen = rank.max_memory_allocated_bytes, rank.max_memory_reserved_bytes
+    assert seen == most[step.iteration - 1]
+    assert layers.peak_bytes == pytest.approx(rank.max_memory_allocated_bytes, rel=0.02)
+    # A timer that nobody starts took no time that layers could be short of.
+    assert (rank.forward_compute_ms, rank.backward_compute_ms, rank.optimizer_ms) == (None,) * 3
+    assert plan.profile.stages[0].residual_ms == 0.0
 
 
 def test_a_reserve_that_was_asked_for_stands_for_the_measured_one(one_rank, tmp_path):
@@ -169,6 +187,8 @@ def test_retries_before_and_between_training_steps_change_no_plan(path, planned)
         job = Job(tight(path)).train(6, evaluate)
     assert set(job.policies) == {before.policy.format()}
     assert Plan.load(path) == before
+    # A job that begins with a plan measures nothing: peak statistics stay Megatron's from there on.
+    assert device.resets == 1
 
 
 def test_a_retry_within_a_training_step_is_a_notch_less(path, planned):

@@ -167,6 +167,7 @@ def measured():
     from megatron_autorecompute.runtime.apply import apply
     from megatron_autorecompute.runtime.live_bytes import LiveBytes
     from megatron_autorecompute.runtime.measurement import Measurement
+    from megatron_autorecompute.runtime.model_shard import ModelShard
 
     start_parallel()
     model = t5()
@@ -180,7 +181,7 @@ def measured():
     step()  # allocates what stays
     peaks = {}
     with apply(parsed("full", model), model) as applied:
-        measurement = Measurement([model], applied)
+        measurement = Measurement(ModelShard([model]), applied)
         for _ in measurement.policies():
             with LiveBytes(static) as memory, measurement.watch(memory):
                 step()

@@ -91,10 +91,23 @@ def problem(seed):
         overlap_p2p_comm=rng.random() < 0.5,
     )
     layout = Layout.from_flags(num_layers, pp, vp, mtp_num_layers=int(mtp))
+    if mtp:
+        of_depths = random.Random(f"depths {seed}")
+        profile = replace(profile, final_norm=record(of_depths, "none"))
+        if pp > 1 and of_depths.random() < 0.5:
+            layout = _apart(num_layers, pp, vp)
     if rng.random() < 0.3:
         profile = replace(profile, stages=tuple(_stage_record(rng, s) for s in layout.stages))
     m = pp * rng.randint(1, 2) if vp > 1 else rng.randint(1, 4)
     return profile, layout, Schedule(pp, vp, m), rng.randint(8, 80)
+
+
+def _apart(num_layers, pp, vp):
+    """A layout whose last chunk has the depth and the loss, and no layer before them."""
+    chunks = pp * vp
+    first = num_layers - (chunks - 2)
+    rows = ["E" + "t" * first, *["t"] * (chunks - 2), "mL"]
+    return Layout.parse("|".join(rows), pp, vp)
 
 
 def _stage_record(rng, chunks):
@@ -136,19 +149,24 @@ def units(profile, chunk, policies):
         found.append((profile.boundary_bytes, 0, 0, 0.0))
     if not (chunk.layers or chunk.embedding or chunk.head):
         found.append((profile.boundary_bytes, 0, 0, 0.0))
+    if chunk.layers and chunk.layers[0] == profile.model.num_layers:  # a depth, of a copy
+        found.append((profile.boundary_bytes, 0, 0, 0.0))
     if chunk.embedding:
         found.append(_costs(profile.embedding))
     position = 0
     while position < len(policies):
         policy = policies[position]
         members = chunk.layers[position : position + policy.group]
-        received = position == 0 and not chunk.embedding
+        depth = members[0] == profile.model.num_layers
+        received = position == 0 and not chunk.embedding and not depth
         found.append(
             _checkpoint(profile, members)
             if policy.group > 1
             else _one(profile, members, policy, received)
         )
         position += policy.group
+        if members[-1] == profile.model.num_layers - 1 and profile.final_norm is not None:
+            found.append(_costs(profile.final_norm))
     if chunk.head:
         found.append(_costs(profile.head))
     return found
@@ -232,7 +250,12 @@ def simulate(profile, layout, schedule, stage, chunk_choices):
     )
     chunks = layout.stages[stage]
     all_units = [units(profile, c, p) for c, p in zip(chunks, chunk_choices, strict=True)]
-    ends_in_checkpoint = [bool(p) and p[-1].granularity == "full" for p in chunk_choices]
+    ends_in_checkpoint = [
+        bool(p)
+        and p[-1].granularity == "full"
+        and (profile.final_norm is None or chunk.layers[-1] != profile.model.num_layers - 1)
+        for chunk, p in zip(chunks, chunk_choices, strict=True)
+    ]
     peak, waiting = static + optimizer, 0
     for event, count in zip(schedule.events(stage), extra, strict=True):
         boundary = count * profile.boundary_bytes
@@ -287,6 +310,7 @@ def problem_of_many(num_layers=12):
         kinds=(LayerKind("k", tuple(range(num_layers)), choices, static=StaticBytes()),),
         embedding=nothing,
         head=nothing,
+        final_norm=None,
         stages=(),
         boundary_bytes=0,
         embedding_static=StaticBytes(),
@@ -332,6 +356,7 @@ def scale(profile, size, time):
         kinds=kinds,
         embedding=one(profile.embedding),
         head=one(profile.head),
+        final_norm=profile.final_norm and one(profile.final_norm),
         boundary_bytes=profile.boundary_bytes * size,
         embedding_static=static(profile.embedding_static),
         head_static=static(profile.head_static),

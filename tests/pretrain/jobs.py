@@ -63,6 +63,13 @@ class Output:
         return re.findall(r"megatron-autorecompute: .*", self.text)
 
 
+def logged_ms(text: str, iteration: int) -> dict[str, float]:
+    """Megatron's timers in its log of an iteration, the slowest rank's; the first of each name."""
+    step = re.split(rf"iteration +{iteration}/", text)[1]
+    timers = re.findall(r"^ +([a-z-]+) \.+: \([\d.]+, ([\d.]+)\)", step, re.M)
+    return {name: float(slowest) for name, slowest in reversed(timers)}
+
+
 @dataclass(frozen=True)
 class Job:
     """One of `run_many`'s jobs."""

@@ -50,7 +50,7 @@ class ChunkLabels:
         rows[:, FIRST] = rows[:, PARENT] = -1
         rows[:, POSITION] = len(chunk.layers)
         for unit in reversed(chunk.after):
-            rows = self._prepend_unit(rows, unit)
+            rows = self._prepend_unit(rows, unit, chunk.output_gradient_bytes)
         labels.append(rows, len(chunk.layers))
         for position in reversed(range(len(chunk.layers))):
             rows = np.concatenate([self._alone(labels, position), self._together(labels, position)])
@@ -63,7 +63,7 @@ class ChunkLabels:
             final = self._prepend_unit(final, unit, chunk.output_gradient_bytes)
         return labels, final
 
-    def _prepend_unit(self, rows: Ints, unit: Unit, output_gradient_bytes: int = 0) -> Ints:
+    def _prepend_unit(self, rows: Ints, unit: Unit, output_gradient_bytes: int) -> Ints:
         held = np.int64(unit.held_bytes)
         rows = rows.copy()
         rows[:, TIME] += unit.time_ps * self.limits.timed
@@ -80,7 +80,7 @@ class ChunkLabels:
         later, start = labels.of(position + 1, position + 1)
         pick = np.repeat(np.arange(len(single.policies)), len(later))
         ids = np.array([self._id(policy) for policy in single.policies], np.int64)
-        last = position + 1 == len(chunk.layers)
+        last = position + 1 == len(chunk.layers) and not chunk.after
         gradient = chunk.output_gradient_bytes * (1 - single.keeps[pick] * last)
         return prepend(
             np.tile(later, (len(single.policies), 1)),
@@ -102,7 +102,7 @@ class ChunkLabels:
             return np.zeros((0, len(COLUMNS)), np.int64)
         later, start = labels.of(position + 2, position + most)
         pick = later[:, POSITION] - position - 1
-        not_last = later[:, POSITION] < len(chunk.layers)
+        not_last = (later[:, POSITION] < len(chunk.layers)) | bool(chunk.after)
         backward = group.backward_transient_bytes[pick] + chunk.output_gradient_bytes * not_last
         return prepend(
             later.copy(),

@@ -84,7 +84,7 @@ class ChunkProblem:
     groups: tuple[Checkpoints, ...]
     """Per position: one checkpoint around the g layers from there, `[g - 1]`."""
     output_gradient_bytes: int
-    """In the backward of every unit, but of a checkpoint that is the chunk's last."""
+    """In the backward of every unit, but of a checkpoint that is the chunk's last; a head has 0."""
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
@@ -176,23 +176,20 @@ def chunk_problem(
         layers,
         tuple(before),
         tuple(after),
-        tuple(
-            _singles(table, layer, only, received=layer == layers[0] and not chunk.embedding)
-            for layer in layers
-        ),
+        tuple(_singles(table, chunk, layer, only) for layer in layers),
         tuple(groups),
         0 if chunk.head else base.boundary_bytes,
     )
 
 
-def _singles(table: CostTable, layer: int, only: OnlyChoices | None, received: bool) -> Singles:
+def _singles(table: CostTable, chunk: Chunk, layer: int, only: OnlyChoices | None) -> Singles:
     policies = tuple(p for p in table.choices(layer) if only is None or only.allow(table, layer, p))
     if not policies:
         raise ProfileError(
             f"None of the allowed choices {list(only or ())} has a record for layer {layer}, "
             f"which has {', '.join(map(str, table.choices(layer)))}. Allow one of these."
         )
-    units = [table.layer(layer, policy, received) for policy in policies]
+    units = [table.layer_in(chunk, layer, policy) for policy in policies]
     columns = [
         np.array([getattr(unit, name) for unit in units], np.int64)
         for name in (

@@ -1,0 +1,52 @@
+"""What the layers of a measured step add up to, to stand beside what Megatron itself saw of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_autorecompute.planner.peak_memory import stage_base
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.policy_cost import evaluate
+from megatron_autorecompute.policy import RecomputePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSums:
+    """One stage of a step, from the records of its layers, embedding and head alone.
+
+    Without the stage's residuals: these are what a measured step showed above the sums.
+    """
+
+    forward_ms: float
+    """All microbatches and chunks."""
+    backward_ms: float
+    """The same, recompute included."""
+    peak_bytes: int
+    """Static bytes included."""
+
+
+def sums_of_layers(plan: Plan) -> tuple[LayerSums, ...] | None:
+    """Of every stage in the profile's `measured_step`, under what ran in it.
+
+    None where there is no such step, or where the plan has other layers on a stage than it had.
+    """
+    profile, layout, step = plan.profile, plan.layout, plan.profile.measured_step
+    stages = range(layout.num_stages)
+    if step is None or not all(stage_base(profile, layout, stage).measured for stage in stages):
+        return None
+    bare = tuple(replace(record, residual_bytes=0, residual_ms=0.0) for record in profile.stages)
+    cost = evaluate(
+        replace(profile, stages=bare),
+        layout,
+        replace(plan.schedule, num_microbatches=step.num_microbatches),
+        RecomputePolicy.parse(step.recompute_policy, num_layers=profile.num_layers),
+        percentile=plan.imbalance_percentile,
+    )
+    return tuple(
+        LayerSums(
+            sum(stage.forward_ms) * step.num_microbatches,
+            sum(stage.backward_ms) * step.num_microbatches,
+            stage.peak.bytes,
+        )
+        for stage in cost.stages
+    )

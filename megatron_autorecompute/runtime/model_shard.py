@@ -1,0 +1,196 @@
+"""One rank's model as an object: which layers it has, of which kinds, and where in the pipeline."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron_autorecompute import compat
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.profile import Model
+from megatron_autorecompute.runtime import ranks
+from megatron_autorecompute.runtime.probe import Place
+from megatron_autorecompute.work_order import RERUN_WITH
+
+Choices = tuple[LayerPolicy, ...]
+MAX_CHOICES = 12
+"""The most choices measured for one kind of layer; subsets of modules grow as powers of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Layers of equal structure and shapes on this rank, and the choices they have."""
+
+    signature: str
+    name: str
+    layers: tuple[int, ...]
+    choices: tuple[LayerPolicy, ...]
+    has_experts: bool
+
+
+def kinds(
+    chunks: Sequence[torch.nn.Module], choices_of: Callable[[torch.nn.Module], Choices]
+) -> list[Kind]:
+    """The kinds of layers in a rank's chunks, and what `choices_of` gives for a layer of each."""
+    members: dict[str, list[tuple[torch.nn.Module, int]]] = defaultdict(list)
+    depths = {site.index: _depth_name(site) for site in compat.mtp_sites(chunks)}
+    for layer, index in compat.layers(chunks):
+        # A multi-token-prediction depth wraps a layer like the decoder's in more than the layer,
+        # and each meets other gradients on its way back: those of the depths that it feeds.
+        members[depths.get(index, "") + compat.signature(layer)].append((layer, index))
+    return [
+        Kind(
+            signature,
+            depths.get(found[0][1]) or compat.kind_name(found[0][0]),
+            tuple(index for _, index in found),
+            choices_of(found[0][0]),
+            compat.has_experts(found[0][0]),
+        )
+        for signature, found in members.items()
+    ]
+
+
+def _depth_name(site: compat.MtpSite) -> str:
+    config: Any = site.mtp.config
+    several = config.mtp_num_layers > 1
+    return f"mtp-{site.index - config.num_layers}" if several else "mtp"
+
+
+def choices(
+    layer: torch.nn.Module, modules: Sequence[str] | None = None, most: int = MAX_CHOICES
+) -> Choices:
+    """What a layer can do: none, full, and every set of modules Megatron allows and it has.
+
+    Sets are left out that repeat what a larger module does anyway (`moe` reruns its experts'
+    activation), and beyond `most` choices the largest sets.
+
+    Args:
+        layer: built, of a model of Megatron's.
+        modules: those to make sets of; default all that are usable on the layer.
+        most: how many choices there may be, `none` and `full` included.
+    """
+    modules = compat.usable_modules(layer) if modules is None else modules
+    sets = (
+        combination
+        for size in range(1, len(modules) + 1)
+        for combination in itertools.combinations(modules, size)
+        if not any(set(combination) & set(RERUN_WITH.get(name, ())) for name in combination)
+    )
+    selective = (LayerPolicy("selective", combination) for combination in sets)
+    full = [FULL] if compat.is_allowed(layer.config, FULL) else []
+    return (NONE, *full, *itertools.islice(selective, most - 1 - len(full)))
+
+
+def merged(by_rank: list[list[Kind]]) -> list[Kind]:
+    """The kinds of the whole model, in the order of their first layer, with distinct names."""
+    merged: dict[str, Kind] = {}
+    for kind in itertools.chain.from_iterable(by_rank):
+        layers = set(kind.layers) | set(
+            merged[kind.signature].layers if kind.signature in merged else ()
+        )
+        merged[kind.signature] = replace(kind, layers=tuple(sorted(layers)))
+    ordered = sorted(merged.values(), key=lambda kind: kind.layers)
+    names = [kind.name for kind in ordered]
+    return [
+        kind if names.count(kind.name) == 1 else replace(kind, name=f"{kind.name}-{number}")
+        for number, kind in enumerate(ordered)
+    ]
+
+
+class ModelShard:
+    """One rank's chunks of a model, and what all ranks together know of the whole.
+
+    Every rank makes one at the same time: they tell each other which layers they have.
+
+    Args:
+        chunks: this rank's model chunks, wrapped (DDP, Float16Module) or bare.
+        gathered: what every rank gives, in rank order; `alone` where a model stands for itself.
+        choices_of: which choices of a layer are to be measured.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        *,
+        gathered: Callable[[Any], list[Any]] = ranks.gathered,
+        choices_of: Callable[[torch.nn.Module], Choices] = choices,
+    ) -> None:
+        self.chunks = list(chunks)
+        self.config = compat.unwrapped(self.chunks[0]).config
+        self.encoder_layers = compat.encoder_layers(self.chunks)
+        self.num_layers = compat.num_policy_layers(self.config, self.encoder_layers)
+        """Layers that a policy covers: of the whole model, with an encoder's and depths of MTP."""
+        self.stage = compat.pipeline_rank()
+        self.gathered = gathered
+        self.own_kinds = kinds(self.chunks, choices_of)
+        by_rank = gathered((self.stage, self.own_kinds))
+        self.kinds = merged([own for _, own in by_rank])
+        """Of the whole model."""
+        self.stage_of = {
+            index: stage for stage, own in by_rank for kind in own for index in kind.layers
+        }
+        """Pipeline stage of every layer."""
+        self.signatures = {index: one.signature for one in self.own_kinds for index in one.layers}
+        """Of every layer of this rank."""
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which layers every stage's chunks have."""
+        return compat.pipeline_layout(self.config, self.encoder_layers)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Megatron's schedule of a step of so many microbatches."""
+        several = len(self.chunks) > 1
+        return Schedule(
+            compat.pipeline_size(),
+            len(self.chunks),
+            num_microbatches,
+            self.config.microbatch_group_size_per_vp_stage if several else None,
+            bool(self.config.overlap_moe_expert_parallel_comm),
+        )
+
+    def model(self) -> Model:
+        """What a profile says of the whole model."""
+        return Model(
+            type(compat.unwrapped(self.chunks[0])).__name__,
+            self.encoder_layers + self.config.num_layers,
+            int(self.config.mtp_num_layers or 0),
+            self.encoder_layers,
+            facts=max(self.gathered(compat.model_facts(self.chunks)), key=len),
+        )
+
+    def leanest(self) -> RecomputePolicy:
+        """Every layer at full, or at its largest set of modules where Megatron allows no full."""
+        layers = [NONE] * self.num_layers
+        for kind in self.kinds:
+            choice = FULL if FULL in kind.choices else kind.choices[-1]
+            for index in kind.layers:
+                layers[index] = choice
+        return RecomputePolicy(tuple(layers))
+
+    def has(self, chunk: int, place: Place) -> bool:
+        """Whether a chunk really has this place: an embedding, a layer, a head.
+
+        Not what follows "output": where the output is the head's input as well, the mark of that
+        gradient still counts to the forward pass.
+        """
+        if place == "output":
+            return False
+        model: Any = compat.unwrapped(self.chunks[chunk])
+        if place == "embedding":
+            return bool(model.pre_process)
+        # "between" is with both blocks only, "final_norm" where that is.
+        return place != "head" or bool(model.post_process)
+
+
+def alone(mine: Any) -> list[Any]:
+    """`gathered` of a model that stands for itself, with no ranks to ask."""
+    return [mine]
