@@ -437,13 +437,15 @@ class _Contest:
 
     def _profile(self) -> Any:
         """Every choice measured: bytes in steps that read them, times in steps of their own."""
-        from megatron_autorecompute import compat
+        from megatron_autorecompute.compat import model_facts, stage_layout
         from megatron_autorecompute.profile import Model, Parallelism
         from megatron_autorecompute.runtime.apply import apply
         from megatron_autorecompute.runtime.measurement import Measurement
 
         job, shape = self.job, self.settings.shape
-        leanest = RecomputePolicy.parse("full", num_layers=compat.num_policy_layers(job.config))
+        leanest = RecomputePolicy.parse(
+            "full", num_layers=stage_layout.num_policy_layers(job.config)
+        )
         with apply(leanest, job.chunks, holder="the comparison's measuring") as applied:
             measurement = Measurement(job.chunks, applied)
             for _ in measurement.policies():
@@ -456,7 +458,7 @@ class _Contest:
                     job.step()
             return measurement.profile(
                 Model(
-                    "GPT", shape.num_layers, facts=asdict(shape) | compat.model_facts(job.chunks)
+                    "GPT", shape.num_layers, facts=asdict(shape) | model_facts.of_model(job.chunks)
                 ),
                 Parallelism(
                     shape.micro_batch_size,

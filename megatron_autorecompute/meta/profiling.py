@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import layer_kinds, model_facts, model_layers, parallel, rules
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
@@ -139,7 +139,7 @@ def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) 
         counted = _Counted(job, built)
         measured = _measured(job, built, counted, clock, progress)
         kinds = tuple(_kind(job, kind, built, counted) for kind in measured.kinds)
-        config = compat.config_facts(compat.unwrapped(built.model).config)
+        config = model_facts.of_config(model_layers.unwrapped(built.model).config)
     layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
     embedding, head = _sourced(measured.embedding), _sourced(measured.head)
     return _Part(kinds, embedding, head, measured.boundary_bytes, counted, layer_facts)
@@ -248,8 +248,8 @@ def _alone(model: torch.nn.Module, clock: Roofline) -> Iterator[None]:
     attention, which would run the kernel again to save its log-sum-exp. An MTP depth is a kind of
     its own even where its inner layer equals the decoder's: it has norms and a projection besides.
     """
-    inner = {id(site.layer) for site in compat.mtp_sites([model])}
-    signature, usable = compat.signature, compat.usable_modules
+    inner = {id(site.layer) for site in model_layers.mtp_sites([model])}
+    signature, usable = layer_kinds.signature, rules.usable_modules
 
     def own_signature(layer: torch.nn.Module) -> str:
         return f"mtp {signature(layer)}" if id(layer) in inner else signature(layer)
@@ -260,10 +260,10 @@ def _alone(model: torch.nn.Module, clock: Roofline) -> Iterator[None]:
 
     with (
         mock.patch.object(measure, "MAX_CHOICES", MAX_CHOICES),
-        mock.patch.object(compat, "usable_modules", worth_trying),
-        mock.patch.object(compat, "signature", own_signature),
+        mock.patch.object(rules, "usable_modules", worth_trying),
+        mock.patch.object(layer_kinds, "signature", own_signature),
         mock.patch.object(measure, "gathered", lambda mine: [mine]),
-        mock.patch.object(compat, "stage_groups", return_value=[]),
+        mock.patch.object(parallel, "stage_groups", return_value=[]),
         mock.patch.object(probe, "_now", clock.now_seconds),
     ):
         yield
@@ -281,13 +281,15 @@ class _Counted:
         self._buffer_bytes = 0
         several = job.size("pipeline") > 1
         self._embedding = _count(model.embedding)
-        self._head = _count(model.output_layer) + _count(compat.final_norm(model.decoder))
+        self._head = _count(model.output_layer) + _count(model_layers.final_norm(model.decoder))
         if several and not job.untie_embeddings_and_output_weights:
             self._head += self._embedding  # the last stage has a copy of the tied weights
-        mtp = [_count(site.mtp) for site in compat.mtp_sites([model])]
+        mtp = [_count(site.mtp) for site in model_layers.mtp_sites([model])]
         if several and mtp:
             mtp[0] += self._embedding  # as has the stage of the MTP depths
-        layers = [layer for site in compat.block_sites([model]) for layer in site.block.layers]
+        layers = [
+            layer for site in model_layers.block_sites([model]) for layer in site.block.layers
+        ]
         self._layers = {
             index: _count(layers[built_index])
             for built_index, sort in built.sort_of.items()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import model_facts, model_layers, parallel, stage_layout
 from megatron_autorecompute.errors import InfeasibleError, LostStepsError
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
@@ -108,11 +108,11 @@ class AutoTuner:
         job: JobFacts,
     ) -> None:
         self.chunks, self.optimizer, self.options, self.job = list(chunks), optimizer, options, job
-        self.config = compat.unwrapped(self.chunks[0]).config
+        self.config = model_layers.unwrapped(self.chunks[0]).config
         refuse_unmeasurable(self.config)
-        self.encoder_layers = compat.encoder_layers(self.chunks)
-        self.layout = compat.pipeline_layout(self.config, self.encoder_layers)
-        self.stage = compat.pipeline_rank()
+        self.encoder_layers = model_layers.encoder_layers(self.chunks)
+        self.layout = stage_layout.pipeline_layout(self.config, self.encoder_layers)
+        self.stage = parallel.pipeline_rank()
         self.steps = 0
         self.memory = StepMemory(self.chunks, optimizer, job.without_cuda, job.memory)
         self._guard: StepGuard | None = None
@@ -122,7 +122,7 @@ class AutoTuner:
             budget_bytes(options, available_bytes=None, fragmentation_bytes=0)
         self.fingerprint = self._fingerprint()
         self._store = PlanStore(options.recompute_plan_path, self.fingerprint, job.say)
-        num_layers = compat.num_policy_layers(self.config, self.encoder_layers)
+        num_layers = stage_layout.num_policy_layers(self.config, self.encoder_layers)
         nothing = RecomputePolicy.parse("none", num_layers=num_layers)
         self.applied = apply(nothing, self.chunks, holder="--recompute-policy auto")
         self.measurement = Measurement(self.chunks, self.applied)
@@ -214,11 +214,11 @@ class AutoTuner:
 
     def _profile(self) -> Profile:
         model = Model(
-            type(compat.unwrapped(self.chunks[0])).__name__,
+            type(model_layers.unwrapped(self.chunks[0])).__name__,
             self.encoder_layers + self.config.num_layers,
             int(self.config.mtp_num_layers or 0),
             self.encoder_layers,
-            facts=max(gathered(compat.model_facts(self.chunks)), key=len),
+            facts=max(gathered(model_facts.of_model(self.chunks)), key=len),
         )
         profile = self.measurement.profile(
             model,

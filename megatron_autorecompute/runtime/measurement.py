@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import layer_kinds, model_layers, parallel, rules
 from megatron_autorecompute.errors import ApplyError, PipelineError
 from megatron_autorecompute.planner.p2p_tensors import extra_tensors
 from megatron_autorecompute.planner.schedule import Schedule
@@ -152,18 +152,18 @@ class Kind:
 def kinds(chunks: Sequence[torch.nn.Module]) -> list[Kind]:
     """The kinds of layers in this rank's chunks."""
     members: dict[str, list[tuple[torch.nn.Module, int]]] = defaultdict(list)
-    depths = {id(site.layer) for site in compat.mtp_sites(chunks)}
-    for layer, index in compat.layers(chunks):
+    depths = {id(site.layer) for site in model_layers.mtp_sites(chunks)}
+    for layer, index in model_layers.numbered_layers(chunks):
         # A multi-token-prediction depth wraps a layer like the decoder's in more than the layer.
         depth = "mtp:" * (id(layer) in depths)
-        members[depth + compat.signature(layer)].append((layer, index))
+        members[depth + layer_kinds.signature(layer)].append((layer, index))
     return [
         Kind(
             signature,
-            "mtp" if signature.startswith("mtp:") else compat.kind_name(found[0][0]),
+            "mtp" if signature.startswith("mtp:") else layer_kinds.name(found[0][0]),
             tuple(index for _, index in found),
             choices(found[0][0]),
-            compat.has_experts(found[0][0]),
+            layer_kinds.has_experts(found[0][0]),
         )
         for signature, found in members.items()
     ]
@@ -175,7 +175,7 @@ def choices(layer: torch.nn.Module) -> tuple[LayerPolicy, ...]:
     Sets are left out that repeat what a larger module does anyway (`moe` reruns its experts'
     activation), and beyond `MAX_CHOICES` the largest sets.
     """
-    modules = compat.usable_modules(layer)
+    modules = rules.usable_modules(layer)
     sets = (
         combination
         for size in range(1, len(modules) + 1)
@@ -183,7 +183,7 @@ def choices(layer: torch.nn.Module) -> tuple[LayerPolicy, ...]:
         if not any(set(combination) & set(RERUN_WITH.get(name, ())) for name in combination)
     )
     selective = (LayerPolicy("selective", combination) for combination in sets)
-    full = [FULL] if compat.is_allowed(layer.config, FULL) else []
+    full = [FULL] if rules.is_allowed(layer.config, FULL) else []
     return (NONE, *full, *itertools.islice(selective, MAX_CHOICES - 1 - len(full)))
 
 
@@ -214,7 +214,7 @@ class Measurement:
         self._seen: SeenByKey = defaultdict(Seen)
         self._stages = {
             index: stage
-            for stage, there in gathered((compat.pipeline_rank(), self.kinds))
+            for stage, there in gathered((parallel.pipeline_rank(), self.kinds))
             for kind in there
             for index in kind.layers
         }
@@ -322,7 +322,7 @@ class Measurement:
             if len(set(layers)) < len(layers):
                 return f"layer {statistics.mode(layers)} runs more than once in one {one.phase}"
         try:
-            events = self._schedule(passes).events(compat.pipeline_rank())
+            events = self._schedule(passes).events(parallel.pipeline_rank())
         except PipelineError:  # no schedule has so many
             events = ()
         if [(one.phase, one.chunk) for one in passes] != [(e.direction, e.chunk) for e in events]:
@@ -383,7 +383,7 @@ class Measurement:
         """
         if place == "output":
             return False
-        model = compat.unwrapped(self.chunks[chunk])
+        model = model_layers.unwrapped(self.chunks[chunk])
         if place == "embedding":
             return bool(model.pre_process)
         return place != "head" or bool(model.post_process)  # "between" is with both blocks only
@@ -408,10 +408,10 @@ class Measurement:
 
     def _schedule(self, passes: Sequence[Pass]) -> Schedule:
         """Megatron's schedule of as many passes."""
-        config = compat.unwrapped(self.chunks[0]).config
+        config = model_layers.unwrapped(self.chunks[0]).config
         num_chunks = len(self.chunks)
         return Schedule(
-            compat.pipeline_size(),
+            parallel.pipeline_size(),
             num_chunks,
             len(passes) // (2 * num_chunks),
             config.microbatch_group_size_per_vp_stage if num_chunks > 1 else None,
@@ -420,10 +420,10 @@ class Measurement:
 
     def _extra_tensors(self, passes: Sequence[Pass]) -> Sequence[int]:
         """Boundary tensors at every pass that belong to no layer."""
-        config = compat.unwrapped(self.chunks[0]).config
+        config = model_layers.unwrapped(self.chunks[0]).config
         return extra_tensors(
             self._schedule(passes),
-            compat.pipeline_rank(),
+            parallel.pipeline_rank(),
             overlap_p2p=config.overlap_p2p_comm,
             deallocated=config.deallocate_pipeline_outputs,
         )
@@ -432,7 +432,7 @@ class Measurement:
         """What one microbatch in flight holds of a chunk, its output included where it is kept."""
         kept = not (
             self._exists(one.chunk, "head")
-            or compat.unwrapped(self.chunks[0]).config.deallocate_pipeline_outputs
+            or model_layers.unwrapped(self.chunks[0]).config.deallocate_pipeline_outputs
         )
         held = sum(_held_bytes(stretch) for stretch in self._existing(one))
         inputs = sum(size for place, size in one.kept.items() if self._exists(one.chunk, place))
@@ -462,11 +462,11 @@ class Measurement:
         by_rank = gathered(dict(self._seen))
         seen = _put_together(by_rank)
         stages: dict[int, StageRecord] = {}
-        for pipeline_rank, record in gathered((compat.pipeline_rank(), self._stage(static))):
+        for pipeline_rank, record in gathered((parallel.pipeline_rank(), self._stage(static))):
             known = stages.get(pipeline_rank, record)
             stages[pipeline_rank] = _larger(known, record)
         everywhere = _merged_kinds(gathered(self.kinds))
-        config = compat.unwrapped(self.chunks[0]).config
+        config = model_layers.unwrapped(self.chunks[0]).config
         embedding = seen["embedding", "none"].record("none", 0)
         if model.encoder_layers:
             between = seen["between", "none"].record("none", self.boundary_bytes)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import model_layers
 
 Place = int | Literal["embedding", "between", "head", "output"]
 """What lies between two boundaries: a layer (0-based global index), what comes before the first
@@ -127,7 +127,7 @@ class Probe:
         self.passes = [one for one in self.passes if one.phase == "backward" or one.backward]
 
     def _watch(self, number: int, chunk: torch.nn.Module) -> None:
-        model = compat.unwrapped(chunk)
+        model = model_layers.unwrapped(chunk)
 
         def model_begins(*_: Any) -> None:
             self._inputs.clear()
@@ -141,12 +141,12 @@ class Probe:
                 self._forward = None
 
         self._handles.append(model.register_forward_pre_hook(model_begins))
-        encoder_ends = (compat.encoder_layers([chunk]) - 1,)
-        for site in compat.block_sites([chunk]):
+        encoder_ends = (model_layers.encoder_layers([chunk]) - 1,)
+        for site in model_layers.block_sites([chunk]):
             for layer, index in zip(site.block.layers, site.layers, strict=True):
                 self._watch_layer(layer, index)
             self._watch_end(site.block, "between" if site.layers[-1:] == encoder_ends else "head")
-        for mtp in compat.mtp_sites([chunk]):
+        for mtp in model_layers.mtp_sites([chunk]):
             self._watch_layer(mtp.mtp, mtp.index)
             self._handles.append(mtp.mtp.register_forward_hook(self._after_mtp))
         self._handles.append(model.register_forward_hook(model_ends))
@@ -162,7 +162,7 @@ class Probe:
         self._handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
 
     def _watch_end(self, block: torch.nn.Module, place: Place) -> None:
-        norm = compat.final_norm(block)
+        norm = model_layers.final_norm(block)
         if norm is not None:
             hook = norm.register_forward_pre_hook(lambda _, args: self._boundary(place, args[0]))
         else:
