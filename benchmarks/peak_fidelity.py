@@ -29,7 +29,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import torch
 from rich.progress import track
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import versions
 from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.meta_step import (
     StepShape,
@@ -288,7 +288,7 @@ def write(found: Sequence[Point]) -> None:
     """Put the installed megatron-core's points into the file, and the table into the page."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     ran = {point.case for point in found}
-    version = compat.version().base_version
+    version = versions.installed().base_version
     before = results.get(version, {"points": []})["points"]
     data = [point for point in before if point["case"] not in ran]
     data += [asdict(point) | {"error": round(point.error, 6)} for point in found]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cases import Case, built
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import stage_layout
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
@@ -55,7 +55,7 @@ class Contest:
     def __init__(self, case: Case, tries: int = 3) -> None:
         self.case, self.tries = case, tries
         self.job = built(case)
-        self.num_layers = compat.num_policy_layers(self.job.config)
+        self.num_layers = stage_layout.num_policy_layers(self.job.config)
         self.layout = Layout.from_flags(case.shape.num_layers, 1)
         self.schedule = Schedule(1, 1, case.shape.num_microbatches)
         with self.job.strategy("megatron:uniform/1"):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import model_layers, rules, stage_layout
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.apply import apply
 
@@ -25,7 +25,7 @@ def pytest_configure() -> None:
     from megatron_autorecompute.runtime import config_field
 
     config_field.install()
-    for block_type in compat.constructed_types():
+    for block_type in model_layers.constructed_types():
         block_type.forward = _through_ours(block_type.forward)
 
 
@@ -37,12 +37,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def _through_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
-        own = compat.own_recompute(block.config)
+        own = rules.own_recompute(block.config)
         if own is None or not block.training:
             return original(block, *args, **kwargs)
         config = block.config
         policy = RecomputePolicy.parse(
-            own, num_layers=compat.num_policy_layers(config), layout=compat.layout(config)
+            own,
+            num_layers=stage_layout.num_policy_layers(config),
+            layout=stage_layout.counted_chunks(config),
         )
         counted["forwards"] += 1
         with _without_own(config), apply(policy, block, holder="through_ours"):

@@ -438,14 +438,16 @@ class _Contest:
 
     def _profile(self) -> Any:
         """Every choice measured: bytes in steps that read them, times in steps of their own."""
-        from megatron_autorecompute import compat
+        from megatron_autorecompute.compat import model_facts, stage_layout
         from megatron_autorecompute.profile import Model, Parallelism
         from megatron_autorecompute.runtime.apply import apply
         from megatron_autorecompute.runtime.measurement import Measurement
         from megatron_autorecompute.runtime.model_shard import ModelShard
 
         job, shape = self.job, self.settings.shape
-        leanest = RecomputePolicy.parse("full", num_layers=compat.num_policy_layers(job.config))
+        leanest = RecomputePolicy.parse(
+            "full", num_layers=stage_layout.num_policy_layers(job.config)
+        )
         with apply(leanest, job.chunks, holder="the comparison's measuring") as applied:
             measurement = Measurement(ModelShard(job.chunks), applied)
             for _ in measurement.policies():
@@ -458,7 +460,7 @@ class _Contest:
                     job.step()
             return measurement.profile(
                 Model(
-                    "GPT", shape.num_layers, facts=asdict(shape) | compat.model_facts(job.chunks)
+                    "GPT", shape.num_layers, facts=asdict(shape) | model_facts.of_model(job.chunks)
                 ),
                 Parallelism(
                     shape.micro_batch_size,

@@ -28,10 +28,16 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from packaging.version import Version
 
-from megatron_autorecompute import compat
 from megatron_autorecompute.compare.comparison import Shape
+from megatron_autorecompute.compat import (
+    layer_modules,
+    lost_step,
+    model_layers,
+    rules,
+    stage_layout,
+    versions,
+)
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.planner.megatron_strategies import RUNS_FOREVER, runs_forever
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
@@ -131,7 +137,7 @@ class TrainingJob:
             itertools.combinations(modules, size) for size in range(1, len(modules) + 1)
         )
         choices = (LayerPolicy("selective", chosen) for chosen in sets)
-        allowed = [choice for choice in choices if compat.is_allowed(self.config, choice)]
+        allowed = [choice for choice in choices if rules.is_allowed(self.config, choice)]
         return [
             "megatron:none",
             *(f"megatron:{choice}" for choice in allowed),
@@ -150,19 +156,19 @@ class TrainingJob:
         """What `recompute_modules` may name for this model: whatever some layer of it has."""
         mine = {
             name
-            for layer, _ in compat.layers(self.chunks)
-            for name in compat.runnable_modules(layer)
+            for layer, _ in model_layers.numbered_layers(self.chunks)
+            for name in rules.runnable_modules(layer)
         }
         return sorted(set().union(*gathered(mine)))
 
     def counted_settings(self) -> list[str]:
         """Every block/N and uniform/N that differs on the fullest stage and that Megatron can run.
 
-        Below core 0.17, `uniform` reads beyond the end of a chunk that is no multiple of N.
+        Some versions run `uniform` only where every chunk is a multiple of N.
         """
-        chunks = [len(chunk) for chunk in compat.layout(self.config)]
+        chunks = [len(chunk) for chunk in stage_layout.counted_chunks(self.config)]
         counts = range(1, max(chunks) + 1)
-        if compat.version() < Version("0.17.0"):
+        if versions.uniform_needs_whole_groups():
             counts = [n for n in counts if all(length % n == 0 for length in chunks)]
         blocks = [f"megatron:block/{n}" for n in range(1, max(chunks))]
         return blocks + [f"megatron:uniform/{n}" for n in counts]
@@ -171,8 +177,8 @@ class TrainingJob:
         """Policy text for this model, Megatron's named strategies included."""
         return RecomputePolicy.parse(
             text,
-            num_layers=compat.num_policy_layers(self.config),
-            layout=compat.layout(self.config),
+            num_layers=stage_layout.num_policy_layers(self.config),
+            layout=stage_layout.counted_chunks(self.config),
         )
 
     def peak_bytes(self) -> tuple[int, bool]:
@@ -196,7 +202,7 @@ class TrainingJob:
                 out_of_memory = True
             peak = memory.peak_bytes
         if out_of_memory:  # here what the step held is let go
-            compat.leave_interrupted_checkpoint()
+            lost_step.leave_interrupted_checkpoint()
             if self.on_cuda:
                 torch.cuda.empty_cache()
         return peak if self.on_cuda else peak + self.static().total_bytes, out_of_memory
@@ -219,21 +225,21 @@ class TrainingJob:
     def _megatron_strategy(self, text: str) -> Iterator[None]:
         name, _, count = text.removeprefix("megatron:").partition("/")
         policy = self.policy(text)
-        compat.check_allowed(self.config, policy)
+        rules.check_allowed(self.config, policy)
         if name in ("uniform", "block"):
             self.config.recompute_granularity = "full"
             self.config.recompute_method = name
             self.config.recompute_num_layers = int(count)
         else:
-            for layer, index in compat.layers(self.chunks):
-                compat.set_modules(layer, policy.layers[index].modules)
+            for layer, index in model_layers.numbered_layers(self.chunks):
+                layer_modules.set_modules(layer, policy.layers[index].modules)
         try:
             yield
         finally:
             self.config.recompute_granularity = None
             self.config.recompute_method = self.config.recompute_num_layers = None
-            for layer, _ in compat.layers(self.chunks):
-                compat.set_modules(layer, ())
+            for layer, _ in model_layers.numbered_layers(self.chunks):
+                layer_modules.set_modules(layer, ())
 
 
 def _config(shape: Shape, variant: Variant) -> TransformerConfig:

@@ -105,9 +105,9 @@ def native_fields(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
 
 def _chunks(config: Any) -> list[tuple[int, ...]]:
     """Decoder layers of every pipeline chunk; needs no finalised config."""
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import stage_layout
 
-    chunks = compat.pipeline_layout(config).chunk_layers()
+    chunks = stage_layout.pipeline_layout(config).chunk_layers()
     return [tuple(i for i in chunk if i < config.num_layers) for chunk in chunks]
 
 
@@ -134,7 +134,7 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
             recompute fields are set as well.
         OptionError: `auto` together with what it cannot measure.
     """
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import stage_layout
     from megatron_autorecompute.runtime import config_field
 
     config = _core_config(cfg.model)
@@ -147,7 +147,7 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
         return None
     config_field.refuse_plan_of_another_model(value, config)
     policy = RecomputePolicy.from_config(
-        value, num_layers=compat.num_policy_layers(config), layout=_chunks(config)
+        value, num_layers=stage_layout.num_policy_layers(config), layout=_chunks(config)
     )
     for choice in dict.fromkeys(policy.layers):
         _ask_bridge(cfg, choice)
@@ -206,10 +206,10 @@ def apply_hook(policy: RecomputePolicy) -> Callable[[list[Any]], list[Any]]:
     """
 
     def hook(chunks: list[Any]) -> list[Any]:
-        from megatron_autorecompute import compat
+        from megatron_autorecompute.compat import model_layers
         from megatron_autorecompute.runtime.apply import HOLDER_KEY, agree_on, apply
 
-        sites = compat.block_sites(chunks)
+        sites = model_layers.block_sites(chunks)
         if sites and all(HOLDER_KEY in vars(site.block) for site in sites):
             agree_on(policy, lambda: None)
         else:

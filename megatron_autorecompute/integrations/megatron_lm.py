@@ -154,24 +154,24 @@ def _encoder_layers(args: Namespace) -> int:
 def _keep_for_whole_model(model_config: Any, encoder_layers: int, text: str) -> None:
     """Check a policy for encoder and decoder; `train` applies it to the model once it is built."""
     global _for_whole_model
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import rules
     from megatron_autorecompute.runtime import config_field
 
     as_asked = copy.copy(model_config)
     as_asked.recompute_policy = text
     config_field.refuse_contradiction(as_asked)
-    compat.check_allowed(model_config, _whole_policy(text, model_config, encoder_layers))
+    rules.check_allowed(model_config, _whole_policy(text, model_config, encoder_layers))
     _for_whole_model = text
 
 
 def _whole_policy(text: str, model_config: Any, encoder_layers: int) -> Any:
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import stage_layout
     from megatron_autorecompute.policy import RecomputePolicy
 
     return RecomputePolicy.parse(
         text,
-        num_layers=compat.num_policy_layers(model_config, encoder_layers),
-        layout=compat.layout(model_config, encoder_layers),
+        num_layers=stage_layout.num_policy_layers(model_config, encoder_layers),
+        layout=stage_layout.counted_chunks(model_config, encoder_layers),
     )
 
 
@@ -260,35 +260,37 @@ def _check_all_given(args: Namespace, model: Sequence[Any]) -> None:
 
 def _given(args: Namespace, model: Sequence[Any]) -> str:
     """What this rank was given: nothing, auto, or a policy, by the digest of what it says."""
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import model_layers
     from megatron_autorecompute.runtime import config_field
 
-    model_config = compat.unwrapped(model[0]).config
+    model_config = model_layers.unwrapped(model[0]).config
     if args.recompute_policy == "auto":
         return "auto"
     policy = config_field.policy_of(model_config)
     if policy is None and _for_whole_model is not None:
-        policy = _whole_policy(_for_whole_model, model_config, compat.encoder_layers(model))
+        policy = _whole_policy(_for_whole_model, model_config, model_layers.encoder_layers(model))
     return "nothing" if policy is None else f"policy {policy.digest()}"
 
 
 def _check_blocks(model: Sequence[Any], policy: str) -> None:
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import model_layers, versions
 
-    types = compat.constructed_types()
+    types = model_layers.constructed_types()
     if not any(isinstance(module, types) for chunk in model for module in chunk.modules()):
         raise ApplyError(
             f"--recompute-policy {policy} was given, but no part of this model can run a policy: "
-            f"megatron-core {compat.version()} has layers of its own choice in "
-            f"{', '.join(kind.__name__ for kind in types)}. Leave the flag out for this model."
+            f"megatron-core {versions.installed()} has layers of its own choice in "
+            f"{', '.join(one.__name__ for one in types)}. Leave the flag out for this model."
         )
 
 
 def _apply_whole(model: Sequence[Any], text: str) -> None:
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import model_layers
     from megatron_autorecompute.runtime.apply import apply
 
-    policy = _whole_policy(text, compat.unwrapped(model[0]).config, compat.encoder_layers(model))
+    policy = _whole_policy(
+        text, model_layers.unwrapped(model[0]).config, model_layers.encoder_layers(model)
+    )
     apply(policy, model, holder=f"--recompute-policy {text}")
 
 
@@ -365,7 +367,7 @@ def with_runner(checkpointed_forward: Function) -> Function:
 
     For the patch only: without it `compat` does the same while a policy is in force.
     """
-    return _lazily(checkpointed_forward, "compat", "dispatching")
+    return _lazily(checkpointed_forward, "compat.seam", "dispatching")
 
 
 def _lazily(original: Function, module: str, around: str) -> Function:
@@ -443,10 +445,11 @@ def _skip_fused_kernels() -> None:
     Upstream: `_compile_dependencies` of megatron/training/initialize.py compiles
     megatron/legacy/fused_kernels through 0.16. Remove when 0.16 is dropped.
     """
-    from megatron.training import initialize
+    from megatron_autorecompute.compat import versions
 
-    if hasattr(initialize, "fused_kernels"):
-        initialize.fused_kernels.load = lambda args: None
+    kernels = versions.fused_kernels()
+    if kernels is not None:
+        kernels.load = lambda args: None
 
 
 def _keep_sent_outputs() -> None:
@@ -458,7 +461,7 @@ def _keep_sent_outputs() -> None:
     """
     from megatron.training import arguments
 
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import versions
 
     def keeping(config_from_args: Function) -> Function:
         def wrapper(*args: Any, **named: Any) -> Any:
@@ -468,7 +471,7 @@ def _keep_sent_outputs() -> None:
 
         return wrapper
 
-    if compat.version().release < (0, 18):
+    if versions.frees_outputs_being_sent():
         _decorate(arguments.core_transformer_config_from_args, keeping)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.transformer.moe import experts
 
+from megatron_autorecompute.compat import versions
 from megatron_autorecompute.meta import ops
 from megatron_autorecompute.patched import patched
 
@@ -527,12 +526,8 @@ class StandIns(BackendSpecProvider):  # type: ignore[misc]
         return None
 
     def grouped_mlp_modules(self, *_: Any) -> Any:
-        """Experts with grouped products: through 0.17 a pair, since then a builder."""
-        linears = {"linear_fc1": GroupedColumnLinear, "linear_fc2": GroupedRowLinear}
-        submodules = getattr(experts, "GroupedMLPSubmodules", None)
-        if submodules is None:
-            return experts.TEGroupedMLP, experts.MLPSubmodules(**linears)
-        return functools.partial(experts.TEGroupedMLP, submodules=submodules(**linears))
+        """Experts with grouped products."""
+        return versions.grouped_mlp(GroupedColumnLinear, GroupedRowLinear)
 
 
 def _rotate(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -595,8 +590,8 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "fused_apply_mla_rope_for_kv": _mla_kv,
         },
     )
-    if importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config"):  # since 0.19
-        resolver = module("transformer.mla_qk_norm_config")
+    resolver = versions.qk_norm_resolver()
+    if resolver is not None:
         yield resolver, {"get_backend": functools.partial(_backend, resolver.get_backend)}
     yield module("models.common.embeddings.rope_utils"), {"fused_apply_rotary_pos_emb": _rotate}
     yield (

@@ -501,7 +501,7 @@ class _Recorder:
 def _recorded(models: list[torch.nn.Module], live: LiveBytes) -> Iterator[None]:
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import model_layers
 
     recorder = _Recorder(models, live)
     with contextlib.ExitStack() as undo:
@@ -515,10 +515,10 @@ def _recorded(models: list[torch.nn.Module], live: LiveBytes) -> Iterator[None]:
         replace(schedules, "backward_step", recorder.backward_step)
         layers = [
             pair
-            for site in compat.block_sites(models)
+            for site in model_layers.block_sites(models)
             for pair in zip(site.block.layers, site.layers, strict=True)
         ]
-        layers += [(site.layer, site.index) for site in compat.mtp_sites(models)]
+        layers += [(site.layer, site.index) for site in model_layers.mtp_sites(models)]
         for layer, index in layers:
             for handle in recorder.watch(layer, index):
                 undo.callback(handle.remove)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
@@ -141,7 +141,7 @@ def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) 
         counted = _Counted(job, built)
         measured = _measured(job, built, counted, clock, progress)
         kinds = tuple(_kind(job, kind, built, counted) for kind in measured.kinds)
-        config = compat.config_facts(compat.unwrapped(built.model).config)
+        config = model_facts.of_config(model_layers.unwrapped(built.model).config)
     layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
     embedding, head = _sourced(measured.embedding), _sourced(measured.head)
     norm = measured.final_norm and _sourced(measured.final_norm)
@@ -245,7 +245,7 @@ def every_choice(layer: Any) -> Choices:
     """Every set of modules, since a step costs no device time; but for core_attn under fused
     attention, which would run the kernel again to save its log-sum-exp."""
     fused = isinstance(layer.self_attention.core_attention, Attention)
-    modules = [m for m in compat.usable_modules(layer) if not (fused and m == "core_attn")]
+    modules = [m for m in rules.usable_modules(layer) if not (fused and m == "core_attn")]
     return choices(layer, modules, MAX_CHOICES)
 
 
@@ -261,13 +261,15 @@ class _Counted:
         self._buffer_bytes = 0
         several = job.size("pipeline") > 1
         self._embedding = _count(model.embedding)
-        self._head = _count(model.output_layer) + _count(compat.final_norm(model.decoder))
+        self._head = _count(model.output_layer) + _count(model_layers.final_norm(model.decoder))
         if several and not job.untie_embeddings_and_output_weights:
             self._head += self._embedding  # the last stage has a copy of the tied weights
-        mtp = [_count(site.mtp) for site in compat.mtp_sites([model])]
+        mtp = [_count(site.mtp) for site in model_layers.mtp_sites([model])]
         if several and mtp:
             mtp[0] += self._embedding  # as has the stage of the MTP depths
-        layers = [layer for site in compat.block_sites([model]) for layer in site.block.layers]
+        layers = [
+            layer for site in model_layers.block_sites([model]) for layer in site.block.layers
+        ]
         self._layers = {
             index: _count(layers[built_index])
             for built_index, sort in built.sort_of.items()

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import model_facts
 from megatron_autorecompute.errors import ProfileError, VerificationError
 from megatron_autorecompute.meta.meta_step import StageStep, StepShape, build_gpt, stage_steps
 from megatron_autorecompute.planner.layout import Layout
@@ -202,7 +202,7 @@ def table(checks: Iterable[StageCheck]) -> Table:
 def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
     """The config of the plan's model and the function that builds one chunk of it."""
     facts = plan.profile.model.facts
-    lacking = [name for name in compat.MODEL_FACTS if name not in facts]
+    lacking = [name for name in model_facts.NAMES if name not in facts]
     if lacking:
         raise ProfileError(
             f"To verify a plan its model is built again, but the profile's model.facts lack "
@@ -215,7 +215,7 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
             "device only Megatron's local layers run, whose bytes are others. Verify on the "
             "device with --recompute-policy @PLAN, or profile with --transformer-impl local."
         )
-    config = compat.rebuilt_config(facts["transformer_config"], _pipeline_fields(plan))
+    config = model_facts.rebuilt_config(facts["transformer_config"], _pipeline_fields(plan))
     build = functools.partial(
         build_gpt,
         position_embedding_type=facts["position_embedding_type"],

@@ -406,8 +406,10 @@ def _share_storage(device: torch.device) -> Iterator[Patch]:
     stand-in copies, as 0.16 does; a running LiveBytes counts the bytes once, as a device has them.
     Remove when: Megatron shares storages without a compiler.
     """
+    from megatron_autorecompute.compat import versions
+
     random = _module("megatron.core.tensor_parallel.random")
-    if hasattr(random, "_get_share_storage"):
+    if versions.compiles_shared_storage():
         yield random, "_get_share_storage", lambda: share_storage
 
 
@@ -448,10 +450,12 @@ def _moe(device: torch.device) -> Iterator[Patch]:
     only what is on CUDA, and token_dispatcher imports it by name.
     Remove when: 0.16 is dropped; the conversion looks at as_numpy alone.
     """
+    from megatron_autorecompute.compat import versions
+
     utils = _module("megatron.core.transformer.moe.moe_utils")
     dispatcher = _module("megatron.core.transformer.moe.token_dispatcher")
-    if not hasattr(utils, "te_general_gemm"):
-        yield utils, "te_general_gemm", None
+    for owner, name in versions.unbound_te_names():
+        yield owner, name, None
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -480,14 +484,13 @@ def _kept_by_the_process(device: torch.device) -> Iterator[Patch]:
     to the model: a run finds those of the run before, on its device, for its number of layers.
     Remove when: Megatron keeps both with the model.
     """
+    from megatron_autorecompute.compat import versions
+
     utils = _module("megatron.core.transformer.moe.moe_utils")
     depths = _module("megatron.core.transformer.multi_token_prediction")
     yield utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None
     yield depths.MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0)
-    if hasattr(utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
-        yield utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}
-    else:
-        yield _module("megatron.core.transformer.moe.moe_logging"), "_MOE_METRICS_TRACKER", None
+    yield versions.auxiliary_loss_log()
 
 
 def _even_routing(device: torch.device) -> Iterator[Patch]:

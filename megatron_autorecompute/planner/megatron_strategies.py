@@ -1,7 +1,7 @@
 """A policy in Megatron's own recompute settings where they can say it, and what to paste.
 
 What is said in them needs no plugin to load. It knows neither torch nor Megatron: whether a choice
-is allowed for a model is asked elsewhere (`compat.check_allowed`).
+is allowed for a model is asked elsewhere (`compat.rules.check_allowed`).
 """
 
 from __future__ import annotations

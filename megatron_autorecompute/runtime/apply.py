@@ -17,7 +17,16 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import (
+    defects,
+    layer_kinds,
+    layer_modules,
+    model_layers,
+    parallel,
+    rules,
+    seam,
+    stage_layout,
+)
 from megatron_autorecompute.errors import ApplyError, AutorecomputeError, PolicyError
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy, Run
 
@@ -201,9 +210,9 @@ class _Sites:
     ) -> None:
         self.groups = groups
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-        self.blocks = compat.block_sites(chunks)
-        self.mtps = compat.mtp_sites(chunks)
-        self.encoder_layers = compat.encoder_layers(chunks)
+        self.blocks = model_layers.block_sites(chunks)
+        self.mtps = model_layers.mtp_sites(chunks)
+        self.encoder_layers = model_layers.encoder_layers(chunks)
         self.owners = [s.block for s in self.blocks] + [s.mtp for s in self.mtps]
         self.indices = [s.layers for s in self.blocks] + [(s.index,) for s in self.mtps]
         if not self.owners:
@@ -220,17 +229,17 @@ class _Sites:
                     f"{owner.__dict__[HOLDER_KEY].holder}: undo() it or switch() to the new one. "
                     "Where the model came with it, as a copy does, in_force(model) gives it."
                 )
-        num_layers = compat.num_policy_layers(self.configs[-1], self.encoder_layers)
+        num_layers = stage_layout.num_policy_layers(self.configs[-1], self.encoder_layers)
         policy.checked_length(num_layers, "The policy")
         for config in self.configs:
-            if compat.own_recompute(config) is not None:
+            if rules.own_recompute(config) is not None:
                 raise PolicyError(
                     "The model was built with Megatron's own recompute settings as well as a "
                     "policy: leave them out; the same thing as a policy is "
-                    f"{compat.own_recompute(config)!r}."
+                    f"{rules.own_recompute(config)!r}."
                 )
-            compat.check_allowed(config, policy)
-        compat.check_compiler(policy)
+            rules.check_allowed(config, policy)
+        rules.check_compiler(policy)
         for site in self.blocks:
             _check_groups(site, policy.chunk_runs(site.layers))
         for mtp in self.mtps:
@@ -272,7 +281,7 @@ class _Held:
         self.layers = layers
         self.indices = indices
         self.config = owner.config
-        places = [place for layer in layers for place in compat.settings(layer)]
+        places = [place for layer in layers for place in layer_modules.settings(layer)]
         self.before = [(place, name, getattr(place, name)) for place, name in places]
         self.hooks: list[Any] = []
 
@@ -280,7 +289,7 @@ class _Held:
         """Put the policy in force; nothing is, so far or any more."""
         self.policy = policy
         for layer, choice in self.choices():
-            compat.set_modules(layer, choice.modules)
+            layer_modules.set_modules(layer, choice.modules)
             if "mlp" in choice.modules:
                 self._let_bias_leave(layer)
             if choice.granularity == "full" or "moe" in choice.modules:
@@ -322,12 +331,12 @@ class _Held:
                 self.hooks.append(hook)
 
     def _let_bias_leave(self, layer: torch.nn.Module) -> None:
-        mlp = compat.bias_returned_by_mlp(layer)
+        mlp = defects.bias_returned_by_mlp(layer)
         if mlp is not None:
             self.hooks.append(mlp.register_forward_hook(_copy_bias))
 
     def _let_graph_go(self, layer: torch.nn.Module) -> None:
-        keepers = compat.graph_keepers(layer)
+        keepers = defects.graph_keepers(layer)
         if keepers:
             hook = functools.partial(_detach_after_backward, keepers)
             self.hooks.append(layer.mlp.router.register_forward_hook(hook))
@@ -342,14 +351,14 @@ class _HeldBlock(_Held):
             self.hooks.append(self.watch)
         runs = self.policy.chunk_runs(self.indices)
         if any(run.policy.granularity == "full" for run in runs):
-            if any(map(compat.attends_to_context, self.layers)):
+            if any(map(layer_kinds.attends_to_context, self.layers)):
                 runs = _layer_by_layer(runs)
             segments = tuple(_segment(self.config, run) for run in _without_modules(runs))
             owner.config = _full_config(self.config)
-            compat.redirect(owner, compat.Runner(_run_by_segments, segments))
+            seam.redirect(owner, seam.Runner(_run_by_segments, segments))
 
     def clear(self, owner: torch.nn.Module) -> None:
-        compat.restore(owner)
+        seam.restore(owner)
         super().clear(owner)
 
 
@@ -373,12 +382,12 @@ def _compare_before_training(block: torch.nn.Module, _: Any) -> None:
     if block.training and torch.is_grad_enabled():
         held = block.__dict__[HOLDER_KEY]
         held.compared.remove()
-        agree_on(held.policy, lambda: None, compat.groups_inside(block))
+        agree_on(held.policy, lambda: None, parallel.groups_inside(block))
 
 
-def _check_groups(site: compat.BlockSite, runs: Sequence[Run]) -> None:
+def _check_groups(site: model_layers.BlockSite, runs: Sequence[Run]) -> None:
     for run in runs:
-        if run.policy.group > 1 and compat.attends_to_context(site.block.layers[run.start]):
+        if run.policy.group > 1 and layer_kinds.attends_to_context(site.block.layers[run.start]):
             raise PolicyError(
                 f"{run.policy} from layer {site.layers[run.start]}, which attends to an encoder: "
                 "gradients of the encoder's output would add up in another order, so that results "
@@ -411,7 +420,7 @@ def _detach_after_backward(
     """Let `keepers` lose their graph when the gradient of the router's probabilities arrives.
 
     All that uses the probabilities has run by then, forward and backward, since Megatron runs the
-    whole backward of a layer before another microbatch's recompute. See `compat.graph_keepers`.
+    whole backward of a layer before another microbatch's recompute. See `defects.graph_keepers`.
     """
 
     def detach(_: torch.Tensor) -> None:
@@ -461,7 +470,7 @@ def _run_by_segments(
     **kwargs: Any,
 ) -> Any:
     """Megatron's checkpointed forward of a block, one run of equal layers after the other."""
-    megatron_forward = compat.checkpointed_forward(block)
+    megatron_forward = seam.checkpointed_forward(block)
     features: list[torch.Tensor] = []
     offset = kwargs.get("layer_offset", 0)
     block_layers = list(block.layers)
@@ -469,8 +478,8 @@ def _run_by_segments(
         layers: Any = block_layers[segment.start : segment.start + segment.count]
         if segment.recomputes:
             hidden_states = _with_gradient(hidden_states, layers)
-        elif compat.LayersWithPaddingMask.needed():
-            layers = compat.LayersWithPaddingMask(layers, kwargs.get("padding_mask"))
+        elif defects.LayersWithPaddingMask.needed():
+            layers = defects.LayersWithPaddingMask(layers, kwargs.get("padding_mask"))
         if "layer_offset" in kwargs:
             kwargs["layer_offset"] = offset + segment.start
         view = live_view(
@@ -546,7 +555,7 @@ def agree_on(policy: RecomputePolicy, check: Any, groups: Sequence[Any] | None =
         check()
     except AutorecomputeError as raised:
         error = raised
-    for group in compat.stage_groups() if groups is None else groups:
+    for group in parallel.stage_groups() if groups is None else groups:
         said: list[Any] = [None] * torch.distributed.get_world_size(group)
         mine = policy.digest() if error is None else f"refused: {error}"
         torch.distributed.all_gather_object(said, mine, group=group)

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import model_layers, rules, stage_layout, versions
 from megatron_autorecompute.errors import ApplyError, PolicyError
 from megatron_autorecompute.policy import GRAMMAR, RecomputePolicy
 from megatron_autorecompute.runtime.apply import apply_at_construction
@@ -58,7 +58,7 @@ def install() -> None:
     Raises:
         UnsupportedVersionError: a megatron-core whose sources are not known.
     """
-    compat.version()
+    versions.installed()
     if FIELD in {field.name for field in dataclasses.fields(TransformerConfig)}:
         return  # installed before, or in the sources by our patch
     try:
@@ -66,7 +66,7 @@ def install() -> None:
         for subclass in _subclasses(TransformerConfig):
             _remake(subclass)
         _wrap(TransformerConfig, "__post_init__", checked_post_init)
-        for block_type in compat.constructed_types():
+        for block_type in model_layers.constructed_types():
             _wrap(block_type, "__init__", applying_init)
     except BaseException:
         uninstall()
@@ -94,7 +94,9 @@ def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
         return None
     refuse_plan_of_another_model(value, config)
     return RecomputePolicy.from_config(
-        value, num_layers=compat.num_policy_layers(config), layout=compat.layout(config)
+        value,
+        num_layers=stage_layout.num_policy_layers(config),
+        layout=stage_layout.counted_chunks(config),
     )
 
 
@@ -217,14 +219,14 @@ def checked_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
         original(self)
         policy = policy_of(self)
         if policy is not None:
-            compat.check_allowed(as_given, policy)
+            rules.check_allowed(as_given, policy)
 
     return __post_init__
 
 
 def refuse_contradiction(config: TransformerConfig) -> None:
     """Raise PolicyError, with the translation, where Megatron's own recompute is set as well."""
-    own = compat.own_recompute(config)
+    own = rules.own_recompute(config)
     method = config.recompute_method or config.recompute_num_layers
     if own is None and method is None:
         return

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.errors import InfeasibleError, LostStepsError
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
@@ -119,7 +119,7 @@ class AutoTuner:
         job: JobFacts,
     ) -> None:
         self.chunks, self.optimizer, self.options, self.job = list(chunks), optimizer, options, job
-        refuse_unmeasurable(compat.unwrapped(self.chunks[0]).config)
+        refuse_unmeasurable(model_layers.unwrapped(self.chunks[0]).config)
         self.shard = ModelShard(self.chunks)
         self.stage, self.layout = self.shard.stage, self.shard.layout
         self.steps = 0

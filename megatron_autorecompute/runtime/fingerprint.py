@@ -21,7 +21,8 @@ from typing import Any
 import megatron.core
 import torch
 
-from megatron_autorecompute import __version__, compat
+from megatron_autorecompute import __version__
+from megatron_autorecompute.compat import layer_kinds, model_layers
 from megatron_autorecompute.planner.layout import Chunk, Layout
 from megatron_autorecompute.runtime.ranks import gathered
 
@@ -66,7 +67,7 @@ def fingerprint(
         layout: layers of all stages and chunks.
         given: what else matters: shapes of a microbatch, the device.
     """
-    first = compat.unwrapped(chunks[0])
+    first = model_layers.unwrapped(chunks[0])
     mine = {
         **_fields(first.config),
         **_fields(getattr(chunks[0], "ddp_config", None), "ddp."),
@@ -187,7 +188,7 @@ def _optimizers(optimizer: Any) -> list[str]:
 def _modules(chunks: Sequence[torch.nn.Module]) -> list[str]:
     """Structure and shapes of all chunks of all ranks, and which parameters are trained."""
     mine = {
-        f"{compat.signature(compat.unwrapped(chunk))} "
+        f"{layer_kinds.signature(model_layers.unwrapped(chunk))} "
         + " ".join(name for name, one in chunk.named_parameters() if not one.requires_grad)
         for chunk in chunks
     }

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.errors import ApplyError, PipelineError
 from megatron_autorecompute.planner.p2p_tensors import extra_tensors
 from megatron_autorecompute.planner.schedule import Schedule
@@ -164,7 +164,7 @@ class Measurement:
     def __init__(
         self, shard: ModelShard, applied: AppliedPolicy, clock: Clock = DEVICE_CLOCK
     ) -> None:
-        if compat.repeats_depths(shard.config):
+        if model_layers.repeats_depths(shard.config):
             raise ApplyError(
                 f"mtp_use_repeated_layer with mtp_num_layers={shard.config.mtp_num_layers}: one "
                 "layer runs for all depths, and what each of them costs cannot be told apart. Give "
@@ -179,7 +179,7 @@ class Measurement:
         self.optimizer_step_peak_bytes = 0
         self.overhead = ScheduleOverhead(0, 0)
         self._seen: SeenByKey = defaultdict(Seen)
-        self._depths = {site.index for site in compat.mtp_sites(shard.chunks)}
+        self._depths = {site.index for site in model_layers.mtp_sites(shard.chunks)}
 
     def policies(
         self,

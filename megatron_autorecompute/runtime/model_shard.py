@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import (
+    layer_kinds,
+    model_facts,
+    model_layers,
+    parallel,
+    rules,
+    stage_layout,
+)
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
@@ -41,24 +48,24 @@ def kinds(
 ) -> list[Kind]:
     """The kinds of layers in a rank's chunks, and what `choices_of` gives for a layer of each."""
     members: dict[str, list[tuple[torch.nn.Module, int]]] = defaultdict(list)
-    depths = {site.index: _depth_name(site) for site in compat.mtp_sites(chunks)}
-    for layer, index in compat.layers(chunks):
+    depths = {site.index: _depth_name(site) for site in model_layers.mtp_sites(chunks)}
+    for layer, index in model_layers.numbered_layers(chunks):
         # A multi-token-prediction depth wraps a layer like the decoder's in more than the layer,
         # and each meets other gradients on its way back: those of the depths that it feeds.
-        members[depths.get(index, "") + compat.signature(layer)].append((layer, index))
+        members[depths.get(index, "") + layer_kinds.signature(layer)].append((layer, index))
     return [
         Kind(
             signature,
-            depths.get(found[0][1]) or compat.kind_name(found[0][0]),
+            depths.get(found[0][1]) or layer_kinds.name(found[0][0]),
             tuple(index for _, index in found),
             choices_of(found[0][0]),
-            compat.has_experts(found[0][0]),
+            layer_kinds.has_experts(found[0][0]),
         )
         for signature, found in members.items()
     ]
 
 
-def _depth_name(site: compat.MtpSite) -> str:
+def _depth_name(site: model_layers.MtpSite) -> str:
     config: Any = site.mtp.config
     several = config.mtp_num_layers > 1
     return f"mtp-{site.index - config.num_layers}" if several else "mtp"
@@ -77,7 +84,7 @@ def choices(
         modules: those to make sets of; default all that are usable on the layer.
         most: how many choices there may be, `none` and `full` included.
     """
-    modules = compat.usable_modules(layer) if modules is None else modules
+    modules = rules.usable_modules(layer) if modules is None else modules
     sets = (
         combination
         for size in range(1, len(modules) + 1)
@@ -85,7 +92,7 @@ def choices(
         if not any(set(combination) & set(RERUN_WITH.get(name, ())) for name in combination)
     )
     selective = (LayerPolicy("selective", combination) for combination in sets)
-    full = [FULL] if compat.is_allowed(layer.config, FULL) else []
+    full = [FULL] if rules.is_allowed(layer.config, FULL) else []
     return (NONE, *full, *itertools.islice(selective, most - 1 - len(full)))
 
 
@@ -124,11 +131,11 @@ class ModelShard:
         choices_of: Callable[[torch.nn.Module], Choices] = choices,
     ) -> None:
         self.chunks = list(chunks)
-        self.config = compat.unwrapped(self.chunks[0]).config
-        self.encoder_layers = compat.encoder_layers(self.chunks)
-        self.num_layers = compat.num_policy_layers(self.config, self.encoder_layers)
+        self.config = model_layers.unwrapped(self.chunks[0]).config
+        self.encoder_layers = model_layers.encoder_layers(self.chunks)
+        self.num_layers = stage_layout.num_policy_layers(self.config, self.encoder_layers)
         """Layers that a policy covers: of the whole model, with an encoder's and depths of MTP."""
-        self.stage = compat.pipeline_rank()
+        self.stage = parallel.pipeline_rank()
         self.gathered = gathered
         self.own_kinds = kinds(self.chunks, choices_of)
         by_rank = gathered((self.stage, self.own_kinds))
@@ -144,13 +151,13 @@ class ModelShard:
     @cached_property
     def layout(self) -> Layout:
         """Which layers every stage's chunks have."""
-        return compat.pipeline_layout(self.config, self.encoder_layers)
+        return stage_layout.pipeline_layout(self.config, self.encoder_layers)
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Megatron's schedule of a step of so many microbatches."""
         several = len(self.chunks) > 1
         return Schedule(
-            compat.pipeline_size(),
+            parallel.pipeline_size(),
             len(self.chunks),
             num_microbatches,
             self.config.microbatch_group_size_per_vp_stage if several else None,
@@ -160,11 +167,11 @@ class ModelShard:
     def model(self) -> Model:
         """What a profile says of the whole model."""
         return Model(
-            type(compat.unwrapped(self.chunks[0])).__name__,
+            type(model_layers.unwrapped(self.chunks[0])).__name__,
             self.encoder_layers + self.config.num_layers,
             int(self.config.mtp_num_layers or 0),
             self.encoder_layers,
-            facts=max(self.gathered(compat.model_facts(self.chunks)), key=len),
+            facts=max(self.gathered(model_facts.of_model(self.chunks)), key=len),
         )
 
     def leanest(self) -> RecomputePolicy:
@@ -184,7 +191,7 @@ class ModelShard:
         """
         if place == "output":
             return False
-        model: Any = compat.unwrapped(self.chunks[chunk])
+        model: Any = model_layers.unwrapped(self.chunks[chunk])
         if place == "embedding":
             return bool(model.pre_process)
         # "between" is with both blocks only, "final_norm" where that is.

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import lost_step, model_layers
 from megatron_autorecompute.runtime.bucket_syncs import BucketSyncs
 from megatron_autorecompute.runtime.collectives import Meetings
 from megatron_autorecompute.runtime.ranks import most
@@ -65,7 +65,9 @@ class StepGuard:
         self._config = getattr(chunks[0], "config", None)
         self._inside = self._failed = self._agreed = self._knows = False
         self._meetings = Meetings()
-        self._why_not = compat.why_no_stand_in(self._config) if self._config is not None else None
+        self._why_not = (
+            lost_step.why_no_stand_in(self._config) if self._config is not None else None
+        )
         self._buffers = _MovingBuffers(chunks)
         self._loss_groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._syncs = [BucketSyncs(chunk, self._meetings.elsewhere) for chunk in chunks]
@@ -122,12 +124,12 @@ class StepGuard:
 
     def _fail(self) -> None:
         self._failed = True
-        compat.leave_interrupted_checkpoint()
+        lost_step.leave_interrupted_checkpoint()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _guarded_forward(self, number: int, original: Callable[..., Any]) -> Callable[..., Any]:
-        model = compat.unwrapped(self._chunks[number])
+        model = model_layers.unwrapped(self._chunks[number])
         block = getattr(model, "decoder", None)
 
         def forward(*args: Any, **named: Any) -> Any:
@@ -188,7 +190,7 @@ class StepGuard:
                 finally:
                     self._meetings.inside = False
                 self._fail()
-                compat.stop_interrupted_timer(self._config)
+                lost_step.stop_interrupted_timer(self._config)
             self._syncs[getattr(_first(output_tensor), _CHUNK, 0)].reduce_owed()
             return _zeros_like(input_tensor)
 
@@ -213,7 +215,7 @@ class StepGuard:
         """What the first step has shown, when all its passes are done."""
         self._knows = True
         self._buffers.find_moved()
-        self._loss_groups = compat.loss_groups()
+        self._loss_groups = lost_step.loss_groups()
         if self._meetings.found and self._why_not is None:
             self._why_not = f"ranks meet inside layers: {', '.join(self._meetings.found)}"
 
@@ -251,7 +253,7 @@ class StepGuard:
                 chunk.zero_grad_buffer()
         self._buffers.put_back()
         if self._config is not None:
-            compat.forget_lost_step(self._config, self._chunks)
+            lost_step.forget_lost_step(self._config, self._chunks)
         for tracker, groups in self._loss_groups:
             tracker.update({name: group for name, group in groups.items() if group is not None})
 
@@ -273,8 +275,8 @@ class _Output:
         if sizes == self.sizes:
             return zeros
         if isinstance(zeros, torch.Tensor):
-            usual = compat.output_shape(model, *self.sizes, zeros.shape)
-            shape = compat.output_shape(model, *sizes, zeros.shape)
+            usual = lost_step.output_shape(model, *self.sizes, zeros.shape)
+            shape = lost_step.output_shape(model, *sizes, zeros.shape)
             if usual == zeros.shape and shape is not None:
                 return zeros.new_zeros(shape, requires_grad=zeros.requires_grad)
         return None

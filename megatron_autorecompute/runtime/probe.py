@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.runtime.temporary import TemporaryHook
 
 Place = int | Literal["embedding", "between", "final_norm", "head", "output"]
@@ -169,7 +169,7 @@ class Probe:
         self.passes = [one for one in self.passes if one.phase == "backward" or one.backward]
 
     def _watch(self, number: int, chunk: torch.nn.Module) -> None:
-        model = compat.unwrapped(chunk)
+        model = model_layers.unwrapped(chunk)
 
         def model_begins(*_: Any) -> None:
             self._inputs.clear()
@@ -183,13 +183,13 @@ class Probe:
                 self._forward = None
 
         self._call(model.register_forward_pre_hook, model_begins)
-        encoder_ends = (compat.encoder_layers([chunk]) - 1,)
-        depths = compat.mtp_sites([chunk])
-        for site in compat.block_sites([chunk]):
+        encoder_ends = (model_layers.encoder_layers([chunk]) - 1,)
+        depths = model_layers.mtp_sites([chunk])
+        for site in model_layers.block_sites([chunk]):
             for layer, index in zip(site.block.layers, site.layers, strict=True):
                 self._watch_layer(layer, index)
             if site.block.config.mtp_num_layers:
-                self._watch_input(compat.final_norm(site.block), "final_norm")
+                self._watch_input(model_layers.final_norm(site.block), "final_norm")
                 self._watch_output(depths[-1].mtp if depths else site.block, "head")
             else:
                 ends: Place = "between" if site.layers[-1:] == encoder_ends else "head"
@@ -209,7 +209,7 @@ class Probe:
         self._call(layer.register_forward_pre_hook, begins, with_kwargs=True)
 
     def _watch_end(self, block: torch.nn.Module, place: Place) -> None:
-        norm = compat.final_norm(block)
+        norm = model_layers.final_norm(block)
         if norm is not None:
             self._watch_input(norm, place)
         else:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import model_layers, parallel
 from megatron_autorecompute.profile import StaticBytes
 
 
@@ -24,7 +24,7 @@ def tensors(chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[torch.Ten
         _parameters(chunks)
         + _gradients(chunks)
         + _optimizer_state(optimizer)
-        + compat.global_buffers(),
+        + parallel.global_buffers(),
     )
 
 
@@ -41,7 +41,7 @@ def static_bytes(chunks: Sequence[torch.nn.Module], optimizer: Any) -> StaticByt
         parameter_bytes=parameter_bytes,
         gradient_bytes=gradient_bytes,
         optimizer_state_bytes=everything - parameter_bytes - gradient_bytes,
-        buffer_bytes=_size_bytes(_on_device(chunks, compat.global_buffers())),
+        buffer_bytes=_size_bytes(_on_device(chunks, parallel.global_buffers())),
     )
 
 
@@ -57,7 +57,7 @@ def _parameters(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for chunk in chunks:
         found += chunk.parameters()
-        found += compat.unwrapped(chunk).buffers()
+        found += model_layers.unwrapped(chunk).buffers()
     return found
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.errors import ApplyError, PolicyError
 from megatron_autorecompute.integrations import megatron_bridge
 from megatron_autorecompute.policy import RecomputePolicy
@@ -75,7 +75,7 @@ def test_a_policy_in_a_recipe_gives_the_same_bits_and_runs(cfg):
 
 def count_layer_calls(chunks):
     calls = {}
-    for layer, index in compat.layers(chunks):
+    for layer, index in model_layers.numbered_layers(chunks):
         calls[index] = 0
 
         def count(*_, index=index):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import stage_layout
 from megatron_autorecompute.integrations import megatron_bridge
 from tests.bridge import recipes
 from tests.bridge.test_model import built, gradients, same_bits
@@ -79,7 +79,7 @@ def test_every_example_asks_for_auto_and_for_nothing_of_megatrons_own(example, n
     assert cfg.model.recompute_policy == "auto"
     assert {getattr(cfg.model, field) for field in megatron_bridge.NATIVE} == {None}
     assert megatron_bridge.resolve(cfg) is None
-    assert compat.num_policy_layers(cfg.model) == LAYERS[name]
+    assert stage_layout.num_policy_layers(cfg.model) == LAYERS[name]
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -100,7 +100,7 @@ def test_every_example_takes_a_policy_by_override_and_keeps_it_in_yaml(example, 
 
 def test_the_stages_of_the_deepseek_example_hold_all_of_its_layers(example):
     model = example("deepseek_v3").model
-    layout = compat.pipeline_layout(model)
+    layout = stage_layout.pipeline_layout(model)
     assert (layout.num_stages, layout.num_chunks) == (8, 4)
     assert layout.chunk_layers()[-1] == (61,)  # the prediction depth is alone on the last chunk
 

@@ -20,7 +20,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import rules
 
     on_cuda = torch.cuda.is_available()
     reasons = {
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items):
         if on_cuda and util.find_spec("transformer_engine")
         else "no Transformer Engine on CUDA",
         "requires_fla": None
-        if on_cuda and util.find_spec("fla") and "gdn_norm_out" in compat.allowed_modules()
+        if on_cuda and util.find_spec("fla") and "gdn_norm_out" in rules.allowed_modules()
         else "no flash-linear-attention on CUDA, or megatron-core below 0.19",
     }
     for item in items:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cases import DENSE, DENSE_TE, MLA, MOE, Case, built
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import model_layers
 
 STEPS = 2
 
@@ -87,7 +87,7 @@ def trained(case: Case, policy: str) -> Run:
     job = built(case)
     with job.strategy(policy):
         losses = [job.step() for _ in range(STEPS)]
-    named = dict(compat.unwrapped(job.chunks[0]).named_parameters())
+    named = dict(model_layers.unwrapped(job.chunks[0]).named_parameters())
     return Run(
         losses,
         {name: parameter.main_grad.clone() for name, parameter in named.items()},

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.contest import Contest
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import layer_modules, model_layers
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.static_memory import tensors
 from tests.gpu.models import LOCAL, TE
@@ -48,9 +48,10 @@ def test_core_attn_is_found_inert_under_fused_attention():
 @pytest.mark.requires_te
 def test_layernorm_fused_into_the_linear_has_no_flag():
     contest = Contest(TE["TE dense"]())
-    assert [compat.flags(layer, "layernorm") for layer, _ in compat.layers(contest.job.chunks)] == [
-        []
-    ] * 4
+    assert [
+        layer_modules.flags(layer, "layernorm")
+        for layer, _ in model_layers.numbered_layers(contest.job.chunks)
+    ] == [[]] * 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -6,7 +6,7 @@ from importlib import util
 
 import pytest
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import stage_layout
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.measurement import kinds
 from tests.gpu.models import LOCAL, TE, gated_delta_net, small, trained
@@ -26,7 +26,7 @@ def policies(case, mixes=6):
     job = built(case)
     found = kinds(job.chunks)
     choices = [c for c in found[0].choices if all(c in kind.choices for kind in found)]
-    num_layers = compat.num_policy_layers(job.config)
+    num_layers = stage_layout.num_policy_layers(job.config)
     uniform = [RecomputePolicy((choice,) * num_layers) for choice in choices]
     chance = random.Random(1)
     mixed = [

@@ -148,7 +148,7 @@ def test_a_megatron_strategy_runs_the_same_operations_and_holds_the_same_bytes(n
     if name == "megatron:uniform/3" and not is_core(17):
         pytest.skip("before 0.17 Megatron's own uniform/3 of 4 layers is an IndexError")
     # Without what we mend: docs/decisions/router-graph.md.
-    monkeypatch.setattr("megatron_autorecompute.compat.graph_keepers", lambda layer: [])
+    monkeypatch.setattr("megatron_autorecompute.compat.defects.graph_keepers", lambda layer: [])
     kind, fields = STRATEGIES[name]
     model = SHARED_EXPERTS if kind == "moe" else {}
     text = name.removesuffix(" of MoE")
@@ -202,7 +202,7 @@ def test_a_recomputed_moe_layer_lets_its_input_and_its_gradient_go(text, dispatc
             return live_bytes_of_a_step(model).current_bytes
 
     mended = kept_bytes()
-    monkeypatch.setattr("megatron_autorecompute.compat.graph_keepers", lambda layer: [])
+    monkeypatch.setattr("megatron_autorecompute.compat.defects.graph_keepers", lambda layer: [])
     checkpoints = 2 if text == "full/2" else 4
     assert kept_bytes() - mended == checkpoints * 2 * BOUNDARY_BYTES
 
@@ -216,12 +216,12 @@ def test_recomputed_moe_layers_have_a_lower_peak_than_on_megatrons_own_path():
 
 
 def test_no_graph_is_let_go_where_other_microbatches_run_in_between():
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import defects
 
     layer = tiny_gpt(tiny_config("moe"))[0].decoder.layers[0]
-    assert compat.graph_keepers(layer) == [layer.mlp.token_dispatcher]
+    assert defects.graph_keepers(layer) == [layer.mlp.token_dispatcher]
     layer.config.overlap_moe_expert_parallel_comm = True
-    assert compat.graph_keepers(layer) == []
+    assert defects.graph_keepers(layer) == []
 
 
 # -------------------------------------------------------- the flags Megatron's constructors set
@@ -238,15 +238,15 @@ def plain_attributes(layer):
 
 
 def assert_flags_as_megatron_sets_them(build, modules):
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import layer_modules
 
     switched = build()
     for module in modules:
         built = build(**selective(module))
         for ours, theirs in zip(switched.decoder.layers, built.decoder.layers, strict=True):
-            compat.set_modules(ours, (module,))
+            layer_modules.set_modules(ours, (module,))
             assert plain_attributes(ours) == plain_attributes(theirs), module
-            compat.set_modules(ours, ())
+            layer_modules.set_modules(ours, ())
     for ours, plain in zip(switched.decoder.layers, build().decoder.layers, strict=True):
         assert plain_attributes(ours) == plain_attributes(plain)
 
@@ -274,9 +274,9 @@ def test_flags_equal_those_of_megatrons_constructors(name):
 
 
 def test_every_module_that_megatron_allows_has_a_flag():
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import layer_modules, rules
 
-    assert set(compat.allowed_modules()) <= set(compat.MODULE_FLAGS)
+    assert set(rules.allowed_modules()) <= set(layer_modules.MODULE_FLAGS)
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
-from megatron_autorecompute import compat
 from megatron_autorecompute.cli import main as verify
 from megatron_autorecompute.compare.comparison import Comparison, Shape
 from megatron_autorecompute.compare.run import main, parse
+from megatron_autorecompute.compat import lost_step, model_layers
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.planner.plan import Plan
 
@@ -233,7 +233,7 @@ class RunsOut:
 @pytest.mark.parametrize("when", [1, 2])
 def test_a_strategy_that_runs_out_of_memory_is_a_row_and_the_next_one_runs(when):
     job, untouched = small_job(), small_job()
-    runs_out = RunsOut(compat.layers(job.chunks)[1][0], when)
+    runs_out = RunsOut(model_layers.numbered_layers(job.chunks)[1][0], when)
     with job.strategy("megatron:uniform/1"):
         assert job.peak_bytes()[1]
     assert not megatron_random.is_checkpointing()
@@ -253,7 +253,7 @@ def peak_under(policy, job):
 def test_out_of_memory_on_one_of_two_stages_says_what_to_give():
     job = small_job()
     job.shape = replace(job.shape, pipeline_stages=2)
-    RunsOut(compat.layers(job.chunks)[1][0], when=2)
+    RunsOut(model_layers.numbered_layers(job.chunks)[1][0], when=2)
     with (
         job.strategy("megatron:uniform/1"),
         pytest.raises(
@@ -261,7 +261,7 @@ def test_out_of_memory_on_one_of_two_stages_says_what_to_give():
         ),
     ):
         job.peak_bytes()
-    compat.leave_interrupted_checkpoint()
+    lost_step.leave_interrupted_checkpoint()
 
 
 @pytest.mark.any_version

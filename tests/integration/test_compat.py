@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import layer_modules, rules, stage_layout, versions
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.policy import RecomputePolicy
 
@@ -10,9 +10,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_every_module_that_megatron_allows_has_its_flags():
-    unknown = set(compat.allowed_modules()) - set(compat.MODULE_FLAGS)
+    unknown = set(rules.allowed_modules()) - set(layer_modules.MODULE_FLAGS)
     assert not unknown
-    assert ("gdn_norm_out" in compat.allowed_modules()) == (compat.version().minor >= 19)
+    assert ("gdn_norm_out" in rules.allowed_modules()) == (versions.installed().minor >= 19)
 
 
 def test_a_policy_counts_in_the_chunks_of_the_configs_layout():
@@ -25,8 +25,10 @@ def test_a_policy_counts_in_the_chunks_of_the_configs_layout():
         pipeline_model_parallel_layout="Et|t*2|t|t*2L",
         mtp_num_layers=None,
     )
-    assert compat.layout(config) == [[0], [1, 2], [3], [4, 5]]
-    policy = RecomputePolicy.parse("megatron:block/1", num_layers=6, layout=compat.layout(config))
+    assert stage_layout.counted_chunks(config) == [[0], [1, 2], [3], [4, 5]]
+    policy = RecomputePolicy.parse(
+        "megatron:block/1", num_layers=6, layout=stage_layout.counted_chunks(config)
+    )
     assert policy.format() == "full*2,none*1,full*2,none*1"
 
 
@@ -43,8 +45,8 @@ def test_without_a_compiler_the_modules_that_need_one_are_refused(monkeypatch):
     monkeypatch.setenv("PATH", "")
     needs = RecomputePolicy.parse("selective[layernorm]", num_layers=1)
     with pytest.raises(MachineError, match=r"layernorm .* compiles .* g\+\+ and ninja cannot be"):
-        compat.check_compiler(needs)
-    compat.check_compiler(RecomputePolicy.parse("selective[core_attn]", num_layers=1))
+        rules.check_compiler(needs)
+    rules.check_compiler(RecomputePolicy.parse("selective[core_attn]", num_layers=1))
 
 
 def test_without_transformer_engine_the_modules_that_need_it_are_refused(monkeypatch):
@@ -52,5 +54,5 @@ def test_without_transformer_engine_the_modules_that_need_it_are_refused(monkeyp
 
     monkeypatch.delattr(random, "FP8GlobalStateManager")
     with pytest.raises(MachineError, match=r"Recomputing layernorm .* needs Transformer Engine"):
-        compat.check_compiler(RecomputePolicy.parse("selective[layernorm]", num_layers=1))
-    compat.check_compiler(RecomputePolicy.parse("selective[core_attn+mlp]", num_layers=1))
+        rules.check_compiler(RecomputePolicy.parse("selective[layernorm]", num_layers=1))
+    rules.check_compiler(RecomputePolicy.parse("selective[core_attn+mlp]", num_layers=1))

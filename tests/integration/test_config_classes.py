@@ -185,7 +185,7 @@ def test_a_class_takes_the_field_as_if_it_had_been_there_when_the_class_was_made
 def test_rules_are_asked_of_a_class_with_a_post_init_of_its_own_without_running_that_again():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import rules
     from megatron_autorecompute.policy import RecomputePolicy
     from megatron_autorecompute.runtime import config_field as config
 
@@ -202,7 +202,7 @@ def test_rules_are_asked_of_a_class_with_a_post_init_of_its_own_without_running_
     try:
         scaled = Scaled(**SIZES, scale=3, recompute_policy="full*5")
         assert (scaled.hidden_size, scaled.num_layers) == (192, 5)
-        compat.check_allowed(scaled, RecomputePolicy.parse("full", num_layers=5))
+        rules.check_allowed(scaled, RecomputePolicy.parse("full", num_layers=5))
         with pytest.raises(PolicyError, match=r"refuses .* only supported with moe_grouped_gemm"):
             Scaled(**SIZES, scale=3, recompute_policy="selective[moe_act]")
     finally:

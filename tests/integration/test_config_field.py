@@ -249,10 +249,10 @@ def test_what_is_no_policy_for_this_model_is_refused_at_construction(field, valu
 
 
 def test_a_plan_of_another_model_with_as_many_layers_is_refused_naming_the_sizes(field, tmp_path):
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import model_facts
 
     plan = {"recompute_policy": ["full"] * 4, "profile": {"model": {"name": "GPTModel"}}}
-    facts = {"transformer_config": compat.config_facts(tiny_config())}
+    facts = {"transformer_config": model_facts.of_config(tiny_config())}
     plan["profile"]["model"]["facts"] = facts
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))

@@ -74,10 +74,10 @@ def job(distributed=False, **fields):
 
 
 def described(chunks, optimizer, layout=None):
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import model_layers, stage_layout
     from megatron_autorecompute.runtime.fingerprint import fingerprint
 
-    layout = layout or compat.pipeline_layout(compat.unwrapped(chunks[0]).config)
+    layout = layout or stage_layout.pipeline_layout(model_layers.unwrapped(chunks[0]).config)
     return fingerprint(chunks, optimizer, layout, {"device": "CPU"})
 
 
@@ -167,9 +167,9 @@ def here(one_rank):
 
 
 def test_a_setting_of_any_type_makes_another_job(here, monkeypatch):
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import model_layers
 
-    config, layout = compat.unwrapped(here[0][0]).config, Layout.from_flags(4, 1)
+    config, layout = model_layers.unwrapped(here[0][0]).config, Layout.from_flags(4, 1)
     before = described(*here, layout)
     for name, value in settings().items():
         with monkeypatch.context() as patch:
@@ -179,10 +179,10 @@ def test_a_setting_of_any_type_makes_another_job(here, monkeypatch):
 
 
 def test_what_a_running_job_sets_and_what_changes_numbers_only_is_the_same_job(here, monkeypatch):
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import model_layers
 
     (chunk,), optimizer = here
-    config, before = compat.unwrapped(chunk).config, described(*here)
+    config, before = model_layers.unwrapped(chunk).config, described(*here)
     monkeypatch.setattr(config, "no_sync_func", None)
     monkeypatch.setattr(config, "finalize_model_grads_func", lambda: None)
     monkeypatch.setattr(config, "timers", object())

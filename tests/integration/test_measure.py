@@ -40,8 +40,8 @@ def profiled(shape, fp32_softmax=False, policies=(), clock=DEVICE_CLOCK):
     """A profile of every choice; what autograd saves in a layer; the peaks of some policies."""
     from megatron.core import parallel_state
 
-    from megatron_autorecompute import compat
     from megatron_autorecompute.compare.workload import TrainingJob
+    from megatron_autorecompute.compat import model_layers
     from megatron_autorecompute.profile import Model, Parallelism
     from megatron_autorecompute.runtime.apply import apply
     from megatron_autorecompute.runtime.measurement import Measurement
@@ -49,7 +49,7 @@ def profiled(shape, fp32_softmax=False, policies=(), clock=DEVICE_CLOCK):
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=shape.pipeline_stages)
     job = TrainingJob(shape, TEXT)
-    for layer, _ in compat.layers(job.chunks):
+    for layer, _ in model_layers.numbered_layers(job.chunks):
         layer.self_attention.core_attention.scale_mask_softmax.softmax_in_fp32 = fp32_softmax
     job.step()
     leanest = RecomputePolicy.parse("full", num_layers=shape.num_layers)
@@ -82,10 +82,10 @@ def saved_bytes(job, layer):
     """
     import torch
 
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import model_layers, parallel
 
-    model = compat.unwrapped(job.chunks[0])
-    static = {t.untyped_storage()._cdata for t in [*model.parameters(), *compat.global_buffers()]}
+    model = model_layers.unwrapped(job.chunks[0])
+    static = {t.untyped_storage()._cdata for t in [*model.parameters(), *parallel.global_buffers()]}
     running, seen = [None], {}
 
     def entering(index):
@@ -93,7 +93,7 @@ def saved_bytes(job, layer):
 
     handles = [
         module.register_forward_pre_hook(entering(index))
-        for module, index in compat.layers([model])
+        for module, index in model_layers.numbered_layers([model])
     ]
 
     def pack(tensor):

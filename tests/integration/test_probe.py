@@ -55,7 +55,7 @@ def never_backward(model):
 
 def measured(beside=None, when=("before", "between", "after")):
     """What one step of two microbatches shows of every place, with other forwards beside it."""
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import parallel
     from megatron_autorecompute.runtime.apply import apply
     from megatron_autorecompute.runtime.live_bytes import LiveBytes
     from megatron_autorecompute.runtime.measurement import Measurement
@@ -76,7 +76,7 @@ def measured(beside=None, when=("before", "between", "after")):
         for _ in range(2):  # the first allocates what stays
             seen = measurement._seen
             seen.clear()
-            static += compat.global_buffers()
+            static += parallel.global_buffers()
             with LiveBytes(static) as memory, measurement.watch(memory):
                 for number in range(2):
                     also("before")

@@ -9,7 +9,7 @@ import itertools
 import pytest
 from megatron.core.transformer import transformer_config
 
-from megatron_autorecompute import compat
+from megatron_autorecompute.compat import layer_modules, model_layers, rules
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy
 from megatron_autorecompute.runtime.measurement import choices
 from tests.support import tiny_config, tiny_gpt
@@ -57,7 +57,7 @@ RULES = {
 """Kind of tiny model and the setting whose rules are asked for; shapes as Megatron wants them."""
 
 STRICTER = {
-    # Not refused upstream, and wrong or without effect there: compat._check_own_rules says why.
+    # Not refused upstream, and wrong or without effect there: rules._check_own_rules says why.
     ("fine-grained offload", "full"),
     ("fine-grained offload", "full/2"),
     ("fine-grained offload of experts", "full"),
@@ -85,14 +85,14 @@ def test_allowed_is_exactly_what_megatron_can_be_constructed_with(with_transform
     kind, fields = RULES[setting]
     assert megatrons_refusal(kind, fields, NONE) is None, "the setting alone is refused"
     config = tiny_config(kind, bf16=True, **fields)
-    modules = [name for name in compat.allowed_modules() if name in compat.MODULE_FLAGS]
+    modules = [name for name in rules.allowed_modules() if name in layer_modules.MODULE_FLAGS]
     sets = [*((name,) for name in modules), *itertools.combinations(modules, 2)]
     choices = [NONE, FULL, LayerPolicy("full", group=2)]
     choices += [LayerPolicy("selective", names) for names in sets]
     differs = {
         str(choice)
         for choice in choices
-        if compat.is_allowed(config, choice) != (megatrons_refusal(kind, fields, choice) is None)
+        if rules.is_allowed(config, choice) != (megatrons_refusal(kind, fields, choice) is None)
     }
     assert differs <= {choice for name, choice in STRICTER if name == setting}
 
@@ -103,14 +103,14 @@ def test_what_is_measured_of_a_layer_is_allowed_and_nothing_allowed_is_left_out(
         [model] = tiny_gpt(tiny_config(kind))
         for name, value in fields.items():  # set afterwards: built with them, they need a GPU
             setattr(model.config, name, value)
-        for layer, _ in compat.layers([model]):
+        for layer, _ in model_layers.numbered_layers([model]):
             measured = choices(layer)
-            assert all(compat.is_allowed(layer.config, choice) for choice in measured)
-            assert (FULL in measured) == compat.is_allowed(layer.config, FULL)
+            assert all(rules.is_allowed(layer.config, choice) for choice in measured)
+            assert (FULL in measured) == rules.is_allowed(layer.config, FULL)
             assert {m for c in measured for m in c.modules} == {
                 name
-                for name in compat.MODULE_FLAGS
-                if name in compat.allowed_modules()
-                and compat.flags(layer, name)
-                and compat.is_allowed(layer.config, LayerPolicy("selective", (name,)))
+                for name in layer_modules.MODULE_FLAGS
+                if name in rules.allowed_modules()
+                and layer_modules.flags(layer, name)
+                and rules.is_allowed(layer.config, LayerPolicy("selective", (name,)))
             }

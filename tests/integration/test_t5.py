@@ -76,12 +76,12 @@ def one_step(model):
 
 
 def parsed(text, model):
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import stage_layout
 
     return RecomputePolicy.parse(
         text,
-        num_layers=compat.num_policy_layers(model.config, ENCODER),
-        layout=compat.layout(model.config, ENCODER),
+        num_layers=stage_layout.num_policy_layers(model.config, ENCODER),
+        layout=stage_layout.counted_chunks(model.config, ENCODER),
     )
 
 
@@ -91,7 +91,7 @@ def _count(runs, index, *_):
 
 def under_policies():
     """Which bits each policy changes; how often each layer's forward ran under it."""
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import model_layers
     from megatron_autorecompute.runtime.apply import apply
 
     start_parallel()
@@ -102,7 +102,7 @@ def under_policies():
         runs = [0] * (ENCODER + DECODER)
         handles = [
             layer.register_forward_pre_hook(functools.partial(_count, runs, index))
-            for layer, index in compat.layers([model])
+            for layer, index in model_layers.numbered_layers([model])
         ]
         with apply(parsed(text, model), model):
             again, theirs = one_step(model)
@@ -131,7 +131,7 @@ def test_encoder_layers_come_first_and_the_decoders_follow(results):
 
 
 def refusals():
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import parallel
     from megatron_autorecompute.runtime.apply import apply
 
     start_parallel()
@@ -144,7 +144,7 @@ def refusals():
             said[text] = str(error)
     # A single block has a policy of its own, numbered from 0.
     apply(RecomputePolicy.parse("full", num_layers=DECODER), model.decoder).undo()
-    compat.pipeline_size = lambda: 2
+    parallel.pipeline_size = lambda: 2
     try:
         apply(RecomputePolicy.parse("full", num_layers=7), model)
     except PolicyError as error:

@@ -30,7 +30,7 @@ def profile_of_a_model() -> Profile:
     """A profile with what a job writes into model.facts."""
     import torch
 
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import model_facts
     from megatron_autorecompute.meta import without_cuda
     from megatron_autorecompute.meta.meta_step import build_chunks, fake_ranks, meta_config
 
@@ -38,7 +38,7 @@ def profile_of_a_model() -> Profile:
     size = shape(CASE, 4)
     with without_cuda.activate(meta=True), fake_ranks(config(CASE), 0, size):
         chunks = build_chunks(meta_config(config(CASE)), size, builder(CASE), torch.device("meta"))
-        facts = compat.model_facts(chunks)
+        facts = model_facts.of_model(chunks)
     parallelism = replace(found.parallelism, tensor_parallel=CASE.tp, sequence_parallel=True)
     model = replace(found.model, facts=facts)
     kinds = tuple(map(slower_with_less, found.kinds))
@@ -165,12 +165,12 @@ def rebuilt_from_its_facts(kind, fields):
 
     The config's class is of another package, which adds fields, as Megatron Bridge's are.
     """
-    from megatron_autorecompute import compat
+    from megatron_autorecompute.compat import model_facts
 
     config = tiny_config(kind, **fields)
     foreign = [("seq_length", int, 7)]
     config.__class__ = make_dataclass("Provider", foreign, bases=(type(config),))
-    again = compat.rebuilt_config(json.loads(json.dumps(compat.config_facts(config))), {})
+    again = model_facts.rebuilt_config(json.loads(json.dumps(model_facts.of_config(config))), {})
     return [name for name, value in vars(config).items() if _differs(value, vars(again)[name])]
 
 

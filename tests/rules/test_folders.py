@@ -129,6 +129,101 @@ def test_an_import_of_megatron_in_the_planner_is_found():
     assert not names_of_megatron(f"{PACKAGE}.compat.layers", source)
 
 
+def versions_asked(source: str) -> set[str]:
+    """Where a source asks which megatron-core there is, to do one thing or another.
+
+    By its number, or by trying whether a name is there. Saying the number in a message is no
+    question, nor is asking whether an object of Megatron's carries a mark of our own.
+    """
+    tree = ast.parse(source)
+    megatrons = _names_of_megatrons(tree)
+    asked = {ast.unparse(node) for node in ast.walk(tree) if _asks_version(node, megatrons)}
+    return asked | {name for name in imports(source) if name.split(".")[0] == "packaging"}
+
+
+def _names_of_megatrons(tree: ast.AST) -> set[str]:
+    """Names that a source binds to Megatron's modules and what it imports out of them."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "megatron":
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found = [alias for alias in node.names if alias.name.split(".")[0] == "megatron"]
+            names |= {alias.asname or "megatron" for alias in found}
+        elif isinstance(node, ast.Assign) and '"megatron.' in ast.unparse(node).replace("'", '"'):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def _asks_version(node: ast.AST, megatrons: set[str]) -> bool:
+    if isinstance(node, ast.Compare | ast.Attribute | ast.Subscript):
+        inside = {ast.unparse(part) for part in ast.walk(node) if part is not node}
+        return bool(inside & {"versions.installed()", "megatron.core.__version__"})
+    if isinstance(node, ast.Try):
+        caught = {ast.unparse(handler.type) for handler in node.handlers if handler.type}
+        tried = {name for line in node.body for name in imports(ast.unparse(line))}
+        fails = bool(caught & {"ImportError", "ModuleNotFoundError"})
+        return fails and any(map(_is_of_core, tried))
+    if isinstance(node, ast.Call):
+        return _looks_for_name(node, megatrons)
+    return False
+
+
+def _looks_for_name(call: ast.Call, megatrons: set[str]) -> bool:
+    """hasattr and getattr on something of Megatron's, with a name written out; and find_spec."""
+    function = ast.unparse(call.func).split(".")[-1]
+    words = [str(arg.value) for arg in call.args if isinstance(arg, ast.Constant)]
+    if function == "find_spec":
+        return any(map(_is_of_core, words))
+    if function not in {"hasattr", "getattr"} or not isinstance(call.args[1], ast.Constant):
+        return False
+    asked_of = {name.id for name in ast.walk(call.args[0]) if isinstance(name, ast.Name)}
+    return bool(asked_of & megatrons)
+
+
+def _is_of_core(name: str) -> bool:
+    return name.startswith("megatron.core")
+
+
+def test_a_version_is_asked_only_in_compat(modules):
+    asked = {
+        name: versions_asked(source) for name, source in modules.items() if part(name) != "compat"
+    }
+    assert asked == {name: set() for name in asked}
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        "versions.installed() < Version('0.17')",
+        "versions.installed().release",
+        "megatron.core.__version__ >= '0.17'",
+        "from packaging.version import Version",
+        "from megatron.core import recompute\nhasattr(recompute, 'checkpointed_forward')",
+        "import megatron.core\ngetattr(megatron.core.recompute, 'run', None)",
+        "utils = _module('megatron.core.utils')\nhasattr(utils, 'name')",
+        "util.find_spec('megatron.core.recompute')",
+        "try:\n    from megatron.core import recompute\nexcept ImportError:\n    recompute = None",
+    ],
+)
+def test_a_version_that_is_asked_is_found(asks):
+    assert versions_asked(asks)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "versions.installed()\nf'megatron-core {versions.installed()} does not'",
+        "import megatron.core\nfound = {'megatron-core': megatron.core.__version__}",
+        "from megatron.training import training\nhasattr(training.train, _MARK)",
+        "util.find_spec('megatron.training')",
+        "getattr(config, 'fp8', None)",
+    ],
+)
+def test_what_does_not_branch_on_a_version_is_let_be(says):
+    assert not versions_asked(says)
+
+
 @pytest.mark.parametrize("start", ["apply", "config_field"])
 def test_applying_never_reaches_the_planners_search(start, modules):
     search = {f"{PACKAGE}.planner.{name}" for name in ("planner", "plan", "policy_cost")}

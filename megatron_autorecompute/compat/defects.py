@@ -1,0 +1,71 @@
+"""What Megatron's layers do wrong under recompute; each says when it can be removed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron_autorecompute.compat import seam
+from megatron_autorecompute.compat.untyped import Layer
+
+
+class LayersWithPaddingMask:
+    """Layers that get the padding mask Megatron forgets.
+
+    Symptom: the un-checkpointed layers of `block` ignore `padding_mask`, so a MoE layer's auxiliary
+    loss counts padding. Reference: `TransformerBlock._checkpointed_forward` of 0.16 and 0.17;
+    0.18's `chunk_runner` passes it. Remove when 0.17 is no longer supported.
+    """
+
+    def __init__(self, layers: Sequence[Layer], padding_mask: torch.Tensor | None) -> None:
+        self.layers, self.padding_mask = layers, padding_mask
+
+    @staticmethod
+    def needed() -> bool:
+        """Whether the installed version forgets the mask."""
+        return seam.is_method()
+
+    def __getitem__(self, index: int) -> Callable[..., Any]:
+        layer = self.layers[index]
+
+        @functools.wraps(layer, updated=())
+        def with_mask(**kwargs: Any) -> Any:
+            return layer(**{**kwargs, "padding_mask": self.padding_mask})
+
+        with_mask.layer_number = layer.layer_number  # type: ignore[attr-defined]
+        return with_mask
+
+
+def bias_returned_by_mlp(layer: Layer) -> torch.nn.Module | None:
+    """The MLP whose bias Parameter must not leave a checkpoint as it is, or None.
+
+    Symptom: with `add_bias_linear=True`, `recompute_modules=["mlp"]` never returns from backward:
+    the checkpoint's output is the bias Parameter itself, which autograd then gives a history.
+    Reference: `TransformerLayer._forward_mlp` of 0.16 to 0.19 with `MLP.forward` returning
+    `linear_fc2`'s bias. Remove when Megatron returns a copy or adds the bias inside.
+    """
+    mlp = getattr(layer, "mlp", None)
+    bias = getattr(getattr(mlp, "linear_fc2", None), "bias", None)
+    return mlp if isinstance(bias, torch.nn.Parameter) else None
+
+
+def graph_keepers(layer: Layer) -> list[Any]:
+    """The objects of a MoE layer that keep the router's probabilities with their graph.
+
+    Symptom: after a recomputed layer's backward its input and that input's gradient stay alive
+    until its next forward. Reference: `self.probs` of MoEAlltoAllTokenDispatcher,
+    `self.local_probs` of MoEAllGatherTokenDispatcher, `self.token_probs` and
+    `self.dispatched_probs` of the flex dispatcher's `_comm_manager`, 0.16 to 0.19. Remove when
+    Megatron lets them go. Empty with EP overlap, where another microbatch's forward may be using
+    the dispatcher.
+    """
+    if not isinstance(getattr(layer, "mlp", None), MoELayer):
+        return []
+    if layer.config.overlap_moe_expert_parallel_comm:
+        return []
+    dispatcher = layer.mlp.token_dispatcher
+    return [dispatcher, *filter(None, [getattr(dispatcher, "_comm_manager", None)])]

@@ -1,0 +1,40 @@
+"""Which layers are equal, and what tells one kind from another."""
+
+from __future__ import annotations
+
+import hashlib
+
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_autorecompute.compat.untyped import Layer
+
+
+def signature(layer: Layer) -> str:
+    """Text that is equal for layers of equal structure, shapes and attention window."""
+    parts = [
+        f"{name}:{type(module).__name__}:{getattr(module, 'window_size', '')}:"
+        + ",".join(f"{p.dtype}{tuple(p.shape)}" for p in module.parameters(recurse=False))
+        for name, module in layer.named_modules()
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def attends_to_context(layer: Layer) -> bool:
+    """Whether the layer has cross-attention, to an encoder's output (T5's decoder)."""
+    return not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None)
+
+
+def has_experts(layer: Layer) -> bool:
+    """Whether what the layer holds depends on how tokens are routed."""
+    return any(isinstance(module, MoELayer) for module in layer.modules())
+
+
+def name(layer: Layer) -> str:
+    """A word for people: moe, decoder behind an encoder, dense, or the class where it is none."""
+    if isinstance(getattr(layer, "mlp", None), MoELayer):
+        return "moe"
+    if attends_to_context(layer):
+        return "decoder"
+    return "dense" if isinstance(layer, TransformerLayer) else type(layer).__name__

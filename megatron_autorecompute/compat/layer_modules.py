@@ -1,0 +1,91 @@
+"""Megatron's `recompute_modules` as what a single layer can be told, by its attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron_autorecompute.compat.untyped import Layer
+
+MODULE_FLAGS: dict[str, tuple[str, ...]] = {
+    "core_attn": (
+        "self_attention.checkpoint_core_attention",
+        "cross_attention.checkpoint_core_attention",
+    ),
+    "layernorm": ("recompute_input_layernorm", "recompute_pre_mlp_layernorm"),
+    "mlp": ("recompute_mlp",),
+    "moe": ("mlp.moe_layer_recompute",),
+    "shared_experts": ("mlp.shared_experts_recompute",),
+    "moe_act": ("mlp.experts.activation_recompute",),
+    "mla_up_proj": ("self_attention.recompute_up_proj",),
+    "gdn_norm_out": ("self_attention.recompute_norm_out",),
+}
+"""Megatron's `recompute_modules` and the attributes of a layer that its forward reads for each.
+Megatron sets them once, from the config all layers share; every forward reads them afresh."""
+
+
+def flags(layer: Layer, module: str) -> list[tuple[Any, str]]:
+    """The (object, attribute) pairs that turn `module` on in this layer; empty where inert."""
+    found = (_flag(layer, path) for path in MODULE_FLAGS[module])
+    return [flag for flag in found if flag is not None]
+
+
+def _flag(layer: Layer, path: str) -> tuple[Any, str] | None:
+    *owners, attribute = path.split(".")
+    owner: Any = layer
+    for name in owners:
+        owner = getattr(owner, name, None)
+    if not hasattr(owner, attribute) or _is_inert(owner, attribute):
+        return None
+    return owner, attribute
+
+
+def _is_inert(owner: Any, attribute: str) -> bool:
+    """Where Megatron's constructor leaves a flag False although the module was asked for."""
+    if attribute == "recompute_input_layernorm":
+        return isinstance(owner.input_layernorm, IdentityOp)
+    if attribute == "recompute_pre_mlp_layernorm":
+        return isinstance(owner.pre_mlp_layernorm, IdentityOp)
+    if attribute == "recompute_mlp":
+        return isinstance(owner.mlp, MoELayer)
+    if attribute == "shared_experts_recompute":
+        return owner.shared_experts is None
+    return False
+
+
+def set_modules(layer: Layer, modules: Sequence[str]) -> None:
+    """Make this layer recompute exactly `modules`, as if Megatron had built it with them."""
+    for name in MODULE_FLAGS:
+        for owner, attribute in flags(layer, name):
+            setattr(owner, attribute, name in modules)
+    if layer.config.fp8 or layer.config.fp4:
+        _set_saved_inputs(layer, modules)
+
+
+def _set_saved_inputs(layer: Layer, modules: Sequence[str]) -> None:
+    """What Megatron's constructors do besides, under fp8 and fp4: TE modules whose input is
+    recomputed must save it unquantised (TransformerLayer.__init__, TEGroupedMLP.__init__)."""
+    from megatron.core.extensions.transformer_engine import set_save_original_input
+
+    if "layernorm" in modules:
+        if flags(layer, "layernorm") and not isinstance(layer.input_layernorm, IdentityOp):
+            layer.self_attention.set_for_recompute_input_layernorm()
+        if not isinstance(layer.pre_mlp_layernorm, IdentityOp):
+            if isinstance(layer.mlp, MoELayer):
+                layer.mlp.set_for_recompute_pre_mlp_layernorm()
+            else:
+                set_save_original_input(layer.mlp.linear_fc1)
+    if "moe_act" in modules and flags(layer, "moe_act"):
+        set_save_original_input(layer.mlp.experts.linear_fc2)
+
+
+def settings(layer: Layer) -> Iterator[tuple[Any, str]]:
+    """Every (object, attribute) of a layer that `set_modules` may change, for undoing it."""
+    for name in MODULE_FLAGS:
+        yield from flags(layer, name)
+    for module in layer.modules():
+        if hasattr(module, "save_original_input"):
+            yield module, "save_original_input"

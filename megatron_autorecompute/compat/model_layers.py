@@ -1,0 +1,145 @@
+"""Which layers a model has, in blocks and in multi-token prediction, and their global indices.
+
+Indices are 0-based here as everywhere; Megatron's 1-based `layer_number` is turned into them in
+this file and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_autorecompute.compat import parallel, seam
+from megatron_autorecompute.compat.untyped import Block, Chunk, Layer
+from megatron_autorecompute.errors import PolicyError
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSite:
+    """A block of layers and their global indices."""
+
+    block: Block
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MtpSite:
+    """A multi-token-prediction layer, the transformer layer inside it, and its index."""
+
+    mtp: Layer
+    layer: Layer
+    index: int
+
+
+def _block_types() -> tuple[type, ...]:
+    if seam.is_method():
+        return (TransformerBlock,)
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+
+    return (TransformerBlock, HybridStack)
+
+
+def constructed_types() -> tuple[type, ...]:
+    """The classes whose instances a policy applies to once they are built."""
+    return (*_block_types(), MultiTokenPredictionLayer)
+
+
+def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
+    """Every block of layers below `modules` (model chunks, wrapped or bare).
+
+    T5's encoder and decoder both number their layers from 1: here the decoder's follow the
+    encoder's, in the order they run.
+
+    Raises:
+        PolicyError: two other blocks number their layers alike, or a T5Model is in stages.
+    """
+    chunks = list(modules)
+    before = {id(t5.decoder): len(t5.encoder.layers) for t5 in _encoder_decoders(chunks)}
+    blocks = [
+        module
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, _block_types()) and not getattr(module, "is_mtp_layer", False)
+    ]
+    sites = [
+        BlockSite(block, tuple(before.get(id(block), 0) + n - 1 for n in _layer_numbers(block)))
+        for block in blocks
+    ]
+    indices = [index for site in sites for index in site.layers]
+    if len(set(indices)) != len(indices):
+        raise PolicyError(
+            "Two blocks of this model number their layers alike: apply a policy of its own to each "
+            "block, as apply(policy, model.decoder)."
+        )
+    return sites
+
+
+def _layer_numbers(block: Block) -> list[int]:
+    return [layer.layer_number for layer in block.layers]
+
+
+def _encoder_decoders(chunks: Iterable[Chunk]) -> list[T5Model]:
+    modules = (module for chunk in chunks for module in chunk.modules())
+    found = [module for module in modules if isinstance(module, T5Model)]
+    for t5 in found:
+        if t5.encoder is None or t5.decoder is None or parallel.pipeline_size() > 1:
+            raise PolicyError(
+                f"A T5Model on {parallel.pipeline_size()} pipeline stages: one policy for its "
+                "encoder and its decoder needs both whole on one, pipeline_model_parallel_size=1, "
+                "which is all that Megatron's pretrain_t5.py takes."
+            )
+    return found
+
+
+def encoder_layers(chunks: Iterable[Chunk]) -> int:
+    """How many layers of an encoder (T5's) come before the decoder's; 0 elsewhere."""
+    return sum(len(t5.encoder.layers) for t5 in _encoder_decoders(chunks))
+
+
+def mtp_sites(modules: Iterable[Chunk]) -> list[MtpSite]:
+    """Every multi-token-prediction layer below `modules`; depth d has index num_layers + d.
+
+    The inner layer is `transformer_layer` in 0.16 and `mtp_model_layer` since 0.17, where it is
+    numbered from 1 again: the outer layer's number is the depth in both.
+    """
+    return [
+        MtpSite(
+            module,
+            getattr(module, "mtp_model_layer", None) or module.transformer_layer,
+            module.config.num_layers + module.layer_number - 1,
+        )
+        for chunk in modules
+        for module in chunk.modules()
+        if isinstance(module, MultiTokenPredictionLayer)
+    ]
+
+
+def repeats_depths(config: TransformerConfig) -> bool:
+    """Whether one multi-token-prediction layer runs for all of several depths (since 0.18)."""
+    several = (config.mtp_num_layers or 0) > 1
+    return several and bool(getattr(config, "mtp_use_repeated_layer", False))
+
+
+def numbered_layers(chunks: Iterable[Chunk]) -> list[tuple[Layer, int]]:
+    """Every single layer of these model chunks with its global index."""
+    chunks = list(chunks)
+    pairs = [p for s in block_sites(chunks) for p in zip(s.block.layers, s.layers, strict=True)]
+    return pairs + [(site.layer, site.index) for site in mtp_sites(chunks)]
+
+
+def unwrapped(chunk: Chunk) -> Chunk:
+    """The model inside DistributedDataParallel, Float16Module and their like."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def final_norm(block: Block) -> torch.nn.Module | None:
+    """The norm behind the last layer: `final_layernorm`, or `final_norm` of a HybridStack."""
+    return getattr(block, "final_layernorm", None) or getattr(block, "final_norm", None)

@@ -1,0 +1,218 @@
+"""What Megatron allows for a model, and what this machine can run of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_autorecompute.compat import layer_modules, versions
+from megatron_autorecompute.compat.untyped import Layer
+from megatron_autorecompute.errors import MachineError, PolicyError, UnsupportedVersionError
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+
+logger = logging.getLogger(__name__)
+
+
+_COMPILED = {"layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"}
+"""Modules run through CheckpointWithoutOutput."""
+
+
+def allowed_modules() -> tuple[str, ...]:
+    """The installed Megatron's `recompute_modules`, from its validator's own message.
+
+    Raises:
+        UnsupportedVersionError: the validator no longer lists them.
+    """
+    try:
+        TransformerConfig(
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=1,
+            recompute_granularity="selective",
+            recompute_modules=["?"],
+        )
+    except (AssertionError, ValueError) as error:
+        found = re.findall(r"'(\w+)'", str(error).split("Allowed", 1)[-1])
+        if found:
+            return tuple(sorted(found))
+    raise UnsupportedVersionError(
+        f"megatron-core {versions.installed()} does not say which recompute_modules it allows; "
+        f"tested are {', '.join(versions.TESTED)}."
+    )
+
+
+def check_allowed(config: TransformerConfig, policy: RecomputePolicy) -> None:
+    """Ask Megatron's own rules, on a copy of the config, about every choice in the policy.
+
+    Megatron checks them only when `recompute_granularity` is set, which it is not under a policy.
+
+    Raises:
+        PolicyError: an unknown module, or Megatron's own reason against a choice.
+    """
+    versions.installed()
+    for choice in dict.fromkeys(policy.layers):
+        _check_known(choice)
+        _check_own_rules(config, choice)
+        reason = _refusal(config, choice)
+        if reason is not None and reason != _refusal(config, LayerPolicy()):
+            raise PolicyError(
+                f"Megatron-Core {versions.installed()} refuses {choice} here: {reason}"
+            )
+
+
+def is_allowed(config: TransformerConfig, choice: LayerPolicy) -> bool:
+    """Whether `check_allowed` has nothing against a choice."""
+    try:
+        check_allowed(config, RecomputePolicy((choice,) * choice.group))
+    except PolicyError:
+        return False
+    return True
+
+
+def _check_known(choice: LayerPolicy) -> None:
+    unknown = [
+        m
+        for m in choice.modules
+        if m not in layer_modules.MODULE_FLAGS or m not in allowed_modules()
+    ]
+    if unknown:
+        usable = [m for m in allowed_modules() if m in layer_modules.MODULE_FLAGS]
+        raise PolicyError(
+            f"Unknown module {', '.join(unknown)} in {choice}: megatron-core "
+            f"{versions.installed()} has {', '.join(usable)}."
+        )
+
+
+def _check_own_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
+    """What is wrong upstream and not refused there."""
+    rules = [
+        (
+            "layernorm" in choice.modules and getattr(config, "fused_residual_rmsnorm", False),
+            "fused_residual_rmsnorm returns a residual that this recompute would discard",
+        ),
+        (
+            "moe" in choice.modules and getattr(config, "cuda_graph_impl", None) == "local",
+            "with cuda_graph_impl=local the MoE layer's recompute is fixed when graphs are made",
+        ),
+        (
+            choice.granularity == "full"
+            and getattr(config, "fine_grained_activation_offloading", False),
+            "fine_grained_activation_offloading moves tensors a full recompute makes anew",
+        ),
+    ]
+    for broken, reason in rules:
+        if broken:
+            raise PolicyError(f"{choice} cannot be used with this model: {reason}.")
+
+
+def _refusal(config: TransformerConfig, choice: LayerPolicy) -> str | None:
+    """Megatron's reason against running the whole model with `choice`, or None."""
+    trial = copy.copy(config)
+    trial.recompute_policy = None
+    trial.recompute_granularity = None if choice.granularity == "none" else choice.granularity
+    trial.recompute_method = "uniform" if choice.granularity == "full" else None
+    trial.recompute_num_layers = choice.group if choice.granularity == "full" else None
+    trial.recompute_modules = list(choice.modules)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user's own config has already warned
+            # Megatron Bridge's configs keep their rules in finalize(); __post_init__ is empty.
+            getattr(trial, "finalize", functools.partial(_own_post_init(trial), trial))()
+    except (AssertionError, ValueError) as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def _own_post_init(config: TransformerConfig) -> Callable[[TransformerConfig], None]:
+    """`__post_init__` of Megatron's own class. A class derived from it has been through its own,
+    which may take an InitVar, gone since, and may not be meant to run twice."""
+    kinds = type(config).__mro__
+    own: Any = next(kind for kind in kinds if kind.__module__.startswith("megatron."))
+    post_init: Callable[[TransformerConfig], None] = own.__post_init__
+    return post_init
+
+
+def check_compiler(policy: RecomputePolicy) -> None:
+    """Refuse what would fail in the middle of the first step for want of TE or a compiler.
+
+    Symptoms, of modules whose output is discarded and recomputed: without Transformer Engine a
+    NameError, as `CheckpointWithoutOutput` takes `fp8=False` for fp8; since 0.17 a C++ extension
+    compiled at run time. Reference: `tensor_parallel.random`, `CheckpointWithoutOutput.__init__`
+    and `_get_share_storage`. Remove when the first is mended and the extension comes built.
+
+    Raises:
+        MachineError: Transformer Engine, g++ (or $CXX) or ninja is missing.
+    """
+    used = sorted({m for layer in policy.layers for m in layer.modules} & _COMPILED)
+    if used and not hasattr(megatron_random, "FP8GlobalStateManager"):
+        raise MachineError(
+            f"Recomputing {', '.join(used)} with megatron-core {versions.installed()} needs "
+            "Transformer Engine, whatever the precision, and it is not installed. Install it (the "
+            "extra `te`), or choose a policy without these modules."
+        )
+    share_storage = getattr(megatron_random, "_get_share_storage", None)
+    if getattr(share_storage, "__module__", None) != megatron_random.__name__:
+        return  # an older version, or the stand-in of `without_cuda`
+    tools = [os.environ.get("CXX", "g++"), "ninja"]
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    if used and missing:
+        raise MachineError(
+            f"Recomputing {', '.join(used)} with megatron-core {versions.installed()} compiles a "
+            f"small C++ extension at run time, and {' and '.join(missing)} cannot be found. "
+            "Install it, or choose a policy without these modules."
+        )
+
+
+def runnable_modules(layer: Layer) -> list[str]:
+    """The modules this layer has, Megatron allows here, and this machine can run."""
+    return [
+        name
+        for name in layer_modules.MODULE_FLAGS
+        if layer_modules.flags(layer, name)
+        and is_allowed(layer.config, LayerPolicy("selective", (name,)))
+        and _can_be_compiled(name)
+    ]
+
+
+def usable_modules(layer: Layer) -> list[str]:
+    """Those of `runnable_modules` that keep results bit-identical.
+
+    `layernorm` on torch's RMSNorm is left out: its recompute adds gradients up in another order
+    (1e-8 to 1e-7). Say it explicitly to use it.
+    """
+    return [
+        name
+        for name in runnable_modules(layer)
+        if not (name == "layernorm" and isinstance(layer.input_layernorm, torch.nn.RMSNorm))
+    ]
+
+
+def _can_be_compiled(module: str) -> bool:
+    try:
+        check_compiler(RecomputePolicy((LayerPolicy("selective", (module,)),)))
+    except MachineError as error:
+        logger.warning("recompute of %s is left out: %s", module, error)
+        return False
+    return True
+
+
+def own_recompute(config: TransformerConfig) -> str | None:
+    """Megatron's own recompute settings said as a policy, or None when there are none."""
+    if getattr(config, "moe_layer_recompute", False):
+        return "selective[moe]"
+    if config.recompute_granularity == "selective":
+        return f"megatron:selective[{'+'.join(config.recompute_modules or ['core_attn'])}]"
+    if config.recompute_granularity == "full":
+        return f"megatron:{config.recompute_method}/{config.recompute_num_layers}"
+    return None

@@ -1,0 +1,15 @@
+"""What mypy is told of Megatron's modules.
+
+Megatron comes without types, and torch types every attribute of a module as a tensor or a module.
+"""
+
+from typing import Any, TypeAlias
+
+Chunk: TypeAlias = Any
+"""A torch.nn.Module: a model chunk, wrapped or bare."""
+
+Block: TypeAlias = Any
+"""A TransformerBlock, HybridStack or MultiTokenPredictionLayer."""
+
+Layer: TypeAlias = Any
+"""What stands in a block's `layers`, or a MultiTokenPredictionLayer."""

@@ -1,0 +1,98 @@
+"""Which megatron-core is installed, and what it does otherwise than the others."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import megatron.core
+from packaging.version import Version
+
+from megatron_autorecompute.errors import UnsupportedVersionError
+
+TESTED = ("0.16.1", "0.19.2")
+OLDEST, NEWEST = Version("0.16.0"), Version("0.21.0.dev0")
+
+
+def installed() -> Version:
+    """The installed megatron-core's version.
+
+    Raises:
+        UnsupportedVersionError: it is outside the versions whose sources `compat` describes.
+    """
+    found = Version(megatron.core.__version__)
+    if not OLDEST <= found < NEWEST:
+        raise UnsupportedVersionError(
+            f"megatron-core {found} is installed; this package knows 0.16 to 0.20 and is tested "
+            f"with {' and '.join(TESTED)}. Install one of these, or a newer megatron-autorecompute."
+        )
+    return found
+
+
+def uniform_needs_whole_groups() -> bool:
+    """Whether `uniform` reads beyond the end of a chunk that is no multiple of N (0.16)."""
+    return installed() < Version("0.17.0")
+
+
+def frees_outputs_being_sent() -> bool:
+    """Whether the schedule frees an output that gloo is still sending (through 0.17)."""
+    return installed().release < (0, 18)
+
+
+def fused_kernels() -> ModuleType | None:
+    """What `megatron.training` compiles with nvcc where it starts, through 0.16; None since."""
+    from megatron.training import initialize
+
+    return getattr(initialize, "fused_kernels", None)
+
+
+def compiles_shared_storage() -> bool:
+    """Whether a recomputed output gets its storage from C++ compiled at run time (since 0.17)."""
+    from megatron.core.tensor_parallel import random
+
+    return hasattr(random, "_get_share_storage")
+
+
+def unbound_te_names() -> list[tuple[ModuleType, str]]:
+    """Names that a module uses and without Transformer Engine never binds, with it (0.16)."""
+    from megatron.core.transformer.moe import moe_utils
+
+    names = ["te_general_gemm"]
+    return [(moe_utils, name) for name in names if not hasattr(moe_utils, name)]
+
+
+def auxiliary_loss_log() -> tuple[ModuleType, str, Any]:
+    """Where the process logs auxiliary losses by layer: module, attribute, what it is when empty.
+
+    A dictionary in moe_utils at first, an object made at its first use in moe_logging since.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
+        return moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}
+    from megatron.core.transformer.moe import moe_logging
+
+    return moe_logging, "_MOE_METRICS_TRACKER", None
+
+
+def grouped_mlp(linear_fc1: type, linear_fc2: type) -> Any:
+    """What a BackendSpecProvider's `grouped_mlp_modules` returns for experts of these layers.
+
+    A pair of class and submodules through 0.17, a builder since.
+    """
+    from megatron.core.transformer.moe import experts
+
+    linears = {"linear_fc1": linear_fc1, "linear_fc2": linear_fc2}
+    submodules = getattr(experts, "GroupedMLPSubmodules", None)
+    if submodules is None:
+        return experts.TEGroupedMLP, experts.MLPSubmodules(**linears)
+    return functools.partial(experts.TEGroupedMLP, submodules=submodules(**linears))
+
+
+def qk_norm_resolver() -> ModuleType | None:
+    """The module that asks a backend for MLA's query and key norms, since 0.19; None before."""
+    name = "megatron.core.transformer.mla_qk_norm_config"
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
