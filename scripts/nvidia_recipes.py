@@ -445,7 +445,7 @@ HybridEP's buffers, LoRA of rank 16 on all linear layers for PEFT, quantised wei
 their recipes). Budget: the device's memory less 2 GiB and 5%.
 """
 DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here with these
-sources, `tests/unit/test_no_device_job.py` with the column `model_dims_public` of the table.
+sources, `tests/meta/test_job.py` with the column `model_dims_public` of the table.
 """
 MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100 80 GB, in GB of 10^9 bytes,
 beside what this model predicts for the first and for the last pipeline stage. The reports give no

@@ -1,8 +1,12 @@
-"""For all tests: how hypothesis runs, and that children can be interrupted."""
+"""For all tests: how hypothesis runs, that children can be interrupted, and a world of one rank."""
 
+import resource
 import signal
 
+import pytest
 from hypothesis import settings
+
+MEMORY_BYTES = 14 << 30
 
 # An example takes as long as the machine is busy; pytest-timeout catches what hangs.
 settings.register_profile("no_deadline", deadline=None)
@@ -10,3 +14,29 @@ settings.load_profile("no_deadline")
 
 # A shell's background job starts with SIGINT ignored, which every child would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """One rank in the test process itself, for all tests that need no second one: Megatron without
+    CUDA and a world of one; a runaway backward fails instead of swapping."""
+    import torch
+
+    from megatron_autorecompute.meta import without_cuda
+    from tests.support import start_parallel
+
+    # Two threads that wait for each other make the tiny matrix products 100 times slower.
+    torch.set_num_threads(1)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, limits[1]))
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    with without_cuda.activate():
+        start_parallel()
+        yield
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    resource.setrlimit(resource.RLIMIT_AS, limits)

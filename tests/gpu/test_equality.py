@@ -8,7 +8,7 @@ import pytest
 
 from megatron_autorecompute.compat import stage_layout
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
-from megatron_autorecompute.runtime.measurement import kinds
+from megatron_autorecompute.runtime.model_shard import ModelShard
 from tests.gpu.models import LOCAL, TE, gated_delta_net, small, trained
 
 pytestmark = [pytest.mark.requires_gpu, pytest.mark.usefixtures("one_gpu")]
@@ -24,7 +24,7 @@ def policies(case, mixes=6):
     from benchmarks.gpu.cases import built
 
     job = built(case)
-    found = kinds(job.chunks)
+    found = ModelShard(job.chunks).own_kinds
     choices = [c for c in found[0].choices if all(c in kind.choices for kind in found)]
     num_layers = stage_layout.num_policy_layers(job.config)
     uniform = [RecomputePolicy((choice,) * num_layers) for choice in choices]

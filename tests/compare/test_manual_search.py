@@ -1,8 +1,12 @@
 import itertools
 import random
 
+import pytest
+
 from megatron_autorecompute.compare.manual_search import needless, reruns_more
 from megatron_autorecompute.policy import RecomputePolicy
+
+pytestmark = pytest.mark.any_version
 
 MODULES = ("core_attn", "layernorm", "mlp")
 CHUNKS = [[0, 1, 2], [3, 4, 5], [6, 7]]

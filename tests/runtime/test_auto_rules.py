@@ -7,6 +7,8 @@ import pytest
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.runtime.auto_rules import as_field, as_flag, refuse_unmeasurable
 
+pytestmark = pytest.mark.any_version
+
 MEASURABLE = {"cuda_graph_impl": "none", "overlap_moe_expert_parallel_comm": False}
 
 

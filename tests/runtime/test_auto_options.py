@@ -9,6 +9,8 @@ from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.options import add_flags, from_flags
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 
+pytestmark = pytest.mark.any_version
+
 
 def parsed(*flags: str) -> AutoOptions:
     parser = argparse.ArgumentParser(allow_abbrev=False)

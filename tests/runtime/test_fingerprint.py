@@ -102,7 +102,7 @@ ALONE = """
 import json
 import torch
 from megatron_autorecompute.meta import without_cuda
-from tests.integration.test_fingerprint import started
+from tests.runtime.test_fingerprint import started
 torch.distributed.init_process_group(
     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
 )

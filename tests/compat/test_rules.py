@@ -11,7 +11,7 @@ from megatron.core.transformer import transformer_config
 
 from megatron_autorecompute.compat import layer_modules, model_layers, rules
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy
-from megatron_autorecompute.runtime.measurement import choices
+from megatron_autorecompute.runtime.model_shard import choices
 from tests.support import tiny_config, tiny_gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of settings tried and refused

@@ -454,7 +454,7 @@ def test_the_config_a_block_shows_is_copied_like_any_other():
 def t5_copies(text):
     """Whether a copy's step has the bits of a step without a policy, and whose layers it trains."""
     from megatron_autorecompute.runtime.apply import apply
-    from tests.integration.test_t5 import one_step, parsed, t5
+    from tests.runtime.test_t5 import one_step, parsed, t5
 
     start_parallel()
     copy._deepcopy_dispatch[torch.distributed.ProcessGroup] = lambda group, memo: group

@@ -22,6 +22,8 @@ from megatron_autorecompute.meta.static import (
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.units import GIB
 
+pytestmark = pytest.mark.any_version
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "no_device"
 

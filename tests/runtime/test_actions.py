@@ -9,7 +9,7 @@ import torch
 from megatron_autorecompute.errors import ApplyError
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.oom_guard import StepGuard
-from tests.integration.test_copies import groups_are_shared, in_force, pickled  # noqa: F401
+from tests.runtime.test_copies import groups_are_shared, in_force, pickled  # noqa: F401
 from tests.support import microbatch, one_step, tiny_config, tiny_gpt
 
 pytestmark = [
