@@ -216,8 +216,9 @@ def _measured(
                 loss.backward()
             del earlier, loss
         if unseen := measurement.unseen():
+            names = ", ".join(f"{choice} ({kind.name})" for choice, kind in unseen)
             raise ProfileError(
-                f"{job.name}: the steps on meta tensors showed nothing of {', '.join(unseen)}. "
+                f"{job.name}: the steps on meta tensors showed nothing of {names}. "
                 "Measure this model on a device, or report the config."
             )
         profile = measurement.profile(

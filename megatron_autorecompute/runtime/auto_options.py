@@ -81,11 +81,6 @@ class AutoOptions:
             )
 
     @property
-    def recompute_dry_run(self) -> bool:
-        """`recompute_plan_only` by its name before."""
-        return self.recompute_plan_only
-
-    @property
     def budget_bytes(self) -> int | None:
         """`recompute_memory_budget_gib` in bytes."""
         return _bytes(self.recompute_memory_budget_gib)

@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -229,12 +229,19 @@ class Measurement:
         return chosen
 
     @contextmanager
-    def watch(self, memory: Memory | None, *, times: bool = True) -> Iterator[None]:
+    def watch(
+        self,
+        memory: Memory | None,
+        *,
+        times: bool = True,
+        counts: Callable[[], bool] = lambda: True,
+    ) -> Iterator[None]:
         """Measure the training step inside, under the policy in force.
 
         Args:
             memory: where bytes are read; None where a step is for its times only.
             times: False where reading the bytes slows the step down (`LiveBytes`).
+            counts: asked after the step, alike on every rank: False for one that was lost.
 
         Raises:
             ApplyError: on every rank, when on any of them the step was not one forward and one
@@ -244,6 +251,8 @@ class Measurement:
             self.static_bytes = memory.current_bytes
         with Probe(self.shard.chunks, memory, self._clock) as probe:
             yield
+        if not counts():
+            return
         self._check_measurable(probe.passes)
         if memory is not None:
             self.boundary_bytes = probe.boundary_bytes
@@ -285,15 +294,20 @@ class Measurement:
             )
         return None
 
-    def unseen(self) -> list[str]:
+    def unseen(self) -> list[tuple[LayerPolicy, Kind]]:
         """Choices that no rank has measured yet, each with its kind."""
         seen = self._seen_everywhere()
         return [
-            f"{choice} ({kind.name})"
+            (choice, kind)
             for kind in self.shard.kinds
             for choice in kind.choices
             if not seen[kind.signature, str(choice)].complete()
         ]
+
+    def lacks_leanest(self) -> bool:
+        """Whether some kind's leanest choice, which every step shows, was not measured yet."""
+        leanest = self.shard.leanest().layers
+        return any(choice == leanest[kind.layers[0]] for choice, kind in self.unseen())
 
     def most_held_bytes(self) -> int:
         """The most that any layer was seen to hold, on any rank."""

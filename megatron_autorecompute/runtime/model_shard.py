@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from megatron_autorecompute.runtime.probe import Place
 from megatron_autorecompute.work_order import RERUN_WITH
 
 Choices = tuple[LayerPolicy, ...]
+Number = TypeVar("Number", int, float)
 MAX_CHOICES = 12
 """The most choices measured for one kind of layer; subsets of modules grow as powers of two."""
 
@@ -152,6 +153,15 @@ class ModelShard:
     def layout(self) -> Layout:
         """Which layers every stage's chunks have."""
         return stage_layout.pipeline_layout(self.config, self.encoder_layers)
+
+    def by_stage(
+        self, mine: Number, together: Callable[[list[Number]], Number]
+    ) -> tuple[Number, ...]:
+        """A figure of every stage, put together over its ranks; every rank asks at once."""
+        found: dict[int, list[Number]] = {}
+        for stage, value in self.gathered((self.stage, mine)):
+            found.setdefault(stage, []).append(value)
+        return tuple(together(found[stage]) for stage in sorted(found))
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Megatron's schedule of a step of so many microbatches."""

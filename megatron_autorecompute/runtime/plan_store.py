@@ -71,6 +71,8 @@ class PlanStore:
         if self.path is None or not _is_first_rank():
             return
         failed_before, error = self._unwritten is not None, _written(plan, self.path)
+        if error is None:
+            self._ended_path.unlink(missing_ok=True)
         self._unwritten, self._steps_waited = (plan if error else None), 0
         if error and not failed_before:
             self._say(f"recompute auto: {error} Training goes on; the plan is written later.")
@@ -93,6 +95,32 @@ class PlanStore:
     def leave(self, plan: Plan) -> bool:
         """Write the plan on this rank alone, which is about to end; whether it could."""
         return self.path is not None and _written(plan, self.path) is None
+
+    # --- jobs that ended before there was a plan --------------------------------------------------
+
+    def ended_measuring(self) -> int:
+        """How many jobs in a row ran out of memory while they measured, before they had a plan."""
+        return on_first_rank(self._read_ended)
+
+    def leave_ended_measuring(self) -> bool:
+        """Count this job on this rank alone, which is about to end; whether it could."""
+        if self.path is None:
+            return False
+        try:
+            json_records.write_atomically(f"{self._read_ended() + 1}\n", self._ended_path)
+        except AutorecomputeError:
+            return False
+        return True
+
+    @property
+    def _ended_path(self) -> Path:
+        return Path(f"{self.path}.ended-measuring")
+
+    def _read_ended(self) -> int:
+        try:
+            return min(63, max(0, int(self._ended_path.read_text())))
+        except (OSError, ValueError):
+            return 0
 
 
 def _written(plan: Plan, path: str) -> AutorecomputeError | None:

@@ -54,6 +54,8 @@ def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **chang
     enforced = Enforced(job, fails_in, said)
     if fails_in == "always":
         enforced.fail_always()
+    if "lost" in changes:
+        enforced.fail_in_steps(changes["lost"], losses)
     facts = JobFacts(
         Parallelism(shape.micro_batch_size, shape.seq_length, dtype="float32"),
         lambda: microbatches(len(losses)),
@@ -106,6 +108,17 @@ class Enforced:
             on_first = torch.distributed.get_rank() == 0
             if on_first and any(self.after in line for line in self.said):
                 raise torch.OutOfMemoryError("nothing is left")
+            return original(*args, **named)
+
+        layer.forward = forward
+
+    def fail_in_steps(self, lost, losses):
+        layer = self.job.chunks[0].module.decoder.layers[-1]
+        original = layer.forward
+
+        def forward(*args, **named):
+            if torch.distributed.get_rank() == 1 and len(losses) in lost:
+                raise torch.OutOfMemoryError("nothing is left in this step")
             return original(*args, **named)
 
         layer.forward = forward
@@ -321,9 +334,48 @@ def test_out_of_memory_while_climbing_costs_one_step_and_steps_down(tmp_path):
     assert any("went down" in note for note in Plan.load(path).notes)
 
 
+LOST = [1, 3, 5, 6, 11]
+"""Of steps: the one that settles; the first that measures; of bytes; of times."""
+
+
+def losing_steps(shape, path):
+    return trained(shape, path, lost=LOST)
+
+
+@pytest.mark.any_version
+def test_out_of_memory_while_measuring_costs_its_steps_and_a_plan_is_found_all_the_same(tmp_path):
+    path = tmp_path / "plan.json"
+    ranks = run_ranks(losing_steps, 2, SHAPE, str(path))
+    for rank in ranks:
+        assert rank["unchanged"] == LOST
+        assert sum("out of memory" in line for line in rank["said"]) == len(LOST)
+    first, second = ranks
+    assert first["policies"] == second["policies"]
+    plan = Plan.load(path)
+    assert first["policies"][-1] == plan.policy.format()
+    assert max(first["peaks"][-1], second["peaks"][-1]) <= max(plan.budget_bytes)
+    assert {"none", "full"} <= {record.choice for record in plan.profile.kinds[0].choices}
+
+
+def ending_while_it_measures(shape, path):
+    return trained(shape, path, lost=[0])  # in its first step the guard cannot stand in
+
+
+@pytest.mark.any_version
+def test_a_job_that_runs_out_of_memory_before_it_has_a_plan_tells_the_next_one(tmp_path):
+    path = tmp_path / "plan.json"
+    with pytest.raises(RankError, match="OutOfMemoryError: nothing is left in this step"):
+        run_ranks(ending_while_it_measures, 2, SHAPE, str(path), timeout_s=60)
+    (left,) = tmp_path.iterdir()
+    ranks = run_ranks(trained, 2, SHAPE, str(path))
+    assert any("1 job(s) before this one ran out of memory" in line for line in ranks[0]["said"])
+    assert not left.exists()
+    assert Plan.load(path).policy.format() == ranks[0]["policies"][-1]
+
+
 @pytest.mark.any_version
 def test_lost_steps_in_a_row_step_down_faster_and_end_the_job_on_all_ranks(auto, tmp_path):
-    from megatron_autorecompute.runtime.controller import LOST_IN_A_ROW
+    from megatron_autorecompute.runtime.lost_steps import LOST_IN_A_ROW
 
     path = tmp_path / "plan.json"
     path.write_text(auto[0].read_text())

@@ -98,7 +98,7 @@ def settled(job):
 
 def megatrons_own(settings):
     """The job with Megatron's own recompute settings."""
-    from megatron_autorecompute.compare.run import workload
+    from megatron_autorecompute.compare import workload
 
     original = workload._config
 

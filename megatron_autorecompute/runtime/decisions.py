@@ -1,0 +1,160 @@
+"""What a job decides of its profile: budgets, plans for them, and what a step showed to be missing.
+
+Ranks put figures together; where something is solved one rank does, and all follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_autorecompute.errors import InfeasibleError
+from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.policy_cost import StageCost
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import Profile, with_missed_bytes
+from megatron_autorecompute.runtime.auto_options import AutoOptions
+from megatron_autorecompute.runtime.auto_text import gib
+from megatron_autorecompute.runtime.budget import budget_bytes, reason, stage_budget_bytes
+from megatron_autorecompute.runtime.job_facts import JobFacts
+from megatron_autorecompute.runtime.lost_steps import NOTCHES
+from megatron_autorecompute.runtime.model_shard import ModelShard
+from megatron_autorecompute.runtime.oom_guard import FINE
+from megatron_autorecompute.runtime.ranks import on_first_rank
+from megatron_autorecompute.runtime.step_memory import StepMemory, available_bytes
+
+
+class Decisions:
+    """Decides for one job; every rank makes one alike.
+
+    Args:
+        shard: this rank's model.
+        memory: what this rank allocated.
+        options: what the user asked for.
+        job: what the program knows.
+    """
+
+    def __init__(
+        self, shard: ModelShard, memory: StepMemory, options: AutoOptions, job: JobFacts
+    ) -> None:
+        self.shard, self.memory, self.options, self.job = shard, memory, options, job
+        self.leanest = shard.leanest()
+        if job.without_cuda:
+            budget_bytes(options, available_bytes=None, fragmentation_bytes=0)
+
+    def planner(self, profile: Profile) -> Planner:
+        """Of the profile, for the microbatches of the next step."""
+        return Planner(
+            profile,
+            self.shard.layout,
+            self.shard.schedule(self.job.num_microbatches()),
+            percentile=self.options.recompute_imbalance_percentile,
+        )
+
+    def solved(self, profile: Profile, budgets: Sequence[int]) -> Plan:
+        """One rank solves, all get the same plan, or the same error."""
+        planner = self.planner(profile)
+        return on_first_rank(lambda: make_plan(planner, budgets))
+
+    def lean_peaks(self, profile: Profile) -> list[int]:
+        """What every stage needs at most under its leanest choices."""
+        return [cost.peak_high_bytes for cost in self._lean_costs(profile)]
+
+    def _lean_costs(self, profile: Profile) -> Sequence[StageCost]:
+        return self.planner(profile).evaluate(self.leanest).stages
+
+    # --- budgets ----------------------------------------------------------------------------------
+
+    def peaks(self) -> tuple[int, ...]:
+        """The most that was allocated on every stage, as `StepMemory.peak_bytes` counts."""
+        return self.shard.by_stage(self.memory.peak_bytes, max)
+
+    def found_budgets(self) -> tuple[int, ...]:
+        """Bytes torch may allocate on every stage, from what was measured so far."""
+        available = None if self.job.without_cuda else available_bytes()
+        mine = budget_bytes(self.options, available, self.memory.fragmentation_bytes)
+        return self.shard.by_stage(mine, min)
+
+    def budgets(self, profile: Profile) -> tuple[int, ...]:
+        """Bytes torch may allocate on every stage that was measured, of what is free today."""
+        stage = profile.stages[self.shard.stage]
+        if stage.available_bytes is not None and not self.job.without_cuda:
+            today = min(stage.available_bytes, available_bytes())
+            stage = replace(stage, available_bytes=today)
+        return self.shard.by_stage(stage_budget_bytes(self.options, stage), min)
+
+    def check_leanest_fits(self, step: int) -> None:
+        """After a step under the leanest policy: whether there is any use in measuring others.
+
+        Raises:
+            InfeasibleError: some stage needed more than its budget.
+        """
+        peaks, budgets = self.peaks(), self.found_budgets()
+        stage = max(range(len(peaks)), key=lambda stage: peaks[stage] - budgets[stage])
+        if peaks[stage] > budgets[stage]:
+            layers = [i for chunk in self.shard.layout.stages[stage] for i in chunk.layers]
+            lean = RecomputePolicy(tuple(self.leanest.layers[i] for i in layers))
+            raise InfeasibleError(
+                f"Stage {stage} needed {gib(peaks[stage])} GiB in training step {step} even "
+                f"with its leanest choices ({lean.format() or 'no layers'}); the budget "
+                f"is {gib(budgets[stage])} GiB: {reason(self.options)}. Raise the budget, lower "
+                "the micro-batch size, or spread the model over more ranks."
+            )
+
+    # --- what a profile misses --------------------------------------------------------------------
+
+    def with_others(self, profile: Profile, lean: Sequence[int]) -> Profile:
+        """The profile with what budgets are found from, and with what others hold.
+
+        Whatever lives on the device beside the model, as a reference model does, shows as bytes
+        that the leanest policy does not explain.
+
+        Args:
+            profile: as measured.
+            lean: the peak that every stage had under the leanest policy.
+        """
+        available = 0 if self.job.without_cuda else available_bytes()
+        least = self.shard.by_stage(available, min)
+        fragmentation = self.shard.by_stage(self.memory.fragmentation_bytes, max)
+        predicted = [cost.peak.bytes for cost in self._lean_costs(profile)]
+        profile = with_missed_bytes(profile, predicted, lean)
+        stages = (
+            replace(
+                stage,
+                available_bytes=None if self.job.without_cuda else found,
+                fragmentation_bytes=lost,
+            )
+            for stage, found, lost in zip(profile.stages, least, fragmentation, strict=True)
+        )
+        return replace(profile, stages=tuple(stages))
+
+    def corrected(self, plan: Plan) -> Profile:
+        """The plan's profile with what it missed of each stage's peak added to that stage."""
+        predicted = [cost.peak.bytes for cost in plan.cost.stages]
+        return with_missed_bytes(plan.profile, predicted, self.peaks())
+
+    def less(self, plan: Plan, outcomes: Sequence[int], notches: int, step: int) -> Plan | None:
+        """The best plan with less for the stages that ran short; alike on every rank.
+
+        A notch is a part of the way from the stage's peak to what its leanest policy needs. The
+        budget stays what was asked for; what the prediction evidently misses is added to the
+        stage, so that a restart, and a plan for other microbatches, count it too.
+        """
+        lean = self.lean_peaks(plan.profile)
+        stages, notes = list(plan.profile.stages), list(plan.notes)
+        for stage, outcome in enumerate(outcomes):
+            peak, least = plan.cost.stages[stage].peak_high_bytes, lean[stage]
+            if outcome == FINE or peak <= least:
+                continue
+            notch = max(1, (peak - least) * notches // NOTCHES)
+            missed = plan.budget_bytes[stage] - peak + notch
+            residual = stages[stage].residual_bytes + missed
+            stages[stage] = replace(stages[stage], residual_bytes=residual)
+            notes.append(
+                f"step {step}: stage {stage} short of memory, went down by {gib(notch)} GiB"
+            )
+        if len(notes) == len(plan.notes):
+            return None
+        planner = self.planner(replace(plan.profile, stages=tuple(stages)))
+        return replace(make_plan(planner, plan.budget_bytes), notes=tuple(notes))

@@ -1,0 +1,39 @@
+"""Steps that are lost: how many a job may lose, and how far each takes a plan down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_autorecompute.errors import LostStepsError
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.runtime.oom_guard import FAILED, StepGuard
+
+NOTCHES = 16
+"""Steps in which a stage that runs short of memory goes down to its leanest policy; after a lost
+step twice as many at once as after the one before it."""
+LOST_IN_A_ROW = NOTCHES.bit_length() + 1
+"""So many lost steps in a row end the job: the last of them ran the leanest policy."""
+
+
+def was_lost(guard: StepGuard, policy: RecomputePolicy, say: Callable[[str], None]) -> bool:
+    """Whether a rank ran out of memory in the step that has just run; says so.
+
+    Raises:
+        LostStepsError: so did the steps before it, down to the leanest policy.
+    """
+    if guard.outcome != FAILED:
+        return False
+    if guard.lost_in_a_row == LOST_IN_A_ROW:
+        raise LostStepsError(
+            f"The last {LOST_IN_A_ROW} steps ran out of memory and were lost, the last one "
+            f"under {policy.format()}, next to which recompute can free no more. "
+            "Give the job more memory for each layer: a smaller --micro-batch-size, more "
+            "tensor, context or pipeline parallel ranks, or fewer other things on the device."
+        )
+    say("recompute auto: out of memory; this step's update was skipped.")
+    return True
+
+
+def notches(guard: StepGuard) -> int:
+    """How many at once: more with every step that is lost, so that they end."""
+    return int(min(NOTCHES, 2 ** max(0, guard.lost_in_a_row - 1)))

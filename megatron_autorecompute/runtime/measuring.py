@@ -1,0 +1,223 @@
+"""The first steps of a job: under its leanest policy, then layers in turn at every choice."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_autorecompute.profile import Profile, RankStep
+from megatron_autorecompute.runtime.apply import AppliedPolicy
+from megatron_autorecompute.runtime.decisions import Decisions
+from megatron_autorecompute.runtime.lost_steps import was_lost
+from megatron_autorecompute.runtime.measurement import Measurement
+from megatron_autorecompute.runtime.oom_guard import FAILED, StepGuard
+from megatron_autorecompute.runtime.static_memory import static_bytes
+from megatron_autorecompute.runtime.whole_steps import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    WholeStep,
+    covered,
+    median_step,
+    residuals_ms,
+    running,
+)
+
+Steps = Generator[AbstractContextManager[None], None, None]
+"""One context for each training step."""
+
+SETTLING_STEPS = 2
+"""Steps at the leanest policy before measuring: they allocate what stays (optimizer state,
+communication buffers), and show what the leanest policy needs."""
+FEWEST_TIMES = 4
+"""Times of each choice on a rank, where the steps allow it; the first one is set aside."""
+
+
+class Measuring:
+    """Measures a job in ordinary steps; every rank makes one alike.
+
+    A step that a rank runs out of memory in is lost and shows nothing; then fewer layers at once
+    leave the leanest policy.
+
+    Args:
+        decisions: of the job.
+        optimizer: Megatron's.
+        applied: the policy in force; switched from step to step.
+        guard: around every step.
+    """
+
+    def __init__(
+        self, decisions: Decisions, optimizer: Any, applied: AppliedPolicy, guard: StepGuard
+    ) -> None:
+        self.decisions, self.shard = decisions, decisions.shard
+        self.memory, self.job = decisions.memory, decisions.job
+        self.optimizer, self.applied, self.guard = optimizer, applied, guard
+        self.measurement = Measurement(self.shard, applied)
+        self.steps = 0
+        self._left = 0
+        """Steps that are still to come at most, as said to the user; 0 while that is not known."""
+        self._whole_steps: list[WholeStep] = []
+
+    def run(
+        self, fingerprint: dict[str, str], ended_before: int = 0
+    ) -> Generator[AbstractContextManager[None], None, Profile]:
+        """All steps; returns the profile, with what budgets are found from.
+
+        Args:
+            fingerprint: of the job, for the profile.
+            ended_before: jobs like this one that ran out of memory while they measured; each halves
+                how many layers leave the leanest policy at once.
+
+        Raises:
+            InfeasibleError: the leanest policy needs more than the budget.
+            LostStepsError: one step after the other ran out of memory.
+        """
+        self.job.say("recompute auto: measuring in the first steps, from the leanest policy on")
+        self.memory.begin_measuring()
+        settled = 0
+        while settled < SETTLING_STEPS:
+            yield self._settling()
+            settled += not self._was_lost()
+            self.decisions.check_leanest_fits(self.steps)
+        lean = self.decisions.peaks()
+        yield from self._all_choices(lean, ended_before)
+        profile = self.measurement.profile(
+            self.shard.model(),
+            self.job.parallelism,
+            static_bytes(self.shard.chunks, self.optimizer),
+            fingerprint=fingerprint,
+        )
+        return self.decisions.with_others(self._with_whole_steps(profile), lean)
+
+    def _all_choices(self, lean: tuple[int, ...], ended_before: int) -> Steps:
+        # Where reading bytes distorts times, each takes a step of its own.
+        slow, asked = self.job.without_cuda, self.decisions.options.recompute_measure_steps
+        no_room = [0] * self.shard.layout.num_stages
+        # Once one layer without recompute is known, so is how many at once will fit.
+        yield from self._in_turn(list(no_room), 1, reads_bytes=True)
+        room = self._room(lean) if self.measurement.most_held_bytes() else no_room
+        room = [layers >> ended_before for layers in room]
+        self._left = max(1 + slow, asked - 1)
+        if slow:
+            yield from self._in_turn(room, self._left // 2, reads_bytes=True)
+        repeats = max(2, -(-FEWEST_TIMES // self.job.num_microbatches()))
+        yield from self._in_turn(room, self._left, repeats=repeats, reads_bytes=not slow)
+        while self.measurement.lacks_leanest():  # too many of these steps were lost
+            self._left = 1 + slow
+            yield from self._in_turn(list(no_room), 1, reads_bytes=True)
+            yield from self._in_turn(list(no_room), self._left, reads_bytes=False)
+        if missing := self.measurement.unseen():
+            names = ", ".join(f"{choice} ({kind.name})" for choice, kind in missing)
+            self.job.say(
+                f"recompute auto: {asked} steps were not enough to measure {names}: left out. "
+                "More: --recompute-measure-steps."
+            )
+
+    def _in_turn(
+        self, room: list[int], most_steps: int, *, reads_bytes: bool, repeats: int = 1
+    ) -> Steps:
+        """At most so many steps in which layers take turns at every choice.
+
+        Args:
+            room: how many layers of each stage may leave the leanest choice at once; halved where
+                a step is lost.
+            most_steps: what is left unmeasured after them stays so.
+            reads_bytes: whether bytes are read in them, or times only.
+            repeats: of every choice.
+        """
+        last = self.steps + most_steps
+        while self.steps < last:
+            left = last - self.steps
+            for _ in self.measurement.policies(repeats, room=room, most_steps=left):
+                if self._left:
+                    self._left -= 1
+                    self.job.say(f"recompute auto: measuring, at most {self._left} more steps")
+                yield self._watched(reads_bytes)
+                if self._was_lost() and any(room):
+                    room[:] = [layers // 2 for layers in room]
+                    break
+            else:
+                return
+
+    def _room(self, lean: tuple[int, ...]) -> list[int]:
+        """How many layers of each stage may leave the leanest policy in one measuring step.
+
+        Each costs at most what a layer without recompute holds, for every microbatch in flight.
+        """
+        schedule = self.shard.schedule(self.job.num_microbatches())
+        most_held = max(1, self.measurement.most_held_bytes())
+        room = []
+        budgets = self.decisions.found_budgets()
+        for stage, (low, high) in enumerate(zip(lean, budgets, strict=True)):
+            in_flight = int(schedule.in_flight(stage).sum(axis=1).max()) + 1
+            room.append(max(0, high - low) // (most_held * in_flight))
+        return room
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def _was_lost(self) -> bool:
+        self.steps += 1
+        return was_lost(self.guard, self.applied.policy, self.job.say)
+
+    def _counts(self) -> bool:
+        return self.guard.outcome != FAILED
+
+    @contextmanager
+    def _settling(self) -> Iterator[None]:
+        with self.memory.measuring() as memory:
+            with self.guard.step():
+                yield
+            self.memory.note(memory, memory.peak_bytes)
+
+    @contextmanager
+    def _watched(self, reads_bytes: bool) -> Iterator[None]:
+        slow = self.job.without_cuda  # reading bytes distorts times there
+        if not reads_bytes:
+            watched = self.measurement.watch(None, counts=self._counts)
+            with running(self.job.timers) as took_ms, watched, self.guard.step():
+                yield
+            self._note_whole_step(took_ms)
+            return
+        with self.memory.measuring() as memory:
+            watched = self.measurement.watch(memory, times=not slow, counts=self._counts)
+            with running(None if slow else self.job.timers) as took_ms, watched, self.guard.step():
+                yield
+            if self._counts():
+                self.memory.note(memory, self.measurement.peak_bytes)
+        if not slow:
+            self._note_whole_step(took_ms)
+
+    def _note_whole_step(self, took_ms: Mapping[str, float]) -> None:
+        """Keep what Megatron's timers and torch's statistics say of the step that has just run."""
+        if not self._counts():
+            return
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        before = self.steps if self.job.iteration is None else self.job.iteration()
+        allocated, reserved = self.memory.torch_peaks
+        seen = RankStep(
+            rank,
+            self.shard.stage,
+            took_ms.get(FORWARD),
+            took_ms.get(BACKWARD),
+            took_ms.get(OPTIMIZER),
+            allocated,
+            reserved,
+        )
+        microbatches = self.job.num_microbatches()
+        self._whole_steps.append(WholeStep(before + 1, self.applied.policy, microbatches, seen))
+
+    def _with_whole_steps(self, profile: Profile) -> Profile:
+        """The profile with what layers leave of the times that Megatron's timers saw, and a step
+        of the median time as every rank saw it."""
+        planner = self.decisions.planner(profile)
+        ranks = self.shard.gathered(covered(planner, self._whole_steps))
+        stages = zip(profile.stages, residuals_ms(planner, ranks), strict=True)
+        return replace(
+            profile,
+            stages=tuple(replace(record, residual_ms=ms) for record, ms in stages),
+            measured_step=median_step(ranks),
+        )
