@@ -55,7 +55,7 @@ class Output:
     @property
     def weights(self) -> list[str]:
         """A digest of every rank's weights, by rank."""
-        return sorted(re.findall(r"weights of rank \d+: \w+", self.text))
+        return sorted(re.findall(r"weights of rank \d+: [0-9a-f]{64}", self.text))
 
     @property
     def said(self) -> list[str]:

@@ -5,6 +5,8 @@ After training every rank prints a digest of its weights. Needs --dataloader-typ
 """
 
 import hashlib
+import os
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -58,8 +60,14 @@ def weights_digest() -> str:
     return digest.hexdigest()
 
 
+def say_weights(rank: int) -> None:
+    """In one write: lines of several ranks that are printed run into each other."""
+    sys.stdout.flush()
+    os.write(sys.stdout.fileno(), f"\nweights of rank {rank}: {weights_digest()}\n".encode())
+
+
 if __name__ == "__main__":
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
-    print(f"weights of rank {args.rank}: {weights_digest()}", flush=True)
+    say_weights(args.rank)

@@ -16,7 +16,7 @@ from megatron.core.models.T5.t5_spec import (
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
-from pretrain_tiny import forward_step, weights_digest
+from pretrain_tiny import forward_step, say_weights
 
 
 def batches() -> Iterator[dict[str, torch.Tensor]]:
@@ -70,4 +70,4 @@ if __name__ == "__main__":
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     config = pretrain_cfg_container_from_args(args)
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step, t5)
-    print(f"weights of rank {args.rank}: {weights_digest()}", flush=True)
+    say_weights(args.rank)
