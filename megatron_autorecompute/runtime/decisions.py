@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.plan import Plan, make_plan
@@ -21,6 +22,7 @@ from megatron_autorecompute.runtime.job_facts import JobFacts
 from megatron_autorecompute.runtime.lost_steps import NOTCHES
 from megatron_autorecompute.runtime.model_shard import ModelShard
 from megatron_autorecompute.runtime.oom_guard import FINE
+from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.ranks import on_first_rank
 from megatron_autorecompute.runtime.step_memory import StepMemory, available_bytes
 
@@ -63,6 +65,37 @@ class Decisions:
 
     def _lean_costs(self, profile: Profile) -> Sequence[StageCost]:
         return self.planner(profile).evaluate(self.leanest).stages
+
+    # --- the plan file ----------------------------------------------------------------------------
+
+    def known_plan(self, store: PlanStore) -> Plan | None:
+        """The plan file's plan when it is of this very job, solved again for what is asked now."""
+        plan = store.known()
+        if plan is None:
+            return None
+        budgets = self.budgets(plan.profile)
+        asked = {
+            "budgets in GiB": (plan.budget_bytes, budgets),
+            "percentile": (plan.imbalance_percentile, self.options.recompute_imbalance_percentile),
+            "microbatches": (plan.schedule.num_microbatches, self.job.num_microbatches()),
+        }
+        other = [
+            f"{what} {_shown(was)}, now {_shown(now)}"
+            for what, (was, now) in asked.items()
+            if was != now
+        ]
+        if not plan.proven:
+            why = "was changed, or another version of this program wrote it"
+        elif other:
+            why = f"was made for other figures ({'; '.join(other)})"
+        else:
+            return plan
+        self.job.say(
+            f"recompute auto: the plan in {store.path} {why}; solved again from its measurements."
+        )
+        plan = self.solved(plan.profile, budgets)
+        store.save(plan)
+        return plan
 
     # --- budgets ----------------------------------------------------------------------------------
 
@@ -158,3 +191,8 @@ class Decisions:
             return None
         planner = self.planner(replace(plan.profile, stages=tuple(stages)))
         return replace(make_plan(planner, plan.budget_bytes), notes=tuple(notes))
+
+
+def _shown(figure: Any) -> str:
+    """A figure for people; budgets of all stages in GiB, once where they are equal."""
+    return " ".join(dict.fromkeys(map(gib, figure))) if isinstance(figure, tuple) else str(figure)

@@ -1,0 +1,124 @@
+"""The plan that runs: put in force, watched step by step, and left for one that needs less."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.runtime.apply import AppliedPolicy
+from megatron_autorecompute.runtime.auto_text import gib
+from megatron_autorecompute.runtime.decisions import Decisions
+from megatron_autorecompute.runtime.lost_steps import notches, was_lost
+from megatron_autorecompute.runtime.oom_guard import FAILED, FINE, StepGuard
+from megatron_autorecompute.runtime.plan_store import PlanStore
+from megatron_autorecompute.runtime.ranks import on_first_rank
+
+logger = logging.getLogger(__name__)
+
+
+class PlanInForce:
+    """Every rank makes one alike.
+
+    Args:
+        decisions: of the job.
+        optimizer: Megatron's.
+        applied: the policy in force on the model.
+        store: where plans are kept.
+        steps: how many training steps are done.
+    """
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        optimizer: Any,
+        applied: AppliedPolicy,
+        store: PlanStore,
+        steps: Callable[[], int],
+    ) -> None:
+        self._decisions, self._memory, self._job = decisions, decisions.memory, decisions.job
+        self._applied, self._store, self._steps = applied, store, steps
+        self._plan: Plan | None = None
+        self.guard = StepGuard(decisions.shard.chunks, optimizer, self._is_short, self._leave_less)
+        """Around every step, those before the first plan too."""
+
+    def run(self, plan: Plan, what: str) -> None:
+        """From the next step on, on every rank."""
+        self._applied.switch(plan.policy)
+        self._memory.plan_begins()
+        fullest = max(range(plan.layout.num_stages), key=lambda s: plan.cost.stages[s].peak.bytes)
+        self._job.say(
+            f"recompute auto: running {what}; predicted {gib(plan.cost.stages[fullest].peak.bytes)}"
+            f" of {gib(plan.budget_bytes[fullest])} GiB on stage {fullest}, the fullest, and "
+            f"{plan.cost.step_ms:,.0f} ms a step"
+        )
+
+    @contextmanager
+    def step(self, plan: Plan, reads_bytes: bool) -> Iterator[None]:
+        """Around a step under the plan."""
+        self._plan = plan
+        read = self._memory.watching() if reads_bytes else nullcontext()
+        with self.guard.step(), read:
+            yield
+
+    def ran_short(self) -> bool:
+        """Whether a rank passed its budget in the last step, or its allocator had to retry, or the
+        step was lost; of a lost one it is said.
+
+        Raises:
+            LostStepsError: so were the steps before it, down to the leanest policy.
+        """
+        return self.was_lost() or self.guard.outcome != FINE
+
+    def was_lost(self) -> bool:
+        """Whether a rank ran out of memory in the last step; says so, raises as `ran_short`."""
+        return was_lost(self.guard, self._applied.policy, self._job.say)
+
+    def step_down(self, plan: Plan) -> Plan:
+        """The next plan down, in force and saved; the same one where none needs less."""
+        outcomes = self._decisions.shard.by_stage(self.guard.own_outcome, max)
+        down = on_first_rank(lambda: self._less(plan, outcomes))
+        if down is None:
+            self._job.say("recompute auto: short of memory, and no plan needs less than this one.")
+            return plan
+        self.run(down, "the next plan down, short of memory")
+        self._store.save(down)
+        return down
+
+    def _is_short(self) -> bool:
+        """Whether this rank passed its budget in this step, or its allocator had to retry."""
+        if self._plan is None:
+            return False
+        return self._memory.is_short(self._plan.budget_bytes[self._decisions.shard.stage])
+
+    def _leave_less(self, why: str) -> None:
+        """Before this rank's error ends the job: the next plan down, for the restart to begin with.
+
+        The other ranks wait for this one, so it decides alone.
+        """
+        left = "no smaller plan could be left"
+        if self._plan is None and self._store.leave_ended_measuring():
+            left = "a restart measures with fewer layers at once beyond the leanest policy"
+        elif self._plan is None:
+            left = (
+                "nothing tells the next one, which will measure alike: give "
+                "--recompute-plan-path, or a lower --recompute-memory-budget-gib"
+            )
+        else:
+            outcomes = [FINE] * self._plan.layout.num_stages
+            outcomes[self._decisions.shard.stage] = FAILED
+            less = self._less(self._plan, outcomes)
+            if less is not None and self._store.leave(less):
+                left = f"a restart begins with less, from {self._store.path}"
+        logger.error(
+            "recompute auto: out of memory on pipeline stage %d, and the other ranks cannot finish "
+            "the step without this one: %s. The job ends; %s.",
+            self._decisions.shard.stage,
+            why,
+            left,
+        )
+
+    def _less(self, plan: Plan, outcomes: Sequence[int]) -> Plan | None:
+        return self._decisions.less(plan, outcomes, notches(self.guard), self._steps())

@@ -1,0 +1,38 @@
+"""What a job is told of the plan that runs: a table, and the figures its writers get."""
+
+from __future__ import annotations
+
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.runtime.auto_text import plan_text
+from megatron_autorecompute.runtime.decisions import Decisions
+from megatron_autorecompute.runtime.job_facts import JobFacts
+from megatron_autorecompute.units import GIB
+
+
+def tell(plan: Plan, decisions: Decisions, steps: int) -> None:
+    """A row per stage, and the writers that are on, once the plan has run a step.
+
+    Args:
+        plan: that runs.
+        decisions: of the job.
+        steps: how many training steps are done.
+    """
+    job = decisions.job
+    full = decisions.planner(plan.profile).evaluate(decisions.leanest)
+    peaks = decisions.peaks() if steps else None
+    job.say(f"recompute auto: the plan\n{plan_text(plan, peaks, full.step_ms)}")
+    iteration = steps if job.iteration is None else job.iteration()
+    for stage, cost in enumerate(plan.cost.stages):
+        figures = {"predicted_peak_gib": cost.peak.bytes / GIB, "recompute_ms": cost.recompute_ms}
+        if peaks is not None:
+            figures = {"measured_peak_gib": peaks[stage] / GIB, **figures}
+        for name, value in figures.items():
+            _write(job, f"recompute/{name}/stage{stage}", value, iteration)
+
+
+def _write(job: JobFacts, name: str, value: float, iteration: int) -> None:
+    for writer in job.writers():
+        if hasattr(writer, "add_scalar"):  # TensorBoard
+            writer.add_scalar(name, value, iteration)
+        else:  # Weights & Biases
+            writer.log({name: value}, iteration)
