@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_autorecompute.integrations import megatron_bridge
 from megatron_autorecompute.integrations.megatron_lm import shapes_of
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.runtime.fingerprint import rendered
@@ -191,6 +192,10 @@ def test_what_only_megatrons_arguments_say_makes_another_job_too():
     assert before == {"create_attention_mask_in_dataloader": "True", "sft": "False"}
     for name, value in (("decoder_seq_length", 8), ("create_attention_mask_in_dataloader", False)):
         assert differing(before, shapes_of(Namespace(**given | {name: value}))) == {name}
+    bridge = Namespace(dist=Namespace(use_tp_pp_dp_mapping=False), dataset=None)
+    before = megatron_bridge.shapes_of(bridge)
+    bridge.dist.use_tp_pp_dp_mapping = True
+    assert differing(before, megatron_bridge.shapes_of(bridge)) == {"dist.use_tp_pp_dp_mapping"}
 
 
 def test_what_a_running_job_sets_and_what_changes_numbers_only_is_the_same_job(here, monkeypatch):
