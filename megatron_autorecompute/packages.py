@@ -11,9 +11,10 @@ _EXTRA = "pip install 'megatron-autorecompute[megatron]'"
 INSTALL = {
     "torch": _EXTRA,
     "megatron": _EXTRA,
+    "megatron.bridge": "pip install 'megatron-autorecompute[megatron,bridge]'",
     "triton": "pip install triton (torch's wheels without CUDA come without it)",
 }
-"""By the outermost name of what was imported."""
+"""By what was imported; modules inside a package are of the nearest one here around them."""
 
 
 @contextmanager
@@ -29,9 +30,16 @@ def needed(by: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in INSTALL:
+        install = _install(error.name or "")
+        if install is None:
             raise
         raise MachineError(
-            f"{by} runs Megatron's own code, and {error.name} is not installed: {INSTALL[package]}."
+            f"{by} runs Megatron's own code, and {error.name} is not installed: {install}."
         ) from error
+
+
+def _install(module: str) -> str | None:
+    """What installs a module; None where nobody here needs it."""
+    parts = module.split(".")
+    around = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
+    return next((INSTALL[name] for name in around if name in INSTALL), None)

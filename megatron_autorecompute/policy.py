@@ -20,11 +20,11 @@ from megatron_autorecompute.errors import PolicyError
 
 Granularity = Literal["none", "selective", "full"]
 
-_CHOICE = re.compile(r"none|full(?:/(?P<group>\d+))?|selective\[(?P<modules>[^\]]*)\]")
-_RUN = re.compile(r"(?P<choice>[a-z]+(?:/\d+|\[[^\]]*\])?)(?:\*(?P<count>\d+))?")
+_CHOICE = re.compile(r"none|full(?:/(?P<group>\d{1,18}))?|selective\[(?P<modules>[^\]]*)\]")
+_RUN = re.compile(r"(?P<choice>[a-z]+(?:/\d{1,18}|\[[^\]]*\])?)(?:\*(?P<count>\d{1,18}))?")
 _MODULE = re.compile(r"[a-z][a-z0-9_]*")
 _MEGATRON = re.compile(
-    r"megatron:(?:none|selective(?:\[(?P<modules>[^\]]*)\])?|(?P<method>uniform|block)/(?P<n>\d+))"
+    r"megatron:(?:none|selective(?:\[(?P<modules>[^\]]*)\])?|(?P<method>uniform|block)/(?P<n>\d{1,18}))"
 )
 GRAMMAR = (
     "a policy is a comma-separated list of CHOICE*COUNT, CHOICE being none, full, full/N "
@@ -142,8 +142,9 @@ class RecomputePolicy:
         runs = [_parse_run(part, text) for part in re.split(r",(?![^\[]*\])", text)]
         if len(runs) == 1 and runs[0][1] is None:
             return cls((runs[0][0],) * num_layers)
-        layers = tuple(choice for choice, count in runs for _ in range(_count(count)))
-        return cls(layers).checked_length(num_layers, text)
+        # Before any list is made: a count may be a slip of the hand that no memory holds.
+        _check_length(sum(_count(count) for _, count in runs), num_layers, text)
+        return cls(tuple(choice for choice, count in runs for _ in range(_count(count))))
 
     @classmethod
     def from_config(
@@ -189,11 +190,13 @@ class RecomputePolicy:
             text = Path(path).read_text()
         except OSError as error:
             raise PolicyError(f"Cannot read the policy file {path}: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise PolicyError(f"The policy file {path} is no text: {error}.") from error
         if text.lstrip()[:1] not in ("{", "["):
             return cls.parse(text, num_layers=num_layers, layout=layout)
         try:
             value = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise PolicyError(f"{path} is not whole JSON: {error}.") from error
         return cls.from_config(value, num_layers=num_layers, layout=layout)
 
@@ -215,11 +218,7 @@ class RecomputePolicy:
 
     def checked_length(self, num_layers: int, asked: str) -> RecomputePolicy:
         """This policy when it covers `num_layers` layers, otherwise `PolicyError`."""
-        if len(self.layers) != num_layers:
-            raise PolicyError(
-                f"{asked} covers {len(self.layers)} layers, the model has {num_layers} "
-                "(multi-token-prediction depths included): give every layer a choice."
-            )
+        _check_length(len(self.layers), num_layers, asked)
         return self
 
     def chunk_runs(self, layers: Sequence[int]) -> tuple[Run, ...]:
@@ -261,6 +260,14 @@ def _parse_run(part: str, text: str) -> tuple[LayerPolicy, str | None]:
     if match["count"] is not None and int(match["count"]) < 1:
         raise PolicyError(f"Count {match['count']} in {text!r}: a run has at least one layer.")
     return LayerPolicy.parse(match["choice"]), match["count"]
+
+
+def _check_length(covered: int, num_layers: int, asked: str) -> None:
+    if covered != num_layers:
+        raise PolicyError(
+            f"{asked} covers {covered} layers, the model has {num_layers} "
+            "(multi-token-prediction depths included): give every layer a choice."
+        )
 
 
 def _count(count: str | None) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.integrations import megatron_bridge, megatron_lm
 from megatron_autorecompute.options import add_flags, from_flags
+from megatron_autorecompute.packages import needed
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 
 POLICY = f"model.{megatron_bridge.FIELD}="
@@ -31,11 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         args, overrides = _parse(arguments)
         options = from_flags(AutoOptions, args)
-        megatron_bridge.install()
-        cfg = _overridden(_recipe(args), args.config_file, overrides)
-        _check_mode(args, cfg)
-        step = importlib.import_module(f"megatron.bridge.training.{args.step_func}").forward_step
-        megatron_bridge.pretrain(cfg, step, options=options)
+        with needed("bridge_pretrain.py"):
+            megatron_bridge.install()
+            cfg = _overridden(_recipe(args), args.config_file, overrides)
+            _check_mode(args, cfg)
+            module = importlib.import_module(f"megatron.bridge.training.{args.step_func}")
+        megatron_bridge.pretrain(cfg, module.forward_step, options=options)
     except AutorecomputeError as error:
         megatron_lm.end(error)
 

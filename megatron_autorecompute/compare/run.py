@@ -41,6 +41,7 @@ from megatron_autorecompute.errors import (
 )
 from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.options import add_flags, from_flags, option
+from megatron_autorecompute.packages import needed
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
@@ -116,8 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison and print its table; the exit code is 0, or that of the error."""
     console = Console()
     try:
-        settings = parse(arguments)
-        comparison = run(settings, console)
+        with needed("The comparison"):
+            settings = parse(arguments)
+            comparison = run(settings, console)
     except AutorecomputeError as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         return error.exit_code
@@ -246,7 +248,7 @@ def _messages(readers: dict[Connection, int], timeout_s: float) -> Iterator[Any]
 def _rank_main(writer: Connection, rank: int, settings: Settings, store_path: str) -> None:
     tell = writer.send if rank == 0 else lambda message: None
     try:
-        with _distributed(rank, settings, store_path):
+        with needed("The comparison"), _distributed(rank, settings, store_path):
             _compare(settings, tell)
         writer.send(None)
     except AutorecomputeError as error:

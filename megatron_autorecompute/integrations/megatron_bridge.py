@@ -32,6 +32,14 @@ from megatron_autorecompute.runtime.auto_options import PLAN_FILE, AutoOptions
 from megatron_autorecompute.runtime.auto_rules import as_field, refuse_unmeasurable
 
 HOLDER = "the recompute_policy of a Megatron Bridge config"
+OUTSIDE_CONFIGS = (
+    ("dataset", "skip_getting_attention_mask_from_dataset"),
+    ("dataset", "reset_attention_mask"),
+    ("dist", "use_tp_pp_dp_mapping"),
+    ("train", "empty_unused_memory_level"),
+)
+"""Settings that change bytes or times of a step as those of the same meaning do in Megatron-LM:
+`integrations.megatron_lm.OUTSIDE_CONFIGS`."""
 
 
 def install() -> None:
@@ -344,8 +352,18 @@ def _facts(state: Any) -> Any:
         timers=state.timers,
         writers=lambda: [w for w in (state.tensorboard_logger, state.wandb_logger) if w],
         iteration=lambda: state.train_state.step,
+        shapes=shapes_of(state.cfg),
         without_cuda=not torch.cuda.is_available(),
     )
+
+
+def shapes_of(cfg: Any) -> dict[str, str]:
+    """What a plan holds for that no config of Megatron-Core says, as Bridge's config has it."""
+    given = {
+        f"{part}.{name}": getattr(getattr(cfg, part, None), name, None)
+        for part, name in OUTSIDE_CONFIGS
+    }
+    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _parallelism(cfg: Any) -> Any:

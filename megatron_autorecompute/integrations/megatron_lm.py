@@ -61,6 +61,16 @@ _for_whole_model: str | None = None
 """A policy for T5's encoder and decoder together, which no config can hold: its field covers the
 layers of that config, and the encoder has one of its own."""
 _on_cpu = False
+OUTSIDE_CONFIGS = (
+    "decoder_seq_length",
+    "create_attention_mask_in_dataloader",
+    "reset_attention_mask",
+    "sft",
+    "use_tp_pp_dp_mapping",
+    "empty_unused_memory_level",
+)
+"""Arguments that change bytes or times of a step: what a microbatch brings, how ranks are numbered,
+when the allocator's cache is emptied. Not every version has all of them."""
 
 
 def _decorates(original: Function) -> Callable[[Function], Function]:
@@ -315,7 +325,7 @@ def _facts(args: Namespace) -> Any:
         timers=get_timers(),
         writers=_writers,
         iteration=lambda: args.curr_iteration,
-        shapes=_shapes(args),
+        shapes=shapes_of(args),
         without_cuda=_on_cpu,
     )
 
@@ -335,10 +345,10 @@ def _parallelism(args: Namespace) -> Any:
     )
 
 
-def _shapes(args: Namespace) -> dict[str, str]:
-    if args.decoder_seq_length is None:
-        return {}
-    return {"decoder_seq_length": str(args.decoder_seq_length)}
+def shapes_of(args: Namespace) -> dict[str, str]:
+    """What a plan holds for that only Megatron's arguments say, and none of its configs."""
+    given = {name: getattr(args, name, None) for name in OUTSIDE_CONFIGS}
+    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _writers() -> list[Any]:

@@ -43,8 +43,13 @@ NUMBERS_ONLY = (
     "hysteresis",
 )
 """Fields of an optimizer that say how far a step goes: what a restart often changes."""
-VARIABLES = ("NVTE_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""How environment variables begin that choose kernels, or how the allocator splits memory."""
+VARIABLES = (
+    *("NVTE_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE"),
+    *("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"),
+)
+"""How environment variables begin that choose or fuse kernels, say which of them overlap, how large
+their workspaces are, or how the allocator splits memory."""
 KERNELS = {
     "transformer-engine": "transformer_engine",
     "flash-attn": "flash_attn",

@@ -308,9 +308,10 @@ def test_an_interrupt_is_exit_code_130_and_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "megatron-autorecompute pareto: interrupted\n"
 
 
-@pytest.mark.parametrize("package", ["torch", "megatron", "triton"])
+@pytest.mark.parametrize("package", ["torch", "megatron", "megatron.bridge", "triton"])
 def test_a_missing_package_is_one_line_that_says_what_to_install(package):
-    said = f"verify runs .*{package}.* not installed: pip install"
+    extra = {"torch": "megatron", "megatron.bridge": "megatron,bridge"}.get(package, package)
+    said = f"verify runs .*{package}.* not installed: pip install .*{extra}"
     with pytest.raises(MachineError, match=said), needed("verify"):
         raise ModuleNotFoundError(name=f"{package}.language")
 
@@ -325,6 +326,9 @@ WITHOUT_TORCH = {
     "estimate": "megatron_autorecompute.cli import main; sys.exit(main(['estimate', "
     "'--gpu', 'h100-80gb', {job!r}]))",
     "launcher": "megatron_autorecompute.pretrain import main; main([{script!r}])",
+    "comparison": "megatron_autorecompute.compare.run import main; sys.exit(main([]))",
+    "bridge": "runpy import run_path; sys.argv = ['', '--recipe', 'llama3_8b_pretrain_config']; "
+    "run_path({bridge!r}, run_name='__main__')",
 }
 
 
@@ -337,6 +341,7 @@ def test_without_torch_every_entry_says_what_to_install_in_one_line(planned, tmp
         "plan": str(planned[1]),
         "job": str(ROOT / "examples" / "no_device" / "llama3-70b.yaml"),
         "script": str(script),
+        "bridge": str(ROOT / "scripts" / "bridge_pretrain.py"),
     }
     code = "import sys; sys.modules['torch'] = None; from " + WITHOUT_TORCH[entry].format(**given)
     done = subprocess.run(

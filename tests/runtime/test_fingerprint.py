@@ -7,11 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_autorecompute.integrations import megatron_bridge
+from megatron_autorecompute.integrations.megatron_lm import shapes_of
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.runtime.fingerprint import rendered
 from tests.support import run_ranks, start_parallel, tiny_config, tiny_gpt
@@ -176,6 +179,23 @@ def test_a_setting_of_any_type_makes_another_job(here, monkeypatch):
             patch.setattr(config, name, value)
             assert differing(before, described(*here, layout)) == {name}
     assert differing(before, described(*here, Layout.from_flags(4, 2))) == {"layers"}
+    for name in ("NVTE_FUSED_ATTN", "CUBLAS_WORKSPACE_CONFIG", "TORCHDYNAMO_DISABLE"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "other")
+            assert differing(before, described(*here, layout)) == {name}
+
+
+@pytest.mark.any_version
+def test_what_only_megatrons_arguments_say_makes_another_job_too():
+    given = {"decoder_seq_length": None, "create_attention_mask_in_dataloader": True, "sft": False}
+    before = shapes_of(Namespace(**given))
+    assert before == {"create_attention_mask_in_dataloader": "True", "sft": "False"}
+    for name, value in (("decoder_seq_length", 8), ("create_attention_mask_in_dataloader", False)):
+        assert differing(before, shapes_of(Namespace(**given | {name: value}))) == {name}
+    bridge = Namespace(dist=Namespace(use_tp_pp_dp_mapping=False), dataset=None)
+    before = megatron_bridge.shapes_of(bridge)
+    bridge.dist.use_tp_pp_dp_mapping = True
+    assert differing(before, megatron_bridge.shapes_of(bridge)) == {"dist.use_tp_pp_dp_mapping"}
 
 
 def test_what_a_running_job_sets_and_what_changes_numbers_only_is_the_same_job(here, monkeypatch):

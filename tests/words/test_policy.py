@@ -99,6 +99,10 @@ def test_multi_token_prediction_follows_uniform_and_ignores_block():
     [
         ("full*3", r"full\*3 covers 3 layers, the model has 4"),
         ("full*2,none*3", "covers 5 layers, the model has 4"),
+        (f"full*{10**17}", "covers 100000000000000000 layers"),  # and makes no list of them
+        (f"full*{'9' * 5000}", "Cannot read 'full"),
+        (f"full/{'9' * 5000}*4", "Cannot read 'full"),
+        (f"megatron:block/{'9' * 5000}", "Cannot read 'megatron"),
         ("half*4", "Cannot read 'half' as a choice"),
         ("selective[]*4", "is not a module name"),
         ("selective[core attn]*4", "'core attn' is not a module name"),
@@ -140,10 +144,20 @@ def test_a_file_holds_text_a_list_or_a_plan(tmp_path, content):
     assert RecomputePolicy.parse(f"@{path}", num_layers=2).format() == "full*1,none*1"
 
 
-def test_half_a_file_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'["full", "no', "is not whole JSON"),
+        (b"[" + b"9" * 5000 + b"]", "is not whole JSON"),
+        (b"[" * 100_000, "is not whole JSON"),
+        (b"\x80\x02}q\x00", "is no text"),  # a pickle
+    ],
+    ids=["half", "a number of 5000 digits", "nested too deep", "binary"],
+)
+def test_half_a_file_or_another_one_is_refused(tmp_path, content, message):
     path = tmp_path / "policy.json"
-    path.write_text('["full", "no')
-    with pytest.raises(PolicyError, match="is not whole JSON"):
+    path.write_bytes(content)
+    with pytest.raises(PolicyError, match=message):
         RecomputePolicy.parse(f"@{path}", num_layers=2)
 
 
