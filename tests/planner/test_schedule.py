@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.schedule import Event, Schedule
+from tests.planner.definitions import order
 from tests.planner.random_schedules import schedules
 
 
@@ -60,6 +61,14 @@ def test_ep_overlap_warms_up_by_one_more_forward():
 
 def test_warmup_never_exceeds_all_microbatches():
     assert Schedule(4, 2, 4).warmup(0) == 8
+
+
+@given(schedules())
+def test_every_order_is_that_of_the_definitions(schedule):
+    for stage in range(schedule.num_stages):
+        events = schedule.events(stage)
+        found = tuple((event.direction, event.chunk, event.microbatch) for event in events)
+        assert found == order(schedule, stage)
 
 
 @given(schedules())
