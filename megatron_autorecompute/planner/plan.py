@@ -82,7 +82,13 @@ class ManualResult:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A solved policy with its evidence. See docs/plan.md."""
+    """A solved policy with its evidence: what `plan -o` writes. See docs/plan.md.
+
+    `Plan.load(path)` reads one and works its figures out again, `save(path)` writes one, `policy`
+    is what `apply` takes, `planner()` solves the same problem for other budgets. `make_plan` of
+    this module makes one. `_bytes` are bytes on one device, `_ms` milliseconds; lists per stage
+    start with stage 0.
+    """
 
     recompute_policy: tuple[Choice, ...]
     """One choice per layer, what a config field takes."""
@@ -129,7 +135,7 @@ class Plan:
 
     @property
     def policy(self) -> RecomputePolicy:
-        """The policy as a value."""
+        """The policy as a value. Raises: PolicyError where a choice of the file is none."""
         return RecomputePolicy.from_config(
             list(self.recompute_policy), num_layers=len(self.recompute_policy)
         )
@@ -208,11 +214,12 @@ def make_plan(
     """Solve and put the evidence together.
 
     Args:
+        planner: the problem.
         budget: bytes, one for all stages or one each.
         megatron_flags: other flags that the plan asks for, name to value.
         notes: what the searches before it found, one sentence each.
 
-    Raises: InfeasibleError, ProfileError.
+    Raises: as `Planner.solve`.
     """
     solution = planner.solve(budget)
     budgets = tuple(item.budget_bytes for item in solution.evidence)

@@ -216,7 +216,8 @@ class Planner:
     def solve(self, budget: Budget) -> Solution:
         """Best policy under a budget in bytes, one for all stages or one each.
 
-        Raises: InfeasibleError naming the tightest stage.
+        Raises: InfeasibleError naming the tightest stage; PolicyError for another number of
+        budgets.
         """
         solution = self.attempt(budget)
         if solution is None:
@@ -435,9 +436,26 @@ def solve(
     percentile: Percentile = "stated",
     allowed: OnlyChoices | Iterable[str] | None = None,
 ) -> Solution:
-    """Best policy under a budget in bytes; see `Planner`.
+    """The policy with the shortest step whose peak fits every stage, and the proof.
 
-    Raises: InfeasibleError, ProfileError.
+    Args:
+        profile: what every choice costs on every kind of layer.
+        layout: which stage and chunk holds which layers; of the profile's model.
+        schedule: the order of forwards and backwards; of as many stages and chunks as the layout.
+        budget: bytes that torch may allocate on a device, one number for all stages or one each.
+        percentile: of uneven routing that layers with experts are planned for, in percent.
+            "stated" is what the profile says, None its records as they are.
+        allowed: texts of the only choices that may be used, such as "none" and
+            "selective[core_attn]", `full/N` standing for checkpoints around several layers; None
+            allows all that the profile has.
+
+    Returns: the policy (one choice per layer), its cost (milliseconds and bytes, by stage), and per
+    stage how far from the optimum it can be at most.
+
+    Raises:
+        InfeasibleError: not even the leanest choices fit; it names the tightest stage.
+        ProfileError: profile, layout and schedule do not belong together, or a record lacks.
+        PolicyError: a text of `allowed` is no choice, or there is another number of budgets.
     """
     planner = Planner(profile, layout, schedule, percentile=percentile, allowed=allowed)
     return planner.solve(budget)
