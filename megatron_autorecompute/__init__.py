@@ -4,10 +4,14 @@ Importing this package imports neither torch nor megatron and changes nothing. I
 
 - `RecomputePolicy`, `LayerPolicy`: what every layer recomputes, and its text.
 - `Profile`: what each choice costs, read from a file or measured.
-- `solve(profile, layout, schedule, budget)`: the fastest policy that fits.
+- `Layout`, `Schedule`: which pipeline stage holds which layers, and in which order they run.
+- `solve(profile, layout, schedule, budget)`: the fastest policy that fits, and the proof.
 - `Plan`: a policy with everything that speaks for it, as one file.
 - `apply(policy, model)`: make a built model recompute as a policy says. This one needs torch and
   megatron-core.
+
+docs/api.md has an example, and what is reached by longer names. All that is raised on purpose is an
+`errors.AutorecomputeError`.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_autorecompute.planner.layout import Layout
     from megatron_autorecompute.planner.plan import Plan
     from megatron_autorecompute.planner.planner import solve
+    from megatron_autorecompute.planner.schedule import Schedule
     from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
     from megatron_autorecompute.profile import Profile
     from megatron_autorecompute.runtime.apply import apply
@@ -26,9 +32,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LayerPolicy",
+    "Layout",
     "Plan",
     "Profile",
     "RecomputePolicy",
+    "Schedule",
     "__version__",
     "apply",
     "solve",
@@ -38,15 +46,16 @@ _HOME = {
     "LayerPolicy": "policy",
     "RecomputePolicy": "policy",
     "Profile": "profile",
+    "Layout": "planner.layout",
+    "Schedule": "planner.schedule",
     "Plan": "planner.plan",
     "solve": "planner.planner",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if (
-        name == "apply"
-    ):  # the module, which can be called: importing it binds this name to it anyway
+    if name == "apply":
+        # The module, which can be called: importing it binds this name to it anyway.
         return importlib.import_module(f"{__name__}.apply")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

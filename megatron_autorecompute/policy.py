@@ -138,7 +138,7 @@ class RecomputePolicy:
         if text.startswith("@"):
             return cls.load(text[1:], num_layers=num_layers, layout=layout)
         if text.startswith("megatron:"):
-            return cls(_megatron_strategy(text, num_layers, layout or [range(num_layers)]))
+            return MegatronStrategy.parse(text).policy(num_layers, layout)
         runs = [_parse_run(part, text) for part in re.split(r",(?![^\[]*\])", text)]
         if len(runs) == 1 and runs[0][1] is None:
             return cls((runs[0][0],) * num_layers)
@@ -239,6 +239,87 @@ class RecomputePolicy:
         return runs
 
 
+@dataclass(frozen=True, slots=True)
+class MegatronStrategy:
+    """One of Megatron's own settings for all layers; `str()` gives the text that `parse` reads."""
+
+    method: Literal["none", "selective", "block", "uniform"]
+    """No recompute, modules of every layer, or Megatron's `recompute_method`."""
+    modules: tuple[str, ...] = ()
+    """Of selective; none of them is no recompute."""
+    recompute_num_layers: int = 0
+    """Of block and uniform."""
+
+    @classmethod
+    def parse(cls, text: str) -> MegatronStrategy:
+        """Read megatron:none, megatron:selective[MODULE+…], megatron:block/N, megatron:uniform/N.
+
+        Raises:
+            PolicyError: other text, or `uniform/0`.
+        """
+        match = _MEGATRON.fullmatch(text)
+        if match is None:
+            raise PolicyError(f"Cannot read {text!r}: {GRAMMAR}.")
+        if match["method"] is not None:
+            n = int(match["n"])
+            if n < 1 and match["method"] == "uniform":
+                raise PolicyError(f"{text!r}: uniform needs at least one layer in a checkpoint.")
+            return cls("uniform" if match["method"] == "uniform" else "block", (), n)
+        if text == "megatron:none":
+            return cls("none")
+        modules = "core_attn" if match["modules"] is None else match["modules"]
+        if modules == "":
+            return cls("selective")
+        return cls("selective", LayerPolicy.parse(f"selective[{modules}]").modules)
+
+    def __str__(self) -> str:
+        if self.method == "none":
+            return "megatron:none"
+        if self.method == "selective":
+            return f"megatron:selective[{'+'.join(self.modules)}]"
+        return f"megatron:{self.method}/{self.recompute_num_layers}"
+
+    def policy(
+        self, num_layers: int, layout: Sequence[Sequence[int]] | None = None
+    ) -> RecomputePolicy:
+        """What every layer does, counted the way Megatron's block does: afresh in every chunk.
+
+        Args:
+            num_layers: layers of the model, multi-token-prediction depths included.
+            layout: as `RecomputePolicy.parse` takes it.
+
+        Raises:
+            PolicyError: Megatron has no such setting with multi-token prediction.
+        """
+        chunks = layout or [range(num_layers)]
+        chosen = dict.fromkeys(range(num_layers), NONE)
+        if self.method == "selective" and self.modules:
+            chosen = dict.fromkeys(chosen, LayerPolicy("selective", self.modules))
+        elif self.method == "block":
+            # MultiTokenPredictionLayer skips recompute under block, with a warning.
+            n = self.recompute_num_layers
+            chosen.update((index, FULL) for chunk in chunks for index in list(chunk)[:n])
+        elif self.method == "uniform":
+            chosen.update(self._uniform(num_layers, chunks))
+        return RecomputePolicy(tuple(chosen.values()))
+
+    def _uniform(
+        self, num_layers: int, chunks: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, LayerPolicy]]:
+        n = self.recompute_num_layers
+        for chunk in chunks:
+            whole = len(chunk) - len(chunk) % n
+            for position, index in enumerate(chunk):
+                yield index, LayerPolicy("full", group=n if position < whole else len(chunk) % n)
+        depths = set(range(num_layers)) - {index for chunk in chunks for index in chunk}
+        if depths and n != 1:
+            # MultiTokenPredictionLayer asserts recompute_num_layers == 1 under uniform.
+            raise PolicyError(
+                f"{str(self)!r}: Megatron allows only uniform/1 with multi-token prediction."
+            )
+        yield from ((index, FULL) for index in depths)
+
+
 def _runs(layers: Sequence[LayerPolicy]) -> Iterator[Run]:
     start = 0
     for policy, members in itertools.groupby(layers):
@@ -272,35 +353,3 @@ def _check_length(covered: int, num_layers: int, asked: str) -> None:
 
 def _count(count: str | None) -> int:
     return 1 if count is None else int(count)
-
-
-def _megatron_strategy(
-    text: str, num_layers: int, layout: Sequence[Sequence[int]]
-) -> tuple[LayerPolicy, ...]:
-    """Expand a Megatron strategy the way its block counts: afresh in every pipeline chunk."""
-    match = _MEGATRON.fullmatch(text)
-    if match is None:
-        raise PolicyError(f"Cannot read {text!r}: {GRAMMAR}.")
-    if match["method"] is None:
-        modules = "core_attn" if match["modules"] is None else match["modules"]
-        selective = text.startswith("megatron:selective") and modules != ""
-        return (LayerPolicy.parse(f"selective[{modules}]") if selective else NONE,) * num_layers
-    n = int(match["n"])
-    if n < 1 and match["method"] == "uniform":
-        raise PolicyError(f"{text!r}: uniform needs at least one layer in a checkpoint.")
-    chosen = dict.fromkeys(range(num_layers), NONE)
-    if match["method"] == "block":
-        # MultiTokenPredictionLayer skips recompute under block, with a warning.
-        chosen.update((index, FULL) for chunk in layout for index in list(chunk)[:n])
-        return tuple(chosen.values())
-    for chunk in layout:
-        whole = len(chunk) - len(chunk) % n
-        for position, index in enumerate(chunk):
-            group = n if position < whole else len(chunk) % n
-            chosen[index] = LayerPolicy("full", group=group)
-    depths = set(range(num_layers)) - {index for chunk in layout for index in chunk}
-    if depths and n != 1:
-        # MultiTokenPredictionLayer asserts recompute_num_layers == 1 under uniform.
-        raise PolicyError(f"{text!r}: Megatron allows only uniform/1 with multi-token prediction.")
-    chosen.update((index, FULL) for index in depths)
-    return tuple(chosen.values())

@@ -151,6 +151,11 @@ class ChoiceRecord:
     """Measured MoE layers: the three byte figures at percentiles; above they are the most seen."""
 
     @property
+    def policy(self) -> LayerPolicy:
+        """The choice as a value; `choice` is how files have it."""
+        return LayerPolicy.parse(self.choice)
+
+    @property
     def knows_routing(self) -> bool:
         """Whether its bytes were measured at percentiles: no factor that is stated applies."""
         return bool(self.percentiles) and self.source == MEASURED
@@ -234,10 +239,15 @@ class LayerKind:
                 raise ValueError(f"kind {self.name!r}: inert {name!r} equals unknown {equal!r}")
         _check_order(self)
 
-    def record(self, choice: str) -> ChoiceRecord | None:
-        """The record of a choice, through `inert`; None where it was not measured."""
-        choice = self.inert.get(choice, choice)
-        return next((record for record in self.choices if record.choice == choice), None)
+    def record(self, choice: LayerPolicy | str) -> ChoiceRecord | None:
+        """The record of a choice, or of its text, through `inert`; None where none was measured."""
+        name = self.inert.get(str(choice), str(choice))
+        return next((record for record in self.choices if record.choice == name), None)
+
+    @property
+    def equals(self) -> dict[LayerPolicy, LayerPolicy]:
+        """`inert` as values."""
+        return {LayerPolicy.parse(a): LayerPolicy.parse(b) for a, b in self.inert.items()}
 
     @property
     def knows_imbalance(self) -> bool:
@@ -474,7 +484,7 @@ def in_order(records: Sequence[ChoiceRecord], weights: Sequence[float]) -> tuple
         records: of single layers, each of another choice.
         weights: how much each one's times are to be believed; numbers of samples.
     """
-    choices = [LayerPolicy.parse(record.choice) for record in records]
+    choices = [record.policy for record in records]
     forward_ms = [record.forward_ms for record in records]
     backward_ms = [record.backward_ms for record in records]
     times = zip(records, *ordered_ms(choices, forward_ms, backward_ms, weights), strict=True)
@@ -493,7 +503,7 @@ def _with_times(record: ChoiceRecord, forward_ms: float, backward_ms: float) -> 
 
 def _check_order(kind: LayerKind) -> None:
     """Refuse times by which doing more takes less: a planner would recompute for nothing."""
-    choices = [LayerPolicy.parse(record.choice) for record in kind.choices]
+    choices = [record.policy for record in kind.choices]
     layer_ms = [
         (record.forward_ms + record.backward_ms) / choice.group
         for record, choice in zip(kind.choices, choices, strict=True)
@@ -525,9 +535,7 @@ def _check_step(profile: Profile, step: MeasuredStep) -> None:
 def covers(kinds: Sequence[LayerKind], policy: RecomputePolicy) -> bool:
     """Whether there is a record for what every layer does under a policy."""
     return all(
-        kind.record(str(policy.layers[index])) is not None
-        for kind in kinds
-        for index in kind.layers
+        kind.record(policy.layers[index]) is not None for kind in kinds for index in kind.layers
     )
 
 

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import add_json, print_plan
 from megatron_autorecompute.cli.problem import add_problem, planners
-from megatron_autorecompute.cli.values import MOST_POINTS, at_least, budgets, file, sizes
+from megatron_autorecompute.cli.values import budgets, file, sizes
 from megatron_autorecompute.cli.verify import print_verified
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.layout_search import search_layout
@@ -42,13 +42,6 @@ class PlanCommand(Command):
             metavar="B,B,...",
             help="also search the micro-batch size; give one --profile for each",
         )
-        parser.add_argument(
-            "--curve-points",
-            type=at_least(0, MOST_POINTS),
-            default=0,
-            metavar="N",
-            help="also put plans for N other budgets into the file: time against budget",
-        )
         parser.add_argument("-o", "--output", type=file, metavar="PLAN.json", help="write the plan")
         parser.add_argument(
             "--verify", action="store_true", help="run Megatron's own schedule under the plan"
@@ -80,8 +73,6 @@ def _solved(args: Namespace) -> Plan:
         notes.append(searched.note)
         flags.update(searched.megatron_flags)
     try:
-        return make_plan(
-            planner, budget, curve_points=args.curve_points, megatron_flags=flags, notes=notes
-        )
+        return make_plan(planner, budget, megatron_flags=flags, notes=notes)
     except InfeasibleError as error:
         raise explained(error, planner, budget) from error

@@ -65,12 +65,11 @@ def planners(args: Namespace, micro_batches: Sequence[int] = ()) -> list[Planner
     found = []
     for profile in profiles:
         layout = _layout(args, profile)
-        asked = Schedule(
-            layout.num_stages,
-            layout.num_chunks,
+        asked = Schedule.of_layout(
+            layout,
             args.num_microbatches,
-            args.microbatch_group_size,
-            args.overlap_moe_expert_parallel_comm,
+            microbatch_group_size=args.microbatch_group_size,
+            overlap_moe_expert_parallel_comm=args.overlap_moe_expert_parallel_comm,
         )
         schedule = schedule or asked
         found.append(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.policy import FULL, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import FULL, LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 
 if TYPE_CHECKING:  # else Bridge's integration would load the solver
@@ -46,7 +46,9 @@ def native_fields(
     if policy.format() == f"none*{len(policy.layers)}":
         return dict(NATIVE)
     leading = max((_leading_full(policy, chunk) for chunk in chunks), default=0)
-    for method, number in (("uniform", first.group), ("block", leading)):
+    methods: tuple[tuple[Literal["block", "uniform"], int], ...]
+    methods = ("uniform", first.group), ("block", leading)
+    for method, number in methods:
         if _is_strategy(policy, chunks, method, number):
             return {
                 "recompute_granularity": "full",
@@ -78,15 +80,16 @@ def has_linear_bias(profile: Profile) -> bool:
 
 
 def _is_strategy(
-    policy: RecomputePolicy, chunks: Sequence[Sequence[int]], method: str, number: int
+    policy: RecomputePolicy,
+    chunks: Sequence[Sequence[int]],
+    method: Literal["block", "uniform"],
+    number: int,
 ) -> bool:
     # `uniform` of 0.16 reads beyond the end of a chunk that is no multiple of N.
     if number < 1 or (method == "uniform" and any(len(chunk) % number for chunk in chunks)):
         return False
     try:
-        strategy = RecomputePolicy.parse(
-            f"megatron:{method}/{number}", num_layers=len(policy.layers), layout=chunks
-        )
+        strategy = MegatronStrategy(method, (), number).policy(len(policy.layers), chunks)
     except PolicyError:  # uniform/N with multi-token prediction
         return False
     return strategy == policy

@@ -22,8 +22,7 @@ from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.layout import Chunk, Layout
 from megatron_autorecompute.planner.p2p_tensors import Load, decisive_loads, extra_tensors
 from megatron_autorecompute.planner.schedule import Direction, Schedule
-from megatron_autorecompute.planner.unit_costs import OUTSIDE, SIGN, Bound, CostTable, Unit
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.planner.unit_costs import OUTSIDE, SIGN, Bound, Unit
 from megatron_autorecompute.profile import (
     BytesAt,
     ChoiceRecord,
@@ -298,36 +297,6 @@ def moment_bytes(
         embedding_head_bytes=outside_waiting + outside_running,
         overhead_bytes=base.constant_bytes(load.direction, load.extra) - base.static.total_bytes,
     )
-
-
-def timeline(
-    profile: Profile,
-    layout: Layout,
-    schedule: Schedule,
-    policy: RecomputePolicy,
-    stage: int,
-    *,
-    percentile: float | None = None,
-) -> list[tuple[str, Breakdown]]:
-    """Every moment of one stage's step in order: its name and its bytes.
-
-    A forward passes the units from first to last, a backward from last to first.
-    Raises: as `evaluate`.
-    """
-    check_layout(profile, layout, schedule)
-    table = CostTable(profile, percentile)
-    base = stage_base(profile, layout, stage)
-    columns = [ChunkColumns(c, table.chunk_units(c, policy)) for c in layout.stages[stage]]
-    moments = []
-    for load, event in zip(
-        every_load(profile, schedule, stage), schedule.events(stage), strict=True
-    ):
-        order = range(len(columns[event.chunk].units))
-        for unit in order if event.direction == "forward" else reversed(order):
-            name = f"{event.direction} of {columns[event.chunk].units[unit].name}"
-            split = moment_bytes(base, columns, load, unit)
-            moments.append((f"{name}, microbatch {event.microbatch}", split))
-    return moments
 
 
 def every_load(profile: Profile, schedule: Schedule, stage: int) -> list[Load]:

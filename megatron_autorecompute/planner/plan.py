@@ -43,7 +43,7 @@ DIGEST = "digest"
 TOLERANCE = 1e-9
 """By how much a time may differ from the same sum on another machine, as a share of it. Files hold
 every digit."""
-WORKED_OUT = ("cost", "evidence", "best_manual", "curve")
+WORKED_OUT = ("cost", "evidence", "best_manual")
 """Fields of a plan that follow from the others."""
 BudgetBytes = Annotated[int, Field(gt=0, le=1 << 60)]
 # Plans had the second name before.
@@ -54,7 +54,7 @@ _OR_MOE_PERCENTILE = Field(
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One plan of the curve of time against budget."""
+    """One point of the curve of time against budget."""
 
     budget_bytes: int
     """Of every stage."""
@@ -82,7 +82,13 @@ class ManualResult:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A solved policy with its evidence. See docs/plan.md."""
+    """A solved policy with its evidence: what `plan -o` writes. See docs/plan.md.
+
+    `Plan.load(path)` reads one and works its figures out again, `save(path)` writes one, `policy`
+    is what `apply` takes, `planner()` solves the same problem for other budgets. `make_plan` of
+    this module makes one. `_bytes` are bytes on one device, `_ms` milliseconds; lists per stage
+    start with stage 0.
+    """
 
     recompute_policy: tuple[Choice, ...]
     """One choice per layer, what a config field takes."""
@@ -104,8 +110,6 @@ class Plan:
     """Choices that might be used; None is every recorded one."""
     best_manual: ManualResult | None = None
     """The fastest of Megatron's own settings that fits; None when none does."""
-    curve: tuple[CurvePoint, ...] = ()
-    """Largest budget first."""
     megatron_flags: Mapping[str, str] = field(default_factory=dict)
     """Flags other than recompute that the plan asks for: a searched layout or micro-batch size."""
     notes: tuple[str, ...] = ()
@@ -131,7 +135,7 @@ class Plan:
 
     @property
     def policy(self) -> RecomputePolicy:
-        """The policy as a value."""
+        """The policy as a value. Raises: PolicyError where a choice of the file is none."""
         return RecomputePolicy.from_config(
             list(self.recompute_policy), num_layers=len(self.recompute_policy)
         )
@@ -204,17 +208,18 @@ def make_plan(
     planner: Planner,
     budget: Budget,
     *,
-    curve_points: int = 0,
     megatron_flags: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
     """Solve and put the evidence together.
 
     Args:
+        planner: the problem.
         budget: bytes, one for all stages or one each.
-        curve_points: budgets of the curve of time against budget; 0 leaves it out.
+        megatron_flags: other flags that the plan asks for, name to value.
+        notes: what the searches before it found, one sentence each.
 
-    Raises: InfeasibleError, ProfileError.
+    Raises: as `Planner.solve`.
     """
     solution = planner.solve(budget)
     budgets = tuple(item.budget_bytes for item in solution.evidence)
@@ -230,7 +235,6 @@ def make_plan(
         imbalance_percentile=planner.percentile,
         allowed=planner.allowed,
         best_manual=_result(manual) if manual else None,
-        curve=tuple(curve_point(p) for p in planner.pareto(curve_points)) if curve_points else (),
         megatron_flags=dict(megatron_flags or {}),
         notes=tuple(notes),
     )
@@ -281,12 +285,6 @@ def _refuse_wrong(plan: Plan, right: Plan, source: str) -> None:
             raise _refused(
                 source, f"{path} is {budget_bytes}, the stage needs {stage.peak_high_bytes}"
             )
-    for number, point in enumerate(plan.curve):
-        if point.peak_high_bytes > point.budget_bytes:
-            path = f"curve[{number}].budget_bytes"
-            raise _refused(
-                source, f"{path} is {point.budget_bytes}, its policy needs {point.peak_high_bytes}"
-            )
     planner = plan.planner()
     for layer, choice in enumerate(plan.policy.layers):
         if not planner.allows(layer, choice):
@@ -309,7 +307,6 @@ def _worked_out(plan: Plan, cost: PolicyCost) -> Plan:
         cost=cost,
         evidence=tuple(_evidence(plan, cost, stage) for stage in range(plan.layout.num_stages)),
         best_manual=_result(manual) if manual else None,
-        curve=tuple(_point(plan, point) for point in plan.curve),
     )
 
 
@@ -333,12 +330,6 @@ def _evidence(plan: Plan, cost: PolicyCost, stage: int) -> StageEvidence:
         own.peak_high_bytes,
         NOTHING_BINDS if said.binding == NOTHING_BINDS else own.peak.moment,
     )
-
-
-def _point(plan: Plan, point: CurvePoint) -> CurvePoint:
-    policy = RecomputePolicy.parse(point.recompute_policy, num_layers=plan.profile.num_layers)
-    cost = plan.planner().evaluate(policy)
-    return replace(point, step_ms=cost.step_ms, peak_high_bytes=cost.peak_high_bytes)
 
 
 def _without_proof(plan: Plan) -> Plan:

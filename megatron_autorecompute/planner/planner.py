@@ -48,7 +48,7 @@ from megatron_autorecompute.planner.stage_search.problem import (
 )
 from megatron_autorecompute.planner.stage_search.search import Effort, StageSearch
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
-from megatron_autorecompute.policy import FULL, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import FULL, LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB
 
@@ -118,8 +118,8 @@ class Planner:
         percentile: of imbalance to budget for, in percent. None takes the records as they are: of
             measured ones the most that was seen, of others what they were made for. "stated" is
             `Profile.stated_percentile`.
-        allowed: texts of the choices that may be used, `full/N` standing for all groups; None
-            allows every recorded one.
+        allowed: the choices that may be used, or their texts, `full/N` standing for all groups;
+            None allows every recorded one.
         effort: how much work a search may be.
 
     Raises: ProfileError where profile, layout and schedule do not belong together; PolicyError for
@@ -133,15 +133,16 @@ class Planner:
         schedule: Schedule,
         *,
         percentile: Percentile = "stated",
-        allowed: Iterable[str] | None = None,
+        allowed: OnlyChoices | Iterable[str] | None = None,
         effort: Effort | None = None,
     ) -> None:
         check_layout(profile, layout, schedule)
         check_figures(profile, layout, schedule)
         self.profile, self.layout, self.schedule = profile, layout, schedule
         self.percentile = profile.stated_percentile if percentile == "stated" else percentile
-        self._only = None if allowed is None else OnlyChoices.parse(allowed)
-        self.allowed = None if self._only is None else tuple(self._only)
+        if allowed is not None and not isinstance(allowed, OnlyChoices):
+            allowed = OnlyChoices.parse(allowed)
+        self.only = allowed
         self._effort = effort
         self._table = CostTable(profile, self.percentile, "high")
         self._solved: dict[int, dict[int, StageChoice]] = {}
@@ -159,12 +160,17 @@ class Planner:
             layout or self.layout,
             schedule or self.schedule,
             percentile=self.percentile,
-            allowed=self.allowed,
+            allowed=self.only,
         )
+
+    @property
+    def allowed(self) -> tuple[str, ...] | None:
+        """Texts of the choices that may be used; None allows every recorded one."""
+        return None if self.only is None else self.only.texts()
 
     def allows(self, layer: int, choice: LayerPolicy) -> bool:
         """Whether a layer may have a choice."""
-        return self._only is None or self._only.allow(self._table, layer, choice)
+        return self.only is None or self.only.allow(self._table, layer, choice)
 
     @cached_property
     def searches(self) -> tuple[StageSearch, ...]:
@@ -178,7 +184,7 @@ class Planner:
         return StageSearch(problem, self._effort)
 
     def _chunk(self, stage: int, index: int, base: StageBase) -> ChunkProblem:
-        return chunk_problem(self._table, self.layout.stages[stage][index], base, self._only)
+        return chunk_problem(self._table, self.layout.stages[stage][index], base, self.only)
 
     @cached_property
     def leanest(self) -> tuple[StageChoice, ...]:
@@ -210,7 +216,8 @@ class Planner:
     def solve(self, budget: Budget) -> Solution:
         """Best policy under a budget in bytes, one for all stages or one each.
 
-        Raises: InfeasibleError naming the tightest stage.
+        Raises: InfeasibleError naming the tightest stage; PolicyError for another number of
+        budgets.
         """
         solution = self.attempt(budget)
         if solution is None:
@@ -343,7 +350,7 @@ class Planner:
         counted afresh in every chunk as `TransformerBlock` does.
         """
         budgets = self.budgets(budget)
-        return tuple(self._manual(name, budgets) for name in self.manual_names())
+        return tuple(self._manual(setting, budgets) for setting in self.manual_settings())
 
     def best_manual(self, budget: Budget) -> ManualStrategy | None:
         """The fastest of `manual_strategies` that fits; None when none does.
@@ -353,20 +360,20 @@ class Planner:
         """
         budgets = self.budgets(budget)
         fitting: list[tuple[float, ManualStrategy, Ints]] = []
-        for name, times in sorted(self._manual_times(), key=lambda pair: int(pair[1].sum())):
+        for setting, times in sorted(self._manual_times(), key=lambda pair: int(pair[1].sum())):
             if any((times >= faster).all() for _, _, faster in fitting):
                 continue
-            found = self._manual(name, budgets)
+            found = self._manual(setting, budgets)
             if found.fits and found.cost is not None:
                 fitting.append((found.cost.step_ms, found, times))
         return min(fitting, key=itemgetter(0))[1] if fitting else None
 
-    def _manual_times(self) -> Iterator[tuple[str, Ints]]:
-        """Names of unlike settings, and forward and backward of every chunk."""
+    def _manual_times(self) -> Iterator[tuple[MegatronStrategy, Ints]]:
+        """Unlike settings, and forward and backward of every chunk."""
         chunks, seen = [c for stage in self.layout.stages for c in stage], set()
-        for name in self.manual_names():
+        for setting in self.manual_settings():
             try:
-                policy = self.manual_policy(name)
+                policy = self.manual_policy(setting)
                 units = tuple(self._table.chunk_units(chunk, policy) for chunk in chunks)
             except (PolicyError, ProfileError):
                 continue  # `manual_strategies` says why
@@ -375,46 +382,48 @@ class Planner:
                 times = [
                     (sum(u.forward_ps for u in c), sum(u.backward_ps for u in c)) for c in units
                 ]
-                yield name, np.array(times, np.int64)
+                yield setting, np.array(times, np.int64)
 
-    def manual_names(self) -> list[str]:
+    def manual_settings(self) -> list[MegatronStrategy]:
         """The settings of `manual_strategies`, some of which Megatron may refuse."""
-        kinds = self.profile.kinds
         recorded = dict.fromkeys(
-            choice for kind in kinds for choice in (*(r.choice for r in kind.choices), *kind.inert)
+            choice
+            for kind in self.profile.kinds
+            for choice in (*(record.policy for record in kind.choices), *kind.equals)
         )
-        modules = sorted({m for text in recorded for m in LayerPolicy.parse(text).modules})
+        modules = sorted({module for choice in recorded for module in choice.modules})
         sizes = range(1, len(modules) + 1) if len(modules) <= MOST_MODULES else ()
-        sets = (chosen for size in sizes for chosen in itertools.combinations(modules, size))
-        every = dict.fromkeys(str(LayerPolicy("selective", chosen)) for chosen in sets)
-        longest = max(map(len, self._counted_chunks()))
-        names = ["megatron:none"]
-        named = recorded | every
-        names += [f"megatron:{choice}" for choice in named if choice.startswith("selective")]
-        names += [f"megatron:block/{n}" for n in range(1, longest + 1)]
-        return names + [f"megatron:uniform/{n}" for n in range(1, longest + 1)]
+        sets = dict.fromkeys(choice.modules for choice in recorded if choice.modules)
+        for size in sizes:
+            sets |= dict.fromkeys(itertools.combinations(modules, size))
+        numbers = range(1, max(map(len, self._counted_chunks())) + 1)
+        return [
+            MegatronStrategy("none"),
+            *(MegatronStrategy("selective", chosen) for chosen in sets),
+            *(MegatronStrategy("block", (), n) for n in numbers),
+            *(MegatronStrategy("uniform", (), n) for n in numbers),
+        ]
 
     def _counted_chunks(self) -> tuple[tuple[int, ...], ...]:
         return self.layout.counted_chunks(self.profile.model.encoder_layers)
 
-    def _manual(self, name: str, budgets: Sequence[int]) -> ManualStrategy:
+    def _manual(self, setting: MegatronStrategy, budgets: Sequence[int]) -> ManualStrategy:
+        name = str(setting)
         try:
-            policy = self.manual_policy(name)
+            policy = self.manual_policy(setting)
             cost = self.evaluate(policy)
         except (PolicyError, ProfileError) as error:
             return ManualStrategy(name, None, None, False, str(error))
         pairs = zip(cost.stages, budgets, strict=True)
         return ManualStrategy(name, policy, cost, all(s.peak_high_bytes <= b for s, b in pairs))
 
-    def manual_policy(self, name: str) -> RecomputePolicy:
+    def manual_policy(self, setting: MegatronStrategy) -> RecomputePolicy:
         """One of Megatron's own settings in this layout; raises PolicyError where it refuses it."""
-        policy = RecomputePolicy.parse(
-            name, num_layers=self.profile.num_layers, layout=self._counted_chunks()
-        )
+        policy = setting.policy(self.profile.num_layers, self._counted_chunks())
         choices = enumerate(policy.layers)
         policy = RecomputePolicy(tuple(self._table.what_runs(*pair) for pair in choices))
         if any(runs_forever(c, has_linear_bias(self.profile)) for c in set(policy.layers)):
-            raise PolicyError(f"{name}: {RUNS_FOREVER}.")
+            raise PolicyError(f"{setting}: {RUNS_FOREVER}.")
         return policy
 
 
@@ -425,11 +434,28 @@ def solve(
     budget: Budget,
     *,
     percentile: Percentile = "stated",
-    allowed: Iterable[str] | None = None,
+    allowed: OnlyChoices | Iterable[str] | None = None,
 ) -> Solution:
-    """Best policy under a budget in bytes; see `Planner`.
+    """The policy with the shortest step whose peak fits every stage, and the proof.
 
-    Raises: InfeasibleError, ProfileError.
+    Args:
+        profile: what every choice costs on every kind of layer.
+        layout: which stage and chunk holds which layers; of the profile's model.
+        schedule: the order of forwards and backwards; of as many stages and chunks as the layout.
+        budget: bytes that torch may allocate on a device, one number for all stages or one each.
+        percentile: of uneven routing that layers with experts are planned for, in percent.
+            "stated" is what the profile says, None its records as they are.
+        allowed: texts of the only choices that may be used, such as "none" and
+            "selective[core_attn]", `full/N` standing for checkpoints around several layers; None
+            allows all that the profile has.
+
+    Returns: the policy (one choice per layer), its cost (milliseconds and bytes, by stage), and per
+    stage how far from the optimum it can be at most.
+
+    Raises:
+        InfeasibleError: not even the leanest choices fit; it names the tightest stage.
+        ProfileError: profile, layout and schedule do not belong together, or a record lacks.
+        PolicyError: a text of `allowed` is no choice, or there is another number of budgets.
     """
     planner = Planner(profile, layout, schedule, percentile=percentile, allowed=allowed)
     return planner.solve(budget)

@@ -20,8 +20,7 @@ from megatron_autorecompute.planner.layout import Layout
 
 Direction = Literal["forward", "backward"]
 _GROUPS = 8
-
-"""Every event of a step is replayed: a slip of some digits must not fill the memory."""
+"""Of microbatches, in which a schedule of many shows every moment that it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +34,14 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A state of a stage's memory that occurs while one event runs."""
+    """What is in flight on a stage while one event runs."""
 
     direction: Direction
     chunk: int
     in_flight: tuple[int, ...]
     """Per chunk, microbatches whose forward is done and whose backward has not begun."""
     event: int
-    """Position of the first event in `Schedule.events(stage)` where this occurs."""
+    """Position in `Schedule.events(stage)` of the first event of which this is so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,27 +179,6 @@ class Schedule:
         counts[position[~backward], chunk[~backward]] -= 1
         return counts
 
-    def distinct_moments(self, stage: int) -> tuple[Moment, ...]:
-        """Return the different moments, each with the first event that has it."""
-        backward, chunk, _ = self._order(stage)
-        rows = np.column_stack((backward, chunk, self.in_flight(stage))).astype(np.int32)
-        first: dict[bytes, int] = {}
-        for event, row in enumerate(rows):
-            first.setdefault(row.tobytes(), event)
-        return tuple(_moment(rows[event].tolist(), event) for event in first.values())
-
-    def binding_moments(self, stage: int) -> tuple[Moment, ...]:
-        """Return the distinct moments that no other of the same direction and chunk exceeds.
-
-        Bytes held are never negative, so a peak that fits at these moments fits at all; there are
-        far fewer of them, since those of warm-up and cool-down drop out.
-        """
-        groups: dict[tuple[Direction, int], list[Moment]] = {}
-        for moment in self.distinct_moments(stage):
-            groups.setdefault((moment.direction, moment.chunk), []).append(moment)
-        kept = [moment for group in groups.values() for moment in maximal(group)]
-        return tuple(sorted(kept, key=lambda moment: moment.event))
-
     def _check_stage(self, stage: int) -> None:
         if not 0 <= stage < self.num_stages:
             raise PipelineError(
@@ -235,11 +213,6 @@ class Schedule:
             np.concatenate([np.repeat(np.arange(v), len(group)) for group in groups]),
             np.concatenate([np.full(v * len(group), len(group)) for group in groups]),
         )
-
-
-def _moment(row: Sequence[int], event: int) -> Moment:
-    backward, chunk, *in_flight = row
-    return Moment("backward" if backward else "forward", chunk, tuple(in_flight), event)
 
 
 def maximal(moments: Sequence[Moment]) -> list[Moment]:

@@ -73,11 +73,9 @@ def _smaller_micro_batch(planner: Planner, budget: Budget) -> Change | None:
 
 def _full_recompute(planner: Planner, budget: Budget) -> Change | None:
     profile = planner.profile
-    lacking = [k for k in profile.kinds if k.record(str(FULL)) is None and k.record(str(NONE))]
-    allowed = planner.allowed
-    if allowed is not None and str(FULL) not in allowed:
-        allowed = (*allowed, str(FULL))
-    if not lacking and allowed == planner.allowed:
+    lacking = [k for k in profile.kinds if k.record(FULL) is None and k.record(NONE)]
+    only = planner.only and planner.only.and_also(FULL)
+    if not lacking and only == planner.only:
         return None
     kinds = tuple(
         _with_full(kind, profile.boundary_bytes) if kind in lacking else kind
@@ -88,7 +86,7 @@ def _full_recompute(planner: Planner, budget: Budget) -> Change | None:
         planner.layout,
         planner.schedule,
         percentile=planner.percentile,
-        allowed=allowed,
+        allowed=only,
     )
     solution = wider.solve(budget)
     names = ", ".join(kind.name for kind in lacking) or "all kinds"
@@ -96,11 +94,11 @@ def _full_recompute(planner: Planner, budget: Budget) -> Change | None:
 
 
 def _with_full(kind: LayerKind, boundary_bytes: int) -> LayerKind:
-    none = kind.record(str(NONE))
+    none = kind.record(NONE)
     if none is None:
         return kind
     highest = max(none.forward_transient_bytes, none.backward_transient_bytes)
-    singles = [r for r in kind.choices if not r.choice.startswith(str(FULL))]
+    singles = [r for r in kind.choices if r.policy.granularity != "full"]
     slowest_ms = max(record.forward_ms + record.backward_ms for record in singles)
     full = ChoiceRecord(
         choice=str(FULL),

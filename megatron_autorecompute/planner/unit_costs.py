@@ -98,13 +98,12 @@ class CostTable:
     def _records_of(self, kind: LayerKind) -> dict[LayerPolicy, ChoiceRecord]:
         factor = kind.imbalance_factor(self.percentile)
         found = {
-            LayerPolicy.parse(record.choice): self._shifted(
+            record.policy: self._shifted(
                 record.at_percentile(self.percentile), 1.0 if record.knows_routing else factor
             )
             for record in kind.choices
         }
-        equal = {LayerPolicy.parse(a): LayerPolicy.parse(b) for a, b in kind.inert.items()}
-        return found | {inert: found[choice] for inert, choice in equal.items()}
+        return found | {inert: found[choice] for inert, choice in kind.equals.items()}
 
     @cached_property
     def _planned(self) -> dict[str, tuple[LayerPolicy, ...]]:
@@ -118,6 +117,11 @@ class CostTable:
         shift = SIGN[self.bound] * record.uncertainty_bytes
         own = LayerBytes.of(record)
         return own.each(lambda size: max(0, scaled_bytes(size + shift, factor))).into(record)
+
+    @cached_property
+    def _equals(self) -> dict[str, dict[LayerPolicy, LayerPolicy]]:
+        """Inert choices and what they equal, by kind."""
+        return {kind.name: kind.equals for kind in self.profile.kinds}
 
     @cached_property
     def _modules(self) -> dict[str, frozenset[str]]:
@@ -154,9 +158,8 @@ class CostTable:
 
     def names(self, layer: int, choice: LayerPolicy) -> frozenset[LayerPolicy]:
         """A choice and those that are inert on this layer and equal it."""
-        kind = self._kinds[layer]
-        equal = (name for name, other in kind.inert.items() if other == str(choice))
-        return frozenset([choice, *map(LayerPolicy.parse, equal)])
+        equals = self._equals[self._kinds[layer].name]
+        return frozenset([choice, *(inert for inert, other in equals.items() if other == choice)])
 
     def layer(self, layer: int, policy: LayerPolicy, received: bool = False) -> Unit:
         """Costs of one layer; `received` if another stage sent its input, which then stays alive.

@@ -12,7 +12,7 @@ from megatron_autorecompute.planner.megatron_strategies import flags, launch_lin
 from megatron_autorecompute.planner.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.planner import Planner, changed_at
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.report.timeline import Timeline, timeline
 
 CURVE_POINTS = 24
@@ -25,8 +25,8 @@ Progress = Callable[[str, float], None]
 class ChoiceEffect:
     """What another choice at one layer would change, the rest of the policy as it is."""
 
-    choice: str
-    """As `LayerPolicy.parse` reads it."""
+    choice: LayerPolicy
+    """The other choice."""
     step_ms: float
     """More time of the step."""
     stage_busy_ms: float
@@ -112,7 +112,7 @@ def _effects(
     answers = iter(found)
     return tuple(
         tuple(
-            _effect(str(choice), stages[layer], now, next(answers), plan.budget_bytes)
+            _effect(choice, stages[layer], now, next(answers), plan.budget_bytes)
             for choice, _ in others
         )
         for layer, others in enumerate(changes)
@@ -120,7 +120,7 @@ def _effects(
 
 
 def _effect(
-    choice: str, stage: int, now: Outcome, other: Outcome, budgets: tuple[int, ...]
+    choice: LayerPolicy, stage: int, now: Outcome, other: Outcome, budgets: tuple[int, ...]
 ) -> ChoiceEffect:
     peak = other.peak_high_bytes[stage]
     return ChoiceEffect(
@@ -210,22 +210,22 @@ def strategies_of(
     progress: Callable[[float], None],
 ) -> tuple[ManualResult, ...]:
     """Megatron's own settings, those left out that it refuses or the profile lacks a record of."""
-    policies: dict[str, RecomputePolicy] = {}
-    for name in planner.manual_names():
+    policies: dict[MegatronStrategy, RecomputePolicy] = {}
+    for setting in planner.manual_settings():
         with suppress(PolicyError, ProfileError):
-            policy = planner.manual_policy(name)
+            policy = planner.manual_policy(setting)
             outcomes.check(policy)
-            policies[name] = policy
+            policies[setting] = policy
     found = outcomes.of(list(policies.values()), progress)
     return tuple(
         ManualResult(
-            name,
+            str(setting),
             outcome.step_ms,
             max(outcome.peak_high_bytes),
             budgets is None
             or all(p <= b for p, b in zip(outcome.peak_high_bytes, budgets, strict=True)),
         )
-        for name, outcome in zip(policies, found, strict=True)
+        for setting, outcome in zip(policies, found, strict=True)
     )
 
 

@@ -83,7 +83,7 @@ def page_data(data: ReportData) -> dict[str, Any]:
                 "stage": stage_of[layer],
                 "others": [
                     {
-                        "choice": other.choice,
+                        "choice": str(other.choice),
                         "step": other.step_ms,
                         "busy": other.stage_busy_ms,
                         "bytes": other.peak_bytes,

@@ -9,7 +9,7 @@ from html import escape
 from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.report.words import choice_colours, ink_on, symbols
+from megatron_autorecompute.report.words import choice_colours, ink_on, symbols, without_group
 
 CELL, ROW, GAP, LABEL = 17, 19, 9, 56
 """Pixels: width and height of a cell, space between chunks, space for the stage's name."""
@@ -136,13 +136,13 @@ def _legend(plan: Plan, top: int) -> Iterator[str]:
     y = top
     for letter, choice in named.items():
         colour = colours[choice]
-        name = "full" if choice.granularity == "full" else str(choice)
-        count = sum(_named(other) == name for other in plan.policy.layers)
+        name = without_group(choice)
+        count = sum(without_group(other) == name for other in plan.policy.layers)
         yield (
             f'<g class="cell"><rect x="{LABEL}" y="{y}" width="{CELL - 1}" height="{ROW - 2}" '
             f'fill="{colour}"/><text x="{LABEL + CELL // 2}" y="{y + 13}" '
             f'style="fill:{ink_on(colour)}">{letter}</text></g>'
-            f'<text x="{LABEL + CELL + 8}" y="{y + 13}">{escape(name)} · '
+            f'<text x="{LABEL + CELL + 8}" y="{y + 13}">{escape(str(name))} · '
             f"{count} layer{'s' * (count != 1)}</text>"
         )
         y += 22
@@ -151,7 +151,3 @@ def _legend(plan: Plan, top: int) -> Iterator[str]:
             f'<path class="group" d="M{LABEL} {y + 9}h{CELL - 2}"/>'
             f'<text x="{LABEL + CELL + 8}" y="{y + 13}">one checkpoint around these layers</text>'
         )
-
-
-def _named(choice: object) -> str:
-    return str(choice).partition("/")[0]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.unit_costs import CostTable, fastest_choice
-from megatron_autorecompute.policy import LayerPolicy
+from megatron_autorecompute.policy import FULL, LayerPolicy
 from megatron_autorecompute.report.terminal import legend
 from megatron_autorecompute.units import GIB, MIB
 
@@ -45,16 +45,15 @@ def choice_colours(plan: Plan) -> dict[LayerPolicy, str]:
     cost: dict[LayerPolicy, float] = {}
     table = CostTable(plan.profile)
     for layer, choice in enumerate(plan.policy.layers):
-        alone = LayerPolicy("full") if choice.granularity == "full" else choice
         plain = table.layer(layer, fastest_choice(table, layer))
-        more = table.layer(layer, alone).time_ps - plain.time_ps
+        more = table.layer(layer, without_group(choice)).time_ps - plain.time_ps
         cost[choice] = max(cost.get(choice, 0.0), more)
     recomputing = [c for c in cost if c.granularity != "none"]
     ordered = sorted(recomputing, key=lambda c: (c.granularity == "full", cost[c], c.group))
-    ranks = list(dict.fromkeys(_without_group(choice) for choice in ordered))
+    ranks = list(dict.fromkeys(without_group(choice) for choice in ordered))
     colours = {rank: _on_ramp(i, len(ranks)) for i, rank in enumerate(ranks)}
     return {
-        choice: NO_RECOMPUTE if choice.granularity == "none" else colours[_without_group(choice)]
+        choice: NO_RECOMPUTE if choice.granularity == "none" else colours[without_group(choice)]
         for choice in cost
     }
 
@@ -64,8 +63,9 @@ def symbols(plan: Plan) -> dict[LayerPolicy, str]:
     return legend(plan.policy)
 
 
-def _without_group(choice: LayerPolicy) -> str:
-    return "full" if choice.granularity == "full" else str(choice)
+def without_group(choice: LayerPolicy) -> LayerPolicy:
+    """The choice of one layer by itself: `full` of every group."""
+    return FULL if choice.granularity == "full" else choice
 
 
 def _on_ramp(position: int, count: int) -> str:

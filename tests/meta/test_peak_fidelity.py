@@ -22,6 +22,7 @@ from benchmarks.peak_fidelity import (
 from megatron_autorecompute.meta.meta_step import boundary_tensors
 from megatron_autorecompute.planner.p2p_tensors import extra_tensors
 from megatron_autorecompute.planner.schedule import Schedule
+from tests.planner.definitions import COUNTED
 from tests.support import fresh_processes, tiny_config
 
 pytestmark = pytest.mark.any_version
@@ -132,3 +133,17 @@ def differing(p, v, m, group):
 @pytest.mark.parametrize(("p", "v", "m", "group"), SCHEDULES)
 def test_replayed_boundary_tensors_are_those_of_megatrons_schedule(fresh_process, p, v, m, group):
     assert fresh_process(differing, p, v, m, group) == []
+
+
+def unlike_the_definitions():
+    """Rows of the table of the planner's brute force that are not what Megatron's schedule has."""
+    return [
+        row
+        for row, stages in COUNTED.items()
+        for stage, digits in enumerate(stages)
+        if counted(Schedule(*row[:3]), stage, *row[3:]) != tuple(map(int, digits))
+    ]
+
+
+def test_the_brute_forces_boundary_tensors_are_those_of_megatrons_schedule(fresh_process):
+    assert fresh_process(unlike_the_definitions) == []

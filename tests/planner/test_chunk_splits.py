@@ -8,7 +8,8 @@ from benchmarks import solve_speed
 from megatron_autorecompute.planner.chunk_splits import put_together, rearranged
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.policy import RecomputePolicy
-from tests.planner.random_profiles import problem, simulate
+from tests.planner.definitions import simulate
+from tests.planner.random_profiles import problem
 
 INTERLEAVED = [
     seed for seed in range(300) if problem(seed)[2].num_chunks > 1 and problem(seed)[1].num_layers

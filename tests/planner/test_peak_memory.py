@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.peak_memory import stage_base, timeline
+from megatron_autorecompute.planner.peak_memory import stage_base
 from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.unit_costs import CostTable
@@ -16,9 +16,8 @@ from megatron_autorecompute.profile import (
     StageRecord,
     StaticBytes,
 )
-from tests.planner.random_profiles import (
-    problem,
-)
+from tests.planner.moments import timeline
+from tests.planner.random_profiles import problem
 from tests.planner.uniform_profiles import FULL, NONE, peak_of, uniform_profile
 
 

@@ -21,12 +21,8 @@ from megatron_autorecompute.profile import (
     StageRecord,
     StaticBytes,
 )
-from tests.planner.random_profiles import (
-    problem,
-    problem_of_many,
-    scale,
-    simulate,
-)
+from tests.planner.definitions import simulate
+from tests.planner.random_profiles import problem, problem_of_many, scale
 
 SEEDS = st.integers(0, 10**6)
 

@@ -10,11 +10,8 @@ from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind, StageRecord, StaticBytes
-from tests.planner.random_profiles import (
-    chunk_policies,
-    problem,
-    simulate,
-)
+from tests.planner.definitions import chunk_policies, simulate
+from tests.planner.random_profiles import problem
 from tests.planner.uniform_profiles import FULL, NONE, peak_of, uniform_profile
 
 

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.schedule import Event, Schedule
+from tests.planner.definitions import order
 from tests.planner.random_schedules import schedules
 
 
@@ -63,6 +63,14 @@ def test_warmup_never_exceeds_all_microbatches():
 
 
 @given(schedules())
+def test_every_order_is_that_of_the_definitions(schedule):
+    for stage in range(schedule.num_stages):
+        events = schedule.events(stage)
+        found = tuple((event.direction, event.chunk, event.microbatch) for event in events)
+        assert found == order(schedule, stage)
+
+
+@given(schedules())
 def test_every_forward_and_backward_happens_once_and_backward_follows_its_forward(schedule):
     for stage in range(schedule.num_stages):
         events = schedule.events(stage)
@@ -115,49 +123,6 @@ def test_no_stage_holds_more_than_warmup_and_one(schedule):
         total = schedule.num_microbatches * schedule.num_chunks
         held = schedule.in_flight(stage).sum(axis=1).max() + 1
         assert held == min(schedule.warmup(stage) + 1, total)
-
-
-@given(schedules())
-def test_distinct_moments_are_the_set_of_all_moments(schedule):
-    for stage in range(schedule.num_stages):
-        events, in_flight = schedule.events(stage), schedule.in_flight(stage).tolist()
-        every = {
-            (event.direction, event.chunk, tuple(counts))
-            for event, counts in zip(events, in_flight, strict=True)
-        }
-        moments = schedule.distinct_moments(stage)
-        assert {(moment.direction, moment.chunk, moment.in_flight) for moment in moments} == every
-        assert len(moments) == len(every)
-        for moment in moments:
-            example = events[moment.event]
-            assert (example.direction, example.chunk) == (moment.direction, moment.chunk)
-            assert tuple(in_flight[moment.event]) == moment.in_flight
-
-
-@given(schedules(), st.data())
-def test_weighing_the_binding_moments_finds_the_highest_peak(schedule, data):
-    held = data.draw(
-        st.lists(st.integers(0, 9), min_size=schedule.num_chunks, max_size=schedule.num_chunks)
-    )
-
-    def peaks(moments):
-        best = {}
-        for moment in moments:
-            weight = sum(n * size for n, size in zip(moment.in_flight, held, strict=True))
-            key = (moment.direction, moment.chunk)
-            best[key] = max(best.get(key, 0), weight)
-        return best
-
-    for stage in range(schedule.num_stages):
-        binding, distinct = schedule.binding_moments(stage), schedule.distinct_moments(stage)
-        assert set(binding) <= set(distinct)
-        assert peaks(binding) == peaks(distinct)
-
-
-def test_1f1b_has_one_binding_moment_of_each_kind():
-    schedule = Schedule(8, 1, 1024)
-    found = [(moment.direction, moment.in_flight) for moment in schedule.binding_moments(2)]
-    assert found == [("forward", (5,)), ("backward", (5,))]
 
 
 REFUSED = [

@@ -10,27 +10,30 @@ from hypothesis import strategies as st
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.step_time import replay_ms
+from tests.planner.definitions import order
 from tests.planner.random_schedules import schedules, times
 
 
 def finish_by_plain_replay(schedule, forward_ms, backward_ms):
     """The definition, written out: run whatever stage can run until all have run everything."""
     last = schedule.num_stages * schedule.num_chunks - 1
-    queues = [list(schedule.events(stage)) for stage in range(schedule.num_stages)]
+    queues = [list(order(schedule, stage)) for stage in range(schedule.num_stages)]
     free, done, moved = [0.0] * schedule.num_stages, {}, True
     while moved:
         moved = False
         for stage, queue in enumerate(queues):
             while queue:
-                kind, position = queue[0].direction, queue[0].chunk * schedule.num_stages + stage
-                neighbour = position - 1 if kind == "forward" else position + 1
-                needs = (kind, neighbour, queue[0].microbatch)
+                phase, chunk, microbatch = queue[0]
+                position = chunk * schedule.num_stages + stage
+                neighbour = position - 1 if phase == "forward" else position + 1
+                needs = (phase, neighbour, microbatch)
                 if 0 <= neighbour <= last and needs not in done:
                     break
-                event, durations = queue.pop(0), {"forward": forward_ms, "backward": backward_ms}
+                durations = forward_ms if phase == "forward" else backward_ms
                 start = max(free[stage], done.get(needs, -math.inf))
-                free[stage] = start + durations[kind][stage][event.chunk]
-                done[kind, position, event.microbatch] = free[stage]
+                free[stage] = start + durations[stage][chunk]
+                done[phase, position, microbatch] = free[stage]
+                queue.pop(0)
                 moved = True
     assert not any(queues), "deadlock"
     return free

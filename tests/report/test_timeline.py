@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from megatron_autorecompute.planner import peak_memory
 from megatron_autorecompute.report.timeline import timeline
+from tests.planner import moments
 from tests.report.plans import example_plan, random_plan
 
 SEEDS = range(30)
@@ -15,7 +15,7 @@ SEEDS = range(30)
 def test_bytes_of_every_moment_are_the_planners(seed):
     plan = random_plan(seed)
     for stage in timeline(plan).stages:
-        expected = peak_memory.timeline(
+        expected = moments.timeline(
             plan.profile, plan.layout, plan.schedule, plan.policy, stage.stage
         )
         assert [stage.at(m) for m in stage.moments()] == [split for _, split in expected]

@@ -249,6 +249,23 @@ def test_the_search_for_arrows_can_fail():
     assert reached("plan", imported) == {"plan", "solve", "apply", "torch"}
 
 
+def of_the_planner(source: str) -> set[str]:
+    """Modules of the planner, and tests that may import them, that a source imports."""
+    return {found for found in imports(source) if found.startswith((f"{PACKAGE}.planner", "tests"))}
+
+
+def test_the_planners_oracle_shares_no_code_with_it(modules):
+    oracle = (ROOT / "tests/planner/definitions.py").read_text()
+    assert of_the_planner(oracle) == set()
+    words = [name for name in modules if name in imports(oracle) and name != PACKAGE]
+    assert not any(of_the_planner(modules[name]) for name in words)
+
+
+def test_an_oracle_that_asks_the_planner_is_found():
+    assert of_the_planner(f"from {PACKAGE}.planner.schedule import Schedule")
+    assert of_the_planner("from tests.planner import random_profiles")
+
+
 def test_integrations_do_not_know_each_other(modules):
     folder = f"{PACKAGE}.integrations."
     for name, source in modules.items():

@@ -10,7 +10,7 @@ max over its units of (held of the units up to it + its transient).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -48,9 +48,13 @@ class OnlyChoices:
                 raise PolicyError(f"{choice}: groups are allowed all together, as {GROUPS}.")
         return cls(alone, GROUPS in wanted)
 
-    def __iter__(self) -> Iterator[str]:
-        """The texts, sorted."""
-        return iter(sorted([*map(str, self.choices), *[GROUPS] * self.groups]))
+    def texts(self) -> tuple[str, ...]:
+        """What `parse` reads, sorted."""
+        return tuple(sorted([*map(str, self.choices), *[GROUPS] * self.groups]))
+
+    def and_also(self, choice: LayerPolicy) -> OnlyChoices:
+        """These, and one more choice of one layer by itself."""
+        return OnlyChoices(self.choices | {choice}, self.groups)
 
     def allow(self, table: CostTable, layer: int, choice: LayerPolicy) -> bool:
         """Whether a layer may have a choice; one that is inert there stands for what it equals."""
@@ -186,8 +190,9 @@ def _singles(table: CostTable, chunk: Chunk, layer: int, only: OnlyChoices | Non
     policies = tuple(p for p in table.choices(layer) if only is None or only.allow(table, layer, p))
     if not policies:
         raise ProfileError(
-            f"None of the allowed choices {list(only or ())} has a record for layer {layer}, "
-            f"which has {', '.join(map(str, table.choices(layer)))}. Allow one of these."
+            f"None of the allowed choices {list(only.texts() if only else ())} has a record for "
+            f"layer {layer}, which has {', '.join(map(str, table.choices(layer)))}. Allow one of "
+            "these."
         )
     units = [table.layer_in(chunk, layer, policy) for policy in policies]
     columns = [

@@ -7,13 +7,8 @@ from hypothesis import strategies as st
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.stage_search.search import Effort
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS
-from tests.planner.random_profiles import (
-    another,
-    brute_force,
-    problem,
-    problem_of_many,
-    scale,
-)
+from tests.planner.definitions import brute_force
+from tests.planner.random_profiles import another, problem, problem_of_many, scale
 
 SEEDS = st.integers(0, 10**6)
 INSTANCES = 2400  # of 1.8 stages on average: more than 4,000 searches

@@ -1,0 +1,30 @@
+"""Every moment of a stage, for tests that look for the highest or draw them all."""
+
+from megatron_autorecompute.planner.peak_memory import (
+    ChunkColumns,
+    check_layout,
+    every_load,
+    moment_bytes,
+    stage_base,
+)
+from megatron_autorecompute.planner.unit_costs import CostTable
+
+
+def timeline(profile, layout, schedule, policy, stage):
+    """Name and bytes of every moment of one stage's step, in order.
+
+    A forward passes the units from first to last, a backward from last to first.
+    """
+    check_layout(profile, layout, schedule)
+    table, base = CostTable(profile), stage_base(profile, layout, stage)
+    columns = [ChunkColumns(c, table.chunk_units(c, policy)) for c in layout.stages[stage]]
+    moments = []
+    for load, event in zip(
+        every_load(profile, schedule, stage), schedule.events(stage), strict=True
+    ):
+        order = range(len(columns[event.chunk].units))
+        for unit in order if event.direction == "forward" else reversed(order):
+            name = f"{event.direction} of {columns[event.chunk].units[unit].name}"
+            split = moment_bytes(base, columns, load, unit)
+            moments.append((f"{name}, microbatch {event.microbatch}", split))
+    return moments
