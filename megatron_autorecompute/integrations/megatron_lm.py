@@ -37,19 +37,15 @@ from megatron_autorecompute.runtime.auto_rules import refuse_unmeasurable
 Function = Callable[..., Any]
 
 HOLDER = "Megatron-LM's training job"
-LOST_STEP = ({}, 1, False, False, 0, None, None, 0)
-"""What `train_step` returns for a step that changed no weights: no losses, skipped_iter 1, neither
-checkpoint nor exit. The early return of `train_step` in all supported versions has this form."""
-
 RANK_0_SPEAKS_S = 10.0
 """How long other ranks leave the word to rank 0. torchrun ends them within 0.1 s of its exit."""
 
 
 class Tuner(Protocol):
-    """What `autotune.AutoTuner` gives a training job."""
+    """What `controller.AutoTuner` gives a training job."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Around every training step; swallows the exception of a step that is lost."""
+        """Around every training step. A lost one is one that Megatron itself counts as skipped."""
 
     def close(self) -> None:
         """At the end of training."""
@@ -237,7 +233,6 @@ def with_step(train_step: Function) -> Function:
     def wrapper(*args: Any, **named: Any) -> Any:
         if _tuner is None:
             return train_step(*args, **named)
-        result: Any = LOST_STEP
         with _tuner.step():
             result = train_step(*args, **named)
         return result
@@ -449,7 +444,7 @@ def _skip_fused_kernels() -> None:
 
     kernels = versions.fused_kernels()
     if kernels is not None:
-        kernels.load = lambda args: None
+        vars(kernels)["load"] = lambda args: None
 
 
 def _keep_sent_outputs() -> None:
