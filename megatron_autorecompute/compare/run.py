@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -168,13 +168,17 @@ def run(settings: Settings, console: Console) -> Comparison:
             f"Cannot make the output folder {folder}: {error.strerror}. Give another with --output."
         ) from error
     comparison = Comparison(budget_bytes=None)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    shown = {"console": console, "transient": True, "refresh_per_second": 2}  # of the ranks' cores
+    progress_bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        refresh_per_second=2,  # of the ranks' cores
+    )
     try:
-        with (
-            _ranks(settings) as readers,
-            Progress(*columns, TimeElapsedColumn(), **shown) as progress,
-        ):
+        with _ranks(settings) as readers, progress_bar as progress:
             task = progress.add_task("starting Megatron", total=None)
             for message in _messages(readers, settings.timeout_s):
                 if isinstance(message, Comparison):
@@ -219,7 +223,7 @@ def _messages(readers: dict[Connection, int], timeout_s: float) -> Iterator[Any]
     """What ranks report until all are done; the first that fails raises here."""
     pending = dict(readers)
     while pending:
-        ready = wait(list(pending), timeout=timeout_s)
+        ready = cast(list[Connection], wait(list(pending), timeout=timeout_s))
         if not ready:
             raise MachineError(
                 f"No word from ranks {sorted(pending.values())} for {timeout_s:.0f} s; a slower "
@@ -268,6 +272,7 @@ def _distributed(rank: int, settings: Settings, store_path: str) -> Iterator[Non
 
     from megatron_autorecompute.meta import without_cuda
 
+    distributed: Any = torch.distributed  # mypy finds no FileStore in it
     size = settings.shape.pipeline_stages
     on_cuda = torch.cuda.is_available()
     if on_cuda:
@@ -277,7 +282,7 @@ def _distributed(rank: int, settings: Settings, store_path: str) -> Iterator[Non
         try:
             torch.distributed.init_process_group(
                 "nccl" if on_cuda else "gloo",
-                store=torch.distributed.FileStore(store_path, size),
+                store=distributed.FileStore(store_path, size),
                 rank=rank,
                 world_size=size,
                 timeout=timedelta(seconds=settings.timeout_s),
@@ -336,11 +341,12 @@ class _Contest:
 
     def anchors(self) -> None:
         """Peaks of the strategies that everybody knows."""
-        for name, family, policy in (
+        known: tuple[tuple[str, Family, str], ...] = (
             ("none", "none", "megatron:none"),
             ("selective", "selective", "megatron:selective[core_attn]"),
             ("full", "full", "megatron:uniform/1"),
-        ):
+        )
+        for name, family, policy in known:
             self._note(self._measured(name, family, policy))
 
     def _measured(self, name: str, family: Family, policy: str) -> StrategyResult:
@@ -429,11 +435,10 @@ class _Contest:
     def ours(self) -> None:
         """Measure, solve, apply; correct the plan while its measured peak is over the budget."""
         begin = time.perf_counter()
-        profile = self._profile()
+        profile, budget_bytes = self._profile(), self.comparison.budget_bytes or 0
         for _ in range(CORRECTIONS):
             result, predicted = self._planned(profile)
-            over = [measured - self.comparison.budget_bytes for measured in result.peak_bytes]
-            if max(over) <= 0:
+            if max(result.peak_bytes) <= budget_bytes:
                 break
             profile = with_missed_bytes(profile, predicted, result.peak_bytes)
         self._note(replace(result, search_s=time.perf_counter() - begin))

@@ -7,7 +7,7 @@ no result, and one model is all that fits where memory is what is compared.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,7 +167,7 @@ class TrainingJob:
         Some versions run `uniform` only where every chunk is a multiple of N.
         """
         chunks = [len(chunk) for chunk in stage_layout.counted_chunks(self.config)]
-        counts = range(1, max(chunks) + 1)
+        counts: Sequence[int] = range(1, max(chunks) + 1)
         if versions.uniform_needs_whole_groups():
             counts = [n for n in counts if all(length % n == 0 for length in chunks)]
         blocks = [f"megatron:block/{n}" for n in range(1, max(chunks))]

@@ -16,20 +16,22 @@ docs/bridge.md. Importing this module imports neither torch nor megatron.
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
 from megatron_autorecompute.planner import megatron_strategies
 from megatron_autorecompute.planner.megatron_strategies import FIELD, NATIVE
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
-from megatron_autorecompute.runtime.auto_options import PLAN_FILE, AutoOptions
-from megatron_autorecompute.runtime.auto_rules import as_field, refuse_unmeasurable
+from megatron_autorecompute.runtime.auto_options import AutoOptions
+from megatron_autorecompute.runtime.auto_rules import (
+    as_field,
+    refuse_plan_only_without_auto,
+    refuse_unmeasurable,
+)
 
 HOLDER = "the recompute_policy of a Megatron Bridge config"
 OUTSIDE_CONFIGS = (
@@ -261,8 +263,10 @@ def pretrain(
 
     options = options or AutoOptions()
     config = _core_config(cfg.model)
-    is_auto = getattr(config, FIELD, None) == "auto"
-    _check_options(options, is_auto)
+    given = getattr(config, FIELD, None)
+    is_auto = given == "auto"
+    refuse_plan_only_without_auto(options, given, as_field)
+    _refuse_cpu(options)
     policy = resolve(cfg)
     if is_auto:
         with claimed(), callback(options) as tuning:
@@ -273,12 +277,7 @@ def pretrain(
     bridge_pretrain(cfg, forward_step_func, list(callbacks))
 
 
-def _check_options(options: AutoOptions, is_auto: bool) -> None:
-    if options.recompute_plan_only and not is_auto:
-        raise OptionError(
-            "--recompute-plan-only was given, but model.recompute_policy is not auto: only auto "
-            "makes a plan. Leave it out, or set model.recompute_policy=auto."
-        )
+def _refuse_cpu(options: AutoOptions) -> None:
     if options.recompute_run_on_cpu:
         raise OptionError(
             "--recompute-run-on-cpu was given, but Megatron Bridge trains on CUDA devices only. "
@@ -328,26 +327,24 @@ def callback(options: AutoOptions) -> Iterator[Any]:
 
 
 def _new_tuner(context: Any, options: AutoOptions) -> Any:
-    from megatron_autorecompute.runtime.controller import AutoTuner
+    from megatron_autorecompute.runtime import megatron_job
 
     save = context.state.cfg.checkpoint.save
-    if save is not None:
-        os.makedirs(save, exist_ok=True)  # the plan comes before the first checkpoint
-    if options.recompute_plan_path is None and save is not None:
-        options = replace(options, recompute_plan_path=os.path.join(save, PLAN_FILE))
-    return AutoTuner(context.model, context.optimizer, options, _facts(context.state))
+    return megatron_job.tuner(
+        context.model, context.optimizer, options, _facts(context.state), save
+    )
 
 
 def _facts(state: Any) -> Any:
     import torch
     from megatron.bridge.utils.common_utils import print_rank_0
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-    from megatron_autorecompute.runtime.controller import JobFacts
+    from megatron_autorecompute.runtime import megatron_job
 
-    return JobFacts(
-        parallelism=_parallelism(state.cfg),
-        num_microbatches=get_num_microbatches,
+    return megatron_job.job_facts(
+        _core_config(state.cfg.model),
+        state.cfg.train.micro_batch_size,
+        state.cfg.model.seq_length,
         say=print_rank_0,
         timers=state.timers,
         writers=lambda: [w for w in (state.tensorboard_logger, state.wandb_logger) if w],
@@ -364,23 +361,6 @@ def shapes_of(cfg: Any) -> dict[str, str]:
         for part, name in OUTSIDE_CONFIGS
     }
     return {name: str(value) for name, value in given.items() if value is not None}
-
-
-def _parallelism(cfg: Any) -> Any:
-    from megatron_autorecompute.profile import Parallelism
-
-    config = _core_config(cfg.model)
-    return Parallelism(
-        micro_batch_size=cfg.train.micro_batch_size,
-        seq_length=cfg.model.seq_length,
-        tensor_parallel=config.tensor_model_parallel_size,
-        context_parallel=config.context_parallel_size,
-        expert_parallel=config.expert_model_parallel_size,
-        expert_tensor_parallel=config.expert_tensor_parallel_size
-        or config.tensor_model_parallel_size,
-        sequence_parallel=config.sequence_parallel,
-        dtype=str(config.params_dtype).removeprefix("torch."),
-    )
 
 
 def _say_lines(policy: RecomputePolicy, cfg: Any) -> None:

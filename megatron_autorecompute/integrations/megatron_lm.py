@@ -21,35 +21,32 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 from megatron_autorecompute.errors import (
     ApplyError,
     AutorecomputeError,
     MachineError,
-    OptionError,
 )
 from megatron_autorecompute.options import add_flags, from_flags
-from megatron_autorecompute.runtime.auto_options import PLAN_FILE, AutoOptions
-from megatron_autorecompute.runtime.auto_rules import refuse_unmeasurable
+from megatron_autorecompute.runtime.auto_options import AutoOptions
+from megatron_autorecompute.runtime.auto_rules import (
+    refuse_plan_only_without_auto,
+    refuse_unmeasurable,
+)
 
 Function = Callable[..., Any]
 
 HOLDER = "Megatron-LM's training job"
-LOST_STEP = ({}, 1, False, False, 0, None, None, 0)
-"""What `train_step` returns for a step that changed no weights: no losses, skipped_iter 1, neither
-checkpoint nor exit. The early return of `train_step` in all supported versions has this form."""
-
 RANK_0_SPEAKS_S = 10.0
 """How long other ranks leave the word to rank 0. torchrun ends them within 0.1 s of its exit."""
 
 
 class Tuner(Protocol):
-    """What `autotune.AutoTuner` gives a training job."""
+    """What `controller.AutoTuner` gives a training job."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Around every training step; swallows the exception of a step that is lost."""
+        """Around every training step. A lost one is one that Megatron itself counts as skipped."""
 
     def close(self) -> None:
         """At the end of training."""
@@ -130,13 +127,9 @@ def check(args: Namespace) -> None:
 
     from megatron_autorecompute.runtime import config_field
 
-    options = options_of(args)
+    options = from_flags(AutoOptions, args)
     policy = args.recompute_policy
-    if options.recompute_plan_only and policy != "auto":
-        raise OptionError(
-            f"--recompute-plan-only was given with --recompute-policy {policy}: only auto makes a "
-            "plan. Add --recompute-policy auto, or leave --recompute-plan-only out."
-        )
+    refuse_plan_only_without_auto(options, policy)
     if options.recompute_run_on_cpu and not _on_cpu:
         raise MachineError(
             "--recompute-run-on-cpu was given, but Megatron was started without the launcher that "
@@ -183,14 +176,6 @@ def _whole_policy(text: str, model_config: Any, encoder_layers: int) -> Any:
         num_layers=stage_layout.num_policy_layers(model_config, encoder_layers),
         layout=stage_layout.counted_chunks(model_config, encoder_layers),
     )
-
-
-def options_of(args: Namespace) -> AutoOptions:
-    """The options in Megatron's arguments; the plan goes to the folder of `--save` by default."""
-    options = from_flags(AutoOptions, args)
-    if options.recompute_plan_path is None and args.save is not None:
-        options = replace(options, recompute_plan_path=os.path.join(args.save, PLAN_FILE))
-    return options
 
 
 # --- decorators for megatron/training/training.py -------------------------------------------------
@@ -247,7 +232,6 @@ def with_step(train_step: Function) -> Function:
     def wrapper(*args: Any, **named: Any) -> Any:
         if _tuner is None:
             return train_step(*args, **named)
-        result: Any = LOST_STEP
         with _tuner.step():
             result = train_step(*args, **named)
         return result
@@ -305,43 +289,28 @@ def _apply_whole(model: Sequence[Any], text: str) -> None:
 
 
 def _new_tuner(model: Sequence[Any], optimizer: Any, args: Namespace) -> Tuner:
-    from megatron_autorecompute.runtime.controller import AutoTuner
+    from megatron_autorecompute.runtime import megatron_job
 
-    if args.save is not None:
-        os.makedirs(args.save, exist_ok=True)  # the plan comes before the first checkpoint
-    return AutoTuner(model, optimizer, options_of(args), _facts(args))
+    return megatron_job.tuner(
+        model, optimizer, from_flags(AutoOptions, args), _facts(args), args.save
+    )
 
 
 def _facts(args: Namespace) -> Any:
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_timers, print_rank_0
 
-    from megatron_autorecompute.runtime.controller import JobFacts
+    from megatron_autorecompute.runtime import megatron_job
 
-    return JobFacts(
-        parallelism=_parallelism(args),
-        num_microbatches=get_num_microbatches,
+    return megatron_job.job_facts(
+        args,
+        args.micro_batch_size,
+        args.seq_length,
         say=print_rank_0,
         timers=get_timers(),
         writers=_writers,
         iteration=lambda: args.curr_iteration,
         shapes=shapes_of(args),
         without_cuda=_on_cpu,
-    )
-
-
-def _parallelism(args: Namespace) -> Any:
-    from megatron_autorecompute.profile import Parallelism
-
-    return Parallelism(
-        micro_batch_size=args.micro_batch_size,
-        seq_length=args.seq_length,
-        tensor_parallel=args.tensor_model_parallel_size,
-        context_parallel=args.context_parallel_size,
-        expert_parallel=args.expert_model_parallel_size,
-        expert_tensor_parallel=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        dtype=str(args.params_dtype).removeprefix("torch."),
     )
 
 
@@ -459,7 +428,7 @@ def _skip_fused_kernels() -> None:
 
     kernels = versions.fused_kernels()
     if kernels is not None:
-        kernels.load = lambda args: None
+        vars(kernels)["load"] = lambda args: None
 
 
 def _keep_sent_outputs() -> None:

@@ -490,7 +490,7 @@ def _tensor_group(is_expert: bool) -> Any:
 # --------------------------------------------------------------------------------- putting in place
 
 
-class StandIns(BackendSpecProvider):  # type: ignore[misc]
+class StandIns(BackendSpecProvider):
     """Hands Megatron's own layer specs the stand-ins where TESpecProvider hands TE's modules."""
 
     def linear(self) -> type:

@@ -26,7 +26,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.utils._pytree import tree_iter
@@ -410,7 +410,7 @@ def trace_step(
         buffer_bytes=_size_bytes([*buffers, *kept]),
         peak_bytes=live.peak_bytes,
         spans=tuple(
-            StepSpan(span.label or Where("between"), span.start_bytes, span.peak_bytes)
+            StepSpan(cast(Where, span.label or Where("between")), span.start_bytes, span.peak_bytes)
             for span in live.spans()
         ),
     )
@@ -614,6 +614,9 @@ def boundary_tensors(config: Any, stage: int, num_microbatches: int) -> tuple[Bo
     counts = []
     for event in traced.events():
         phase, chunk, microbatch, _ = event.where
+        assert phase != "between"
+        assert chunk is not None
+        assert microbatch is not None
         forward = phase == "forward"
         no_input = forward and first_of_all and chunk == 0
         gradient = int(not forward and not (last_of_all and chunk == num_chunks - 1))

@@ -27,6 +27,7 @@ from megatron_autorecompute.compat import (
     seam,
     stage_layout,
 )
+from megatron_autorecompute.compat.untyped import Block, Layer
 from megatron_autorecompute.errors import ApplyError, AutorecomputeError, PolicyError
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy, Run
 
@@ -40,7 +41,8 @@ def live_view(original: Any, shown: dict[str, Any]) -> Any:
     Of a deep copy, and of a pickle, it is a view again, of what became of `original` there.
     copy.copy and dataclasses.replace give what they give for any object: a plain one.
     """
-    view = object.__new__(_view_type(type(original), tuple(shown)))
+    kind: type = type(original)
+    view: Any = object.__new__(_view_type(kind, tuple(shown)))
     object.__setattr__(view, "__dict__", original.__dict__)
     object.__setattr__(view, "_viewed", original)
     for name, value in shown.items():
@@ -335,7 +337,7 @@ class _Held:
         if mlp is not None:
             self.hooks.append(mlp.register_forward_hook(_copy_bias))
 
-    def _let_graph_go(self, layer: torch.nn.Module) -> None:
+    def _let_graph_go(self, layer: Layer) -> None:
         keepers = defects.graph_keepers(layer)
         if keepers:
             hook = functools.partial(_detach_after_backward, keepers)
@@ -349,7 +351,7 @@ class _HeldBlock(_Held):
         if any(choice.modules for _, choice in self.choices()):
             self.watch = owner.register_forward_pre_hook(_look_at_input, with_kwargs=True)
             self.hooks.append(self.watch)
-        runs = self.policy.chunk_runs(self.indices)
+        runs: Sequence[Run] = self.policy.chunk_runs(self.indices)
         if any(run.policy.granularity == "full" for run in runs):
             if any(map(layer_kinds.attends_to_context, self.layers)):
                 runs = _layer_by_layer(runs)
@@ -464,7 +466,7 @@ def _segment(config: Any, run: Run) -> _Segment:
 
 
 def _run_by_segments(
-    block: torch.nn.Module,
+    block: Block,
     segments: Sequence[_Segment],
     hidden_states: torch.Tensor,
     **kwargs: Any,

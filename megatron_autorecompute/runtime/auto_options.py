@@ -6,7 +6,8 @@ It knows nothing of Megatron: the flags are added to Megatron's parser by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.options import option
@@ -79,6 +80,12 @@ class AutoOptions:
                 f"--recompute-measure-steps {self.recompute_measure_steps}: auto measures at least "
                 "one step. To measure nothing give a policy, or a plan as @FILE."
             )
+
+    def with_plan_in(self, folder: str | None) -> AutoOptions:
+        """These, with the plan in the folder of the job's checkpoints where no path was given."""
+        if self.recompute_plan_path is not None or folder is None:
+            return self
+        return replace(self, recompute_plan_path=os.path.join(folder, PLAN_FILE))
 
     @property
     def budget_bytes(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Settings under which `auto` cannot measure; asked of a config before any model is built."""
+"""What `auto` cannot do, or what cannot do without it; asked before any model is built."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.runtime.auto_options import AutoOptions
 
 Spelled = Callable[[str, Any], str]
 """A setting as the program around writes it, from the name of its field and its value."""
@@ -20,6 +21,24 @@ def as_flag(name: str, value: Any) -> str:
 def as_field(name: str, value: Any) -> str:
     """As in a Megatron Bridge config: `model.cuda_graph_impl=local`."""
     return f"model.{name}={value}"
+
+
+def refuse_plan_only_without_auto(
+    options: AutoOptions, policy: Any, spelled: Spelled = as_flag
+) -> None:
+    """Raise OptionError where only a plan is asked for and nothing makes one.
+
+    Args:
+        options: as the user gave them.
+        policy: what stands in the config's field; None where nothing does.
+        spelled: how to write settings in the error.
+    """
+    if options.recompute_plan_only and policy != "auto":
+        given = "no policy" if policy is None else f"{spelled('recompute_policy', policy):.60}"
+        raise OptionError(
+            f"--recompute-plan-only was given with {given}: only auto makes a plan. Give "
+            f"{spelled('recompute_policy', 'auto')}, or leave --recompute-plan-only out."
+        )
 
 
 def refuse_unmeasurable(config: Any, spelled: Spelled = as_flag) -> None:

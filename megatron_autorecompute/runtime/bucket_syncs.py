@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_autorecompute.compat.untyped import Chunk
 from megatron_autorecompute.runtime.temporary import Replace
 
 
@@ -92,7 +93,7 @@ def count_again(chunk: torch.nn.Module) -> None:
         group.per_param_grad_ready_counts = {}
 
 
-def _groups(chunk: torch.nn.Module) -> list[Any]:
+def _groups(chunk: Chunk) -> list[Any]:
     """Megatron's groups of buckets, where it reduces them while the backward runs."""
     if not getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
         return []

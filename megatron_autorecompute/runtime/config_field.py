@@ -128,6 +128,7 @@ def refuse_plan_of_another_model(value: Any, config: TransformerConfig) -> None:
 
 
 def _subclasses(cls: type) -> Iterator[type]:
+    subclass: type
     for subclass in cls.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)

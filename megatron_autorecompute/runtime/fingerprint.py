@@ -22,7 +22,7 @@ import megatron.core
 import torch
 
 from megatron_autorecompute import __version__
-from megatron_autorecompute.compat import layer_kinds, model_layers
+from megatron_autorecompute.compat import layer_kinds, model_layers, untyped
 from megatron_autorecompute.planner.layout import Chunk, Layout
 from megatron_autorecompute.runtime.ranks import gathered
 
@@ -147,9 +147,10 @@ def rendered(value: Any) -> str:
         return f"[{', '.join(map(rendered, value))}]"
     if hasattr(value, "__qualname__"):  # a class, function or method
         return f"{value.__module__}.{value.__qualname__}"
-    if dataclasses.is_dataclass(value) or type(value).__repr__ is object.__repr__:
+    kind: Any = type(value)
+    if dataclasses.is_dataclass(value) or kind.__repr__ is object.__repr__:
         held = [f"{name}={rendered(item)}" for name, item in _held(value)]
-        return f"{type(value).__qualname__}({', '.join(held)})"
+        return f"{kind.__qualname__}({', '.join(held)})"
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
@@ -176,7 +177,7 @@ def _attributes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
             yield f"model.{name}", rendered(value)
 
 
-def _wrappers(chunk: torch.nn.Module) -> Iterator[str]:
+def _wrappers(chunk: untyped.Chunk) -> Iterator[str]:
     while hasattr(chunk, "module"):
         yield type(chunk).__name__
         chunk = chunk.module

