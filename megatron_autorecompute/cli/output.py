@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.progress import Progress
 
 from megatron_autorecompute.patched import patched_environ
-from megatron_autorecompute.planner.megatron_strategies import launch_lines
+from megatron_autorecompute.planner.launch_lines import launch_lines
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report import terminal
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.chunk_splits import put_together, rearranged
-from megatron_autorecompute.planner.megatron_strategies import flags, launch_lines, recipe_lines
+from megatron_autorecompute.planner.launch_lines import flags, launch_lines, recipe_lines
 from megatron_autorecompute.planner.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.planner import Planner, changed_at

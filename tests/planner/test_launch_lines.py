@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_autorecompute.planner.launch_lines import flags, launch_lines
 from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.megatron_strategies import flags, launch_lines
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
