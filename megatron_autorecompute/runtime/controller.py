@@ -25,7 +25,7 @@ from megatron_autorecompute.runtime.auto_rules import refuse_unmeasurable
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.fingerprint import fingerprint
 from megatron_autorecompute.runtime.job_facts import JobFacts
-from megatron_autorecompute.runtime.measuring import Measuring
+from megatron_autorecompute.runtime.measuring import Measuring, Steps
 from megatron_autorecompute.runtime.model_shard import ModelShard
 from megatron_autorecompute.runtime.plan_in_force import PlanInForce
 from megatron_autorecompute.runtime.plan_store import PlanStore
@@ -100,7 +100,7 @@ class AutoTuner:
         self._course.close()
         self._store.close()
 
-    def _steps(self) -> Iterator[AbstractContextManager[None]]:
+    def _steps(self) -> Steps:
         """The whole course, one context for each step."""
         plan = self.decisions.known_plan(self._store)
         if plan is None:
@@ -160,7 +160,7 @@ class AutoTuner:
 
     # --- watch ------------------------------------------------------------------------------------
 
-    def _watch(self, plan: Plan) -> Iterator[AbstractContextManager[None]]:
+    def _watch(self, plan: Plan) -> Steps:
         """Ordinary steps for ever; between them, leave a policy that runs out of memory."""
         while True:
             if self.job.num_microbatches() != plan.schedule.num_microbatches:
