@@ -51,7 +51,7 @@ from megatron_autorecompute.profile import (
     StaticBytes,
 )
 from megatron_autorecompute.runtime.apply import apply
-from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import Choices, ModelShard, alone, choices
 from megatron_autorecompute.runtime.model_shard import kinds as kinds_of
@@ -301,8 +301,7 @@ class _Counted:
         """
         if self._moe:
             self._kept_bytes = dict.fromkeys(self._moe, -(-of_one_microbatch // self._built_moe))
-        storages = (tensor.untyped_storage() for tensor in tensors)
-        size_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        size_bytes = storage_bytes(tensors)
         if self.job.transformer_impl == "local":
             self._buffer_bytes = size_bytes
         else:
