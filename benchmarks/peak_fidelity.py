@@ -247,12 +247,12 @@ class Point:
     stage: int
     policy: str
     predicted_bytes: int
-    dry_run_bytes: int
+    megatron_bytes: int
     moment: str
 
     @property
     def error(self) -> float:
-        return self.predicted_bytes / self.dry_run_bytes - 1
+        return self.predicted_bytes / self.megatron_bytes - 1
 
 
 def points(case: Case, stages: Sequence[int], policies: int) -> Iterator[Point]:
@@ -320,7 +320,7 @@ def table(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _facts(case: Case, by_version: list[list[dict[str, Any]]]) -> list[str]:
-    sizes = [p["dry_run_bytes"] / 2**30 for points in by_version for p in points]
+    sizes = [p["megatron_bytes"] / 2**30 for points in by_version for p in points]
     numbers = (case.tp, case.ep, case.pp, case.vp or 1, case.num_microbatches)
     return [
         case.name,

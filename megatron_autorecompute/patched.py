@@ -13,6 +13,7 @@ _ABSENT = object()
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """`owner.name` is `value` within, and then what it was: absent where owner itself had none."""
+    # Not getattr(): a class may inherit it, and a static method comes back as the same descriptor.
     held = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)
     try:

@@ -148,7 +148,7 @@ def _scaled(record: ChoiceRecord, ratio: _Ratio) -> ChoiceRecord:
         record,
         forward_ms=record.forward_ms * ratio.forward,
         backward_ms=record.backward_ms * ratio.backward,
-        source="bytes: dry run; times: roofline, scaled by what was measured",
+        source="bytes: meta step; times: roofline, scaled by what was measured",
     )
 
 

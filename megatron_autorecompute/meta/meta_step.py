@@ -34,8 +34,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.meta import without_cuda
+from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 
 Build = Callable[[Any, bool, bool, int | None, "StepShape"], torch.nn.Module]
 """(config, pre_process, post_process, vp_stage, shape) -> one chunk, on the default device."""
@@ -405,9 +406,9 @@ def trace_step(
         )
     return StageStep(
         stage=parallel_state.get_pipeline_model_parallel_rank(),
-        parameter_bytes=_size_bytes(parameters),
-        gradient_bytes=_size_bytes(gradients),
-        buffer_bytes=_size_bytes([*buffers, *kept]),
+        parameter_bytes=storage_bytes(parameters),
+        gradient_bytes=storage_bytes(gradients),
+        buffer_bytes=storage_bytes([*buffers, *kept]),
         peak_bytes=live.peak_bytes,
         spans=tuple(
             StepSpan(cast(Where, span.label or Where("between")), span.start_bytes, span.peak_bytes)
@@ -423,11 +424,6 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
         return main
     parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     return parameter.grad
-
-
-def _size_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
 
 
 class _Recorder:
@@ -505,14 +501,11 @@ def _recorded(models: list[torch.nn.Module], live: LiveBytes) -> Iterator[None]:
 
     recorder = _Recorder(models, live)
     with contextlib.ExitStack() as undo:
-
-        def replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-            original = getattr(owner, name)
-            undo.callback(setattr, owner, name, original)
-            setattr(owner, name, wrapper(original))
-
-        replace(schedules, "forward_step", recorder.forward_step)
-        replace(schedules, "backward_step", recorder.backward_step)
+        for name, noted in {
+            "forward_step": recorder.forward_step(schedules.forward_step),
+            "backward_step": recorder.backward_step(schedules.backward_step),
+        }.items():
+            undo.enter_context(patched(schedules, name, noted))
         layers = [
             pair
             for site in model_layers.block_sites(models)
@@ -547,15 +540,13 @@ def kept_between_steps(
                 found.append(tensor)
         return result
 
-    original = GlobalMemoryBuffer.get_tensor
-    GlobalMemoryBuffer.get_tensor = _kept(original, live)
     rotary = [m for model in models for m in model.modules() if isinstance(m, RotaryEmbedding)]
     hooks = [m.register_forward_hook(lambda _, __, result: keep(result)) for m in rotary]
     try:
-        yield found
+        with patched(GlobalMemoryBuffer, "get_tensor", _kept(GlobalMemoryBuffer.get_tensor, live)):
+            yield found
         found += parallel_state.get_global_memory_buffer().buffer.values()
     finally:
-        GlobalMemoryBuffer.get_tensor = original
         for hook in hooks:
             hook.remove()
 

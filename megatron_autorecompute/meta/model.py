@@ -1,6 +1,6 @@
-"""One rank of the job's model on meta tensors: a few layers of every sort it has.
+"""One rank of the job's model on meta tensors: a few layers of every kind it has.
 
-Layers of one sort are equal, so measuring takes as many of each as it has choices, whatever the
+Layers of one kind are equal, so measuring takes as many of each as it has choices, whatever the
 model's depth, in one pipeline stage with embedding and head. The process group is the fake one with
 all ranks of a stage; tensor, expert and context parallel sizes are the job's.
 """
@@ -22,7 +22,7 @@ from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ran
 from megatron_autorecompute.patched import patched_environ
 
 MAX_CHOICES = 48
-"""Choices tried per sort of layer; MLA with MoE has 41 sets of modules."""
+"""Choices tried per kind of layer; MLA with MoE has 41 sets of modules."""
 
 LEFT_OUT = {
     **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_scope", "cuda_graph_impl")},
@@ -39,7 +39,7 @@ ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gel
 
 
 @dataclass(frozen=True, slots=True)
-class Sort:
+class JobKind:
     """Layers of the whole model that Megatron builds alike."""
 
     is_moe: bool
@@ -47,12 +47,12 @@ class Sort:
     layers: tuple[int, ...]
 
 
-def sorts(job: Job) -> tuple[Sort, ...]:
-    """Every sort of decoder layer, in the order of its first layer."""
+def job_kinds(job: Job) -> tuple[JobKind, ...]:
+    """Every kind of decoder layer, in the order of its first layer."""
     found: dict[tuple[bool, bool], list[int]] = {}
     for index, is_moe in enumerate(job.moe_pattern()):
         found.setdefault((is_moe, _windowed(job, index)), []).append(index)
-    return tuple(Sort(*key, tuple(layers)) for key, layers in found.items())
+    return tuple(JobKind(*key, tuple(layers)) for key, layers in found.items())
 
 
 def _windowed(job: Job, index: int) -> bool:
@@ -66,11 +66,11 @@ def _windowed(job: Job, index: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The built model and which sort each of its layers stands for."""
+    """The built model and which kind each of its layers stands for."""
 
     model: torch.nn.Module
-    sort_of: dict[int, Sort]
-    """By layer index in the built model; MTP depths follow, without a sort."""
+    kind_of: dict[int, JobKind]
+    """By layer index in the built model; MTP depths follow, without a kind."""
 
 
 @contextlib.contextmanager
@@ -79,17 +79,17 @@ def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
 
     Args:
         job: of which model.
-        copies: how many layers of each of its `sorts`.
+        copies: how many layers of each of its `job_kinds`.
 
     Raises OptionError for a config that Megatron refuses, and MachineError as without_cuda does.
     """
     with meta_megatron(job):
-        config, sort_of = _shard_config(job, copies)
+        config, kind_of = _shard_config(job, copies)
         shape = step_shape(job, 1)
         with fake_ranks(config, 0, shape):
             with torch.device("meta"):
                 model = build_chunk(config, True, True, None, shape, job=job)
-            yield Shard(model.to(config.params_dtype).train(), sort_of)
+            yield Shard(model.to(config.params_dtype).train(), kind_of)
 
 
 @contextlib.contextmanager
@@ -221,13 +221,13 @@ def _build_with_stand_ins(
     )
 
 
-def _shard_config(job: Job, copies: Sequence[int]) -> tuple[Any, dict[int, Sort]]:
-    """Megatron's config of the shard, and the sort of each of its layers."""
-    numbers = zip(sorts(job), copies, strict=True)
-    sort_of = dict(enumerate(sort for sort, number in numbers for _ in range(number)))
+def _shard_config(job: Job, copies: Sequence[int]) -> tuple[Any, dict[int, JobKind]]:
+    """Megatron's config of the shard, and the kind of each of its layers."""
+    numbers = zip(job_kinds(job), copies, strict=True)
+    kind_of = dict(enumerate(kind for kind, number in numbers for _ in range(number)))
     fields = {
-        **_pattern(job, sort_of),
-        "num_layers": len(sort_of),
+        **_pattern(job, kind_of),
+        "num_layers": len(kind_of),
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
         "pipeline_model_parallel_layout": None,
@@ -237,7 +237,7 @@ def _shard_config(job: Job, copies: Sequence[int]) -> tuple[Any, dict[int, Sort]
         "account_for_loss_in_pipeline_split": False,
         "microbatch_group_size_per_vp_stage": None,
     }
-    return megatron_config(job, fields), sort_of
+    return megatron_config(job, fields), kind_of
 
 
 def megatron_config(job: Job, changed: Mapping[str, Any]) -> Any:
@@ -292,10 +292,10 @@ def _defaults(job: Job) -> dict[str, Any]:
     }
 
 
-def _pattern(job: Job, sort_of: dict[int, Sort]) -> dict[str, Any]:
+def _pattern(job: Job, kind_of: dict[int, JobKind]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if job.config.get("num_moe_experts"):
-        fields["moe_layer_freq"] = [int(sort.is_moe) for sort in sort_of.values()]
+        fields["moe_layer_freq"] = [int(kind.is_moe) for kind in kind_of.values()]
     if job.config.get("window_size"):
-        fields["window_attn_skip_freq"] = [int(sort.windowed) for sort in sort_of.values()]
+        fields["window_attn_skip_freq"] = [int(kind.windowed) for kind in kind_of.values()]
     return fields

@@ -26,12 +26,12 @@ from megatron_autorecompute.meta.meta_step import kept_between_steps
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
     MAX_CHOICES,
+    JobKind,
     JobStep,
     Shard,
-    Sort,
     add_main_gradients,
+    job_kinds,
     shard,
-    sorts,
 )
 from megatron_autorecompute.meta.roofline import Roofline
 from megatron_autorecompute.meta.static import (
@@ -51,7 +51,7 @@ from megatron_autorecompute.profile import (
     StaticBytes,
 )
 from megatron_autorecompute.runtime.apply import apply
-from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import Choices, ModelShard, alone, choices
 from megatron_autorecompute.runtime.model_shard import kinds as kinds_of
@@ -82,10 +82,10 @@ def profile_job(
     # ends of the model, its gradient from the depths waits for that of the first layer.
     apart = job.mtp_num_layers and job.size("pipeline") > 1
     with_decoder = replace_mtp(job, 0) if apart else job
-    decoder = _part(with_decoder, clock, _choices_of_sorts(with_decoder), progress)
+    decoder = _part(with_decoder, clock, _choices_of_kinds(with_decoder), progress)
     whole = decoder
     if apart:
-        last = [0] * (len(sorts(job)) - 1) + [1]  # which the depths are built like
+        last = [0] * (len(job_kinds(job)) - 1) + [1]  # which the depths are built like
         whole = _part(job, Roofline(device, efficiency), last, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
@@ -127,12 +127,12 @@ class _Part:
     layer_facts: dict[str, Any]
 
 
-def _choices_of_sorts(job: Job) -> list[int]:
-    """How many layers of each sort show all of its choices in one step."""
-    with shard(job, [1] * len(sorts(job))) as built:
+def _choices_of_kinds(job: Job) -> list[int]:
+    """How many layers of each kind show all of its choices in one step."""
+    with shard(job, [1] * len(job_kinds(job))) as built:
         kinds = kinds_of([built.model], every_choice)
     numbers = {layer: len(kind.choices) for kind in kinds for layer in kind.layers}
-    return [numbers[layer] for layer in built.sort_of]
+    return [numbers[layer] for layer in built.kind_of]
 
 
 def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) -> _Part:
@@ -186,7 +186,7 @@ def _measured(
 ) -> Profile:
     model = built.model
     step = JobStep(job)
-    depth = len(built.sort_of)
+    depth = len(built.kind_of)
     own = job.mtp_num_layers and job.size("pipeline") > 1
     parameters = [*model.parameters(), *(_own_embedding(model) if own else [])]
     gradients = add_main_gradients(parameters)
@@ -273,14 +273,14 @@ class _Counted:
         ]
         self._layers = {
             index: _count(layers[built_index])
-            for built_index, sort in built.sort_of.items()
-            for index in sort.layers
+            for built_index, kind in built.kind_of.items()
+            for index in kind.layers
         }
         self._layers |= {job.num_layers + depth: count for depth, count in enumerate(mtp)}
         self._moe = [
-            index for sort in built.sort_of.values() if sort.is_moe for index in sort.layers
+            index for kind in built.kind_of.values() if kind.is_moe for index in kind.layers
         ]
-        self._built_moe = sum(sort.is_moe for sort in built.sort_of.values())
+        self._built_moe = sum(kind.is_moe for kind in built.kind_of.values())
         if mtp and job.moe_pattern()[-1]:
             self._moe += range(job.num_layers, job.num_layers + len(mtp))
             self._built_moe += len(mtp)
@@ -302,8 +302,7 @@ class _Counted:
         """
         if self._moe:
             self._kept_bytes = dict.fromkeys(self._moe, -(-of_one_microbatch // self._built_moe))
-        storages = (tensor.untyped_storage() for tensor in tensors)
-        size_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        size_bytes = storage_bytes(tensors)
         if self.job.transformer_impl == "local":
             self._buffer_bytes = size_bytes
         else:
@@ -357,13 +356,15 @@ def _stages(job: Job, counted: _Counted) -> tuple[StageRecord, ...]:
 
 def _kind(job: Job, kind: LayerKind, built: Shard, counted: _Counted) -> LayerKind:
     """A kind of the shard as one of the whole model."""
-    depth = len(built.sort_of)
-    found: dict[int, Sort] = {id(s): s for i, s in built.sort_of.items() if i in kind.layers}
-    layers = [layer for sort in found.values() for layer in sort.layers]
+    depth = len(built.kind_of)
+    found: dict[int, JobKind] = {
+        id(one): one for i, one in built.kind_of.items() if i in kind.layers
+    }
+    layers = [layer for one in found.values() for layer in one.layers]
     layers += [job.num_layers + index - depth for index in kind.layers if index >= depth]
     # MTP depths are built like the last layer.
     of_depth = min(layers) >= job.num_layers
-    is_moe = job.moe_pattern()[-1] if of_depth else any(sort.is_moe for sort in found.values())
+    is_moe = job.moe_pattern()[-1] if of_depth else any(one.is_moe for one in found.values())
     return replace(
         kind,
         layers=tuple(sorted(layers)),
@@ -375,7 +376,7 @@ def _kind(job: Job, kind: LayerKind, built: Shard, counted: _Counted) -> LayerKi
 
 def _sourced(record: ChoiceRecord) -> ChoiceRecord:
     """As modelled: no time was measured more than once, and all routing is even."""
-    source = "bytes: dry run; times: roofline"
+    source = "bytes: meta step; times: roofline"
     return replace(record, source=source, spread_ms=0.0, percentiles=())
 
 

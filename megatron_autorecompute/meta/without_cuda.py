@@ -37,12 +37,10 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.patched import patched
 from megatron_autorecompute.runtime.live_bytes import count_once
 
 Patch = tuple[Any, str, Any]  # (owner, attribute name, replacement)
-
-MISSING = object()
-"""In `Activation.originals`: the owner had no such attribute of its own."""
 
 _active: "Activation | None" = None
 
@@ -57,12 +55,13 @@ class Activation:
         self.device = device
         self.holder = holder
         self.originals: list[Patch] = []
+        """With None for what the owner itself did not have."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(_eager_only())
             for patches in _PATCHES + (_TRAINING if training else ()):
                 for owner, name, replacement in patches(device):
-                    self.originals.append((owner, name, vars(owner).get(name, MISSING)))
-                    undo.enter_context(_replaced(owner, name, replacement))
+                    self.originals.append((owner, name, vars(owner).get(name)))
+                    undo.enter_context(patched(owner, name, replacement))
             undo.enter_context(_quiet_rng_warning())
             self._undo = undo.pop_all()
 
@@ -105,23 +104,7 @@ def activate(*, meta: bool = False, training: bool = False) -> Activation:
     return _active
 
 
-# -------------------------------------------------------------------------- three context managers
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """owner.name is replacement meanwhile."""
-    # vars() and not getattr(): torch.Tensor inherits `cuda`, and a static method must come back as
-    # the same descriptor object.
-    original = vars(owner).get(name, MISSING)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        if original is MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
+# ---------------------------------------------------------------------------- two context managers
 
 
 def _eager_only() -> contextlib.AbstractContextManager[object]:
@@ -513,7 +496,7 @@ def _even_routing(device: torch.device) -> Iterator[Patch]:
         chosen = torch.arange(tokens * self.config.moe_router_topk, device="cpu") % experts
         even = torch.zeros(tokens, experts, dtype=torch.bool, device="cpu")
         even.scatter_(1, chosen.view(tokens, -1), True)
-        with _replaced(torch.cuda, "current_device", lambda: torch.device("cpu")):
+        with patched(torch.cuda, "current_device", lambda: torch.device("cpu")):
             return original_preprocess(self, even)
 
     @functools.wraps(original_permute)
@@ -521,7 +504,7 @@ def _even_routing(device: torch.device) -> Iterator[Patch]:
         def select(source: torch.Tensor, mask: torch.Tensor) -> Any:
             return _MaskedSelect.apply(source, mask, int(num_out_tokens))
 
-        with _replaced(torch.Tensor, "masked_select", select):
+        with patched(torch.Tensor, "masked_select", select):
             return original_permute(*args, num_out_tokens=num_out_tokens, **kwargs)
 
     yield dispatcher, "preprocess", preprocess

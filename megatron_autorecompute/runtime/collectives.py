@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.distributed import ProcessGroup
+
+from megatron_autorecompute.patched import patched
 
 _ENTER = ("all", "reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv")
 """What the names of a process group's methods have in them that enter a collective. Not seen are
@@ -30,18 +32,12 @@ class Meetings:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Look at every call of a process group's methods meanwhile."""
-        originals = {
-            name: method
-            for name, method in vars(ProcessGroup).items()
-            if any(part in name for part in _ENTER)
-        }
-        for name in originals:
-            setattr(ProcessGroup, name, self._noted(name, getattr(ProcessGroup, name)))
-        try:
+        entering = [name for name in vars(ProcessGroup) if any(part in name for part in _ENTER)]
+        with ExitStack() as undo:
+            for name in entering:
+                noted = self._noted(name, getattr(ProcessGroup, name))
+                undo.enter_context(patched(ProcessGroup, name, noted))
             yield
-        finally:
-            for name, method in originals.items():
-                setattr(ProcessGroup, name, method)
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute.compat import model_layers, rules, stage_layout, versions
 from megatron_autorecompute.errors import ApplyError, PolicyError
+from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import GRAMMAR, RecomputePolicy
 from megatron_autorecompute.runtime.apply import apply_at_construction
 
@@ -45,8 +47,8 @@ _LAYER_SIZES = (
     "num_query_groups",
     "num_moe_experts",
 )
-_saved: list[tuple[type, str, Any]] = []
-_MISSING = object()
+_installed = ExitStack()
+"""Puts back, last first, what `install()` has set."""
 
 
 def install() -> None:
@@ -75,12 +77,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undo `install()`; models and configs made meanwhile keep what they have."""
-    while _saved:
-        owner, name, value = _saved.pop()
-        if value is not _MISSING:
-            setattr(owner, name, value)
-        elif name in owner.__dict__:
-            delattr(owner, name)
+    _installed.close()
 
 
 def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
@@ -135,9 +132,7 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _set(owner: type, name: str, value: Any) -> None:
-    before = owner.__dict__.get(name, _MISSING)
-    setattr(owner, name, value)
-    _saved.append((owner, name, before))
+    _installed.enter_context(patched(owner, name, value))
 
 
 def _add_field(cls: type) -> None:

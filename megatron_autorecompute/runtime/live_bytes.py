@@ -39,6 +39,12 @@ class _Entry:
     heir: "_Entry | None" = None  # the entry that counts 0 because of this one
 
 
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of tensors, each once whatever views it."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({_key(storage): storage.nbytes() for storage in storages}.values())
+
+
 class LiveBytes(TorchDispatchMode):
     """Tracker to run code under: ``with LiveBytes(static=parameters) as live: step()``.
 

@@ -8,13 +8,14 @@ to 0.19 share. Storages count once, whoever views them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megatron_autorecompute.compat import model_layers, parallel
 from megatron_autorecompute.profile import StaticBytes
+from megatron_autorecompute.runtime.live_bytes import storage_bytes
 
 
 def tensors(chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[torch.Tensor]:
@@ -33,15 +34,15 @@ def static_bytes(chunks: Sequence[torch.nn.Module], optimizer: Any) -> StaticByt
     parameters = _on_device(chunks, _parameters(chunks))
     gradients = _on_device(chunks, _gradients(chunks))
     state = _on_device(chunks, _optimizer_state(optimizer))
-    parameter_bytes = _size_bytes(parameters)
-    gradient_bytes = _size_bytes(parameters + gradients) - parameter_bytes
+    parameter_bytes = storage_bytes(parameters)
+    gradient_bytes = storage_bytes(parameters + gradients) - parameter_bytes
     # In fp32 the optimizer works on the parameters themselves.
-    everything = _size_bytes(parameters + gradients + state)
+    everything = storage_bytes(parameters + gradients + state)
     return StaticBytes(
         parameter_bytes=parameter_bytes,
         gradient_bytes=gradient_bytes,
         optimizer_state_bytes=everything - parameter_bytes - gradient_bytes,
-        buffer_bytes=_size_bytes(_on_device(chunks, parallel.global_buffers())),
+        buffer_bytes=storage_bytes(_on_device(chunks, parallel.global_buffers())),
     )
 
 
@@ -80,8 +81,3 @@ def _optimizer_state(optimizer: Any) -> list[torch.Tensor]:
     state = [value for part in inner for entry in part.state.values() for value in entry.values()]
     masters = [p for part in inner for group in part.param_groups for p in group["params"]]
     return [value for value in state + masters if isinstance(value, torch.Tensor)]
-
-
-def _size_bytes(found: Iterable[torch.Tensor]) -> int:
-    storages = (tensor.untyped_storage() for tensor in found)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -485,11 +485,12 @@ def test_modelled_records_are_not_taken_for_measured_ones(modelled):
         with_measured(modelled, modelled)
     measured = measured_like(modelled)
     dense = measured.kinds[0]
+    # As profiles said before: read, and no measurement either.
     none = replace(dense.record("none"), source="bytes: dry run; times: roofline")
     partly = replace(dense, choices=(none, dense.record("full")))
     found = with_measured(modelled, replace(measured, kinds=(partly, *measured.kinds[1:])))
     assert found.assumptions[0].startswith("Measured on a real GPU: choices 1 of dense.")
-    assert found.kinds[0].record("none").source.startswith("bytes: dry run")
+    assert found.kinds[0].record("none").source.startswith("bytes: meta step;")
 
 
 def test_a_plan_of_measured_records_is_not_verified_against_stand_ins(modelled):
