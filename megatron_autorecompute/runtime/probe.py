@@ -118,6 +118,9 @@ class Pass:
     one, saves a copy in fp32 and lets its input go, but what another stage has sent stays."""
     backward: Pass | None = None
     """Forward only: the pass that its gradients ran."""
+    without_gradient: dict[Place, int] = field(default_factory=dict)
+    """Forward only: places whose input needs no gradient, as parameters before them are frozen, and
+    its size."""
     output_has_gradient: bool = False
     """Forward only: whether a gradient came to what the model returned."""
 
@@ -255,6 +258,8 @@ class Probe:
         size_bytes = storage.nbytes()
         self._mark(forward, place, size_bytes)
         self._inputs[place] = (weakref.ref(storage), size_bytes)
+        if not hidden_states.requires_grad:
+            forward.without_gradient[place] = size_bytes
         self._on_gradient(
             hidden_states, lambda: self._mark(self._backward_of(forward), place, size_bytes)
         )
@@ -271,9 +276,15 @@ class Probe:
         backward = forward.backward = self._begun("backward", forward.chunk, "output")
         # The engine calls this when the backward it is in has finished, embedding included.
         torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: self._mark(backward, "embedding")
+            lambda: self._end_backward(forward, backward)
         )
         return backward
+
+    def _end_backward(self, forward: Pass, backward: Pass) -> None:
+        """Behind frozen parameters a backward ends inside the first layer that has any others."""
+        for place, size_bytes in reversed(forward.without_gradient.items()):
+            self._mark(backward, place, size_bytes)
+        self._mark(backward, "embedding")
 
     def _begun(self, phase: Literal["forward", "backward"], chunk: int, at: Place) -> Pass:
         one = Pass(phase, chunk, [])

@@ -96,6 +96,20 @@ def test_forwards_without_a_backward_are_not_counted(beside):
     assert measured(beside) == measured()
 
 
+def test_behind_frozen_parameters_every_layer_has_its_own_backward():
+    from megatron_autorecompute.runtime.probe import Probe, stretches
+
+    (model,) = tiny_gpt(tiny_config(dropout=0.0))
+    model.embedding.requires_grad_(False)
+    model.decoder.layers[0].requires_grad_(False)
+    with Probe([model], None) as probe:
+        model(**microbatch(0)).mean().backward()
+    forward, backward = probe.passes
+    places = ["embedding", 0, 1, 2, 3, "head"]
+    assert [stretch.place for stretch in stretches(forward)] == places
+    assert [stretch.place for stretch in stretches(backward)] == places[::-1]
+
+
 def twice(model):
     return model(**microbatch(0)).mean() + model(**microbatch(1)).mean()
 
