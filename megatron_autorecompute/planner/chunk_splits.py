@@ -1,10 +1,10 @@
-"""Of equally fast splits of a stage's recompute over its chunks, one with a shorter bubble.
+"""Which chunk of a stage recomputes how much, so that the bubble is short.
 
 When two chunks of a stage exchange what they recompute, the stage is as busy as before, but in an
-interleaved schedule other stages wait for other chunks. This is a local search: of every stage in
-turn the exchange that shortens the step most and keeps the stage in its budget, until none does. It
-proves nothing about splits that it did not reach. In place of a long step it replays one of four
-groups of microbatches, which fills and drains as the whole does.
+interleaved schedule other stages then wait longer or shorter. This is a local search: stage by
+stage it makes the exchange that shortens the step most and keeps the stage in its budget, until
+there is none. It proves nothing about splits that it did not reach. Instead of a long step it
+replays one of four groups of microbatches, which fills and drains as the whole does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the layers of a measured step add up to, to stand beside what Megatron itself saw of it."""
+"""The sum of a measured step's layers, for comparison with what Megatron saw of the step."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""Pipeline boundary tensors alive at each event of a stage that belong to no layer, by replay.
+"""How many boundary tensors are alive at each event of a stage and belong to no layer, by replay.
 
-A boundary tensor is what one stage sends the next. A received input belongs to the first layer of
-its chunk from the chunk's forward on, and the gradient a backward starts from to its last layer.
-Everything else that Megatron's schedule keeps is counted here: tensors received before their turn,
-and names that stay bound after their use. The names below are those of megatron-core's
+A *boundary tensor* is what one stage sends another: an output, or the gradient of an input. Most
+belong to a layer and are in its record: a received input to the first layer of its chunk, from the
+chunk's forward on; the gradient that a backward starts from to the chunk's last layer. The others
+are counted here: tensors that were received before their turn, and tensors that a variable of
+Megatron's schedule still names after their use. The variables below are those of megatron-core's
 `schedules.py`, the same in 0.16.1 and 0.19.2.
 
-An output that is kept for want of `deallocate_pipeline_outputs` belongs to its microbatch in
-flight, and counts here only when that is done and the output's name is still bound.
+Without `deallocate_pipeline_outputs` an output stays. While its microbatch is in flight it belongs
+to that; it counts here when the microbatch is done and a variable still names it.
 
-It knows neither bytes nor layers. `overlap_p2p_comm_warmup_flush` is not replayed.
+This module knows neither bytes nor layers. `overlap_p2p_comm_warmup_flush` is not replayed.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ class Load:
 def decisive_loads(
     schedule: Schedule, stage: int, *, overlap_p2p: bool = True, deallocated: bool = True
 ) -> tuple[Load, ...]:
-    """The loads that can make a stage's highest moment, whatever its policy.
+    """The loads of which one is a stage's highest moment, whatever its policy.
 
-    No other of the same direction and chunk reaches them in every count. Bytes are linear in the
-    counts, and within a group of microbatches these pass from one chunk to another one by one:
-    where a load has no more than the mean of its two neighbours, one of the ends of such a passage
-    is at least as high.
+    Two sorts of loads are left out. First, those of which another load of the same direction and
+    chunk has as much in every count. Second, those between two others: bytes are linear in the
+    counts, so where every count of a load is at most the mean of its two neighbours', one of the
+    neighbours needs as much. That is frequent, since within a group of microbatches the counts move
+    from one chunk to another in steps of one.
     """
     short = schedule.shortened()
     extra = extra_tensors(short, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
@@ -101,10 +103,10 @@ def _without_passages(moments: list[Moment]) -> list[Moment]:
 def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[int, ...]:
     """1F1B, in `forward_backward_pipelining_without_interleaving`.
 
-    Once a backward has run, `output_tensor_grad` stays bound where there is a next stage, and
-    where there is one before, `input_tensor_grad`, and until the next forward ends the input of
-    the microbatch just finished, with its output if that is kept. A backward starts when the first
-    is its own gradient again.
+    Nothing is left over before the first backward. After it, a forward finds: where there is a next
+    stage, the last `output_tensor_grad`, and the last output if outputs are kept; where there is a
+    stage before, the last `input_tensor_grad` and the input of the microbatch just finished. A
+    later backward finds the last `input_tensor_grad` alone: `output_tensor_grad` is its own then.
     """
     after, before = int(stage < schedule.num_stages - 1), int(stage > 0)
     counts, begun = [], False

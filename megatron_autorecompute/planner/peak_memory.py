@@ -134,7 +134,7 @@ def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nom
 
 
 def stage_loads(profile: Profile, schedule: Schedule, stage: int) -> tuple[Load, ...]:
-    """`boundary.decisive_loads` under the profile's settings."""
+    """The loads that can decide a stage's peak, under the profile's settings."""
     return decisive_loads(
         schedule,
         stage,

@@ -1,8 +1,8 @@
 """Time of one microbatch on every stage and chunk, in whole picoseconds.
 
-A measured stage whose layers' times do not add up to what was measured carries the rest, its
-*residual*, whatever its policy. It is spread over the stage's forwards and backwards in proportion
-to the least that each can take; so a negative one leaves none of them below zero.
+The times of a stage's layers may add up to less, or more, than what was measured of the stage. The
+difference is its *residual*, and is added whatever the policy. Its forwards and backwards share it
+in proportion to the least that each can take, so that a negative residual leaves none below zero.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What would make a plan fit, each change alone.
 
-Policies inside are solved exactly; what a change alters besides is stated with it.
+The policy for each change is solved exactly. What a change does to bytes and times is not measured
+but scaled or added up.
 """
 
 from __future__ import annotations

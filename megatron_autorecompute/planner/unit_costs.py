@@ -147,8 +147,8 @@ class CostTable:
     def what_runs(self, layer: int, choice: LayerPolicy) -> LayerPolicy:
         """What Megatron runs on a layer for a setting of all: the modules the layer's kind has.
 
-        Every set of modules that a kind has is measured on it. So a module that is in none of its
-        records, such as `moe` on a dense layer, is taken to be one that it has not.
+        A module that is in none of the kind's records is taken to be one that its layers lack, such
+        as `moe` on a dense layer: what they have is measured.
         """
         if choice.granularity != "selective" or self.record(layer, choice) is not None:
             return choice
@@ -225,15 +225,16 @@ class CostTable:
     def checkpoints(self, layers: Sequence[int]) -> Checkpoints:
         """Costs of checkpoints around the first g of `layers`, for each g that may be grouped.
 
-        One checkpoint holds the input of its first layer. Its backward first runs all members'
-        forward under grad and then their backwards from last to first, so on top of nothing it
-        reaches max over members i of (none's held of 0..i + the larger transient of i). What a
-        checkpoint keeps besides (the incoming gradient, saved random states) is what the measured
-        `full` has more than this formula at g = 1. In forward the members run one at a time
-        without grad, each with its own input alive. A measured record of `full/g` wins.
-        The result is empty where the first layer has no record of `full`; MTP depths and layers
-        without records of `none` and `full` end it, since they cannot be in a group, nor can
-        decoder layers behind an encoder.
+        Held: the input of the first layer.
+        Forward: the members run one at a time without grad, each with its own input alive.
+        Backward: all members' forwards run again, then their backwards from last to first. When
+        member i runs, either way, what `none` holds of members 0 to i is alive, and i's transient.
+        What a checkpoint keeps besides (the incoming gradient, saved random states) is taken from
+        the record of `full`: what that has more than this sum says for one layer.
+        A measured record of `full/g` is taken instead of all this.
+
+        A layer that cannot be in a group ends the result: one without records of `none` and `full`,
+        an MTP depth, a decoder layer behind an encoder. It is empty where that is the first.
         """
         members = self._groupable(layers)
         if not members:

@@ -1,8 +1,7 @@
 """One step of a plan, event by event: when each runs, and what the stage then holds.
 
-Columns over events rather than a record for each: a step of 16 stages, 8 chunks and 256
-microbatches has 65,536 events. Bytes are those of `peak_memory.timeline`, times those of the step's
-replay.
+Bytes are those of `planner.peak_memory`, times those of the step's replay. Events are columns of
+arrays, not a record each: a step of 16 stages, 8 chunks and 256 microbatches has 65,536.
 """
 
 from __future__ import annotations
