@@ -269,7 +269,7 @@ def compared(row: dict[str, str]) -> list[str]:
     budget = default_budget_bytes(gpu, None)
     model = planner(asked, gpu)
     theirs = evaluated(model, setting(row))
-    ours = model.attempt(budget)
+    ours = model.try_solve(budget)
     fits = peak_bytes(theirs) <= budget
     cells = [
         asked.name,

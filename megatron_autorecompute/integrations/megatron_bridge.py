@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
-from megatron_autorecompute.planner import megatron_strategies
+from megatron_autorecompute.planner import launch_lines, megatron_strategies
 from megatron_autorecompute.planner.megatron_strategies import FIELD, NATIVE
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import AutoOptions
@@ -372,4 +372,4 @@ def _say_lines(policy: RecomputePolicy, cfg: Any) -> None:
 
 def recipe_lines(policy: RecomputePolicy, cfg: Any) -> list[str]:
     """Python lines that set the policy in a recipe, in the form that `resolve` writes."""
-    return megatron_strategies.recipe_lines(policy, _lasting_fields(policy, cfg))
+    return launch_lines.recipe_lines(policy, _lasting_fields(policy, cfg))

@@ -32,7 +32,7 @@ def search_layout(planner: Planner, budget: Budget) -> Alternative:
     that were not measured are added up from the profile's per-kind figures.
     Raises: InfeasibleError when no layout fits; ProfileError without per-kind static bytes.
     """
-    best = planner.attempt(budget)
+    best = planner.try_solve(budget)
     now = None if best is None else best.cost.step_ms
     layouts = uneven_layouts(planner) if planner.layout.num_chunks > 1 else None
     if layouts is None:
@@ -43,7 +43,7 @@ def search_layout(planner: Planner, budget: Budget) -> Alternative:
         if best is not None and _least_ms(planner, layout) >= best.cost.step_ms:
             continue
         candidate = planner.replaced(layout=layout)
-        solution = candidate.attempt(budget)
+        solution = candidate.try_solve(budget)
         if solution and (best is None or solution.cost.step_ms < best.cost.step_ms):
             chosen, best = candidate, solution
     if best is None:
@@ -157,7 +157,7 @@ class _StageTimes:
         fastest = [_fastest_ps(table, i) for i in range(planner.profile.num_layers)]
         self.least_sum = sum(fastest)
         self.before = [sum(fastest[:i]) for i in range(self.num_layers + 1)]
-        self.most = self._most(planner.attempt(budget))
+        self.most = self._most(planner.try_solve(budget))
 
     def _most(self, asked: Solution | None) -> int | None:
         """A stage slower than this makes the step slower than the asked layout's."""

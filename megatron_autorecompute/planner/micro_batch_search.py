@@ -21,7 +21,7 @@ def search_micro_batch(
     samples per step (see `same_samples`). Returns the best and one sentence for each.
     Raises: InfeasibleError when none fits.
     """
-    solved = [(planner, planner.attempt(budget)) for planner in planners]
+    solved = [(planner, planner.try_solve(budget)) for planner in planners]
     fitting = [(planner, s) for planner, s in solved if s is not None]
     if not fitting:
         planners[0].solve(budget)  # raises with the reason

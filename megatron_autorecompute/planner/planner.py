@@ -219,12 +219,12 @@ class Planner:
         Raises: InfeasibleError naming the tightest stage; PolicyError for another number of
         budgets.
         """
-        solution = self.attempt(budget)
+        solution = self.try_solve(budget)
         if solution is None:
             raise self._infeasible(self.budgets(budget))
         return solution
 
-    def attempt(self, budget: Budget) -> Solution | None:
+    def try_solve(self, budget: Budget) -> Solution | None:
         """As `solve`, but None where nothing fits: for searches that try many."""
         budgets = self.budgets(budget)
         choices: list[StageChoice] = []

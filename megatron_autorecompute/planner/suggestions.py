@@ -65,7 +65,7 @@ def _smaller_micro_batch(planner: Planner, budget: Budget) -> Change | None:
             planner.schedule, num_microbatches=planner.schedule.num_microbatches * size // smaller
         )
         profile = _scaled(planner.profile, smaller / size, static=1.0)
-        solution = planner.replaced(profile=profile, schedule=schedule).attempt(budget)
+        solution = planner.replaced(profile=profile, schedule=schedule).try_solve(budget)
         if solution:
             text = f"micro-batch size {smaller} instead of {size} (scaled, not measured)"
             return Change(text, solution.cost.step_ms)
@@ -126,7 +126,7 @@ def _other_layout(planner: Planner, budget: Budget) -> Change | None:
 
     for layout in sorted(uneven_layouts(planner), key=moved)[:_NEAREST_LAYOUTS]:
         candidate = planner.replaced(layout=layout)
-        solution = candidate.attempt(budget)
+        solution = candidate.try_solve(budget)
         if solution and layout != planner.layout:
             flags = layout_flags(planner, candidate)
             text = " ".join(f"{name} {value}" for name, value in flags.items())

@@ -185,7 +185,7 @@ def best_points(
 
 
 def _best(planner: Planner, budget: int) -> RecomputePolicy:
-    """As `Planner.attempt`, for a budget that is known to do, without what else is told there."""
+    """As `Planner.try_solve`, for a budget that is known to do, without what else is told there."""
     stages = range(planner.layout.num_stages)
     choices = [choice for s in stages if (choice := planner.choose(s, budget)) is not None]
     policy = put_together(planner.layout, [choice.policies for choice in choices])

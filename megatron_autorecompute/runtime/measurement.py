@@ -41,8 +41,8 @@ from megatron_autorecompute.runtime.probe import (
     Pass,
     Place,
     Probe,
-    Stretch,
-    stretches,
+    Span,
+    spans,
 )
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 100.0)
@@ -50,7 +50,7 @@ PERCENTILES = (50.0, 90.0, 95.0, 99.0, 100.0)
 
 
 @dataclass(slots=True)
-class Seen:
+class Samples:
     """What was seen of one (place, choice): an entry for every layer and microbatch.
 
     A level is the most bytes alive that belong to the layer: held and transient together.
@@ -65,12 +65,12 @@ class Seen:
     forward_ms: list[float] = field(default_factory=list)
     backward_ms: list[float] = field(default_factory=list)
 
-    def add(self, other: Seen) -> None:
+    def add(self, other: Samples) -> None:
         """Take over what another rank saw."""
         for name in self.__slots__:
             getattr(self, name).extend(getattr(other, name))
 
-    def settled(self) -> Seen:
+    def settled(self) -> Samples:
         """Without the first times, where there are others: what runs for the first time on a rank
         is compiled, tuned or loaded first, which can take a thousand times as long."""
         forward_ms, backward_ms = self.forward_ms, self.backward_ms
@@ -116,7 +116,7 @@ def _nearest_rank(values: Sequence[int], percentile: float) -> int:
     return sorted(values)[max(0, math.ceil(len(values) * percentile / 100) - 1)]
 
 
-def _percentiles(record: ChoiceRecord, ranks: Sequence[Seen]) -> tuple[BytesAt, ...]:
+def _percentiles(record: ChoiceRecord, ranks: Sequence[Samples]) -> tuple[BytesAt, ...]:
     """A record's bytes at percentiles of each rank's microbatches, on the fullest rank.
 
     Not of all ranks' together: experts that many tokens go to are always on the same rank.
@@ -138,7 +138,7 @@ def _half_middle_half(values: Sequence[float]) -> float:
     return (high - low) / 2
 
 
-SeenByKey = dict[tuple[str, str], Seen]
+SamplesByKey = dict[tuple[str, str], Samples]
 """By signature of the kind, or name of the place, and choice."""
 
 
@@ -178,7 +178,7 @@ class Measurement:
         self.peak_bytes = 0
         self.optimizer_step_peak_bytes = 0
         self.overhead = ScheduleOverhead(0, 0)
-        self._seen: SeenByKey = defaultdict(Seen)
+        self._seen: SamplesByKey = defaultdict(Samples)
         self._depths = {site.index for site in model_layers.mtp_sites(shard.chunks)}
 
     def policies(
@@ -262,8 +262,8 @@ class Measurement:
         forwards = {id(one.backward): one for one in probe.passes}
         for one in probe.passes:
             bases = self._bases(one, forwards.get(id(one), one))
-            for stretch in stretches(one, self._clock):
-                self._note(one, stretch, bases, memory is not None, times)
+            for span in spans(one, self._clock):
+                self._note(one, span, bases, memory is not None, times)
 
     def _check_measurable(self, passes: Sequence[Pass]) -> None:
         reasons = [reason for reason in self.shard.gathered(self._not_measurable(passes)) if reason]
@@ -315,7 +315,7 @@ class Measurement:
         most = max((held for s in seen for held in s.held_bytes), default=0)
         return most + self.boundary_bytes
 
-    def _seen_everywhere(self) -> SeenByKey:
+    def _seen_everywhere(self) -> SamplesByKey:
         return _put_together(self.shard.gathered(dict(self._seen)))
 
     def _choice(self, place: Place) -> LayerPolicy:
@@ -324,33 +324,33 @@ class Measurement:
     def _note(
         self,
         one: Pass,
-        stretch: Stretch,
+        span: Span,
         bases: dict[Place, int],
         with_bytes: bool,
         with_times: bool,
     ) -> None:
-        place = stretch.place
+        place = span.place
         if not self.shard.has(one.chunk, place):
             return
         signature = self.shard.signatures[place] if isinstance(place, int) else place
         seen = self._seen[signature, str(self._choice(place))]
-        input_bytes = stretch.input_bytes
+        input_bytes = span.input_bytes
         received = place == self._received_by(one)
         if with_bytes and one.phase == "forward":
-            seen.held_bytes.append(_held_bytes(stretch))
-            base = bases.get(place, stretch.begin_bytes - input_bytes)
-            seen.forward_level_bytes.append(stretch.peak_bytes - base)
+            seen.held_bytes.append(_held_bytes(span))
+            base = bases.get(place, span.begin_bytes - input_bytes)
+            seen.forward_level_bytes.append(span.peak_bytes - base)
             if not received:
                 seen.input_bytes.append(input_bytes * (place in one.kept))
         elif with_bytes and place in bases:
-            seen.backward_level_bytes.append(stretch.peak_bytes - bases[place])
+            seen.backward_level_bytes.append(span.peak_bytes - bases[place])
         elif with_bytes:
             # The gradient of the input is there by now; an input is let go, unless it was sent.
-            base = stretch.end_bytes - input_bytes * (2 if received else 1)
-            level_bytes = stretch.peak_bytes - base + _context_gradient_bytes(one, place)
+            base = span.end_bytes - input_bytes * (2 if received else 1)
+            level_bytes = span.peak_bytes - base + _context_gradient_bytes(one, place)
             seen.backward_level_bytes.append(level_bytes)
         if with_times:
-            (seen.forward_ms if one.phase == "forward" else seen.backward_ms).append(stretch.ms)
+            (seen.forward_ms if one.phase == "forward" else seen.backward_ms).append(span.ms)
 
     def _received_by(self, one: Pass) -> Place | None:
         """The layer that takes what another stage sent; none where a copy is made for the first."""
@@ -369,8 +369,8 @@ class Measurement:
         if not self._depths.intersection(mark.place for mark in forward.marks):
             return {}
         own = {
-            stretch.place: _held_bytes(stretch) + forward.kept.get(stretch.place, 0)
-            for stretch in self._existing(forward)
+            span.place: _held_bytes(span) + forward.kept.get(span.place, 0)
+            for span in self._existing(forward)
         }
         base = one.marks[0].current_bytes
         if one.phase == "backward":
@@ -417,13 +417,13 @@ class Measurement:
         kept = not (
             self.shard.has(one.chunk, "head") or self.shard.config.deallocate_pipeline_outputs
         )
-        held = sum(_held_bytes(stretch) for stretch in self._existing(one))
+        held = sum(_held_bytes(span) for span in self._existing(one))
         inputs = sum(size for place, size in one.kept.items() if self.shard.has(one.chunk, place))
         first = self.shard.has(one.chunk, "embedding") or self._received_by(one) is not None
         return held + inputs + (kept + (not first)) * self.boundary_bytes
 
-    def _existing(self, one: Pass) -> Iterator[Stretch]:
-        return (s for s in stretches(one, self._clock) if self.shard.has(one.chunk, s.place))
+    def _existing(self, one: Pass) -> Iterator[Span]:
+        return (s for s in spans(one, self._clock) if self.shard.has(one.chunk, s.place))
 
     def profile(
         self,
@@ -481,11 +481,11 @@ class Measurement:
         )
 
 
-def _held_bytes(stretch: Stretch) -> int:
+def _held_bytes(span: Span) -> int:
     """What a place keeps besides its input; its output belongs to the next place."""
-    output_bytes = 0 if stretch.place == "head" else stretch.output_bytes
-    grown = stretch.end_bytes - stretch.begin_bytes
-    return max(0, grown + stretch.let_go_bytes - output_bytes)
+    output_bytes = 0 if span.place == "head" else span.output_bytes
+    grown = span.end_bytes - span.begin_bytes
+    return max(0, grown + span.let_go_bytes - output_bytes)
 
 
 def _context_gradient_bytes(one: Pass, place: Place) -> int:
@@ -520,8 +520,8 @@ def _together(embedding: ChoiceRecord, between: ChoiceRecord) -> ChoiceRecord:
     )
 
 
-def _put_together(by_rank: Sequence[SeenByKey]) -> SeenByKey:
-    everything: SeenByKey = defaultdict(Seen)
+def _put_together(by_rank: Sequence[SamplesByKey]) -> SamplesByKey:
+    everything: SamplesByKey = defaultdict(Samples)
     for seen in by_rank:
         for key, found in seen.items():
             everything[key].add(found.settled())
@@ -529,7 +529,7 @@ def _put_together(by_rank: Sequence[SeenByKey]) -> SeenByKey:
 
 
 def _layer_kind(
-    kind: Kind, seen: SeenByKey, by_rank: Sequence[SeenByKey], boundary_bytes: int
+    kind: Kind, seen: SamplesByKey, by_rank: Sequence[SamplesByKey], boundary_bytes: int
 ) -> LayerKind:
     records = {}
     for choice in kind.choices:

@@ -326,7 +326,7 @@ def _recomputing() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Span:
     """One place in one pass: bytes where it begins and ends, the most between, and the time."""
 
     place: Place
@@ -342,12 +342,12 @@ class Stretch:
     """Forward only: hidden states of this and earlier boundaries that died meanwhile."""
 
 
-def stretches(one: Pass, clock: Clock = DEVICE_CLOCK) -> Iterator[Stretch]:
+def spans(one: Pass, clock: Clock = DEVICE_CLOCK) -> Iterator[Span]:
     """What lies between each two boundaries of a pass; backward runs them the other way round."""
     for begin, end in itertools.pairwise(one.marks):
         forward = one.phase == "forward"
         first, last = (begin, end) if forward else (end, begin)
-        yield Stretch(
+        yield Span(
             first.place,
             begin.current_bytes,
             max(end.peak_bytes, begin.current_bytes),

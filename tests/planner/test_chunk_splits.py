@@ -56,7 +56,7 @@ def test_no_stage_is_busier_and_none_exceeds_its_budget_and_the_step_is_never_lo
 def test_the_peak_of_a_rearranged_stage_is_that_of_the_definitions():
     for seed in INTERLEAVED[:40]:
         profile, layout, schedule, budget = problem(seed)
-        solution = Planner(profile, layout, schedule).attempt(budget)
+        solution = Planner(profile, layout, schedule).try_solve(budget)
         for stage in range(layout.num_stages if solution else 0):
             policies = [
                 tuple(solution.policy.layers[layer] for layer in chunk.layers)

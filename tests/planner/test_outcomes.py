@@ -20,7 +20,7 @@ def random_planner(seed):
 @pytest.mark.parametrize("seed", range(40))
 def test_outcomes_are_those_of_evaluating_each_policy(seed):
     planner, budget = random_planner(seed)
-    solution = planner.attempt(budget) or planner.attempt(1 << 40)
+    solution = planner.try_solve(budget) or planner.try_solve(1 << 40)
     policy = solution.policy
     others = [o for i in range(len(policy.layers)) for _, o in changed_at(planner, policy, i)]
     for other, outcome in zip(others, Outcomes(planner).of(others), strict=True):
@@ -32,7 +32,7 @@ def test_outcomes_are_those_of_evaluating_each_policy(seed):
 
 def test_changed_policies_are_those_that_neighbours_costs():
     planner, _ = random_planner(3)
-    policy = planner.attempt(1 << 40).policy
+    policy = planner.try_solve(1 << 40).policy
     costed = [cost.step_ms for _, cost in neighbours(planner, policy, 0)]
     changed = [other for _, other in changed_at(planner, policy, 0)]
     assert costed == [pytest.approx(o.step_ms) for o in Outcomes(planner).of(changed)]
@@ -42,7 +42,7 @@ def test_no_policies_have_no_outcomes_and_progress_ends_at_the_whole():
     planner, _ = random_planner(3)
     told = []
     assert Outcomes(planner).of([], told.append) == []
-    Outcomes(planner).of([planner.attempt(1 << 40).policy] * 200, told.append)
+    Outcomes(planner).of([planner.try_solve(1 << 40).policy] * 200, told.append)
     assert told[-1] == 1.0
     assert told == sorted(told)
 

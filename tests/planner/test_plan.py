@@ -193,7 +193,7 @@ def test_the_figures_of_every_plan_can_be_worked_out_again():
     for seed in range(60):
         profile, layout, schedule, budget = problem(seed)
         planner = Planner(profile, layout, schedule)
-        if planner.attempt(budget) is None:
+        if planner.try_solve(budget) is None:
             continue
         data = json.loads(make_plan(planner, budget).to_json())
         del data["digest"]

@@ -351,7 +351,7 @@ def test_a_setting_of_megatrons_that_fits_is_taken_where_its_step_is_faster():
 def test_no_setting_of_megatrons_that_fits_has_a_faster_step(seed):
     profile, layout, schedule, budget = problem(seed)
     planner = Planner(profile, layout, schedule)
-    solution = planner.attempt(budget)
+    solution = planner.try_solve(budget)
     for manual in planner.manual_strategies(budget):
         if manual.fits:
             assert solution.cost.step_ms <= manual.cost.step_ms * (1 + 1e-9), manual.name

@@ -48,7 +48,7 @@ def test_another_layout_is_proposed_where_it_takes_layers_from_the_stage_that_is
     layout = Layout.from_flags(
         12, 3, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last
     )
-    assert Planner(profile, layout, planner.schedule).attempt(need - 1)
+    assert Planner(profile, layout, planner.schedule).try_solve(need - 1)
 
 
 def test_a_missing_full_record_is_proposed():

@@ -19,7 +19,7 @@ def random_plan(seed):
     """A plan of a small random model; where its budget is too small, under any budget."""
     profile, layout, schedule, budget = problem(seed)
     planner = Planner(profile, layout, schedule)
-    return make_plan(planner, budget if planner.attempt(budget) else 1 << 40)
+    return make_plan(planner, budget if planner.try_solve(budget) else 1 << 40)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
-from megatron_autorecompute.runtime.measurement import Seen
+from megatron_autorecompute.runtime.measurement import Samples
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, DeviceClock
 from megatron_autorecompute.work_order import contains
 from tests.support import MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB, run_ranks
@@ -221,8 +221,8 @@ def test_whatever_the_clock_says_doing_more_is_not_recorded_as_faster():
 
 def test_the_first_time_of_a_choice_is_set_aside_where_there_are_others():
     # Compiling at first use: CheckpointWithoutOutput's C++ since core 0.17, autotuned kernels.
-    once = Seen([1], [0], [1], [1], forward_ms=[9.0], backward_ms=[2000.0])
-    again = Seen([1], [0], [1], [1], forward_ms=[9.0, 3.0], backward_ms=[2000.0, 6.0])
+    once = Samples([1], [0], [1], [1], forward_ms=[9.0], backward_ms=[2000.0])
+    again = Samples([1], [0], [1], [1], forward_ms=[9.0, 3.0], backward_ms=[2000.0, 6.0])
     assert once.settled().record("full", 0).backward_ms == 2000.0
     assert again.settled().record("full", 0).backward_ms == 6.0
     assert again.settled().held_bytes == again.held_bytes

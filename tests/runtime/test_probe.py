@@ -97,7 +97,7 @@ def test_forwards_without_a_backward_are_not_counted(beside):
 
 
 def test_behind_frozen_parameters_every_layer_has_its_own_backward():
-    from megatron_autorecompute.runtime.probe import Probe, stretches
+    from megatron_autorecompute.runtime.probe import Probe, spans
 
     (model,) = tiny_gpt(tiny_config(dropout=0.0))
     model.embedding.requires_grad_(False)
@@ -106,8 +106,8 @@ def test_behind_frozen_parameters_every_layer_has_its_own_backward():
         model(**microbatch(0)).mean().backward()
     forward, backward = probe.passes
     places = ["embedding", 0, 1, 2, 3, "head"]
-    assert [stretch.place for stretch in stretches(forward)] == places
-    assert [stretch.place for stretch in stretches(backward)] == places[::-1]
+    assert [span.place for span in spans(forward)] == places
+    assert [span.place for span in spans(backward)] == places[::-1]
 
 
 def twice(model):
