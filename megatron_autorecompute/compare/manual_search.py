@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
-
-RERUN_WITH = {"moe": ("moe_act", "shared_experts")}
-"""Modules that a larger one reruns with itself."""
+from megatron_autorecompute.work_order import contains, reruns
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +26,15 @@ class NotTried:
 
 def reruns_more(larger: RecomputePolicy, smaller: RecomputePolicy) -> bool:
     """Whether every layer reruns all that it reruns under `smaller`, and some layer more."""
-    pairs = list(zip(larger.layers, smaller.layers, strict=True))
-    return all(_contains(a, b) for a, b in pairs) and not all(_contains(b, a) for a, b in pairs)
+    pairs = [pair for pair in zip(larger.layers, smaller.layers, strict=True) if not _equal(*pair)]
+    return bool(pairs) and all(contains(*pair) for pair in pairs)
 
 
-def _contains(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
-    """Whether all that a layer reruns at `smaller` runs again at `larger`, too."""
-    if larger.granularity == "full":
-        return True
-    return smaller.granularity != "full" and _modules(smaller) <= _modules(larger)
-
-
-def _modules(choice: LayerPolicy) -> frozenset[str]:
-    """The modules that run again, those within others by their own names, too."""
-    within = (RERUN_WITH.get(module, ()) for module in choice.modules)
-    return frozenset(choice.modules).union(*within)
+def _equal(one: LayerPolicy, other: LayerPolicy) -> bool:
+    """Whether a layer reruns the same at both."""
+    return one.granularity == other.granularity == "full" or (
+        "full" not in (one.granularity, other.granularity) and reruns(one) == reruns(other)
+    )
 
 
 def needless(policy: RecomputePolicy, fitting: Mapping[str, RecomputePolicy]) -> str | None:
