@@ -299,9 +299,9 @@ def claimed() -> Iterator[None]:
 
 @contextmanager
 def callback(options: AutoOptions) -> Iterator[Any]:
-    """A Bridge callback that runs `auto`; at the end it takes its hands off model and optimizer.
+    """A Bridge callback that runs `auto`; when the block ends, model and optimizer are left alone.
 
-    The step in progress when training fails is told of the error, as a step by itself would be.
+    Where training fails within a step, that step ends with the error, as it would in a `with`.
     """
     from megatron.bridge.training.callbacks import Callback
 

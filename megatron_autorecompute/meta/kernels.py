@@ -438,9 +438,9 @@ class GroupedRowLinear(_GroupedLinear):
 class Attention(torch.nn.Module):
     """Stands for TEDotProductAttention: q [s, b, heads, width] to [s, b, heads * v width].
 
-    Under context parallelism each rank's queries meet all keys, in turns around the ring: the work
-    of a pair of turns is as the whole causal product over the ring's size, and one more k and v are
-    on the way meanwhile (TE context_parallel.py `AttnFuncWithCPAndKVP2P`).
+    Under context parallelism keys and values go around a ring, and each rank's queries meet all of
+    them. Each rank does the work of the whole causal product divided by the ring's size, and holds
+    one more k and v, which are on their way (TE context_parallel.py `AttnFuncWithCPAndKVP2P`).
     """
 
     def __init__(self, config: Any, *, layer_number: int = 1, **_: Any) -> None:

@@ -67,10 +67,10 @@ def optimizer_step_bytes(job: Job, parameters: Parameters) -> int:
     """fp32 copies that the optimizer step makes of one rank's shard, on top of static bytes.
 
     Of bf16 main gradients, all at once (DistributedOptimizer `_copy_model_grads_to_main_grads`).
-    The precision-aware optimizer reads those as they are, but Transformer Engine's FusedAdam copies
-    every state that is not fp32 of one parameter group at a time (pytorch/optimizers/fused_adam.py
-    `step`, `get_unscaled_state`, as read in 2025); dense and expert weights are groups of their
-    own, and the few of them without weight decay count to these here.
+    The precision-aware optimizer reads gradients as they are. Transformer Engine's FusedAdam makes
+    an fp32 copy of every state that is not fp32, for one parameter group at a time
+    (pytorch/optimizers/fused_adam.py `step`, `get_unscaled_state`, as read in 2025). Dense weights
+    are one group here and expert weights another; the few without weight decay count to these.
     """
     divided = job.use_distributed_optimizer
     dense = parameters.dense // (job.data_parallel * job.size("context") if divided else 1)

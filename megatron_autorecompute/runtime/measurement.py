@@ -59,7 +59,8 @@ class Samples:
     held_bytes: list[int] = field(default_factory=list)
     """Without the place's input."""
     input_bytes: list[int] = field(default_factory=list)
-    """The input's size, or 0 where nobody keeps it; no entry for one that another stage sent."""
+    """Size of the place's input, 0 where nothing keeps it. An input that another stage sent has no
+    entry: the schedule keeps it, whatever the layer does."""
     forward_level_bytes: list[int] = field(default_factory=list)
     backward_level_bytes: list[int] = field(default_factory=list)
     forward_ms: list[float] = field(default_factory=list)
@@ -489,9 +490,10 @@ def _held_bytes(span: Span) -> int:
 
 
 def _context_gradient_bytes(one: Pass, place: Place) -> int:
-    """Size of the gradient that adds up while a decoder behind an encoder goes backward.
+    """Bytes of the gradient of the encoder's output, in the backward of a decoder layer.
 
-    It is there where a decoder layer ends, so that it would seem to belong to another.
+    Every decoder layer adds its share to that one gradient, which is alive from the last decoder
+    layer's backward on. It belongs to no layer, and the figures of each layer leave it out.
     """
     found = {mark.place: (at, mark.input_bytes) for at, mark in enumerate(one.marks)}
     if "between" not in found or not isinstance(place, int):
