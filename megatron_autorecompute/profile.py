@@ -302,6 +302,9 @@ class StageRecord:
     """Device memory less what lies outside torch, on the rank with the least; None: no device."""
     fragmentation_bytes: Bytes = 0
     """What the allocator reserved beyond what it allocated, on the rank with the most."""
+    others_bytes: Bytes | None = None
+    """Allocated beside model and optimizer when the job began, as a reference model is, on the rank
+    with the most; None: not read. It is in residual_bytes."""
 
 
 @dataclass(frozen=True, slots=True)

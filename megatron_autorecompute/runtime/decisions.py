@@ -26,6 +26,9 @@ from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.ranks import on_first_rank
 from megatron_autorecompute.runtime.step_memory import StepMemory, available_bytes
 
+NOTICED = 0.001
+"""Of a stage's static bytes: growth of what others hold below it is not worth another plan."""
+
 
 class Decisions:
     """Decides for one job; every rank makes one alike.
@@ -74,6 +77,7 @@ class Decisions:
         if plan is None:
             return None
         budgets = self.budgets(plan.profile)
+        profile, more_bytes = self._with_others_of_today(plan.profile)
         asked = {
             "budgets in GiB": (plan.budget_bytes, budgets),
             "percentile": (plan.imbalance_percentile, self.options.recompute_imbalance_percentile),
@@ -86,6 +90,11 @@ class Decisions:
         ]
         if not plan.proven:
             why = "was changed, or another version of this program wrote it"
+        elif more_bytes:
+            why = (
+                f"does not count {gib(more_bytes)} GiB that others hold on the device beside model "
+                "and optimizer"
+            )
         elif other:
             why = f"was made for other figures ({'; '.join(other)})"
         else:
@@ -93,7 +102,7 @@ class Decisions:
         self.job.say(
             f"recompute auto: the plan in {store.path} {why}; solved again from its measurements."
         )
-        plan = self.solved(plan.profile, budgets)
+        plan = self.solved(profile, budgets)
         store.save(plan)
         return plan
 
@@ -152,15 +161,37 @@ class Decisions:
         fragmentation = self.shard.by_stage(self.memory.fragmentation_bytes, max)
         predicted = [cost.peak.bytes for cost in self._lean_costs(profile)]
         profile = with_missed_bytes(profile, predicted, lean)
+        others = self._others()
         stages = (
             replace(
                 stage,
                 available_bytes=None if self.job.without_cuda else found,
                 fragmentation_bytes=lost,
+                others_bytes=None if self.job.without_cuda else held,
             )
-            for stage, found, lost in zip(profile.stages, least, fragmentation, strict=True)
+            for stage, found, lost, held in zip(
+                profile.stages, least, fragmentation, others, strict=True
+            )
         )
         return replace(profile, stages=tuple(stages))
+
+    def _others(self) -> tuple[int, ...]:
+        """What was allocated on every stage beside model and optimizer when this job began."""
+        return self.shard.by_stage(self.memory.others_bytes or 0, max)
+
+    def _with_others_of_today(self, profile: Profile) -> tuple[Profile, int]:
+        """A stored profile with what others hold in this job beyond what they held in that one, and
+        the most that is on any stage; little more is not counted."""
+        stages, most = [], 0
+        for stage, held in zip(profile.stages, self._others(), strict=True):
+            known = held if stage.others_bytes is None else stage.others_bytes
+            more = held - known if held - known > NOTICED * stage.static.total_bytes else 0
+            residual_bytes = stage.residual_bytes + more
+            stages.append(
+                replace(stage, residual_bytes=residual_bytes, others_bytes=held) if more else stage
+            )
+            most = max(most, more)
+        return replace(profile, stages=tuple(stages)), most
 
     def corrected(self, plan: Plan) -> Profile:
         """The plan's profile with what it missed of each stage's peak added to that stage."""

@@ -48,9 +48,15 @@ class StepMemory:
         self.torch_peaks: tuple[int | None, int | None] = (None, None)
         """Allocated and reserved at most, of all the process, in the last step of `measuring`; None
         where torch counts nothing, as without CUDA."""
+        self.others_bytes = None if without_cuda else self._allocated_by_others()
+        """Allocated now, before the first step, beside model and optimizer; None without CUDA."""
         self._allocated = self._reserved = 0
         self._reading: Memory | None = None
         self._static_bytes = self._peak_before = self._retries_before = 0
+
+    def _allocated_by_others(self) -> int:
+        own_bytes = static_bytes(self._chunks, self._optimizer).total_bytes
+        return max(0, torch.cuda.memory_allocated() - own_bytes)
 
     @property
     def is_cheap(self) -> bool:

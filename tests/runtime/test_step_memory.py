@@ -165,6 +165,21 @@ def test_what_others_hold_on_the_device_is_within_the_budget_from_the_first_plan
     assert reference.numel() == MIB
 
 
+def test_what_others_hold_since_a_plan_was_made_is_planned_for_before_the_first_step(path, planned):
+    with fake_cuda(64 * MIB):
+        reference = torch.zeros(MIB // 2, dtype=torch.uint8)
+        job = Job(tight(path)).train(6)
+        assert max(job.peaks) <= TIGHT_GIB * GIB
+    assert any("others hold on the device" in line for line in job.said)
+    assert len(set(job.policies)) == 1
+    again = Plan.load(path)
+    assert again.policy.format() == job.policies[0] != Plan.load(planned[0]).policy.format()
+    grown, before = (
+        plan.profile.stages[0].residual_bytes for plan in (again, Plan.load(planned[0]))
+    )
+    assert grown - before == pytest.approx(reference.numel(), rel=0.1)
+
+
 def test_a_budget_below_the_leanest_policy_ends_the_job_after_its_first_step(one_rank):
     steps = []
     with (
