@@ -8,6 +8,7 @@ step that needs more than any before it shows as a maximum that grows.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -55,6 +56,7 @@ class StepMemory:
         self._static_bytes = self._peak_before = self._retries_before = 0
 
     def _allocated_by_others(self) -> int:
+        gc.collect()  # what only circles of references hold belongs to nobody
         own_bytes = static_bytes(self._chunks, self._optimizer).total_bytes
         return max(0, torch.cuda.memory_allocated() - own_bytes)
 

@@ -166,18 +166,18 @@ def test_what_others_hold_on_the_device_is_within_the_budget_from_the_first_plan
 
 
 def test_what_others_hold_since_a_plan_was_made_is_planned_for_before_the_first_step(path, planned):
+    before = Plan.load(path)
     with fake_cuda(64 * MIB):
         reference = torch.zeros(MIB // 2, dtype=torch.uint8)
-        job = Job(tight(path)).train(6)
-        assert max(job.peaks) <= TIGHT_GIB * GIB
+        job = Job(tight(path)).train(3)
+        # Up to a mask or two; the plan of before would be over by all of the reference.
+        assert max(job.peaks) <= 1.005 * TIGHT_GIB * GIB
     assert any("others hold on the device" in line for line in job.said)
-    assert len(set(job.policies)) == 1
-    again = Plan.load(path)
-    assert again.policy.format() == job.policies[0] != Plan.load(planned[0]).policy.format()
-    grown, before = (
-        plan.profile.stages[0].residual_bytes for plan in (again, Plan.load(planned[0]))
+    assert job.policies[0] != before.policy.format()
+    grown = (
+        Plan.load(path).profile.stages[0].residual_bytes - before.profile.stages[0].residual_bytes
     )
-    assert grown - before == pytest.approx(reference.numel(), rel=0.1)
+    assert grown > 0.8 * reference.numel()
 
 
 def test_a_budget_below_the_leanest_policy_ends_the_job_after_its_first_step(one_rank):
