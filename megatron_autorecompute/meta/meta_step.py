@@ -307,8 +307,12 @@ def build_gpt(
     *,
     position_embedding_type: str = "rope",
     share_embeddings_and_output_weights: bool = False,
+    use_transformer_engine: bool = False,
 ) -> torch.nn.Module:
-    """A GPTModel with Megatron's local layers (unfused attention); MoE, MLA, MTP by the config.
+    """A GPTModel; MoE, MLA, MTP by the config.
+
+    Its layers are Megatron's local ones (unfused attention), or those "with Transformer Engine",
+    which are stand-ins where `kernels.stand_ins` is in force.
 
     Fix the keywords with functools.partial. Unfused RoPE makes a layer hold 4 sbh / tp bytes more
     in 16-bit than learned positions: rotated q and k beside the qkv tensor that v is a view of.
@@ -320,14 +324,13 @@ def build_gpt(
         get_gpt_mtp_block_spec,
     )
 
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    engine = {"use_transformer_engine": use_transformer_engine}
+    spec = get_gpt_decoder_block_spec(config, **engine, vp_stage=vp_stage)
     mtp_spec = None
     if config.mtp_num_layers:
         # The depths are like the model's last layer, which may be on a stage before theirs.
-        last = get_gpt_decoder_layer_specs(config, use_transformer_engine=False)[-1]
-        mtp_spec = get_gpt_mtp_block_spec(
-            config, last, use_transformer_engine=False, vp_stage=vp_stage
-        )
+        last = get_gpt_decoder_layer_specs(config, **engine)[-1]
+        mtp_spec = get_gpt_mtp_block_spec(config, last, **engine, vp_stage=vp_stage)
     return GPTModel(
         config,
         spec,

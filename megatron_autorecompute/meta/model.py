@@ -159,16 +159,13 @@ def build_chunk(
     config: Any, pre: bool, post: bool, vp_stage: int | None, shape: StepShape, *, job: Job
 ) -> torch.nn.Module:
     """One chunk of the job's model, as `meta_step.Build`."""
-    if job.transformer_impl == "local":
-        if job.lora_rank or job.precision != "bf16":
-            raise OptionError(
-                f"{job.name}: transformer_impl local with lora_rank {job.lora_rank} and precision "
-                f"{job.precision}: both need the stand-ins. Use transformer_engine."
-            )
-        build: Any = build_gpt
-    else:
-        build = _build_with_stand_ins
-    model: torch.nn.Module = build(
+    local = job.transformer_impl == "local"
+    if local and (job.lora_rank or job.precision != "bf16"):
+        raise OptionError(
+            f"{job.name}: transformer_impl local with lora_rank {job.lora_rank} and precision "
+            f"{job.precision}: both need the stand-ins. Use transformer_engine."
+        )
+    model = build_gpt(
         config,
         pre,
         post,
@@ -176,6 +173,7 @@ def build_chunk(
         shape,
         position_embedding_type=job.position_embedding_type,
         share_embeddings_and_output_weights=not job.untie_embeddings_and_output_weights,
+        use_transformer_engine=not local,
     )
     if job.lora_rank:
         _freeze_ends(model)
@@ -190,35 +188,6 @@ def _freeze_ends(model: Any) -> None:
     if model.pre_process:
         # As on every stage but the first, and as Bridge's peft/recompute.py sees to on that one.
         model.embedding.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
-
-
-def _build_with_stand_ins(
-    config: Any, pre: bool, post: bool, vp_stage: int | None, shape: StepShape, **more: Any
-) -> torch.nn.Module:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_decoder_layer_specs,
-        get_gpt_mtp_block_spec,
-    )
-
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    mtp = None
-    if config.mtp_num_layers:
-        # The depths are like the model's last layer, which may be on a stage before theirs.
-        last = get_gpt_decoder_layer_specs(config, use_transformer_engine=True)[-1]
-        mtp = get_gpt_mtp_block_spec(config, last, True, vp_stage=vp_stage)
-    return GPTModel(
-        config,
-        spec,
-        vocab_size=shape.vocab_size,
-        max_sequence_length=shape.seq_length,
-        pre_process=pre,
-        post_process=post,
-        vp_stage=vp_stage,
-        mtp_block_spec=mtp,
-        **more,
-    )
 
 
 def _shard_config(job: Job, copies: Sequence[int]) -> tuple[Any, dict[int, JobKind]]:

@@ -91,7 +91,7 @@ class StepGuard:
                 yield
             if not self._agreed:
                 self._agree()
-        except Exception as error:
+        except Exception as error:  # of many types: torch, cuBLAS and NCCL each raise their own
             if is_out_of_memory(error):
                 self._on_end(self._why_not or "it happened outside forward and backward")
             raise

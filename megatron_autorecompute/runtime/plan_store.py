@@ -117,6 +117,8 @@ class PlanStore:
         return Path(f"{self.path}.ended-measuring")
 
     def _read_ended(self) -> int:
+        if self.path is None:
+            return 0
         try:
             return min(63, max(0, int(self._ended_path.read_text())))
         except (OSError, ValueError):
