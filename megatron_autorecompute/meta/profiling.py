@@ -34,7 +34,7 @@ from megatron_autorecompute.meta.model import (
     shard,
 )
 from megatron_autorecompute.meta.roofline import Roofline
-from megatron_autorecompute.meta.static import (
+from megatron_autorecompute.meta.static_bytes import (
     Parameters,
     optimizer_step_bytes,
     static_bytes,
@@ -201,7 +201,7 @@ def _measured(
         LiveBytes(static) as live,
         kept_between_steps([model], live) as kept,
     ):
-        whole = ModelShard([model], gathered=alone, choices_of=every_choice)
+        whole = ModelShard([model], all_gather=alone, choices_of=every_choice)
         measurement = Measurement(whole, applied, clock)
         forwards_bytes = []
         for number, _ in enumerate(measurement.policies()):

@@ -35,7 +35,7 @@ from megatron_autorecompute.planner.peak_memory import (
     check_figures,
     check_layout,
     stage_base,
-    stage_loads,
+    stage_moments,
 )
 from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
 from megatron_autorecompute.planner.schedule import Schedule
@@ -180,7 +180,7 @@ class Planner:
     def _search(self, stage: int) -> StageSearch:
         base = stage_base(self.profile, self.layout, stage, "high")
         chunks = [self._chunk(stage, c, base) for c in range(self.layout.num_chunks)]
-        problem = stage_problem(chunks, stage_loads(self.profile, self.schedule, stage), base)
+        problem = stage_problem(chunks, stage_moments(self.profile, self.schedule, stage), base)
         return StageSearch(problem, self._effort)
 
     def _chunk(self, stage: int, index: int, base: StageBase) -> ChunkProblem:

@@ -23,7 +23,7 @@ from megatron_autorecompute.runtime.lost_steps import NOTCHES
 from megatron_autorecompute.runtime.model_shard import ModelShard
 from megatron_autorecompute.runtime.oom_guard import FINE
 from megatron_autorecompute.runtime.plan_store import PlanStore
-from megatron_autorecompute.runtime.ranks import on_first_rank
+from megatron_autorecompute.runtime.ranks import on_rank_0
 from megatron_autorecompute.runtime.step_memory import StepMemory, available_bytes
 
 NOTICED = 0.001
@@ -60,7 +60,7 @@ class Decisions:
     def solved(self, profile: Profile, budgets: Sequence[int]) -> Plan:
         """One rank solves, all get the same plan, or the same error."""
         planner = self.planner(profile)
-        return on_first_rank(lambda: make_plan(planner, budgets))
+        return on_rank_0(lambda: make_plan(planner, budgets))
 
     def lean_peaks(self, profile: Profile) -> list[int]:
         """What every stage needs at most under its leanest choices."""

@@ -267,7 +267,9 @@ class Measurement:
                 self._note(one, span, bases, memory is not None, times)
 
     def _check_measurable(self, passes: Sequence[Pass]) -> None:
-        reasons = [reason for reason in self.shard.gathered(self._not_measurable(passes)) if reason]
+        reasons = [
+            reason for reason in self.shard.all_gather(self._not_measurable(passes)) if reason
+        ]
         if reasons:
             raise ApplyError(
                 f"auto cannot measure layers in this training step: {reasons[0]}. Give a policy in "
@@ -317,7 +319,7 @@ class Measurement:
         return most + self.boundary_bytes
 
     def _seen_everywhere(self) -> SamplesByKey:
-        return _put_together(self.shard.gathered(dict(self._seen)))
+        return _put_together(self.shard.all_gather(dict(self._seen)))
 
     def _choice(self, place: Place) -> LayerPolicy:
         return self.applied.policy.layers[place] if isinstance(place, int) else NONE
@@ -444,10 +446,10 @@ class Measurement:
             fingerprint: what must be equal for the figures to hold.
             assumptions: what the figures rest on besides the measuring.
         """
-        by_rank = self.shard.gathered(dict(self._seen))
+        by_rank = self.shard.all_gather(dict(self._seen))
         seen = _put_together(by_rank)
         stages: dict[int, StageRecord] = {}
-        for pipeline_rank, record in self.shard.gathered((self.shard.stage, self._stage(static))):
+        for pipeline_rank, record in self.shard.all_gather((self.shard.stage, self._stage(static))):
             known = stages.get(pipeline_rank, record)
             stages[pipeline_rank] = _larger(known, record)
         config = self.shard.config

@@ -15,7 +15,7 @@ from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import was_lost
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.oom_guard import FAILED, StepGuard
-from megatron_autorecompute.runtime.static_memory import static_bytes
+from megatron_autorecompute.runtime.static_bytes import static_bytes
 from megatron_autorecompute.runtime.whole_steps import (
     BACKWARD,
     FORWARD,
@@ -214,7 +214,7 @@ class Measuring:
         """The profile with what layers leave of the times that Megatron's timers saw, and a step
         of the median time as every rank saw it."""
         planner = self.decisions.planner(profile)
-        ranks = self.shard.gathered(covered(planner, self._whole_steps))
+        ranks = self.shard.all_gather(covered(planner, self._whole_steps))
         stages = zip(profile.stages, residuals_ms(planner, ranks), strict=True)
         return replace(
             profile,

@@ -25,7 +25,7 @@ from megatron_autorecompute.compat import lost_step, model_layers
 from megatron_autorecompute.compat.untyped import Chunk
 from megatron_autorecompute.runtime.bucket_syncs import BucketSyncs
 from megatron_autorecompute.runtime.collectives import Meetings
-from megatron_autorecompute.runtime.ranks import most
+from megatron_autorecompute.runtime.ranks import all_reduce_max
 from megatron_autorecompute.runtime.temporary import Temporary, replaced
 
 FINE, SHORT, FAILED = 0, 1, 2
@@ -202,7 +202,7 @@ class StepGuard:
     def _agree(self, *, finalizes: bool = False) -> None:
         """What the worst rank says of the step so far; all ranks ask at the same place."""
         self.own_outcome = FAILED if self._failed else SHORT if self._is_short() else FINE
-        self.outcome = most(self.own_outcome)
+        self.outcome = all_reduce_max(self.own_outcome)
         self._agreed = True
         if self.outcome == FAILED:
             for chunk in self._chunks if finalizes else ():

@@ -14,7 +14,7 @@ from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import notches, was_lost
 from megatron_autorecompute.runtime.oom_guard import FAILED, FINE, StepGuard
 from megatron_autorecompute.runtime.plan_store import PlanStore
-from megatron_autorecompute.runtime.ranks import on_first_rank
+from megatron_autorecompute.runtime.ranks import on_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class PlanInForce:
     def step_down(self, plan: Plan) -> Plan:
         """The next plan down, in force and saved; the same one where none needs less."""
         outcomes = self._decisions.shard.by_stage(self.guard.own_outcome, max)
-        down = on_first_rank(lambda: self._less(plan, outcomes))
+        down = on_rank_0(lambda: self._less(plan, outcomes))
         if down is None:
             self._job.say("recompute auto: short of memory, and no plan needs less than this one.")
             return plan

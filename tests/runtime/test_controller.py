@@ -128,7 +128,7 @@ class Enforced:
         import torch
 
         from megatron_autorecompute.runtime.live_bytes import LiveBytes
-        from megatron_autorecompute.runtime.static_memory import tensors
+        from megatron_autorecompute.runtime.static_bytes import tensors
 
         owner = self
 
