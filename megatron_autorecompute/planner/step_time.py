@@ -3,22 +3,16 @@
 Messages take nobody's time (as with Megatron's `overlap_p2p_comm`), and what EP overlap runs side
 by side runs one after the other; optimizer and gradient reduction are not part of it.
 
-The steady state of a step repeats, so its length hardly matters. All stages work through *slots*:
-forward k of stage s stands in slot `stride * s + 2 * k`, and its backward j in the slot after
-forward `uncapped warm-up + j`. A stage then has at most one event per slot, in the right order, and
-every event's input stands in an earlier slot (`stride` slots earlier, or, where a microbatch goes
-from the last stage round to the first, more, since groups have at least p microbatches). While all
-stages do both, slots repeat with a *period*: one group of microbatches through all chunks. What a
-period starts from is when each stage finished its last few slots; what it does to that is a convex
-function, a maximum of sums. So where two periods in a row took the same time on every stage, and
-the n-th after them does so again, all those between did: they need not be replayed.
+The steady state of a step repeats, so its length hardly matters. What a period of `slots` starts
+from is when each stage finished its last few slots; what it does to that is a convex function, a
+maximum of sums. So where two periods in a row took the same time on every stage, and the n-th after
+them does so again, all those between did: they need not be replayed.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,11 +20,11 @@ import numpy as np
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.arrays import Floats, Ints
 from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.slots import Block, Steady, block, lookback, num_slots
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS
 
 MOST = 1 << 61
 """Sums of times stay below this."""
-_NOTHING_CAME = -(1 << 62)
 _FEW_PERIODS = 4
 
 
@@ -90,17 +84,46 @@ def finished(schedule: Schedule, forward: Ints, backward: Ints) -> Ints:
             are replayed side by side. In any unit; see `step_unit`.
         backward: the same of one backward.
     """
-    steady = _Steady.of(schedule)
-    shape = (_lookback(schedule), schedule.num_stages, *forward.shape[2:])
+    for part in parts(schedule, forward, backward):
+        finish: Ints = part.after[-1]
+    return finish
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Slots of a replay that were run at once, or a period that takes the same every time."""
+
+    block: Block
+    table: Ints
+    """Of the block, the first time; see `Block.table`."""
+    step: Ints | None = None
+    """By how much what the block starts from grows every time; `[slot, stage, ...]`."""
+    times: int = 1
+
+    @property
+    def after(self) -> Ints:
+        """When each stage had finished its last few slots, after the last time."""
+        following: Ints = self.table[self.block.shape[0] :, 1:-1]
+        return following if self.step is None else following + (self.times - 1) * self.step
+
+
+def parts(schedule: Schedule, forward: Ints, backward: Ints) -> Iterator[Part]:
+    """A replay in order; arguments as of `finished`."""
+    steady = Steady.of(schedule)
+    shape = (lookback(schedule), schedule.num_stages, *forward.shape[2:])
     window, slot = np.zeros(shape, np.int64), 0
     if steady.periods >= _FEW_PERIODS:
-        window = _block(schedule, 0, steady.first).run(window, forward, backward)
-        period = _block(schedule, steady.first, steady.length)
-        window = _repeated(lambda now: period.run(now, forward, backward), window, steady.periods)
+        first = block(schedule, 0, steady.first)
+        part = Part(first, first.table(window, forward, backward))
+        window = part.after
+        yield part
+        period = block(schedule, steady.first, steady.length)
+        for part in _repeated(period, window, forward, backward, steady.periods):
+            window = part.after
+            yield part
         slot = steady.first + steady.periods * steady.length
-    rest = _block(schedule, slot, _num_slots(schedule) - slot)
-    finish: Ints = rest.run(window, forward, backward)[-1]
-    return finish
+    rest = block(schedule, slot, num_slots(schedule) - slot)
+    yield Part(rest, rest.table(window, forward, backward))
 
 
 def _times(schedule: Schedule, times: Sequence[Sequence[float]] | Floats, name: str) -> Floats:
@@ -120,51 +143,23 @@ def _rounded(values: Floats) -> Ints:
     return np.rint(values).astype(np.int64)
 
 
-def _first_backward(schedule: Schedule) -> int:
-    return schedule.stride * (schedule.num_stages - 1) + 2 * schedule.warmup_of_last_stage + 1
-
-
-def _num_slots(schedule: Schedule) -> int:
-    forwards = schedule.num_microbatches * schedule.num_chunks
-    return _first_backward(schedule) + schedule.stride * (schedule.num_stages - 1) + 2 * forwards
-
-
-def _lookback(schedule: Schedule) -> int:
-    """How many slots back anything is that a slot may wait for."""
-    round_trip = 2 * schedule.group_size - schedule.stride * (schedule.num_stages - 1)
-    return max(schedule.stride, round_trip * (schedule.num_chunks > 1)) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Steady:
-    """The slots that repeat: every stage does forwards of whole groups, and backwards."""
-
-    first: int
-    length: int
-    """Slots of one period."""
-    periods: int
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> _Steady:
-        p, v, m = schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
-        size = schedule.group_size if v > 1 else 1
-        length = 2 * size * v if v > 1 else 2 * max(p, 8)
-        first = _first_backward(schedule) + schedule.stride * (p - 1)
-        last = 2 * v * (m - m % size)
-        return cls(first, length, max(0, (last - first) // length))
-
-
-def _repeated(run: Callable[[Ints], Ints], window: Ints, periods: int) -> Ints:
-    """The window after so many periods."""
+def _repeated(
+    period: Block, window: Ints, forward: Ints, backward: Ints, periods: int
+) -> Iterator[Part]:
+    """So many periods; those that are known to take what the two before them took are one part."""
     done, before = 0, None
     while done < periods:
-        following = run(window)
-        step, done = following - window, done + 1
-        ahead = 0
-        if before is not None and done < periods and np.array_equal(step, before):
-            ahead = _ahead(run, following, step, periods - done)
-        window, done, before = following + ahead * step, done + ahead, None if ahead else step
-    return window
+        part = Part(period, period.table(window, forward, backward))
+        yield part
+        step, window, done = part.after - window, part.after, done + 1
+        if before is None or done == periods or not np.array_equal(step, before):
+            before = step
+            continue
+        ahead = _ahead(lambda now: period.run(now, forward, backward), window, step, periods - done)
+        if ahead:
+            yield Part(period, period.table(window, forward, backward), step, ahead)
+        window, done = window + ahead * step, done + ahead
+        before = None if ahead else step
 
 
 def _ahead(run: Callable[[Ints], Ints], window: Ints, step: Ints, most: int) -> int:
@@ -180,107 +175,3 @@ def _ahead(run: Callable[[Ints], Ints], window: Ints, step: Ints, most: int) -> 
         middle = (right + wrong) // 2
         right, wrong = (middle, wrong) if still(middle) else (right, middle)
     return right
-
-
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    """In one slot, in one direction: what stages wait for."""
-
-    view: int
-    before: slice
-    after: slice
-    round_trip: int | None
-    """Row in which the last stage has done the event whose output the first one waits for."""
-
-
-class _Block:
-    """Some slots in a row: which events stand in them, and what each waits for.
-
-    In the table of a run column `stage + 1` is when the stage has finished what it has to do up to
-    the slot, and columns 0 and p + 1 are what arrives at the first stage and, backward, at the
-    last. Seen from the last stage, backwards are as forwards are from the first: hence two views.
-    """
-
-    def __init__(self, schedule: Schedule, first: int, count: int) -> None:
-        self.stride, self.lookback = schedule.stride, _lookback(schedule)
-        self.shape, self.last = (count, schedule.num_stages), schedule.num_chunks - 1
-        self.waits: list[list[_Wait]] = [[] for _ in range(count)]
-        found: tuple[list[Ints], list[Ints]] = ([], [])
-        for view, start in enumerate((0, _first_backward(schedule))):
-            for number in range(count):
-                since = first + number - start
-                stages = _active(since, schedule)
-                if stages:
-                    self.waits[number].append(self._wait(schedule, view, number, since, stages))
-                    own = np.array(stages, np.int64)
-                    events = (since - schedule.stride * own) // 2
-                    found[view].append(
-                        np.stack([np.full(len(own), number), own, _chunk(schedule, events)])
-                    )
-        none = np.zeros((3, 0), np.int64)
-        self.events = [np.concatenate([none, *part], axis=1) for part in found]
-
-    def _wait(self, schedule: Schedule, view: int, number: int, since: int, stages: range) -> _Wait:
-        before = slice(stages.start, stages.stop, stages.step)
-        after = slice(stages.start + 1, stages.stop + 1, stages.step)
-        round_trip = None
-        event = since // 2
-        if stages.start == 0 and _chunk(schedule, np.array([event]))[0] > 0:
-            hops = schedule.stride * (schedule.num_stages - 1)
-            round_trip = self.lookback + number + hops - 2 * _group_size(schedule, event)
-        return _Wait(view, before, after, round_trip)
-
-    def run(self, window: Ints, forward: Ints, backward: Ints) -> Ints:
-        """The last `lookback` rows after the block, from those before it."""
-        count, stages = self.shape
-        finish = np.empty((self.lookback + count, stages + 2, *forward.shape[2:]), np.int64)
-        finish[: self.lookback, 1:-1] = window
-        finish[:, 0] = finish[:, -1] = _NOTHING_CAME
-        duration = np.zeros((*self.shape, *forward.shape[2:]), np.int64)
-        number, stage, chunk = self.events[0]
-        duration[number, stage] = forward[stage, chunk]
-        number, stage, chunk = self.events[1]
-        stage = stages - 1 - stage
-        duration[number, stage] = backward[stage, self.last - chunk]
-        views = (finish, finish[:, ::-1])
-        for number, waits in enumerate(self.waits):
-            row = self.lookback + number
-            now = finish[row, 1:-1]
-            now[...] = finish[row - 1, 1:-1]
-            for wait in waits:
-                view = views[wait.view]
-                if wait.round_trip is not None:
-                    view[row - self.stride, 0] = view[wait.round_trip, stages]
-                here = view[row, wait.after]
-                np.maximum(here, view[row - self.stride, wait.before], out=here)
-            now += duration[number]
-        return finish[count:, 1:-1]
-
-
-_block = functools.lru_cache(maxsize=32)(_Block)
-
-
-def _active(since: int, schedule: Schedule) -> range:
-    """The stages that have a forward (backward) so many slots after the first one."""
-    stride, p = schedule.stride, schedule.num_stages
-    last = 2 * (schedule.num_microbatches * schedule.num_chunks - 1)
-    low, high = max(0, -((last - since) // stride)), min(p - 1, since // stride)
-    if stride == 2:
-        return range(low, high + 1) if since % 2 == 0 else range(0)
-    return range(low + (since - low) % 2, high + 1, 2)
-
-
-def _chunk(schedule: Schedule, events: Ints) -> Ints:
-    """The chunk of forwards by their numbers; of backwards counted from the end."""
-    if schedule.num_chunks == 1:
-        return np.zeros_like(events)
-    size, m = schedule.group_size, schedule.num_microbatches
-    whole = (m - m % size) * schedule.num_chunks
-    in_last = (events - whole) // max(m % size, 1)
-    return np.where(events < whole, events // size % schedule.num_chunks, in_last)
-
-
-def _group_size(schedule: Schedule, event: int) -> int:
-    """Microbatches in the group of a forward (backward)."""
-    size, m = schedule.group_size, schedule.num_microbatches
-    return size if event < (m - m % size) * schedule.num_chunks else m % size

@@ -7,6 +7,7 @@ costs.
 
 import functools
 import itertools
+import math
 
 from megatron_autorecompute.policy import LayerPolicy
 
@@ -72,6 +73,31 @@ def _order(p, v, m, group, overlap, stage):
     turns = zip(events[ahead:], backwards, strict=False)
     steady = list(itertools.chain.from_iterable(turns))
     return (*events[:ahead], *steady, *backwards[len(events) - ahead :])
+
+
+def finish_by_plain_replay(schedule, forward_ms, backward_ms):
+    """When each stage ends: whatever stage can run does, until all have run everything."""
+    last = schedule.num_stages * schedule.num_chunks - 1
+    queues = [list(order(schedule, stage)) for stage in range(schedule.num_stages)]
+    free, done, moved = [0.0] * schedule.num_stages, {}, True
+    while moved:
+        moved = False
+        for stage, queue in enumerate(queues):
+            while queue:
+                phase, chunk, microbatch = queue[0]
+                position = chunk * schedule.num_stages + stage
+                neighbour = position - 1 if phase == "forward" else position + 1
+                needs = (phase, neighbour, microbatch)
+                if 0 <= neighbour <= last and needs not in done:
+                    break
+                durations = forward_ms if phase == "forward" else backward_ms
+                start = max(free[stage], done.get(needs, -math.inf))
+                free[stage] = start + durations[stage][chunk]
+                done[phase, position, microbatch] = free[stage]
+                queue.pop(0)
+                moved = True
+    assert not any(queues), "deadlock"
+    return free
 
 
 def boundary_tensors(profile, schedule, stage):

@@ -10,33 +10,8 @@ from hypothesis import strategies as st
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.step_time import replay_ms
-from tests.planner.definitions import order
+from tests.planner.definitions import finish_by_plain_replay
 from tests.planner.random_schedules import schedules, times
-
-
-def finish_by_plain_replay(schedule, forward_ms, backward_ms):
-    """The definition, written out: run whatever stage can run until all have run everything."""
-    last = schedule.num_stages * schedule.num_chunks - 1
-    queues = [list(order(schedule, stage)) for stage in range(schedule.num_stages)]
-    free, done, moved = [0.0] * schedule.num_stages, {}, True
-    while moved:
-        moved = False
-        for stage, queue in enumerate(queues):
-            while queue:
-                phase, chunk, microbatch = queue[0]
-                position = chunk * schedule.num_stages + stage
-                neighbour = position - 1 if phase == "forward" else position + 1
-                needs = (phase, neighbour, microbatch)
-                if 0 <= neighbour <= last and needs not in done:
-                    break
-                durations = forward_ms if phase == "forward" else backward_ms
-                start = max(free[stage], done.get(needs, -math.inf))
-                free[stage] = start + durations[stage][chunk]
-                done[phase, position, microbatch] = free[stage]
-                queue.pop(0)
-                moved = True
-    assert not any(queues), "deadlock"
-    return free
 
 
 @settings(max_examples=200)

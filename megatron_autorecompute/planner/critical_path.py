@@ -1,0 +1,95 @@
+"""Which events a step waits for: its critical path, as counts.
+
+A step takes as long as its longest path of events, each of which waits for the one before it. Which
+events wait for which is the schedule's; what is chosen changes their times only. So the events on
+any one path take no longer than the step, whatever is chosen, and their counts are a bound.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.slots import Block
+from megatron_autorecompute.planner.step_time import Part, parts
+
+_Place = tuple[int, int]
+"""(row of a window, stage)"""
+
+
+def critical_paths(schedule: Schedule, forward: Ints, backward: Ints) -> list[Ints]:
+    """How often each event is on a longest path, `[direction, stage, chunk]`, forwards first.
+
+    Where an event could start neither sooner for its stage nor for its input, one path goes on
+    with the stage's event before it, and the other with where its input was made. Two, or one
+    where they are the same.
+
+    Args:
+        schedule: the order of events.
+        forward: time of one forward, `[stage, chunk]`, as of `finished`.
+        backward: the same of one backward.
+    """
+    replayed = [(part, part.table[:, 1:-1].tolist()) for part in parts(schedule, forward, backward)]
+    last = replayed[-1][0].after
+    walks = _Walk(forward, backward, True), _Walk(forward, backward, False)
+    for walk in walks:
+        place = last.shape[0] - 1, int(last[-1].argmax())
+        for part, table in reversed(replayed):
+            place = walk.through(part, table, place)
+    one, other = (walk.counts for walk in walks)
+    return [one] if np.array_equal(one, other) else [one, other]
+
+
+class _Walk:
+    """Goes back through a replay and counts the events it meets."""
+
+    def __init__(self, forward: Ints, backward: Ints, own_first: bool) -> None:
+        self.own_first = own_first
+        self.times = (forward.tolist(), backward.tolist())
+        self.counts = np.zeros((2, *forward.shape), np.int64)
+
+    def through(self, part: Part, table: list[list[int]], place: _Place) -> _Place:
+        """From a place after a part to one before it.
+
+        What a period that repeats starts from grows evenly. A path through it that is a longest one
+        once, with times before and after that are none shorter, is so every time: how far a path
+        falls short is a line over the times, nowhere below zero. The time before the first is the
+        period that the part repeats.
+        """
+        known: dict[_Place, tuple[_Place, Ints]] = {}
+        seen: dict[_Place, tuple[int, Ints]] = {}
+        left = part.times
+        while left:
+            if place in seen:
+                # It goes in a circle: so many rounds of it at once.
+                before, counts = seen.pop(place)
+                rounds = left // (before - left)
+                self.counts += rounds * (self.counts - counts)
+                left -= rounds * (before - left)
+                seen.clear()
+                if not left:
+                    break
+            seen[place] = left, self.counts.copy()
+            if place not in known:
+                known[place] = self._once(part.block, table, place)
+            place, own = known[place]
+            self.counts += own
+            left -= 1
+        return place
+
+    def _once(self, block: Block, table: list[list[int]], place: _Place) -> tuple[_Place, Ints]:
+        counts = np.zeros_like(self.counts)
+        row, stage = place[0] + block.shape[0], place[1]
+        while row >= block.lookback:
+            event = block.inputs[row - block.lookback][stage]
+            if event is not None:
+                counts[event.direction, stage, event.chunk] += 1
+                start = table[row][stage] - self.times[event.direction][stage][event.chunk]
+                own = table[row - 1][stage] == start
+                sent = event.row is not None and table[event.row][event.stage] == start
+                if event.row is not None and sent and not (own and self.own_first):
+                    row, stage = event.row, event.stage
+                    continue
+            row -= 1
+        return (row, stage), counts
