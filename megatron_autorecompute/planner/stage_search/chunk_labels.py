@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_autorecompute.planner.arrays import Bools, Ints
 from megatron_autorecompute.planner.stage_search.labels import (
+    APART,
     BACKWARD,
     COLUMNS,
     FIRST,
@@ -66,7 +67,8 @@ class ChunkLabels:
     def _prepend_unit(self, rows: Ints, unit: Unit, output_gradient_bytes: int) -> Ints:
         held = np.int64(unit.held_bytes)
         rows = rows.copy()
-        rows[:, TIME] += unit.time_ps * self.limits.timed
+        rows[:, TIME] += self.chunk.unit_ps(unit) * self.limits.timed
+        rows[:, APART] += np.array([unit.forward_ps, unit.backward_ps])
         rows[:, HELD] += held
         backward = unit.backward_transient_bytes + output_gradient_bytes
         rows[:, FORWARD] = held + np.maximum(rows[:, FORWARD], unit.forward_transient_bytes)
@@ -86,7 +88,11 @@ class ChunkLabels:
             np.tile(later, (len(single.policies), 1)),
             np.tile(np.arange(start, start + len(later)), len(single.policies)),
             (single.held[pick], single.forward[pick], single.backward[pick] + gradient),
-            single.time[pick] * self.limits.timed,
+            (
+                chunk.single_ps(position)[pick] * self.limits.timed,
+                single.forward_ps[pick],
+                single.backward_ps[pick],
+            ),
             ids[pick],
         )
 
@@ -108,7 +114,11 @@ class ChunkLabels:
             later.copy(),
             np.arange(start, start + len(later)),
             (group.held_bytes[pick], group.forward_transient_bytes[pick], backward),
-            (group.forward_ps + group.backward_ps)[pick] * self.limits.timed,
+            (
+                chunk.group_ps(position)[pick] * self.limits.timed,
+                group.forward_ps[pick],
+                group.backward_ps[pick],
+            ),
             GROUP_IDS + pick + 1,
         )
 
@@ -170,12 +180,14 @@ class Filters:
         return fits
 
     def _dims(self, rows: Ints) -> Ints:
-        """What a label must not be worse in: time, H where it waits, count * H + M where it runs.
+        """What a label must not be worse in: times, H where it waits, count * H + M where it runs.
 
         Not M itself: a label that holds less may run higher by what its other microbatches in
         flight save. Of several counts the least is the strictest.
         """
         columns = [rows[:, TIME]]
+        if self.limits.apart:
+            columns += [rows[:, column] for column in APART]
         if self.counts.any():
             columns.append(rows[:, HELD])
         for forward, column in ((True, FORWARD), (False, BACKWARD)):

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.arrays import Bools, Floats, Ints
 from megatron_autorecompute.planner.stage_search.labels import (
+    APART,
     BACKWARD,
     FORWARD,
     GROUP_IDS,
@@ -34,6 +35,8 @@ from megatron_autorecompute.policy import LayerPolicy
 
 UNTHINNED = 64
 """Labels of several chunks that are not worth thinning."""
+_MOST_DROPPED = 64
+"""Times as many labels as may be kept are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,12 @@ class ChunkOptions:
     labels: Labels
     final: Ints
     ids: dict[LayerPolicy, int]
+
+    def weighted(self, weights: tuple[int, int]) -> ChunkOptions:
+        """The same where forwards and backwards count so often."""
+        final = self.final.copy()
+        final[:, TIME] = final[:, APART] @ np.array(weights, np.int64)
+        return ChunkOptions(self.labels, final, self.ids)
 
     def policies(self, index: int) -> tuple[LayerPolicy, ...]:
         """Of one final label."""
@@ -234,13 +243,45 @@ class Combiner:
                 left_ps = min(left_ps, cut_ps)
             if not len(table.time):
                 return None, left_ps
-        peak = np.maximum(
-            (table.load + self.problem.constant).max(axis=1, initial=0), self.problem.floor_bytes
-        )
+        peak = self._peaks(table)
         # Of equals, what all stages agree on: the slowest chunk first. They then wait less.
         spent = [time[index] for time, index in zip(self.times, table.trail.T, strict=True)]
         best = np.lexsort((*reversed([-t for t in spent]), table.runs, peak, table.time))[0]
         return self._choice(table.trail[best].tolist(), int(peak[best])), left_ps
+
+    def all_within(self, limit: Ints, time_ps: int, most: int) -> list[StageChoice] | None:
+        """Labels that fit and take at most so long, but for those that are as slow as others or
+        slower in the forward and backward of every chunk. None where more than `most` at once
+        would have to be looked at.
+        """
+        tightest = self._tightest(limit)
+        table = Combined.empty(len(limit))
+        for c, final in enumerate(option.final for option in self.options):
+            if len(table.time) * len(final) > most * _MOST_DROPPED:
+                return None
+            parts = []
+            for block in table.blocks(len(final)):
+                part = block.times(final, self.loads[c])
+                part = part.pick(np.all(part.load + self.least[c + 1] <= limit, axis=1))
+                _, least = self._may_reach(Goal(), part, c + 1, limit, tightest)
+                parts.append(part.pick(least <= time_ps))
+            table = Combined.joined(parts)
+            if not 0 < len(table.time) <= most:
+                return [] if not len(table.time) else None
+        peak = self._peaks(table)
+        order = np.lexsort((table.runs, peak, table.time))
+        table, peak = table.pick(order), peak[order]
+        apart = [
+            option.final[index][:, APART]
+            for option, index in zip(self.options, table.trail.T, strict=True)
+        ]
+        none = np.zeros(len(peak), np.int64)
+        kept = front(np.column_stack(apart), none, none)
+        return [self._choice(table.trail[i].tolist(), int(peak[i])) for i in np.sort(kept)]
+
+    def _peaks(self, table: Combined) -> Ints:
+        highest = (table.load + self.problem.constant).max(axis=1, initial=0)
+        return np.asarray(np.maximum(highest, self.problem.floor_bytes), np.int64)
 
     def _may_reach(
         self, goal: Goal, table: Combined, c: int, limit: Ints, tightest: Sequence[int]

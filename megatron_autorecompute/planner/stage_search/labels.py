@@ -2,7 +2,8 @@
 
 Prepending a unit (h, x) to a suffix of a chunk gives H' = H + h and M' = h + max(x, M). So all that
 matters of a suffix is a *label* (time, H, M forward, M backward), and of two labels of the same
-suffix the one that is not better in anything is dropped.
+suffix the one that is not better in anything is dropped. Where forwards and backwards each count by
+themselves, a label has the time of both.
 """
 
 from __future__ import annotations
@@ -14,8 +15,20 @@ from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.arrays import Bools, Floats, Ints
 
-TIME, HELD, FORWARD, BACKWARD, RUNS, FIRST, PARENT, POSITION, OPTION = range(9)
-COLUMNS = ("time", "held", "forward", "backward", "runs", "first", "parent", "position", "option")
+COLUMNS = (
+    "time",
+    "held",
+    "forward",
+    "backward",
+    "runs",
+    "first",
+    "parent",
+    "position",
+    "option",
+    "forward_ps",
+    "backward_ps",
+)
+TIME, HELD, FORWARD, BACKWARD, RUNS, FIRST, PARENT, POSITION, OPTION, *APART = range(len(COLUMNS))
 
 
 class Labels:
@@ -44,11 +57,19 @@ GROUP_IDS = 1 << 20  # ids of groups lie above those of single choices
 
 
 def prepend(
-    rows: Ints, parents: Ints, costs: tuple[Ints, Ints, Ints], time: Ints, ids: Ints
+    rows: Ints,
+    parents: Ints,
+    costs: tuple[Ints, Ints, Ints],
+    times: tuple[Ints, Ints, Ints],
+    ids: Ints,
 ) -> Ints:
-    """Put one unit before each row, in place; `costs` is held, forward and backward transient."""
+    """Put one unit before each row, in place.
+
+    `costs` is held, forward and backward transient; `times` the weighted one, forward, backward.
+    """
     held, forward, backward = costs
-    rows[:, TIME] += time
+    for column, time in zip((TIME, *APART), times, strict=True):
+        rows[:, column] += time
     rows[:, HELD] += held
     rows[:, FORWARD] = held + np.maximum(rows[:, FORWARD], forward)
     rows[:, BACKWARD] = held + np.maximum(rows[:, BACKWARD], backward)

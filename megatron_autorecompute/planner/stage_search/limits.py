@@ -26,6 +26,8 @@ class Limits:
     """`[moment]` picoseconds per byte; any that are not negative give a valid bound."""
     timed: bool = True
     """Whether time counts, or only bytes."""
+    apart: bool = False
+    """Whether the time of forwards and that of backwards each count by themselves, too."""
 
     @property
     def budget_price(self) -> float:
@@ -44,7 +46,7 @@ class Limits:
     def unsearched_bound(self, c: int) -> float:
         """Least time plus priced bytes of a chunk, were every layer free to choose."""
         chunk, price = self.problem.chunks[c], sum(self.prices(c))
-        after = sum(u.time_ps * self.timed + price * u.held_bytes for u in chunk.after)
+        after = sum(chunk.unit_ps(u) * self.timed + price * u.held_bytes for u in chunk.after)
         return float(chunk.covering(price, self.timed)[-1]) + after
 
     def priced(self, rows: Ints, c: int) -> Floats:

@@ -71,7 +71,8 @@ class Singles:
     held: Ints
     forward: Ints
     backward: Ints
-    time: Ints
+    forward_ps: Ints
+    backward_ps: Ints
     keeps: Ints
     """1 where the choice is a checkpoint; see `Unit.keeps_output_gradient`."""
 
@@ -89,11 +90,33 @@ class ChunkProblem:
     """Per position: one checkpoint around the g layers from there, `[g - 1]`."""
     output_gradient_bytes: int
     """In the backward of every unit, but of a checkpoint that is the chunk's last; a head has 0."""
+    weights: tuple[int, int] = (1, 1)
+    """How often a forward and a backward count: once, or as often as some path of the step has
+    them. What is called time below is their weighted sum."""
+
+    def unit_ps(self, unit: Unit) -> int:
+        """Time of a unit."""
+        return self.weights[0] * unit.forward_ps + self.weights[1] * unit.backward_ps
+
+    def single_ps(self, position: int) -> Ints:
+        """Time of every choice of one layer by itself."""
+        single = self.singles[position]
+        return self.weights[0] * single.forward_ps + self.weights[1] * single.backward_ps
+
+    def group_ps(self, position: int) -> Ints:
+        """Time of one checkpoint around the g layers from a position, `[g - 1]`."""
+        group = self.groups[position]
+        return self.weights[0] * group.forward_ps + self.weights[1] * group.backward_ps
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
         """Per position, what tells layers of different cost apart."""
-        return tuple(tuple(tuple(column.tolist()) for column in _numbers(s)) for s in self.singles)
+        return tuple(
+            tuple(tuple(column.tolist()) for column in (s.held, s.forward, s.backward, ms))
+            for s, ms in zip(
+                self.singles, map(self.single_ps, range(len(self.layers))), strict=True
+            )
+        )
 
     def covering(self, price: float, timed: bool) -> Floats:
         """Least time + price * held over the ways to cover the layers before each position.
@@ -101,14 +124,14 @@ class ChunkProblem:
         `[position]` for 0 .. number of layers, `before` included.
         """
         cost = np.zeros(len(self.layers) + 1)
-        cost[0] = sum(u.time_ps * timed + price * u.held_bytes for u in self.before)
+        cost[0] = sum(self.unit_ps(u) * timed + price * u.held_bytes for u in self.before)
         cost[1:] = np.inf
         for i, single in enumerate(self.singles):
-            alone = (single.time * timed + price * single.held).min()
+            alone = (self.single_ps(i) * timed + price * single.held).min()
             cost[i + 1] = min(cost[i + 1], cost[i] + alone)
             group = self.groups[i]
             if len(group.held_bytes) > 1:
-                together = (group.forward_ps + group.backward_ps) * timed + price * group.held_bytes
+                together = self.group_ps(i) * timed + price * group.held_bytes
                 reached = cost[i + 2 : i + 1 + len(together)]
                 np.minimum(reached, cost[i] + together[1:], out=reached)
         return cost
@@ -116,23 +139,33 @@ class ChunkProblem:
     @cached_property
     def least_ps(self) -> int:
         """Time when every layer has its fastest choice."""
-        return self.time_ps([s.policies[int(s.time.argmin())] for s in self.singles])
+        layers = range(len(self.layers))
+        return self.time_ps(
+            [self.singles[i].policies[int(self.single_ps(i).argmin())] for i in layers]
+        )
 
     def time_ps(self, policies: Sequence[LayerPolicy]) -> int:
         """Time of one microbatch under the given policies, one per position."""
-        time = sum(unit.time_ps for unit in (*self.before, *self.after))
+        times = zip(self.weights, self.times_ps(policies), strict=True)
+        return sum(weight * time for weight, time in times)
+
+    def times_ps(self, policies: Sequence[LayerPolicy]) -> tuple[int, int]:
+        """Forward and backward of one microbatch, each counted once."""
+        forward = sum(unit.forward_ps for unit in (*self.before, *self.after))
+        backward = sum(unit.backward_ps for unit in (*self.before, *self.after))
         position = 0
         while position < len(policies):
             policy = policies[position]
+            costs: Singles | Checkpoints = self.singles[position]
+            index = policy.group - 1
             if policy.group > 1:
-                group = self.groups[position]
-                index = policy.group - 1
-                time += int(group.forward_ps[index] + group.backward_ps[index])
+                costs = self.groups[position]
             else:
-                single = self.singles[position]
-                time += int(single.time[single.policies.index(policy)])
+                index = self.singles[position].policies.index(policy)
+            forward += int(costs.forward_ps[index])
+            backward += int(costs.backward_ps[index])
             position += policy.group
-        return time
+        return forward, backward
 
     @cached_property
     def least_held(self) -> Ints:
@@ -159,10 +192,6 @@ class ChunkProblem:
             if len(g.held_bytes) > 1
         ]
         return min(gaps)
-
-
-def _numbers(single: Singles) -> tuple[Ints, ...]:
-    return single.held, single.forward, single.backward, single.time
 
 
 def chunk_problem(
@@ -201,7 +230,8 @@ def _singles(table: CostTable, chunk: Chunk, layer: int, only: OnlyChoices | Non
             "held_bytes",
             "forward_transient_bytes",
             "backward_transient_bytes",
-            "time_ps",
+            "forward_ps",
+            "backward_ps",
             "keeps_output_gradient",
         )
     ]

@@ -11,7 +11,8 @@ Equal times: the lower peak wins; equal both: the fewest runs of equal policy, c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -38,6 +39,14 @@ class Effort:
     Longer chunks have too many: each budget then searches its own."""
     complete_width: int = 256
     """Labels of a position up to which the same is done."""
+    weighted_width: int = 256
+    """The widest round where chunks are several and their events do not all count alike: many such
+    searches are made of a stage, and a bound that is nearly the optimum will do."""
+
+    def for_weights(self) -> Effort:
+        """Without rounds wider than `weighted_width`."""
+        narrow = tuple(width for width in self.widths if width <= self.weighted_width)
+        return replace(self, widths=narrow or self.widths[:1])
 
     def affordable(self, longest: int) -> tuple[int, ...]:
         """Widths of the rounds for chunks of at most so many layers."""
@@ -48,9 +57,22 @@ class Effort:
 class StageSearch:
     """Searches one stage for any number of budgets."""
 
-    def __init__(self, problem: StageProblem, effort: Effort | None = None) -> None:
+    def __init__(
+        self,
+        problem: StageProblem,
+        effort: Effort | None = None,
+        unweighted: StageSearch | None = None,
+    ) -> None:
         self.problem = problem
         self.effort = effort or Effort()
+        self._unweighted = unweighted
+
+    def weighted(self, weights: Sequence[tuple[int, int]]) -> StageSearch:
+        """The search in which a chunk's forward and backward count so often, by chunk."""
+        pairs = zip(self.problem.chunks, weights, strict=True)
+        chunks = tuple(replace(chunk, weights=own) for chunk, own in pairs)
+        effort = self.effort if len(chunks) == 1 else self.effort.for_weights()
+        return StageSearch(replace(self.problem, chunks=chunks), effort, self)
 
     @property
     def _longest(self) -> int:
@@ -61,10 +83,26 @@ class StageSearch:
         """All labels of all chunks, whatever the budget; None where they are too many to keep."""
         if self._longest > self.effort.complete_layers:
             return None
+        options = self._unweighted.of_any_weights if self._unweighted is not None else None
+        if options is not None:
+            pairs = zip(options, self.problem.chunks, strict=True)
+            return Combiner(self.problem, [own.weighted(chunk.weights) for own, chunk in pairs])
+        return self._combiner(self._all_labels(apart=False))
+
+    @cached_property
+    def of_any_weights(self) -> list[ChunkOptions] | None:
+        """All labels of all chunks, forwards and backwards apart; None where they are too many."""
+        return self._all_labels(apart=True)
+
+    def _all_labels(self, apart: bool) -> list[ChunkOptions] | None:
         moments = len(self.problem.constant)
-        limits = Limits(self.problem, np.full(moments, NO_LIMIT), np.zeros(moments))
-        options, left_ps = _Rounds(limits, None).options(Goal(), self.effort.complete_width)
-        return Combiner(self.problem, options) if left_ps == math.inf else None
+        room, price = np.full(moments, NO_LIMIT), np.zeros(moments)
+        rounds = _Rounds(Limits(self.problem, room, price, apart=apart), None)
+        options, left_ps = rounds.options(Goal(), self.effort.complete_width)
+        return options if left_ps == math.inf else None
+
+    def _combiner(self, options: list[ChunkOptions] | None) -> Combiner | None:
+        return None if options is None else Combiner(self.problem, options)
 
     def fastest(self, budget_bytes: int, known: StageChoice | None = None) -> StageChoice | None:
         """Fastest choices whose peak is at most the budget; None when no choices fit.
@@ -101,6 +139,26 @@ class StageSearch:
         assert best is not None  # the leanest choices fit
         bound = min(best.time_ps, math.floor(bound_ps))
         return StageChoice(best.policies, best.time_ps, best.peak_bytes, best.runs, bound)
+
+    def all_within(
+        self, budget_bytes: int, time_ps: int, width: int, most: int
+    ) -> list[StageChoice] | None:
+        """All choices whose peak is at most the budget and which take at most so long.
+
+        Without those that are as slow as others or slower in the forward and backward of every
+        chunk. None where they are more than `most`, or a position has more labels than `width`.
+        """
+        problem = self.problem
+        if problem.floor_bytes > budget_bytes:
+            return []
+        room = budget_bytes - problem.constant
+        limits = Limits(problem, room, multipliers(problem, room), apart=True)
+        options, left_ps = _Rounds(limits, None).options(Goal(time_ps), width)
+        if left_ps < math.inf:
+            return None
+        if not all(len(option.final) for option in options):
+            return []
+        return Combiner(problem, options).all_within(room, time_ps, most)
 
     @cached_property
     def leanest(self) -> StageChoice:
