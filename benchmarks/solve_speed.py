@@ -71,6 +71,7 @@ class Result:
     solve_s: tuple[float, ...]
     """At budgets 1/8, 4/8 and 7/8 of the way from the leanest to the fastest need."""
     worst_gap: float
+    """Of the step."""
     pareto_s: float | None
 
 
@@ -150,7 +151,7 @@ def measure(case: Case) -> Result:
         start = time.process_time()
         solution = planner(case).solve(low + (high - low) * eighths // 8)
         times.append(time.process_time() - start)
-        gaps.append(max(evidence.gap for evidence in solution.evidence))
+        gaps.append(solution.step_evidence.gap)
     pareto_s = None
     if case.pareto_points:
         start = time.process_time()

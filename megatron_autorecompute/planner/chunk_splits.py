@@ -3,7 +3,8 @@
 When two chunks of a stage exchange what they recompute, the stage is as busy as before, but in an
 interleaved schedule other stages then wait longer or shorter. This is a local search: stage by
 stage it makes the exchange that shortens the step most and keeps the stage in its budget, until
-there is none. It proves nothing about splits that it did not reach. Instead of a long step it
+there is none. It proves nothing about splits that it did not reach: `step_search` begins with what
+it finds. Instead of a long step it
 replays one of four groups of microbatches, which fills and drains as the whole does.
 """
 

@@ -26,8 +26,9 @@ class Alternative:
 def search_layout(planner: Planner, budget: Budget) -> Alternative:
     """The contiguous layers per stage with the fastest step, the planner's own layout included.
 
-    One chunk per stage: every partition, exact for `sum t_s + (m - 1) max t_s` (see
-    `formulas.one_forward_one_backward_ms`). Several chunks: every pair of
+    One chunk per stage: every partition, exact for `sum t_s + (m - 1) max t_s` of busy times (see
+    `formulas.one_forward_one_backward_ms`); how forwards and backwards share these is looked at in
+    the one partition that is best by it. Several chunks: every pair of
     num_layers_in_first/last_pipeline_stage that Megatron takes, by replay. Static bytes of stages
     that were not measured are added up from the profile's per-kind figures.
     Raises: InfeasibleError when no layout fits; ProfileError without per-kind static bytes.

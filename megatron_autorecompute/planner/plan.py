@@ -30,6 +30,7 @@ from megatron_autorecompute.planner.planner import (
     ParetoPoint,
     Planner,
     StageEvidence,
+    StepEvidence,
 )
 from megatron_autorecompute.planner.policy_cost import PolicyCost
 from megatron_autorecompute.planner.schedule import Schedule
@@ -43,7 +44,8 @@ DIGEST = "digest"
 TOLERANCE = 1e-9
 """By how much a time may differ from the same sum on another machine, as a share of it. Files hold
 every digit."""
-WORKED_OUT = ("cost", "evidence", "best_manual")
+NOTHING_PROVEN = StepEvidence(None, None)
+WORKED_OUT = ("cost", "evidence", "step_evidence", "best_manual")
 """Fields of a plan that follow from the others."""
 BudgetBytes = Annotated[int, Field(gt=0, le=1 << 60)]
 # Plans had the second name before.
@@ -101,9 +103,11 @@ class Plan:
     cost: PolicyCost
     """Predicted peaks with their breakdown, and times."""
     evidence: tuple[StageEvidence, ...]
-    """Objective, bound, gap and binding constraint per stage."""
+    """Busy time, its bound, gap and binding constraint per stage."""
     profile: Profile
     """What the prediction rests on, fingerprint and assumptions included."""
+    step_evidence: StepEvidence = NOTHING_PROVEN
+    """How far the step is from the shortest one; plans of before do not say."""
     imbalance_percentile: Annotated[float | None, _OR_MOE_PERCENTILE] = None
     """What layers with experts are budgeted for, in percent; None is their records as they are."""
     allowed: tuple[str, ...] | None = None
@@ -148,7 +152,8 @@ class Plan:
     @property
     def proven(self) -> bool:
         """Whether the evidence says how near the optimum is: the solver did, of this very plan."""
-        return all(evidence.gap is not None for evidence in self.evidence)
+        gaps = self.step_evidence.gap, *(evidence.gap for evidence in self.evidence)
+        return None not in gaps
 
     def changed(self, fingerprint: Mapping[str, str]) -> tuple[str, ...]:
         """Parts of a fingerprint that differ from the plan's, one `name: was, is` each."""
@@ -231,6 +236,7 @@ def make_plan(
         budget_bytes=budgets,
         cost=solution.cost,
         evidence=solution.evidence,
+        step_evidence=solution.step_evidence,
         profile=planner.profile,
         imbalance_percentile=planner.percentile,
         allowed=planner.allowed,
@@ -306,6 +312,7 @@ def _worked_out(plan: Plan, cost: PolicyCost) -> Plan:
         plan,
         cost=cost,
         evidence=tuple(_evidence(plan, cost, stage) for stage in range(plan.layout.num_stages)),
+        step_evidence=StepEvidence.of(cost.step_ms, plan.step_evidence.bound_ms),
         best_manual=_result(manual) if manual else None,
     )
 
@@ -334,7 +341,7 @@ def _evidence(plan: Plan, cost: PolicyCost, stage: int) -> StageEvidence:
 
 def _without_proof(plan: Plan) -> Plan:
     unproven = (replace(evidence, bound_ms=None, gap=None) for evidence in plan.evidence)
-    return replace(plan, evidence=tuple(unproven))
+    return replace(plan, evidence=tuple(unproven), step_evidence=NOTHING_PROVEN)
 
 
 def _differences(path: str, found: Any, expected: Any) -> Iterator[tuple[str, Any, Any]]:

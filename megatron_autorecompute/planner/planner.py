@@ -1,9 +1,9 @@
-"""The fastest recompute policy that fits each stage's memory, and what surrounds that answer.
+"""The recompute policy with the shortest step that fits each stage's memory, and what surrounds it.
 
-Stages are independent given the schedule: each is given the choices with the least busy time under
-its own budget, found exactly by `stage_search`. Every event of the replay can only start earlier
-when an event takes less time, so no stage is worth slowing down. Of equally fast splits of a
-stage's time over its chunks `chunk_splits` looks for one with a shorter bubble, without a proof.
+Budgets are met stage by stage: each stage's choices of the least busy time under its own budget are
+found exactly by `stage_search`. The step depends on more than that: on how the time is shared by
+forwards and backwards, and by chunks. `fastest_step` begins with these choices and with the best of
+Megatron's own settings that fits, looks for a shorter step, and proves a bound on it.
 
 The budget is bytes that torch may allocate, and is met by the high end of every uncertain figure.
 This module does not measure, nor does it know devices: what lies outside torch is the caller's
@@ -23,7 +23,8 @@ import numpy as np
 
 from megatron_autorecompute.errors import InfeasibleError, PolicyError, ProfileError
 from megatron_autorecompute.planner.arrays import Ints
-from megatron_autorecompute.planner.chunk_splits import put_together, rearranged
+from megatron_autorecompute.planner.chunk_splits import put_together
+from megatron_autorecompute.planner.fastest_step import fastest_step
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.megatron_strategies import (
     RUNS_FOREVER,
@@ -63,16 +64,17 @@ NOTHING_BINDS = "nothing: every layer has its fastest choice"
 
 @dataclass(frozen=True, slots=True)
 class StageEvidence:
-    """Why a stage's choices are the best ones."""
+    """How busy a stage is, and how much less busy any choices that fit could make it."""
 
     stage: int
     budget_bytes: int
     objective_ms: float
-    """Forward plus backward of one microbatch through the stage, the figure minimised."""
+    """Forward plus backward of one microbatch through the stage."""
     bound_ms: float | None
-    """No choices that fit the budget are faster; None where nobody has worked out a bound."""
+    """No choices that fit the budget take less; None where nobody has worked out a bound."""
     gap: float | None
-    """(objective - bound) / objective; 0 is proven optimal, None is not known."""
+    """(objective - bound) / objective; 0 is proven to be the least, None is not known. A stage is
+    busier than it could be where that makes the step shorter."""
     peak_high_bytes: int
     """What was kept within the budget."""
     binding: str
@@ -80,12 +82,32 @@ class StageEvidence:
 
 
 @dataclass(frozen=True, slots=True)
+class StepEvidence:
+    """How far a plan's step is from the shortest one."""
+
+    bound_ms: float | None
+    """No choices that fit make a shorter step; None where nobody has worked out a bound."""
+    gap: float | None
+    """(step - bound) / step; 0 is proven optimal, None is not known."""
+
+    @classmethod
+    def of(cls, step_ms: float, bound_ms: float | None) -> StepEvidence:
+        """What a bound says of a step; one that is none, or above the step, says it is proven."""
+        if bound_ms is None:
+            return cls(None, None)
+        if not 0 <= bound_ms <= step_ms:
+            bound_ms = step_ms
+        return cls(bound_ms, (step_ms - bound_ms) / step_ms if step_ms else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Solution:
-    """A policy, what it costs, and the proof per stage."""
+    """A policy, what it costs, and what is proven of its step and of its stages."""
 
     policy: RecomputePolicy
     cost: PolicyCost
     evidence: tuple[StageEvidence, ...]
+    step_evidence: StepEvidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,24 +255,22 @@ class Planner:
             if choice is None:
                 return None
             choices.append(choice)
-        context = self.profile, self.layout, self.schedule
-        policy = rearranged(*context, self._policy(choices), budgets, self.percentile)
-        cost = self.evaluate(policy)
         manual = self.best_manual(budgets)
-        if manual is not None and self._is_better(manual, cost):
-            policy, cost = manual.policy or policy, manual.cost or cost
+        others = [manual.policy] if manual is not None and self._may_be(manual.policy) else []
+        problem = self._table, self.layout, self.schedule, self.searches
+        found = fastest_step(*problem, budgets, choices, [p for p in others if p is not None])
         evidence = tuple(
-            self._evidence(stage, budgets[stage], choice, policy, cost)
+            self._evidence(stage, budgets[stage], choice, found.policy, found.cost)
             for stage, choice in enumerate(choices)
         )
-        return Solution(policy, cost, evidence)
+        step_evidence = StepEvidence.of(found.cost.step_ms, found.bound_ms)
+        return Solution(found.policy, found.cost, evidence, step_evidence)
 
-    def _is_better(self, manual: ManualStrategy, than: PolicyCost) -> bool:
-        """Whether a setting of Megatron's takes less time, and is made of what is allowed."""
-        if manual.policy is None or manual.cost is None:
-            return False
-        allowed = all(self.allows(*pair) for pair in enumerate(manual.policy.layers))
-        return allowed and manual.cost.step_ms < than.step_ms * (1 - 1e-12)
+    def _may_be(self, policy: RecomputePolicy | None) -> bool:
+        """Whether a policy is made of what is allowed."""
+        return policy is not None and all(
+            self.allows(layer, choice) for layer, choice in enumerate(policy.layers)
+        )
 
     def evaluate(self, policy: RecomputePolicy) -> PolicyCost:
         """Cost of any policy in the same model."""
@@ -263,8 +283,8 @@ class Planner:
     ) -> tuple[ParetoPoint, ...]:
         """Time against budget, from the largest useful budget down to the least that fits.
 
-        Splits over chunks are not rearranged here, so `solve` can be faster in a schedule with
-        several chunks per stage.
+        Points are each stage's choices of the least busy time, whose step is not searched further:
+        `solve` is as fast or faster, mostly in a schedule with several chunks per stage.
         Calls `progress` with the share of the budgets that are done.
         """
         low = max(choice.peak_bytes for choice in self.leanest)
@@ -449,8 +469,8 @@ def solve(
             "selective[core_attn]", `full/N` standing for checkpoints around several layers; None
             allows all that the profile has.
 
-    Returns: the policy (one choice per layer), its cost (milliseconds and bytes, by stage), and per
-    stage how far from the optimum it can be at most.
+    Returns: the policy (one choice per layer), its cost (milliseconds and bytes, by stage), how far
+    its step can be from the shortest one at most, and how busy its stages could be at least.
 
     Raises:
         InfeasibleError: not even the leanest choices fit; it names the tightest stage.

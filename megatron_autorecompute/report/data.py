@@ -162,10 +162,10 @@ def best_points(
     known: Iterable[CurvePoint],
     progress: Callable[[float], None],
 ) -> tuple[CurvePoint, ...]:
-    """The best policy of some budgets, largest first, among them what each strategy needs.
+    """A policy for some budgets, largest first, among them what each strategy needs.
 
     `Planner.pareto` finds the choices of even steps quickly; their splits over chunks are
-    rearranged here, as in every plan.
+    rearranged here. A plan's step is searched further.
     """
     even = planner.pareto(CURVE_POINTS, lambda share: progress(share / 2))
     least, most = even[-1].budget_bytes, even[0].budget_bytes
@@ -185,7 +185,7 @@ def best_points(
 
 
 def _best(planner: Planner, budget: int) -> RecomputePolicy:
-    """As `Planner.try_solve`, for a budget that is known to do, without what else is told there."""
+    """Each stage's least busy time, its splits rearranged, for a budget that is known to do."""
     stages = range(planner.layout.num_stages)
     choices = [choice for s in stages if (choice := planner.choose(s, budget)) is not None]
     policy = put_together(planner.layout, [choice.policies for choice in choices])

@@ -17,6 +17,7 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.policy_cost import StageCost
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import ReportData
+from megatron_autorecompute.report.proof import proof
 from megatron_autorecompute.report.strip import STYLE, strip_svg
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
 from megatron_autorecompute.report.words import duration, percent, size
@@ -330,32 +331,22 @@ def _stages(data: ReportData) -> str:
 
 def _curve_note(data: ReportData) -> str:
     return (
-        "The line is the best policy for every budget; points beside it are Megatron's own "
-        "settings, hollow where they do not fit."
+        "The line is what each stage's fastest choices come to at every budget, which a plan may "
+        "still be faster than; points beside it are Megatron's own settings, hollow where they do "
+        "not fit."
     )
 
 
 def _evidence(data: ReportData) -> str:
     plan = data.plan
     return (
-        f"<p>{_proof(plan)}</p>{_stage_evidence(plan)}{_measured(plan)}"
+        f"<p>{proof(plan)} By stage, the time that it is busy with one microbatch:</p>"
+        f"{_stage_evidence(plan)}{_measured(plan)}"
         '<div class="columns">'
         f"<div><h3>Rests on</h3>{_list(plan.profile.assumptions) or '<p>measured figures.</p>'}"
         f"{_list(plan.notes)}</div>"
         f"<div><h3>Holds for</h3>{_pairs(plan.fingerprint.items())}</div></div>"
         f"{_records(plan)}"
-    )
-
-
-def _proof(plan: Plan) -> str:
-    gaps = [item.gap for item in plan.evidence]
-    known = [gap for gap in gaps if gap is not None]
-    if len(known) < len(gaps):
-        return "Whether other policies would be faster is not known of every stage."
-    if not any(known):
-        return "No policy that fits is faster on any stage, in this model: proven."
-    return (
-        f"No policy that fits is {percent(max(known))} faster on any stage, in this model: proven."
     )
 
 

@@ -15,6 +15,7 @@ from megatron_autorecompute.planner.plan import CurvePoint, Plan
 from megatron_autorecompute.planner.policy_cost import PolicyCost
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
+from megatron_autorecompute.report.proof import proof
 from megatron_autorecompute.units import GIB
 
 MOST_RANKS = 16
@@ -196,23 +197,11 @@ def _legend(policy: RecomputePolicy) -> Text:
 
 
 def _footer(plan: Plan) -> Text:
-    lines = [_proof([evidence.gap for evidence in plan.evidence])]
+    lines = [proof(plan)]
     lines += imbalance_lines(plan.profile, plan.imbalance_percentile)
     lines += [f"Set {name} {value}" for name, value in plan.megatron_flags.items()]
     lines += [*plan.notes, *(f"Assumes: {text}" for text in plan.profile.assumptions)]
     return Text("\n".join(lines))
-
-
-def _proof(gaps: Sequence[float | None]) -> str:
-    known = [gap for gap in gaps if gap is not None]
-    if len(known) < len(gaps):
-        return (
-            "Not proven: the file was changed after it was written, or another version of this "
-            "program wrote it. plan --profile with this file solves it again."
-        )
-    most = max(known)
-    proof = "proven optimal" if most == 0 else f"within {100 * most:.3f}% of the optimum"
-    return f"Each stage's choices are {proof} in this model."
 
 
 def imbalance_lines(profile: Profile, percentile: float | None) -> list[str]:

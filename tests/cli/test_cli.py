@@ -63,7 +63,7 @@ def test_show_json_is_the_plan(planned, capsys):
 
 def test_a_plan_changed_by_hand_is_not_shown_as_proven(planned, tmp_path, capsys):
     data = json.loads(planned[1].read_text())
-    assert "proven optimal" in printed(["show", str(planned[1])], capsys)
+    assert "The step is proven" in printed(["show", str(planned[1])], capsys)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({**data, "notes": ["mine"]}))
     shown = printed(["show", str(path)], capsys)

@@ -609,4 +609,4 @@ def test_examples_take_under_a_minute_of_processor_time_and_4_gib(name, tmp_path
     planning = out.splitlines()[-1].replace('"', "").split()
     assert planning[:2] == ["megatron-autorecompute", "plan"]
     command(*planning[1:], "-o", str(plan_path))
-    assert Plan.load(plan_path).evidence[0].gap == 0
+    assert Plan.load(plan_path).step_evidence.gap < 0.01

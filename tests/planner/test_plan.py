@@ -64,6 +64,15 @@ def test_a_plan_from_before_that_has_a_curve_is_read_with_its_proof(plan):
     assert Plan.from_json(text) == plan
 
 
+def test_a_plan_from_before_that_says_nothing_of_its_step_is_read_without_proof(plan):
+    data = json.loads(plan.to_json())
+    del data["digest"], data["step_evidence"]
+    text = json.dumps({**data, "digest": json_records.digest(data)})
+    found = Plan.from_json(text)
+    assert (found.cost, found.evidence) == (plan.cost, plan.evidence)
+    assert (found.step_evidence.bound_ms, found.proven) == (None, False)
+
+
 def test_the_best_manual_strategy_is_kept_and_is_slower(plan):
     assert plan.best_manual.fits
     assert plan.best_manual.step_ms > plan.cost.step_ms
@@ -115,6 +124,17 @@ def test_an_unchanged_plan_is_proven_however_its_text_is_laid_out(plan):
         (("cost", "step_ms"), float("nan"), "cost.step_ms is nan, the rest of it gives "),
         (("cost", "step_low_ms"), 5.0, "cost.step_low_ms is 5.0, the rest of it gives None"),
         (("cost", "stages", 0, "peak", "moment"), "at night", "moment is 'at night', the rest"),
+        (("step_evidence", "gap"), 0.5, "step_evidence.gap is 0.5, the rest of it gives 0.0"),
+        (
+            ("step_evidence", "bound_ms"),
+            10.0**9,
+            "step_evidence.bound_ms is 1000000000.0, the rest",
+        ),
+        (
+            ("step_evidence", "bound_ms"),
+            None,
+            "step_evidence.gap is 0.0, the rest of it gives None",
+        ),
         (("evidence", 0, "gap"), 0.5, "evidence[0].gap is 0.5, the rest of it gives 0.0"),
         (("evidence", 0, "bound_ms"), float("nan"), "evidence[0].bound_ms is nan, the rest"),
         (("evidence", 0, "objective_ms"), 1.0, "evidence[0].objective_ms is 1.0, the rest"),
@@ -169,6 +189,7 @@ def test_a_plan_changed_in_what_proves_it_has_no_proof(plan):
     found = Plan.from_json(changed(plan, budgets))
     assert not found.proven
     assert (found.evidence[0].bound_ms, found.evidence[0].gap) == (None, None)
+    assert (found.step_evidence.bound_ms, found.step_evidence.gap) == (None, None)
     assert not Plan.from_json(found.to_json()).proven  # writing it again proves nothing
 
 

@@ -18,6 +18,7 @@ from megatron_autorecompute.profile import ChoiceRecord
 from megatron_autorecompute.report.data import Curve, Paste, ReportData, report_data
 from megatron_autorecompute.report.html import html, packed, page_data
 from megatron_autorecompute.report.timeline import timeline
+from megatron_autorecompute.units import GIB
 from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
 from tests.report.plans import THREE, example_data, random_plan
 
@@ -35,15 +36,20 @@ def text_of(page):
 def test_the_first_sentence_says_fit_step_gain_and_tightest_stage(data):
     plan = data.plan
     text = text_of(html(data))
-    assert "Fits: every stage within 20.00 GiB; the tightest, stage 0, has" in text
+    needs = [stage.peak_high_bytes for stage in plan.cost.stages]
+    tightest = f"the tightest, stage {needs.index(max(needs))}, has"
+    assert f"Fits: every stage within 20.00 GiB; {tightest}" in text
     gain = 100 * (1 - plan.cost.step_ms / plan.best_manual.step_ms)
-    assert f"A step takes 4.02 s, {gain:.1f}% less than with Megatron's best own setting" in text
+    took = f"A step takes {plan.cost.step_ms / 1000:.2f} s, {gain:.1f}% less"
+    assert f"{took} than with Megatron's best own setting" in text
 
 
 def test_a_plan_over_its_budget_is_said_not_to_fit(data):
     plan = replace(data.plan, budget_bytes=(1 << 30,) * 4)
     text = text_of(html(replace(data, plan=plan)))
-    assert "Does not fit: stage 0 needs 19.95 GiB of 1.00 GiB." in text
+    needs = [stage.peak_high_bytes for stage in plan.cost.stages]
+    most = f"stage {needs.index(max(needs))} needs {max(needs) / GIB:.2f} GiB of 1.00 GiB"
+    assert f"Does not fit: {most}." in text
 
 
 def test_no_gain_and_no_setting_that_fits_are_said(data):

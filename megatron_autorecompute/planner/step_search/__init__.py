@@ -1,0 +1,1 @@
+"""Choices with the shortest step, with a proven bound on it."""
