@@ -170,15 +170,15 @@ def _equals(kind: LayerKind, choices: Sequence[LayerPolicy]) -> dict[str, str]:
     inert = {}
     for choice in choices:
         here = tuple(module for module in choice.modules if module in own)
-        equal = kind.record(str(LayerPolicy("selective", here)) if here else str(NONE))
-        if equal is not None and kind.record(str(choice)) is None:
+        equal = kind.record(LayerPolicy("selective", here) if here else NONE)
+        if equal is not None and kind.record(choice) is None:
             inert[str(choice)] = equal.choice
     return inert
 
 
 def _modules(kind: LayerKind) -> set[str]:
-    names = [*(record.choice for record in kind.choices), *kind.inert]
-    return {module for name in names for module in LayerPolicy.parse(name).modules}
+    choices = [*(record.policy for record in kind.choices), *kind.equals]
+    return {module for choice in choices for module in choice.modules}
 
 
 def _measured(
