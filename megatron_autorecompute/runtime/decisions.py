@@ -193,6 +193,10 @@ class Decisions:
             most = max(most, more)
         return replace(profile, stages=tuple(stages)), most
 
+    def are_kept(self, plan: Plan) -> bool:
+        """Whether every stage kept the plan's budgets in the step that was read last."""
+        return all(p <= most for p, most in zip(self.peaks(), plan.budget_bytes, strict=True))
+
     def corrected(self, plan: Plan) -> Profile:
         """The plan's profile with what it missed of each stage's peak added to that stage."""
         predicted = [cost.peak.bytes for cost in plan.cost.stages]

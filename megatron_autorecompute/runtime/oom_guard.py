@@ -59,6 +59,8 @@ class StepGuard:
         self.outcome = self.own_outcome = FINE
         self.lost_in_a_row = 0
         """Steps that were lost up to now without one between them that was not."""
+        self.steps = 0
+        """Steps that are done, lost ones too."""
         self._chunks: list[Chunk] = list(chunks)
         self._optimizer = optimizer
         self._is_short = is_short
@@ -100,6 +102,7 @@ class StepGuard:
             if finalize is not None:
                 self._config.finalize_model_grads_func = finalize
         self.lost_in_a_row = self.lost_in_a_row + 1 if self.outcome == FAILED else 0
+        self.steps += 1
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
