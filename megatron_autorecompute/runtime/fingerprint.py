@@ -41,8 +41,18 @@ NUMBERS_ONLY = (
     "min_loss_scale",
     "loss_scale_window",
     "hysteresis",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
 )
 """Fields of an optimizer that say how far a step goes: what a restart often changes."""
+SAME_STEP = (
+    "init_method_std",
+    "embedding_init_method_std",
+    "layernorm_epsilon",
+    "perform_initialization",
+)
+"""Fields of a model that are numbers in the same kernels, or of the first parameters only."""
 VARIABLES = (
     *("NVTE_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"),
     *("CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE"),
@@ -74,7 +84,7 @@ def fingerprint(
     """
     first = model_layers.unwrapped(chunks[0])
     mine = {
-        **_fields(first.config),
+        **_fields(first.config, left_out=SAME_STEP),
         **_fields(getattr(chunks[0], "ddp_config", None), "ddp."),
         **_fields(getattr(optimizer, "config", None), "optimizer.", NUMBERS_ONLY),
         **dict(_attributes(first)),

@@ -117,7 +117,7 @@ class Measuring:
         if missing := self.measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in missing)
             self.job.say(
-                f"recompute auto: {asked} steps were not enough to measure {names}: left out. "
+                f"recompute auto: {names}: not measured in {asked} step(s), and left out. "
                 "More: --recompute-measure-steps."
             )
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.apply import AppliedPolicy
-from megatron_autorecompute.runtime.auto_text import gib
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import notches, was_lost
 from megatron_autorecompute.runtime.oom_guard import FAILED, FINE, StepGuard
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.ranks import on_rank_0
+from megatron_autorecompute.units import gib
 
 logger = logging.getLogger(__name__)
 Step = AbstractContextManager[None]
@@ -89,7 +89,7 @@ class PlanInForce:
 
     def _solved_again(self, plan: Plan) -> Plan:
         """For the microbatches of the next step."""
-        plan = self._decisions.solved(plan.profile, plan.budget_bytes)
+        plan = self._decisions.solved(plan.profile, plan.budget_bytes, plan.notes)
         self.run(plan, f"a plan for {plan.schedule.num_microbatches} microbatches")
         self._store.save(plan)
         return plan
