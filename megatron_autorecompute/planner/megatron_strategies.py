@@ -1,7 +1,7 @@
-"""A policy in Megatron's own recompute settings, where they can say it.
+"""A policy in Megatron's own recompute settings, if they can express it.
 
-What they can say runs without this package. Whether a choice is allowed for a model is not asked
-here but in `compat.rules.check_allowed`.
+Such a policy runs without this package. `compat.rules.check_allowed` checks whether a model allows
+a choice; this module does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NATIVE: dict[str, Any] = {
     "recompute_num_layers": None,
     "recompute_modules": None,
 }
-"""Megatron's own recompute fields, with the values that ask for nothing."""
+"""Megatron's own recompute fields, with the values for no recompute."""
 RUNS_FOREVER = "Megatron's own recompute of mlp never ends where linear layers have biases"
 
 
@@ -62,12 +62,12 @@ def _selective(policy: RecomputePolicy, linear_bias: bool) -> dict[str, Any] | N
 
 
 def runs_forever(choice: LayerPolicy, linear_bias: bool) -> bool:
-    """Whether Megatron's own code never returns from a choice's backward, where ours does."""
+    """Whether a choice's backward never ends in Megatron's own code; it does end in ours."""
     return "mlp" in choice.modules and linear_bias
 
 
 def has_linear_bias(profile: Profile) -> bool:
-    """Megatron's add_bias_linear of the profile's model, where the profile says what that is."""
+    """Megatron's add_bias_linear of the profile's model; False if the profile does not say."""
     config = profile.model.facts.get("transformer_config")
     # Facts are the fields that differ from their defaults, and the default is True.
     return isinstance(config, dict) and bool(config.get("add_bias_linear", True))
