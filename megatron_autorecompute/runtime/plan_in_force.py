@@ -1,4 +1,4 @@
-"""The plan that runs: put in force, watched step by step, and left for one that needs less."""
+"""Runs a plan, watches every step, and replaces a plan that runs short of memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class PlanInForce:
-    """Every rank makes one alike.
+    """The plan that runs in a job; every rank makes one in the same way.
 
     Args:
         decisions: of the job.
@@ -42,10 +42,11 @@ class PlanInForce:
         self._applied, self._store, self._steps = applied, store, steps
         self._plan: Plan | None = None
         self.guard = StepGuard(decisions.shard.chunks, optimizer, self._is_short, self._leave_less)
-        """Around every step, those before the first plan too."""
+        """Guards every step, also those before the first plan."""
 
     def run(self, plan: Plan, what: str) -> None:
-        """From the next step on, on every rank."""
+        """Run a plan from the next step on; every rank calls it. `what` describes it for the
+        log."""
         self._applied.switch(plan.policy)
         self._memory.plan_begins()
         fullest = max(range(plan.layout.num_stages), key=lambda s: plan.cost.stages[s].peak.bytes)
@@ -57,27 +58,28 @@ class PlanInForce:
 
     @contextmanager
     def step(self, plan: Plan, reads_bytes: bool) -> Iterator[None]:
-        """Around a step under the plan."""
+        """Surround a step under the plan."""
         self._plan = plan
         read = self._memory.watching() if reads_bytes else nullcontext()
         with self.guard.step(), read:
             yield
 
     def ran_short(self) -> bool:
-        """Whether a rank passed its budget in the last step, or its allocator had to retry, or the
-        step was lost; of a lost one it is said.
+        """Whether the last step was lost, or a rank exceeded its budget or its allocator retried.
+
+        Prints if the step was lost.
 
         Raises:
-            LostStepsError: so were the steps before it, down to the leanest policy.
+            LostStepsError: the steps before it were lost too, down to the leanest policy.
         """
         return self.was_lost() or self.guard.outcome != FINE
 
     def was_lost(self) -> bool:
-        """Whether a rank ran out of memory in the last step; says so, raises as `ran_short`."""
+        """Whether a rank ran out of memory in the last step; prints and raises as `ran_short`."""
         return was_lost(self.guard, self._applied.policy, self._job.say)
 
     def step_down(self, plan: Plan) -> Plan:
-        """The next plan down, in force and saved; the same one where none needs less."""
+        """Run and save the next plan down; returns it, or the same plan if none needs less."""
         outcomes = self._decisions.shard.by_stage(self.guard.own_outcome, max)
         down = on_first_rank(lambda: self._less(plan, outcomes))
         if down is None:
@@ -94,7 +96,7 @@ class PlanInForce:
         return self._memory.is_short(self._plan.budget_bytes[self._decisions.shard.stage])
 
     def _leave_less(self, why: str) -> None:
-        """Before this rank's error ends the job: the next plan down, for the restart to begin with.
+        """Before this rank's error ends the job, save the next plan down for the restart.
 
         The other ranks wait for this one, so it decides alone.
         """
@@ -103,7 +105,7 @@ class PlanInForce:
             left = "a restart measures with fewer layers at once beyond the leanest policy"
         elif self._plan is None:
             left = (
-                "nothing tells the next one, which will measure alike: give "
+                "the next job would measure in the same way: give "
                 "--recompute-plan-path, or a lower --recompute-memory-budget-gib"
             )
         else:
