@@ -34,7 +34,7 @@ class EstimateCommand(Command):
 
     name = "estimate"
     help: ClassVar[str | None] = "profile a job without a device: modelled figures"
-    description = "Everything after -- is read as flags of pretrain_gpt.py."
+    description = "Arguments after -- are flags of pretrain_gpt.py."
     takes_megatron_flags = True
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -49,11 +49,11 @@ class EstimateCommand(Command):
             "--reserve-gib",
             type=number_of_gib,
             metavar="GIB",
-            help="kept back (default: 2 and 5%% of all)",
+            help="memory kept free (default: 2 GiB and 5%% of the device)",
         )
-        parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="shares of the peaks")
+        parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="assumed shares")
         parser.add_argument(
-            "--measured", metavar="P.json", help="records measured of the same layers"
+            "--measured", metavar="P.json", help="measured profile of the same layers"
         )
         parser.add_argument(
             "--sensitivity", action="store_true", help="plan with each share moved 20%%"

@@ -35,8 +35,8 @@ def add_problem(parser: ArgumentParser) -> None:
         type=percentile,
         metavar="P",
         help="plan layers with experts for this percentile of routing (default: "
-        f"{IMBALANCE_PERCENTILE:g} where the profile states imbalance, else its records as they "
-        "are, of measured ones the most that was seen)",
+        f"{IMBALANCE_PERCENTILE:g} if the profile states imbalance, else the records as they are, "
+        "measured ones at their maximum)",
     )
     add_old_spelling(parser, "--moe-percentile", imbalance)
     only = parser.add_argument(

@@ -38,7 +38,7 @@ class AutoOptions:
     recompute_imbalance_percentile: float = option(
         IMBALANCE_PERCENTILE,
         "plan mixture-of-experts layers for this percentile of the microbatches measured on the "
-        "fullest rank, in percent; 100 is the most that was seen",
+        "fullest rank, in percent; 100 is the maximum",
     )
     recompute_measure_steps: int = option(
         12,
