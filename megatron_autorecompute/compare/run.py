@@ -226,7 +226,7 @@ def _messages(readers: dict[Connection, int], timeout_s: float) -> Iterator[Any]
         ready = cast(list[Connection], wait(list(pending), timeout=timeout_s))
         if not ready:
             raise MachineError(
-                f"No word from ranks {sorted(pending.values())} for {timeout_s:.0f} s; a slower "
+                f"No message from ranks {sorted(pending.values())} for {timeout_s:.0f} s; a slower "
                 "machine needs a longer --timeout-s."
             )
         for reader in ready:
@@ -289,9 +289,9 @@ def _distributed(rank: int, settings: Settings, store_path: str) -> Iterator[Non
             )
         except RuntimeError as error:
             raise MachineError(
-                f"The ranks cannot reach each other on this machine: {error}. They need a free "
-                "port each on the interface in GLOO_SOCKET_IFNAME, or on the one that carries this "
-                "machine's name."
+                f"The ranks cannot reach each other on this machine: {error}. Each needs a free "
+                "port on the interface in GLOO_SOCKET_IFNAME, or on the one of this machine's host "
+                "name."
             ) from error
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
         yield

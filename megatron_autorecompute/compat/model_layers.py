@@ -73,8 +73,8 @@ def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
     indices = [index for site in sites for index in site.layers]
     if len(set(indices)) != len(indices):
         raise PolicyError(
-            "Two blocks of this model number their layers alike: apply a policy of its own to each "
-            "block, as apply(policy, model.decoder)."
+            "Two blocks of this model have the same layer numbers: apply a separate policy to each "
+            "block, as in apply(policy, model.decoder)."
         )
     return sites
 
@@ -89,9 +89,9 @@ def _encoder_decoders(chunks: Iterable[Chunk]) -> list[T5Model]:
     for t5 in found:
         if t5.encoder is None or t5.decoder is None or parallel.pipeline_size() > 1:
             raise PolicyError(
-                f"A T5Model on {parallel.pipeline_size()} pipeline stages: one policy for its "
-                "encoder and its decoder needs both whole on one, pipeline_model_parallel_size=1, "
-                "which is all that Megatron's pretrain_t5.py takes."
+                f"A T5Model on {parallel.pipeline_size()} pipeline stages: a policy for its "
+                "encoder and decoder needs both on one stage, pipeline_model_parallel_size=1, as "
+                "does Megatron's pretrain_t5.py."
             )
     return found
 

@@ -247,7 +247,7 @@ def _check_all_given(args: Namespace, model: Sequence[Any]) -> None:
     if len(set(said)) > 1:
         held = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
         raise ApplyError(
-            "--recompute-policy was not given alike on all ranks, which would wait for each other: "
+            "The ranks have different values of --recompute-policy and would wait for each other: "
             f"{held}. Start every rank with the same flags, and with files of the same content."
         )
 
@@ -273,7 +273,7 @@ def _check_blocks(model: Sequence[Any], policy: str) -> None:
     if not any(isinstance(module, types) for chunk in model for module in chunk.modules()):
         raise ApplyError(
             f"--recompute-policy {policy} was given, but no part of this model can run a policy: "
-            f"megatron-core {versions.installed()} has layers of its own choice in "
+            f"with megatron-core {versions.installed()} a policy applies to "
             f"{', '.join(one.__name__ for one in types)}. Leave the flag out for this model."
         )
 
@@ -463,7 +463,7 @@ def _require_training() -> None:
         found = None
     if found is None:
         raise MachineError(
-            "There is no megatron.training here: this is what a Megatron-LM checkout has beside "
+            "There is no megatron.training on sys.path; a Megatron-LM checkout has it beside "
             "pretrain_gpt.py. Give the path of a script in a checkout, or set PYTHONPATH to one."
         )
 

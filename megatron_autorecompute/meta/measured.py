@@ -99,8 +99,8 @@ def _facts(profile: Profile) -> dict[str, Any]:
     config = profile.model.facts.get("transformer_config")
     if config is None:
         raise OptionError(
-            "--measured: model.facts of the profile lack transformer_config, so that nobody can "
-            "tell whether its layers are the same. Profiles measured in a job have it."
+            "--measured: model.facts of the profile lack transformer_config, so its layers cannot "
+            "be compared with the job's. Profiles measured in a job have it."
         )
     job = profile.model.facts.get("job")
     narrow = job["precision"] != "bf16" if job else bool(config.get("fp8") or config.get("fp4"))

@@ -142,8 +142,8 @@ def _runs(
     facts = plan.profile.model.facts
     if facts.get("measured"):
         raise ProfileError(
-            "The profile was made with --measured: some of its records are a device's, and what "
-            "runs here are stand-ins, whose bytes may be others. Verify the plan of a profile made "
+            "The profile was made with --measured: some of its records come from a device, but "
+            "stand-ins run here, whose bytes may differ. Verify the plan of a profile made "
             "without --measured, or on the device with --recompute-policy @PLAN."
         )
     if "job" in facts:  # made without a device
@@ -168,7 +168,7 @@ def require_verified(checks: tuple[StageCheck, ...]) -> None:
         raise VerificationError(
             f"Stage {worst.stage} needs {needed_bytes / GIB:.2f} GiB "
             f"in Megatron's own schedule; its budget is {worst.budget_bytes / GIB:.2f} GiB. Plan "
-            "again with a smaller budget, or measure the profile anew."
+            "again with a smaller budget, or measure the profile again."
         )
     if apart:
         worst = max(apart, key=lambda c: abs(c.error))
@@ -176,7 +176,7 @@ def require_verified(checks: tuple[StageCheck, ...]) -> None:
             f"Stage {worst.stage}: {worst.predicted_bytes / GIB:.3f} GiB of activations were "
             f"predicted, Megatron's own schedule has {worst.megatron_bytes / GIB:.3f} GiB "
             f"({worst.error:+.1%}; at most {TOLERANCE:.1%} is allowed). The profile is not of this "
-            "model or these shapes, or a layer's record is off: measure it anew."
+            "model or these shapes, or a layer's record is wrong: measure it again."
         )
 
 
@@ -212,7 +212,7 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
     if facts["transformer_impl"] != "local":
         raise ProfileError(
             f"The profile was made with transformer_impl {facts['transformer_impl']!r}; without a "
-            "device only Megatron's local layers run, whose bytes are others. Verify on the "
+            "device only Megatron's local layers run, whose bytes differ. Verify on the "
             "device with --recompute-policy @PLAN, or profile with --transformer-impl local."
         )
     config = model_facts.rebuilt_config(facts["transformer_config"], _pipeline_fields(plan))

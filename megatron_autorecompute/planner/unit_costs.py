@@ -306,7 +306,7 @@ class CostTable:
             lacking = layers[len(costs.held_bytes)]
             raise ProfileError(
                 f"Layers {layers[0]}-{layers[-1]} in one checkpoint: layer {lacking} is an MTP "
-                "depth, lacks a record of none or full, or is of the decoder behind an encoder, so "
+                "depth, lacks a record of none or full, or is a decoder layer after an encoder, so "
                 "the group's cost is not known. Measure both choices, or end the group before it."
             )
         held, forward, backward, *times = (int(column[-1]) for column in _columns(costs))

@@ -201,7 +201,7 @@ def in_force(model: torch.nn.Module | Sequence[torch.nn.Module]) -> AppliedPolic
     ):
         raise ApplyError(
             "The blocks of this model are not under one policy: ask for that of a single block, as "
-            "in_force(model.decoder)."
+            "in in_force(model.decoder)."
         )
     return AppliedPolicy(sites)
 
@@ -241,7 +241,7 @@ class _Sites:
             if rules.own_recompute(config) is not None:
                 raise PolicyError(
                     "The model was built with Megatron's own recompute settings as well as a "
-                    "policy: leave them out; the same thing as a policy is "
+                    "policy: leave them out. As a policy they are "
                     f"{rules.own_recompute(config)!r}."
                 )
             rules.check_allowed(config, policy)
@@ -398,8 +398,8 @@ def _check_groups(site: model_layers.BlockSite, runs: Sequence[Run]) -> None:
         if run.policy.group > 1 and layer_kinds.attends_to_context(site.block.layers[run.start]):
             raise PolicyError(
                 f"{run.policy} from layer {site.layers[run.start]}, which attends to an encoder: "
-                "gradients of the encoder's output would add up in another order, so that results "
-                "differ in their last bits. Use full there, one checkpoint a layer."
+                "gradients of the encoder's output would be added in another order, so that "
+                "results differ in their last bits. Use full there, one checkpoint per layer."
             )
 
 
@@ -575,7 +575,7 @@ def agree_on(policy: RecomputePolicy, check: Any, groups: Sequence[Any] | None =
             held = "; ".join(f"rank {r}: {s}" for r, s in zip(ranks, said, strict=True))
             error = ApplyError(
                 "The ranks of this pipeline stage were given different policies, and their "
-                f"collectives would wait for each other for ever: {held}. Give all the same."
+                f"collectives would wait for each other forever: {held}. Give all the same."
             )
     if error is not None:
         raise error

@@ -67,8 +67,8 @@ class AutoOptions:
         if None not in (self.recompute_memory_budget_gib, self.recompute_memory_reserve_gib):
             raise OptionError(
                 "--recompute-memory-reserve-gib was given together with "
-                "--recompute-memory-budget-gib: the reserve is what a budget found by itself "
-                "leaves free. Leave one of them out."
+                "--recompute-memory-budget-gib: the reserve only applies if auto finds the "
+                "budget itself. Leave one of them out."
             )
         if not 0 < self.recompute_imbalance_percentile <= 100:
             raise OptionError(

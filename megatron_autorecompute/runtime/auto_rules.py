@@ -59,8 +59,8 @@ def refuse_unmeasurable(config: Any, spelled: Spelled = as_flag) -> None:
     if config.overlap_moe_expert_parallel_comm:
         raise OptionError(
             f"{auto} was given with {spelled('overlap_moe_expert_parallel_comm', True)}: there "
-            "Megatron runs parts of layers of two microbatches in turn, and auto, which measures "
-            "whole layers, would see none. Give a policy as text, such as "
+            "Megatron alternates between parts of layers of two microbatches, but auto measures "
+            "whole layers. Give a policy as text, such as "
             f"{spelled('recompute_policy', 'selective[layernorm]')}, or {plan} with a plan made "
             "without a device (megatron-autorecompute estimate, then plan)."
         )
