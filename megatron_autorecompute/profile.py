@@ -355,7 +355,7 @@ class Model:
     """Which model the shard belongs to."""
 
     name: str
-    """For people."""
+    """A label."""
     num_layers: Index
     """Layers of the whole model, MTP excluded."""
     mtp_num_layers: Index = 0

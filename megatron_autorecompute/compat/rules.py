@@ -108,7 +108,7 @@ def _check_own_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
         (
             choice.granularity == "full"
             and getattr(config, "fine_grained_activation_offloading", False),
-            "fine_grained_activation_offloading moves tensors a full recompute makes anew",
+            "fine_grained_activation_offloading moves tensors that full recompute makes again",
         ),
     ]
     for broken, reason in rules:
