@@ -32,8 +32,7 @@ class UnsupportedVersionError(AutorecomputeError):
 
 
 class ApplyError(AutorecomputeError):
-    """The model has a policy already, ranks have different ones, or auto cannot measure the
-    step."""
+    """A policy is already in force, ranks have different ones, or auto cannot measure a step."""
 
     exit_code = 6
 

@@ -12,8 +12,7 @@ _ABSENT = object()
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set `owner.name` to `value` in the block; afterwards restore it, or delete it if it was
-    inherited."""
+    """Set `owner.name` to `value` in the block; afterwards owner is as it was before."""
     # Not getattr(): a class may inherit the attribute, and a static method must stay a descriptor.
     held = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)

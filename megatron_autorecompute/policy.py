@@ -290,8 +290,7 @@ class MegatronStrategy:
     def policy(
         self, num_layers: int, layout: Sequence[Sequence[int]] | None = None
     ) -> RecomputePolicy:
-        """The same as a choice for every layer; like Megatron, it counts layers afresh in every
-        chunk.
+        """A choice for every layer; like Megatron, it counts layers afresh in every chunk.
 
         Args:
             num_layers: layers of the model, multi-token-prediction depths included.

@@ -156,7 +156,7 @@ class ChoiceRecord:
 
     @property
     def knows_routing(self) -> bool:
-        """Whether bytes were measured at percentiles; a stated imbalance factor does not apply
+        """Whether bytes were measured at percentiles; stated imbalance factors do not apply
         then."""
         return bool(self.percentiles) and self.source == MEASURED
 
@@ -239,8 +239,7 @@ class LayerKind:
         _check_order(self)
 
     def record(self, choice: LayerPolicy | str) -> ChoiceRecord | None:
-        """The record of a choice (or its text), or of the choice it equals; None if there is
-        none."""
+        """The record of a choice (or its text), or of the choice it equals; None without one."""
         name = self.inert.get(str(choice), str(choice))
         return next((record for record in self.choices if record.choice == name), None)
 
@@ -301,8 +300,7 @@ class StageRecord:
     available_bytes: Bytes | None = None
     """Device memory less what lies outside torch, on the rank with the least; None: no device."""
     fragmentation_bytes: Bytes = 0
-    """The most that the allocator reserved less the most it allocated, on the rank with the
-    most."""
+    """Most bytes reserved less most bytes allocated, on the rank where this is largest."""
     others_bytes: Bytes | None = None
     """Allocated when the job began, other than model and optimizer (for example a reference model),
     on the rank with the most; None: not read. Already part of residual_bytes."""

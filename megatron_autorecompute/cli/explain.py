@@ -28,8 +28,7 @@ class ExplainCommand(Command):
         add_json(parser)
 
     def run(self, args: Namespace) -> None:
-        """Print it; raises ProfileError if the file is no plan, PolicyError for an unknown
-        layer."""
+        """Print it; raises ProfileError for a file that is no plan, PolicyError for a bad layer."""
         plan = Plan.load(args.plan)
         if args.layer is None:
             _explain_stages(args, plan)

@@ -497,8 +497,7 @@ class _Contest:
         )
 
     def rounds(self) -> None:
-        """Time all rows of the table in turn, so that a slow moment of the machine hits all
-        alike."""
+        """Time all rows of the table in turn, so that a slow moment of the machine hits all."""
         for number in range(self.settings.rounds):
             rows = [row for row in self.comparison.rows() if not row.out_of_memory]
             start = number % len(rows)

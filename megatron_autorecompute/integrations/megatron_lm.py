@@ -351,8 +351,7 @@ def with_runner(checkpointed_forward: Function) -> Function:
 
 
 def _lazily(original: Function, module: str, around: str) -> Function:
-    """`<module>.<around>(original)`, made at the first call, because these modules import
-    Megatron."""
+    """`<module>.<around>(original)`, made at the first call: these modules import Megatron."""
     made: Function | None = None
 
     @_decorates(original)

@@ -50,8 +50,7 @@ class Device:
     source: str
 
     def rate(self, precision: str) -> float:
-        """Peak of matrix products in FLOP/s; raises OptionError if the device lacks the
-        precision."""
+        """Peak of matrix products, in FLOP/s; OptionError if the device lacks the precision."""
         if precision not in self.flops:
             raise OptionError(
                 f"{self.name} has no {precision} arithmetic; it has {', '.join(self.flops)}. "

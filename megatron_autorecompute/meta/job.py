@@ -48,8 +48,7 @@ class Job:
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
     """local: Megatron's own layers with unfused attention, run as they are."""
     precision: Literal["bf16", "fp8", "fp8_block", "mxfp8", "nvfp4"] = "bf16"
-    """Precision of matrix products inside layers. fp8: one scale per tensor (current or
-    delayed)."""
+    """Of matrix products inside layers. fp8: one scale per tensor (current or delayed)."""
     fp8_param_gather: bool = True
     """True: weights are kept in fp8 only. False: in bf16, with quantised copies."""
     disable_parameter_transpose_cache: bool = False

@@ -219,8 +219,7 @@ def _check_runs_without_device(config: Any) -> None:
 
 
 def meta_config(config: Any) -> Any:
-    """A copy without initialisation of weights, CUDA-only fusions and callbacks of a running
-    job."""
+    """A copy without weight initialisation, CUDA-only fusions and callbacks of a running job."""
     changed = copy.copy(config)
     changed.perform_initialization = False
     changed.use_cpu_initialization = False
@@ -530,8 +529,7 @@ def _recorded(models: list[torch.nn.Module], live: LiveBytes) -> Iterator[None]:
 def kept_between_steps(
     models: Sequence[torch.nn.Module], live: LiveBytes
 ) -> Iterator[list[torch.Tensor]]:
-    """Exclude from `live` what Megatron keeps between steps; yields these tensors, filled
-    meanwhile.
+    """Exclude from `live` what Megatron keeps between steps; yields a list that fills with it.
 
     Unfused attention's score buffer and the gather buffer of sequence parallelism
     (GlobalMemoryBuffer), and rotary frequencies, cached per chunk for every sequence length.

@@ -64,8 +64,7 @@ def expert_data_parallel(job: Job) -> int:
 
 
 def optimizer_step_bytes(job: Job, parameters: Parameters) -> int:
-    """Bytes of the fp32 copies that the optimizer step makes of one rank's shard, above static
-    bytes.
+    """Bytes of fp32 copies that the optimizer step makes of one rank's shard, above static bytes.
 
     bf16 main gradients are copied all at once (DistributedOptimizer
     `_copy_model_grads_to_main_grads`). The precision-aware optimizer reads gradients as they are,

@@ -121,8 +121,7 @@ def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[int, 
 
 @dataclass
 class _Interleaved:
-    """Replays the variables that hold tensors in
-    `forward_backward_pipelining_with_interleaving`."""
+    """The variables that hold tensors in `forward_backward_pipelining_with_interleaving`."""
 
     schedule: Schedule
     stage: int

@@ -105,8 +105,7 @@ class Plan:
     profile: Profile
     """The profile it was made from, fingerprint and assumptions included."""
     imbalance_percentile: Annotated[float | None, _OR_MOE_PERCENTILE] = None
-    """Percentile of imbalance that layers with experts are planned for; None: records as they
-    are."""
+    """Imbalance percentile that layers with experts are planned for; None: records as they are."""
     allowed: tuple[str, ...] | None = None
     """Choices that the plan was allowed to use; None is every recorded choice."""
     best_manual: ManualResult | None = None

@@ -147,8 +147,7 @@ class Schedule:
         return replace(self, num_microbatches=min(m // size, whole) * size + m % size)
 
     def microbatch(self, stage: int, event: int) -> int:
-        """The microbatch, in this schedule, of the first event like one of the shortened
-        schedule."""
+        """The microbatch here of the first event that is like one of the shortened schedule."""
         short = self.shortened()
         size = self.group_size if self.num_chunks > 1 else 1
         # A few periods after the warm-up pass until all bound tensors are of the steady state.

@@ -279,8 +279,7 @@ class CostTable:
         return found
 
     def _put_measured(self, costs: Ints, layers: Sequence[int]) -> None:
-        """Overwrite column g - 1 if the whole group is of one kind that has a record of
-        `full/g`."""
+        """Overwrite column g - 1 if the whole group is of one kind with a record of `full/g`."""
         kind = self._kinds[layers[0]]
         for choice in self._planned[kind.name]:
             group = choice.group

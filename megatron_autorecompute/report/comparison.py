@@ -93,8 +93,7 @@ def fits(comparison: Comparison, strategy: StrategyResult) -> str:
 
 
 def picture(comparison: Comparison, path: Path) -> None:
-    """Draw step time against the fullest stage's peak: one point per strategy, the budget as a
-    line.
+    """Draw step time against the fullest stage's peak, a point per strategy, the budget a line.
 
     Raises: MachineError if the file cannot be written.
     """

@@ -162,8 +162,7 @@ def best_points(
     known: Iterable[CurvePoint],
     progress: Callable[[float], None],
 ) -> tuple[CurvePoint, ...]:
-    """The best policies for some budgets, largest first; the bytes of each strategy are budgets,
-    too.
+    """The best policies for some budgets, largest first; each strategy's bytes are a budget.
 
     `Planner.pareto` solves evenly spaced budgets quickly; their splits over chunks are then
     rearranged here, as in every plan.

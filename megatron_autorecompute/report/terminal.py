@@ -60,8 +60,7 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
-    """A measuring step, one row per rank: the sum of its layers beside Megatron's and torch's
-    figures.
+    """A measuring step, one row per rank: the sum of its layers beside Megatron's figures.
 
     With more than MOST_RANKS ranks, only the rank of each stage that computed longest. Empty if no
     such step was recorded.

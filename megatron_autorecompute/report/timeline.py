@@ -164,8 +164,7 @@ def timeline(plan: Plan) -> Timeline:
 def _ends_ms(
     schedule: Schedule, forward_ms: list[list[float]], backward_ms: list[list[float]]
 ) -> list[Times]:
-    """End of each event of each stage, if it starts when its stage is free and its input is
-    there."""
+    """End of each event of each stage; it starts when its stage is free and its input is there."""
     last = schedule.num_stages * schedule.num_chunks - 1
     events = [schedule.events(stage) for stage in range(schedule.num_stages)]
     ends: list[list[float]] = [[] for _ in events]

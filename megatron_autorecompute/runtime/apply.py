@@ -36,8 +36,7 @@ HOLDER_KEY = "_autorecompute_holder"
 
 
 def live_view(original: Any, shown: dict[str, Any]) -> Any:
-    """An object that shares all state with `original`, now and later, except the attributes
-    `shown`.
+    """An object that shares all state with `original`, now and later, except `shown` attributes.
 
     A deep copy or a pickle of it is again a view, of the copied `original`. copy.copy and
     dataclasses.replace give a plain object of the original's class.
@@ -330,8 +329,7 @@ class _Held:
         self.hooks.append(self.compared)
 
     def require_gradient(self) -> None:
-        """Make the inputs of layers with selective modules require grad; see
-        `_require_gradient`."""
+        """Make inputs of layers with selective modules require grad; see `_require_gradient`."""
         for layer, choice in self.choices():
             if choice.modules:
                 hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)

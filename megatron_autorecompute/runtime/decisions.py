@@ -194,8 +194,7 @@ class Decisions:
         return replace(profile, stages=tuple(stages)), most
 
     def corrected(self, plan: Plan) -> Profile:
-        """The plan's profile, with bytes that it missed of each stage's peak added to that
-        stage."""
+        """The plan's profile; bytes that it missed of a stage's peak are added to that stage."""
         predicted = [cost.peak.bytes for cost in plan.cost.stages]
         return with_missed_bytes(plan.profile, predicted, self.peaks())
 

@@ -1,5 +1,4 @@
-"""Everything that a job's measurements depend on, as text: the same on all ranks and at every
-start.
+"""Everything that a job's measurements depend on, as text: the same on every rank and start.
 
 It contains all settings that can change the bytes or times of a layer, whatever their type. It does
 not contain settings that need only a new solve (budget, reserve, microbatches, percentile), objects
@@ -172,8 +171,7 @@ def _held(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Arguments that a model was built with besides its config: vocabulary, position
-    embedding..."""
+    """Arguments of the model's constructor besides its config: vocabulary, ..."""
     for name, value in vars(model).items():
         plain = isinstance(value, (bool, int, float, str, Enum))
         if plain and not name.startswith("_") and name != "training":

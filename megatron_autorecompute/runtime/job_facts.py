@@ -35,8 +35,7 @@ class JobFacts:
     """TensorBoard and W&B writers that are on."""
 
     iteration: Callable[[], int] | None = None
-    """The step's number in the whole training, for the writers; None counts from this job's
-    start."""
+    """The step's number in the whole training, for the writers; None: counted in this job."""
 
     without_cuda: bool = False
     """Whether there is no CUDA; bytes then come from `LiveBytes`."""

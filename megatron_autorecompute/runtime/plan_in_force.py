@@ -45,8 +45,7 @@ class PlanInForce:
         """Guards every step, also those before the first plan."""
 
     def run(self, plan: Plan, what: str) -> None:
-        """Run a plan from the next step on; every rank calls it. `what` describes it for the
-        log."""
+        """Run a plan from the next step on, on every rank; `what` describes it in the log."""
         self._applied.switch(plan.policy)
         self._memory.plan_begins()
         fullest = max(range(plan.layout.num_stages), key=lambda s: plan.cost.stages[s].peak.bytes)

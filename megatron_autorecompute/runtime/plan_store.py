@@ -61,8 +61,7 @@ class PlanStore:
         return found
 
     def _read(self, path: str) -> Plan | tuple[str, ...]:
-        """The plan, or the differences between its job and this one, even if the rest is
-        unreadable."""
+        """The plan, or how its job differs from this one, even if the rest is unreadable."""
         text = json_records.read(path, "Plan")
         changed = changes(_fingerprint_in(text) or self._fingerprint, self._fingerprint)
         return changed or Plan.from_json(text, path)

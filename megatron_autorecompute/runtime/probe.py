@@ -26,8 +26,7 @@ decoder is a separate place (final_norm), and the head comes after the last dept
 
 
 class Memory(Protocol):
-    """Bytes alive now, and the most since `reset_peak`; `LiveBytes` and `CudaBytes` implement
-    it."""
+    """Bytes alive now, and the most since `reset_peak`: `LiveBytes` or `CudaBytes`."""
 
     @property
     def current_bytes(self) -> int:
@@ -281,8 +280,7 @@ class Probe:
         return backward
 
     def _end_backward(self, forward: Pass, backward: Pass) -> None:
-        """End a backward; after frozen parameters it ends inside the first layer with trained
-        ones."""
+        """End a backward; after frozen parameters it ends in the first layer with trained ones."""
         for place, size_bytes in reversed(forward.without_gradient.items()):
             self._mark(backward, place, size_bytes)
         self._mark(backward, "embedding")

@@ -102,8 +102,7 @@ def covered(planner: Planner, steps: Sequence[WholeStep]) -> list[WholeStep]:
 
 
 def median_step(ranks: Sequence[Sequence[WholeStep]]) -> MeasuredStep | None:
-    """The step with the median time (forward plus backward, slowest rank), with all ranks'
-    figures."""
+    """The step of median time (forward plus backward, slowest rank), with all ranks' figures."""
     steps = list(zip(*ranks, strict=True))
     if not steps:
         return None

@@ -161,8 +161,7 @@ class Filters:
         return rows[kept]
 
     def _fits(self, rows: Ints, position: int) -> Bools:
-        """Whether labels fit at every moment if earlier layers and other chunks hold their
-        least."""
+        """Whether labels fit at every moment; earlier layers and other chunks hold their least."""
         before = self.least_held[position]
         fits = np.ones(len(rows), np.bool_)
         for (count, column), room in self.rooms.items():
@@ -171,8 +170,7 @@ class Filters:
         return fits
 
     def _dims(self, rows: Ints) -> Ints:
-        """The columns in which labels are compared: time, H (if it waits), count * H + M (if it
-        runs).
+        """Columns in which labels are compared: time, H if it waits, count * H + M if it runs.
 
         M itself is not compared: a label that holds less may run higher by what its other
         microbatches in flight save. Of several counts the least is the strictest.

@@ -87,8 +87,7 @@ class Combined:
     def thinned(
         self, moments: NDArray[np.intp], bound: Ints, price: Floats, width: int
     ) -> tuple[Combined, float]:
-        """At most `width` labels, none dominated at `moments`; and the least bound of those cut
-        off."""
+        """At most `width` labels, none dominated at `moments`; and the least bound cut off."""
         dims = np.column_stack([self.time, self.load[:, moments]])
         kept = front(dims, self.runs, np.zeros(len(self.time), np.int64))
         if len(kept) <= width:
@@ -100,8 +99,7 @@ class Combined:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is still worth finding: faster than `time_ps`, or as fast with `spare_bytes` to
-    spare."""
+    """What is worth finding: faster than `time_ps`, or as fast with `spare_bytes` to spare."""
 
     time_ps: int | None = None
     spare_bytes: int = 0
@@ -210,8 +208,7 @@ class Combiner:
     def best(
         self, limit: Ints, price: Floats, goal: Goal, width: int
     ) -> tuple[StageChoice | None, float]:
-        """The best labels that fit and reach the goal; the second value is as in
-        `_Rounds.round`."""
+        """The best labels that fit and reach the goal; the second value as in `_Rounds.round`."""
         tightest = self._tightest(limit)
         rest_price = [
             float((time + load @ price).min())

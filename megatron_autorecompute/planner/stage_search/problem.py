@@ -243,8 +243,7 @@ def stage_problem(
 def _implied(
     moment: Load, moments: Sequence[Load], chunks: Sequence[ChunkProblem], base: StageBase
 ) -> bool:
-    """Whether a forward never needs more than some backward of the same chunk, and can be
-    dropped."""
+    """Whether a forward never needs more than some backward of the same chunk."""
     if moment.direction == "backward":
         return False
     constant = base.constant_bytes("forward", moment.extra)
