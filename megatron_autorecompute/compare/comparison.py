@@ -1,6 +1,6 @@
 """The record of a comparison: what every strategy took on one machine under one budget.
 
-Records only; `compare` makes them, `report` shows them. Field by field in docs/comparison.md.
+Records only: `run` makes them, `rendering` shows them. Field by field in docs/comparison.md.
 """
 
 from __future__ import annotations

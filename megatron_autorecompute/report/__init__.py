@@ -1,4 +1,4 @@
 """What a person looks at: computing (`timeline`, `data`) and rendering (all else) are apart.
 
-A renderer takes what was computed or a record (a plan, a comparison) and knows nothing else.
+A renderer takes what was computed or a plan and knows nothing else.
 """
