@@ -351,13 +351,17 @@ class _Contest:
 
     def _measured(self, name: str, family: Family, policy: str) -> StrategyResult:
         """The strategy with its peak on every stage."""
-        from megatron_autorecompute.runtime.ranks import most
+        from megatron_autorecompute.runtime.ranks import all_reduce_max
 
         self._step(f"{name}: memory")
         with self.job.strategy(policy):
             peaks, out_of_memory = self.job.peak_bytes()
         return StrategyResult(
-            name, family, policy, _by_stage(peaks), out_of_memory=bool(most(out_of_memory))
+            name,
+            family,
+            policy,
+            _by_stage(peaks),
+            out_of_memory=bool(all_reduce_max(out_of_memory)),
         )
 
     def set_budget(self) -> None:
@@ -419,7 +423,7 @@ class _Contest:
     def _timed(self, result: StrategyResult, steps: int) -> StrategyResult:
         import torch
 
-        from megatron_autorecompute.runtime.ranks import gathered
+        from megatron_autorecompute.runtime.ranks import all_gather
 
         times = []
         with self.job.strategy(result.policy):
@@ -429,7 +433,7 @@ class _Contest:
                 begin = time.perf_counter()
                 self.job.step()
                 times.append((time.perf_counter() - begin) * 1e3)
-        slowest = [max(rank) for rank in zip(*gathered(times), strict=True)]
+        slowest = [max(rank) for rank in zip(*all_gather(times), strict=True)]
         return replace(result, step_ms=(*result.step_ms, *slowest))
 
     def ours(self) -> None:
@@ -480,12 +484,12 @@ class _Contest:
 
     def _planned(self, profile: Any) -> tuple[StrategyResult, tuple[int, ...]]:
         """The best plan under this profile, and the peaks it has when run."""
-        from megatron_autorecompute.runtime.ranks import on_first_rank
+        from megatron_autorecompute.runtime.ranks import on_rank_0
 
         shape = self.settings.shape
         layout = Layout.from_flags(shape.num_layers, shape.pipeline_stages)
         schedule = Schedule(shape.pipeline_stages, 1, shape.num_microbatches)
-        plan = on_first_rank(
+        plan = on_rank_0(
             lambda: make_plan(Planner(profile, layout, schedule), self.comparison.budget_bytes or 0)
         )
         self.tell(plan)
@@ -509,9 +513,9 @@ class _Contest:
 
 def _by_stage(mine: int) -> tuple[int, ...]:
     """A figure of every pipeline stage; one rank is one stage here."""
-    from megatron_autorecompute.runtime.ranks import gathered
+    from megatron_autorecompute.runtime.ranks import all_gather
 
-    return tuple(gathered(mine))
+    return tuple(all_gather(mine))
 
 
 def _machine() -> dict[str, str]:

@@ -45,8 +45,8 @@ from megatron_autorecompute.profile import StaticBytes
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.probe import CudaBytes, Memory
-from megatron_autorecompute.runtime.ranks import gathered
-from megatron_autorecompute.runtime.static_memory import static_bytes, tensors
+from megatron_autorecompute.runtime.ranks import all_gather
+from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
 
 VOCABULARY = 256
 """The text is read as bytes."""
@@ -159,7 +159,7 @@ class TrainingJob:
             for layer, _ in model_layers.numbered_layers(self.chunks)
             for name in rules.runnable_modules(layer)
         }
-        return sorted(set().union(*gathered(mine)))
+        return sorted(set().union(*all_gather(mine)))
 
     def counted_settings(self) -> list[str]:
         """Every block/N and uniform/N that differs on the fullest stage and that Megatron can run.

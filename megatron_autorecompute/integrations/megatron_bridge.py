@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
 from megatron_autorecompute.planner import launch_lines, megatron_strategies
-from megatron_autorecompute.planner.megatron_strategies import FIELD, NATIVE
+from megatron_autorecompute.planner.megatron_strategies import FIELD, NO_RECOMPUTE_FIELDS
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
@@ -88,7 +88,7 @@ def set_policy(model: Any, policy: str | list[str] | dict[str, Any] | None) -> N
             f"{type(config).__name__} has no field recompute_policy: call "
             "megatron_bridge.install() above the first import of megatron.bridge."
         )
-    for name, value in {**NATIVE, FIELD: policy}.items():
+    for name, value in {**NO_RECOMPUTE_FIELDS, FIELD: policy}.items():
         setattr(config, name, value)
 
 
@@ -100,7 +100,7 @@ def _core_config(model: Any) -> Any:
 # --- a policy in Megatron's own fields ------------------------------------------------------------
 
 
-def native_fields(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
+def megatron_fields(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
     """The same in Megatron's own fields, or None where they cannot say it or run it.
 
     Args:
@@ -108,7 +108,7 @@ def native_fields(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
         model: `cfg.model`; its pipeline layout says what `uniform` and `block` count in.
     """
     config = _core_config(model)
-    return megatron_strategies.native_fields(
+    return megatron_strategies.megatron_fields(
         policy, _chunks(config), linear_bias=config.add_bias_linear
     )
 
@@ -169,7 +169,7 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
 
 
 def _lasting_fields(policy: RecomputePolicy, cfg: Any) -> dict[str, Any] | None:
-    return None if cfg.peft is not None else native_fields(policy, cfg.model)
+    return None if cfg.peft is not None else megatron_fields(policy, cfg.model)
 
 
 def _ask_bridge(cfg: Any, choice: LayerPolicy) -> None:

@@ -24,7 +24,7 @@ from megatron_autorecompute.planner.peak_memory import Peak
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.units import GIB
+from megatron_autorecompute.units import GIB, gib
 
 TOLERANCE = 0.005
 """How far a predicted activation peak may lie from the meta step's, as a share of it."""
@@ -166,8 +166,8 @@ def require_verified(checks: tuple[StageCheck, ...]) -> None:
         worst = max(over, key=lambda c: c.static_bytes + c.megatron_bytes - c.budget_bytes)
         needed_bytes = worst.static_bytes + worst.megatron_bytes
         raise VerificationError(
-            f"Stage {worst.stage} needs {needed_bytes / GIB:.2f} GiB "
-            f"in Megatron's own schedule; its budget is {worst.budget_bytes / GIB:.2f} GiB. Plan "
+            f"Stage {worst.stage} needs {gib(needed_bytes)} GiB "
+            f"in Megatron's own schedule; its budget is {gib(worst.budget_bytes)} GiB. Plan "
             "again with a smaller budget, or measure the profile anew."
         )
     if apart:
@@ -193,7 +193,7 @@ def table(checks: Iterable[StageCheck]) -> Table:
             f"{check.predicted_bytes / GIB:.3f}",
             f"{check.megatron_bytes / GIB:.3f}",
             f"{check.error:+.2%}",
-            *(f"{size / GIB:.2f}" for size in sizes),
+            *map(gib, sizes),
             remark,
         )
     return shown

@@ -14,7 +14,7 @@ from megatron_autorecompute.policy import FULL, LayerPolicy, MegatronStrategy, R
 from megatron_autorecompute.profile import Profile
 
 FIELD = "recompute_policy"
-NATIVE: dict[str, Any] = {
+NO_RECOMPUTE_FIELDS: dict[str, Any] = {
     "recompute_granularity": None,
     "recompute_method": None,
     "recompute_num_layers": None,
@@ -24,7 +24,7 @@ NATIVE: dict[str, Any] = {
 RUNS_FOREVER = "Megatron's own recompute of mlp never ends where linear layers have biases"
 
 
-def native_fields(
+def megatron_fields(
     policy: RecomputePolicy, chunks: Sequence[Sequence[int]], *, linear_bias: bool
 ) -> dict[str, Any] | None:
     """The same in Megatron's own fields, or None where they cannot say it or run it.
@@ -38,7 +38,7 @@ def native_fields(
     if first.granularity == "selective":
         return _selective(policy, linear_bias)
     if policy.format() == f"none*{len(policy.layers)}":
-        return dict(NATIVE)
+        return dict(NO_RECOMPUTE_FIELDS)
     leading = max((_leading_full(policy, chunk) for chunk in chunks), default=0)
     methods: tuple[tuple[Literal["block", "uniform"], int], ...]
     methods = ("uniform", first.group), ("block", leading)
@@ -58,7 +58,11 @@ def _selective(policy: RecomputePolicy, linear_bias: bool) -> dict[str, Any] | N
     if len(set(policy.layers)) > 1 or runs_forever(first, linear_bias):
         return None
     modules = list(first.modules)
-    return {**NATIVE, "recompute_granularity": "selective", "recompute_modules": modules}
+    return {
+        **NO_RECOMPUTE_FIELDS,
+        "recompute_granularity": "selective",
+        "recompute_modules": modules,
+    }
 
 
 def runs_forever(choice: LayerPolicy, linear_bias: bool) -> bool:

@@ -35,7 +35,7 @@ from megatron_autorecompute.planner.peak_memory import (
     check_figures,
     check_layout,
     stage_base,
-    stage_loads,
+    stage_moments,
 )
 from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
 from megatron_autorecompute.planner.schedule import Schedule
@@ -50,7 +50,7 @@ from megatron_autorecompute.planner.stage_search.search import Effort, StageSear
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
 from megatron_autorecompute.policy import FULL, LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.units import GIB
+from megatron_autorecompute.units import gib
 
 MOST_MODULES = 9
 """Megatron has no more. Of a profile with more, only the recorded sets are looked at."""
@@ -180,7 +180,7 @@ class Planner:
     def _search(self, stage: int) -> StageSearch:
         base = stage_base(self.profile, self.layout, stage, "high")
         chunks = [self._chunk(stage, c, base) for c in range(self.layout.num_chunks)]
-        problem = stage_problem(chunks, stage_loads(self.profile, self.schedule, stage), base)
+        problem = stage_problem(chunks, stage_moments(self.profile, self.schedule, stage), base)
         return StageSearch(problem, self._effort)
 
     def _chunk(self, stage: int, index: int, base: StageBase) -> ChunkProblem:
@@ -336,9 +336,9 @@ class Planner:
         tightest = max(range(len(needs)), key=lambda stage: needs[stage] - budgets[stage])
         lean = RecomputePolicy(self.leanest[tightest].policies[0])
         return InfeasibleError(
-            f"Stage {tightest} needs {needs[tightest] / GIB:.2f} GiB even with its leanest "
+            f"Stage {tightest} needs {gib(needs[tightest])} GiB even with its leanest "
             f"choices ({lean.format() or 'no layers'}{', …' * (self.layout.num_chunks > 1)}); the "
-            f"budget is {budgets[tightest] / GIB:.2f} GiB. Raise the budget, or change the model's "
+            f"budget is {gib(budgets[tightest])} GiB. Raise the budget, or change the model's "
             "split."
         )
 

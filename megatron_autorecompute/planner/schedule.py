@@ -6,7 +6,6 @@ neither bytes, times nor policies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -30,18 +29,6 @@ class Event:
     direction: Direction
     chunk: int
     microbatch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What is in flight on a stage while one event runs."""
-
-    direction: Direction
-    chunk: int
-    in_flight: tuple[int, ...]
-    """Per chunk, microbatches whose forward is done and whose backward has not begun."""
-    event: int
-    """Position in `Schedule.events(stage)` of the first event of which this is so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +200,3 @@ class Schedule:
             np.concatenate([np.repeat(np.arange(v), len(group)) for group in groups]),
             np.concatenate([np.full(v * len(group), len(group)) for group in groups]),
         )
-
-
-def maximal(moments: Sequence[Moment]) -> list[Moment]:
-    """Return the moments whose in-flight counts no other moment's reach in every chunk."""
-    # By descending total: what comes first exceeds, and is not exceeded by, what comes after it.
-    rest = sorted(moments, key=lambda moment: -sum(moment.in_flight))
-    counts = np.array([moment.in_flight for moment in rest])
-    kept = []
-    left = np.arange(len(rest))
-    while len(left):
-        kept.append(rest[left[0]])
-        left = left[~np.all(counts[left] <= counts[left[0]], axis=1)]
-    return kept

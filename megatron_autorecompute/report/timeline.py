@@ -17,7 +17,7 @@ from megatron_autorecompute.planner.peak_memory import (
     Breakdown,
     ChunkColumns,
     StageBase,
-    every_load,
+    every_moment,
     stage_base,
 )
 from megatron_autorecompute.planner.plan import Plan
@@ -193,14 +193,14 @@ def _stage(plan: Plan, stage: int, end_ms: Times) -> StageTimeline:
     policy, chunks = plan.policy, plan.layout.stages[stage]
     base = stage_base(plan.profile, plan.layout, stage)
     columns = [ChunkColumns(chunk, table.chunk_units(chunk, policy)) for chunk in chunks]
-    loads = every_load(plan.profile, plan.schedule, stage)
-    backward = np.array([load.direction == "backward" for load in loads])
-    chunk = np.array([load.chunk for load in loads], np.intp)
-    in_flight = np.array([load.in_flight for load in loads], np.int64)
+    moments = every_moment(plan.profile, plan.schedule, stage)
+    backward = np.array([moment.direction == "backward" for moment in moments])
+    chunk = np.array([moment.chunk for moment in moments], np.intp)
+    in_flight = np.array([moment.in_flight for moment in moments], np.int64)
     outside = np.array([c.outside_bytes.sum() for c in columns], np.int64)
     held = np.array([c.held_bytes.sum() for c in columns], np.int64)
     constant = np.array(
-        [base.constant_bytes(load.direction, load.extra) for load in loads], np.int64
+        [base.constant_bytes(moment.direction, moment.extra) for moment in moments], np.int64
     )
     reach = [
         [c.reach_bytes(direction, base.boundary_bytes) for c in columns]

@@ -24,7 +24,7 @@ import torch
 from megatron_autorecompute import __version__
 from megatron_autorecompute.compat import layer_kinds, model_layers, untyped
 from megatron_autorecompute.planner.layout import Chunk, Layout
-from megatron_autorecompute.runtime.ranks import gathered
+from megatron_autorecompute.runtime.ranks import all_gather
 
 NOT_OF_A_STEP = ("_", "recompute_", "inference_", "config_logger_dir")
 """How fields begin that are private, the plan's own, of inference, or where a log goes."""
@@ -41,8 +41,18 @@ NUMBERS_ONLY = (
     "min_loss_scale",
     "loss_scale_window",
     "hysteresis",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
 )
 """Fields of an optimizer that say how far a step goes: what a restart often changes."""
+SAME_STEP = (
+    "init_method_std",
+    "embedding_init_method_std",
+    "layernorm_epsilon",
+    "perform_initialization",
+)
+"""Fields of a model that are numbers in the same kernels, or of the first parameters only."""
 VARIABLES = (
     *("NVTE_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"),
     *("CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE"),
@@ -74,7 +84,7 @@ def fingerprint(
     """
     first = model_layers.unwrapped(chunks[0])
     mine = {
-        **_fields(first.config),
+        **_fields(first.config, left_out=SAME_STEP),
         **_fields(getattr(chunks[0], "ddp_config", None), "ddp."),
         **_fields(getattr(optimizer, "config", None), "optimizer.", NUMBERS_ONLY),
         **dict(_attributes(first)),
@@ -83,7 +93,7 @@ def fingerprint(
         "optimizer": " ".join(_optimizers(optimizer)),
         "modules": hashlib.sha256("".join(_modules(chunks)).encode()).hexdigest()[:16],
         "layers": _layers(layout),
-        "world_size": str(len(gathered(None))),
+        "world_size": str(len(all_gather(None))),
         "torch": str(torch.__version__),
         "megatron-core": megatron.core.__version__,
         "megatron-autorecompute": __version__,
@@ -92,7 +102,7 @@ def fingerprint(
         **{name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
         **given,
     }
-    return _merged(gathered(mine))
+    return _merged(all_gather(mine))
 
 
 def _merged(by_rank: Iterable[Mapping[str, str]]) -> dict[str, str]:
@@ -198,7 +208,7 @@ def _modules(chunks: Sequence[torch.nn.Module]) -> list[str]:
         + " ".join(name for name, one in chunk.named_parameters() if not one.requires_grad)
         for chunk in chunks
     }
-    return sorted(set().union(*gathered(mine)))
+    return sorted(set().union(*all_gather(mine)))
 
 
 def _layers(layout: Layout) -> str:

@@ -15,7 +15,7 @@ from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import was_lost
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.oom_guard import FAILED, StepGuard
-from megatron_autorecompute.runtime.static_memory import static_bytes
+from megatron_autorecompute.runtime.static_bytes import static_bytes
 from megatron_autorecompute.runtime.whole_steps import (
     BACKWARD,
     FORWARD,
@@ -57,7 +57,6 @@ class Measuring:
         self.memory, self.job = decisions.memory, decisions.job
         self.optimizer, self.applied, self.guard = optimizer, applied, guard
         self.measurement = Measurement(self.shard, applied)
-        self.steps = 0
         self._left = 0
         """Steps that are still to come at most, as said to the user; 0 while that is not known."""
         self._whole_steps: list[WholeStep] = []
@@ -77,12 +76,17 @@ class Measuring:
             LostStepsError: one step after the other ran out of memory.
         """
         self.job.say("recompute auto: measuring in the first steps, from the leanest policy on")
+        if ended_before:
+            self.job.say(
+                f"recompute auto: {ended_before} job(s) before this one ran out of memory while "
+                "measuring; fewer layers at once leave the leanest policy this time."
+            )
         self.memory.begin_measuring()
         settled = 0
         while settled < SETTLING_STEPS:
             yield self._settling()
             settled += not self._was_lost()
-            self.decisions.check_leanest_fits(self.steps)
+            self.decisions.check_leanest_fits(self.guard.steps)
         lean = self.decisions.peaks()
         yield from self._all_choices(lean, ended_before)
         profile = self.measurement.profile(
@@ -113,7 +117,7 @@ class Measuring:
         if missing := self.measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in missing)
             self.job.say(
-                f"recompute auto: {asked} steps were not enough to measure {names}: left out. "
+                f"recompute auto: {names}: not measured in {asked} step(s), and left out. "
                 "More: --recompute-measure-steps."
             )
 
@@ -129,9 +133,8 @@ class Measuring:
             reads_bytes: whether bytes are read in them, or times only.
             repeats: of every choice.
         """
-        last = self.steps + most_steps
-        while self.steps < last:
-            left = last - self.steps
+        last = self.guard.steps + most_steps
+        while (left := last - self.guard.steps) > 0:
             for _ in self.measurement.policies(repeats, room=room, most_steps=left):
                 if self._left:
                     self._left -= 1
@@ -160,7 +163,6 @@ class Measuring:
     # --- one step ---------------------------------------------------------------------------------
 
     def _was_lost(self) -> bool:
-        self.steps += 1
         return was_lost(self.guard, self.applied.policy, self.job.say)
 
     def _counts(self) -> bool:
@@ -196,7 +198,7 @@ class Measuring:
         if not self._counts():
             return
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        before = self.steps if self.job.iteration is None else self.job.iteration()
+        number = self.guard.steps if self.job.iteration is None else self.job.iteration() + 1
         allocated, reserved = self.memory.torch_peaks
         seen = RankStep(
             rank,
@@ -208,13 +210,13 @@ class Measuring:
             reserved,
         )
         microbatches = self.job.num_microbatches()
-        self._whole_steps.append(WholeStep(before + 1, self.applied.policy, microbatches, seen))
+        self._whole_steps.append(WholeStep(number, self.applied.policy, microbatches, seen))
 
     def _with_whole_steps(self, profile: Profile) -> Profile:
         """The profile with what layers leave of the times that Megatron's timers saw, and a step
         of the median time as every rank saw it."""
         planner = self.decisions.planner(profile)
-        ranks = self.shard.gathered(covered(planner, self._whole_steps))
+        ranks = self.shard.all_gather(covered(planner, self._whole_steps))
         stages = zip(profile.stages, residuals_ms(planner, ranks), strict=True)
         return replace(
             profile,

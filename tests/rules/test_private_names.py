@@ -19,7 +19,7 @@ OTHERS = {
     "_get_share_storage",
     "_modules",
 }
-"""Names of Python, torch and Megatron that tests take; whose an attribute is, a source cannot say."""
+"""Names of Python, torch and Megatron that tests take: no source says whose an attribute is."""
 BY_NAME = {"attrgetter", "delattr", "get", "getattr", "hasattr", "methodcaller", "object", "patch"}
 BY_NAME |= {"multiple", "pop", "setattr", "setitem"}
 """Last words of functions that are given an attribute's name as text."""
