@@ -150,10 +150,6 @@ class Plan:
         """Whether the evidence says how near the optimum is: the solver did, of this very plan."""
         return all(evidence.gap is not None for evidence in self.evidence)
 
-    def changed(self, fingerprint: Mapping[str, str]) -> tuple[str, ...]:
-        """Parts of a fingerprint that differ from the plan's, one `name: was, is` each."""
-        return changes(self.fingerprint, fingerprint)
-
     def planner(self) -> Planner:
         """A planner for the plan's own profile, layout and schedule."""
         return Planner(

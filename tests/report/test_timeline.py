@@ -26,7 +26,7 @@ def bytes_at(stage, event, unit):
         static_bytes=stage.static_bytes,
         in_flight_bytes=stage.in_flight_bytes[event],
         running_bytes=sum(u.held_bytes for u in begun if u.is_layer),
-        transient_bytes=transients[stage.backward[event]],
+        transient_bytes=transients[int(stage.backward[event])],
         embedding_head_bytes=stage.outside_bytes[event]
         + sum(u.held_bytes for u in begun if not u.is_layer),
         overhead_bytes=stage.overhead_bytes[event],
