@@ -96,9 +96,7 @@ def test_a_policy_on_the_command_line_replaces_the_recipes_own_recompute(cfg, ov
     assert megatron_bridge.resolve(changed) == RecomputePolicy.parse("none", num_layers=4)
 
 
-def test_a_policy_beside_the_recipes_own_recompute_is_refused_with_the_translation(
-    cfg, overridden
-):
+def test_a_policy_beside_the_recipes_own_recompute_is_refused_with_the_translation(cfg, overridden):
     cfg.model.recompute_granularity = "full"
     cfg.model.recompute_method = "block"
     cfg.model.recompute_num_layers = 2
