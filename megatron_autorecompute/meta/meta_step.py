@@ -67,6 +67,12 @@ class Where(NamedTuple):
     layer: int | None = None
     """Global 0-based layer; None outside the layers (embedding, head, before and after)."""
 
+    def __str__(self) -> str:
+        if self.phase == "between":
+            return "between forwards and backwards"
+        of = "outside layers" if self.layer is None else f"of layer {self.layer}"
+        return f"{self.phase} {of}"
+
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
