@@ -9,14 +9,20 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_autorecompute.meta.meta_step import StageStep, StepShape, StepSpan, stage_step
+from megatron_autorecompute.meta.meta_step import (
+    StageStep,
+    StepShape,
+    StepSpan,
+    Where,
+    stage_step,
+)
 
 
 def events(step: StageStep) -> list[StepSpan]:
     """The forwards and backwards in order: one span each, its layers taken together."""
     merged: list[StepSpan] = []
     for span in step.spans:
-        where = span.where._replace(layer=None)
+        where = Where(*span.where[:3])
         if merged and merged[-1].where == where and where.phase != "between":
             before = merged.pop()
             peak_bytes = max(before.peak_bytes, span.peak_bytes)
