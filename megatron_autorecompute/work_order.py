@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 
 from megatron_autorecompute.policy import LayerPolicy
 
@@ -100,6 +99,8 @@ def isotonic(values: Floats, weights: Floats, order: Pairs) -> Floats:
 
 def _upper_part(excess: Floats, block: NDArray[np.int64], order: Pairs) -> NDArray[np.bool_]:
     """Of a block the part, with all above it, whose excess is largest; none where it is nothing."""
+    from scipy.optimize import linprog  # 0.2 s to import, and needed for noisy times alone
+
     where = {int(position): number for number, position in enumerate(block)}
     inside = [(where[a], where[b]) for a, b in order if a in where and b in where]
     if not inside:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.planner.megatron_strategies import (
-    FIELD,
-    NO_RECOMPUTE_FIELDS,
-    megatron_fields,
+from megatron_autorecompute.megatron_fields import (
+    NO_RECOMPUTE,
+    POLICY_FIELD,
+    of_policy,
 )
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
@@ -22,7 +22,7 @@ JOB = {"config", "described_by", "lora_rank"}
 def recipe_lines(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> list[str]:
     """Lines that set a policy in a Megatron Bridge recipe, in Megatron's own fields if given."""
     if fields is None:
-        fields = {**NO_RECOMPUTE_FIELDS, FIELD: policy.format()}
+        fields = {**NO_RECOMPUTE, POLICY_FIELD: policy.format()}
     return [f"cfg.model.{name} = {value!r}" for name, value in fields.items()]
 
 
@@ -53,7 +53,7 @@ def launch_lines(plan: Plan) -> list[str]:
         layers = plan.layout.num_layers
         chunks = [[i for i in chunk if i < layers] for chunk in plan.layout.chunk_layers()]
         bias = bool(job["config"].get("add_bias_linear", True))
-        fields = megatron_fields(plan.policy, chunks, linear_bias=bias)
+        fields = of_policy(plan.policy, chunks, linear_bias=bias)
     if job["described_by"] == "recipe":
         return ["Put into the recipe:", *recipe_lines(plan.policy, fields)]
     words = [flags(plan.policy, fields)]

@@ -23,6 +23,7 @@ from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     BytesAt,
     ChoiceRecord,
+    LayerBytes,
     LayerKind,
     Model,
     Parallelism,
@@ -563,18 +564,10 @@ def _inert(records: dict[LayerPolicy, ChoiceRecord]) -> dict[LayerPolicy, LayerP
             and smaller.granularity != "full"
             and set(smaller.modules) < set(larger.modules)
             and larger not in inert
-            and _bytes(records[larger]) == _bytes(records[smaller])
+            and LayerBytes.of(records[larger]) == LayerBytes.of(records[smaller])
         ):
             inert[larger] = inert.get(smaller, smaller)
     return inert
-
-
-def _bytes(record: ChoiceRecord) -> tuple[int, int, int]:
-    return (
-        record.held_bytes,
-        record.forward_transient_bytes,
-        record.backward_transient_bytes,
-    )
 
 
 def _larger(one: StageRecord, other: StageRecord) -> StageRecord:
