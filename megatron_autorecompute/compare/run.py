@@ -33,6 +33,7 @@ from megatron_autorecompute.compare.comparison import (
     StrategyResult,
 )
 from megatron_autorecompute.compare.manual_search import NotTried, needless
+from megatron_autorecompute.compare.rendering import markdown, picture, table
 from megatron_autorecompute.errors import (
     AutorecomputeError,
     InfeasibleError,
@@ -48,7 +49,6 @@ from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import with_missed_bytes
-from megatron_autorecompute.report.comparison import markdown, picture, table
 from megatron_autorecompute.units import GIB, MOST_GIB
 
 WARM_UP_STEPS = 2

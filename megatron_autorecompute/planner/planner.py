@@ -468,18 +468,6 @@ def solve(
     return planner.solve(budget)
 
 
-def manual_strategies(
-    profile: Profile,
-    layout: Layout,
-    schedule: Schedule,
-    budget: Budget,
-    *,
-    percentile: Percentile = "stated",
-) -> tuple[ManualStrategy, ...]:
-    """Megatron's own settings in the same model; see `Planner.manual_strategies`."""
-    return Planner(profile, layout, schedule, percentile=percentile).manual_strategies(budget)
-
-
 def neighbours(
     planner: Planner, policy: RecomputePolicy, layer: int
 ) -> list[tuple[LayerPolicy, PolicyCost]]:

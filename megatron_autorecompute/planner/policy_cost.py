@@ -155,7 +155,7 @@ def _with_times(
 
 
 def _step_ms(schedule: Schedule, times: Times) -> float:
-    return replay_ms(schedule, times.forward / PS_PER_MS, times.backward / PS_PER_MS).total_ms
+    return replay_ms(schedule, times.forward / PS_PER_MS, times.backward / PS_PER_MS)
 
 
 def _interval_ms(

@@ -6,7 +6,6 @@ not records: a step of 16 stages, 8 chunks and 256 microbatches has 65,536.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.peak_memory import (
-    Breakdown,
     ChunkColumns,
     StageBase,
     every_moment,
@@ -104,43 +102,6 @@ class StageTimeline:
     """Bytes on top of static_bytes in the optimizer step, after the last event."""
     binding: Moment | None
     """The stage's fullest moment; None if it is the optimizer step."""
-
-    def moments(self) -> Iterator[Moment]:
-        """All moments in order of time: a forward passes the units from first to last."""
-        for event, (backward, chunk) in enumerate(zip(self.backward, self.chunk, strict=True)):
-            order = range(len(self.units[chunk]))
-            for unit in reversed(order) if backward else order:
-                yield Moment(event, unit)
-
-    def at(self, moment: Moment) -> Breakdown:
-        """Bytes of a moment, by cause."""
-        event = moment.event
-        units = self.units[self.chunk[event]]
-        done, unit = units[: moment.unit + 1], units[moment.unit]
-        transient = (
-            unit.backward_transient_bytes if self.backward[event] else unit.forward_transient_bytes
-        )
-        return Breakdown(
-            static_bytes=self.static_bytes,
-            in_flight_bytes=int(self.in_flight_bytes[event]),
-            running_bytes=sum(u.held_bytes for u in done if u.is_layer),
-            transient_bytes=transient,
-            embedding_head_bytes=int(self.outside_bytes[event])
-            + sum(u.held_bytes for u in done if not u.is_layer),
-            overhead_bytes=int(self.overhead_bytes[event]),
-        )
-
-    def span_ms(self, moment: Moment) -> tuple[float, float]:
-        """Begin and end of a moment: an event's time is divided over its units by their share."""
-        event = moment.event
-        backward = bool(self.backward[event])
-        units = self.units[self.chunk[event]]
-        taken = [unit.backward_ms if backward else unit.forward_ms for unit in units]
-        earlier = taken[moment.unit + 1 :] if backward else taken[: moment.unit]
-        start, end = float(self.start_ms[event]), float(self.end_ms[event])
-        scale = (end - start) / (sum(taken) or 1.0)
-        begin = start + sum(earlier) * scale
-        return begin, begin + taken[moment.unit] * scale
 
 
 @dataclass(frozen=True, slots=True)

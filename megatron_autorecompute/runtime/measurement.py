@@ -180,7 +180,8 @@ class Measurement:
         self.peak_bytes = 0
         self.optimizer_step_peak_bytes = 0
         self.overhead = ScheduleOverhead(0, 0)
-        self._seen: SamplesByKey = defaultdict(Samples)
+        self.samples: SamplesByKey = defaultdict(Samples)
+        """What this rank saw so far; `profile` puts all ranks' together."""
         self._depths = {site.index for site in model_layers.mtp_sites(shard.chunks)}
 
     def policies(
@@ -322,7 +323,7 @@ class Measurement:
         return most + self.boundary_bytes
 
     def _seen_everywhere(self) -> SamplesByKey:
-        return _put_together(self.shard.all_gather(dict(self._seen)))
+        return _put_together(self.shard.all_gather(dict(self.samples)))
 
     def _choice(self, place: Place) -> LayerPolicy:
         return self.applied.policy.layers[place] if isinstance(place, int) else NONE
@@ -339,7 +340,7 @@ class Measurement:
         if not self.shard.has(one.chunk, place):
             return
         signature = self.shard.signatures[place] if isinstance(place, int) else place
-        seen = self._seen[signature, self._choice(place)]
+        seen = self.samples[signature, self._choice(place)]
         input_bytes = span.input_bytes
         received = place == self._received_by(one)
         if with_bytes and one.phase == "forward":
@@ -449,7 +450,7 @@ class Measurement:
             fingerprint: facts that must be equal for the figures to hold.
             assumptions: sentences about what was assumed, not measured.
         """
-        by_rank = self.shard.all_gather(dict(self._seen))
+        by_rank = self.shard.all_gather(dict(self.samples))
         seen = _put_together(by_rank)
         stages: dict[int, StageRecord] = {}
         for pipeline_rank, record in self.shard.all_gather((self.shard.stage, self._stage(static))):

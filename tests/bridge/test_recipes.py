@@ -84,14 +84,12 @@ def test_every_example_asks_for_auto_and_for_nothing_of_megatrons_own(example, n
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_example_takes_a_policy_by_override_and_keeps_it_in_yaml(example, name, tmp_path):
+def test_every_example_takes_a_policy_by_override_and_keeps_it_in_yaml(
+    example, overridden, name, tmp_path
+):
     from megatron.bridge.training.config import ConfigContainer
 
-    from scripts.bridge_pretrain import _overridden
-
-    cfg = _overridden(
-        example(name), None, [f"model.recompute_policy=none*{LAYERS[name] - 2},full*2"]
-    )
+    cfg = overridden(example(name), f"model.recompute_policy=none*{LAYERS[name] - 2},full*2")
     policy = megatron_bridge.resolve(cfg)
     assert policy.to_config() == cfg.model.recompute_policy
     cfg.to_yaml(str(tmp_path / "config.yaml"))

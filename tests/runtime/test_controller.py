@@ -133,11 +133,12 @@ class Enforced:
         owner = self
 
         class Device(LiveBytes):
-            def _count(self, change_bytes):
-                super()._count(change_bytes)
+            def __torch_dispatch__(self, *operation):
+                result = super().__torch_dispatch__(*operation)
                 if owner.is_due(self.current_bytes):
                     owner.failed = True
                     raise torch.OutOfMemoryError("the enforced budget is used up")
+                return result
 
         with Device(tensors(self.job.chunks, self.job.optimizer)) as device:
             yield device

@@ -19,7 +19,7 @@ from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePoli
 from megatron_autorecompute.runtime.measurement import Samples
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, DeviceClock
 from megatron_autorecompute.work_order import contains
-from tests.support import MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB, run_ranks
+from tests.support import MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB, microbatch, run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(
@@ -103,9 +103,9 @@ def saved_bytes(job, layer):
             seen.setdefault(storage._cdata, (running[0], drop))
         return tensor.detach() if tensor.grad_fn is not None else tensor
 
-    batch = next(job._batches)
+    size = {"micro_batch_size": job.shape.micro_batch_size, "seq_length": job.shape.seq_length}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(**batch)
+        output = model(**microbatch(**size))
     for handle in handles:
         handle.remove()
     total = sum(storage().nbytes() for at, storage in seen.values() if at == layer)
@@ -237,7 +237,7 @@ def routed_unevenly(microbatches):
     from megatron_autorecompute.runtime.live_bytes import LiveBytes
     from megatron_autorecompute.runtime.measurement import Measurement
     from megatron_autorecompute.runtime.model_shard import ModelShard
-    from tests.support import microbatch, start_parallel, tiny_config, tiny_gpt
+    from tests.support import start_parallel, tiny_config, tiny_gpt
 
     start_parallel(expert_model_parallel_size=2)
     config = tiny_config("moe", num_layers=2, expert_model_parallel_size=2)
@@ -267,7 +267,7 @@ def routed_unevenly(microbatches):
                 step(microbatches)
             if policy != full:
                 (kind,) = measurement.shard.kinds
-                held = list(measurement._seen[kind.signature, NONE].held_bytes)
+                held = list(measurement.samples[kind.signature, NONE].held_bytes)
         profile = measurement.profile(Model("GPT", 2), Parallelism(2, 32), StaticBytes())
     return held, profile
 
