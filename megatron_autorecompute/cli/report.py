@@ -5,16 +5,20 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.progress import TaskID
 
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import progress_bars
+from megatron_autorecompute.cli.values import at_least
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.data import Progress, report_data
 from megatron_autorecompute.report.html import html
+from megatron_autorecompute.report.recorded import recorded_step
 
 
 class ReportCommand(Command):
@@ -29,12 +33,32 @@ class ReportCommand(Command):
         parser.add_argument(
             "-o", "--output", type=Path, metavar="PLAN.html", help="default: beside the plan"
         )
+        parser.add_argument(
+            "--snapshot",
+            type=Path,
+            metavar="RANK0.pickle",
+            help="draw a memory history of torch.cuda.memory._dump_snapshot beside the prediction",
+        )
+        parser.add_argument(
+            "--stage",
+            type=at_least(0),
+            help="pipeline stage of the snapshot; default: by the rank in the file's name",
+        )
 
     def run(self, args: Namespace) -> None:
-        """Write the page and print its path; raises ProfileError if the file is no plan."""
+        """Write the page and print its path.
+
+        Raises:
+            ProfileError: the file is no plan, or the snapshot is none.
+            OptionError: the snapshot's stage is not known, or is given without a snapshot.
+        """
         output = args.output or args.plan.with_suffix(".html")
+        if args.stage is not None and args.snapshot is None:
+            raise OptionError("--stage is the stage of a snapshot: give --snapshot FILE with it.")
+        plan = Plan.load(args.plan)
+        recorded = recorded_step(plan, args.snapshot, args.stage) if args.snapshot else None
         with _shown_progress() as progress:
-            data = report_data(Plan.load(args.plan), progress)
+            data = replace(report_data(plan, progress), recorded=recorded)
         write_atomically(html(data), output)
         print(f"Written: {output}. Open it in a browser; it needs no network.")
 

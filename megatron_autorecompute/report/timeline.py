@@ -122,6 +122,22 @@ def timeline(plan: Plan) -> Timeline:
     return Timeline(stages, max(float(stage.end_ms.max()) for stage in stages))
 
 
+def event_peaks(stage: StageTimeline) -> Bytes:
+    """The most bytes alive in every event of a stage."""
+    reach = np.zeros((2, len(stage.units)), np.int64)
+    for chunk, units in enumerate(stage.units):
+        held = np.cumsum([unit.held_bytes for unit in units])
+        for side in (0, 1):
+            transient = [
+                (unit.forward_transient_bytes, unit.backward_transient_bytes)[side]
+                for unit in units
+            ]
+            reach[side, chunk] = (held + transient).max() if units else 0
+    below = stage.static_bytes + stage.in_flight_bytes + stage.outside_bytes + stage.overhead_bytes
+    peaks: Bytes = below + reach[stage.backward.astype(np.intp), stage.chunk]
+    return peaks
+
+
 def _ends_ms(
     schedule: Schedule, forward_ms: list[list[float]], backward_ms: list[list[float]]
 ) -> list[Times]:
