@@ -411,6 +411,7 @@ def _by_shape(step: Timeline, history: History, number: int) -> RecordedStep:
     """The last events that repeat those before them; if none do, the whole history."""
     count = len(history.time_us)
     length = _period(history.change_bytes)
+    length *= _reaches_the_top(history, length)
     shown = length or count
     has_stacks = "forward" in _Stacks(history).kinds
     why = f"the stacks do not show the forwards and backwards that stage {number} has in the plan"
@@ -441,12 +442,16 @@ def _period(changes: NDArray[np.int64]) -> int:
     """
     backwards = changes[::-1].tolist()
     repeats = _repeats(backwards)
-    best = max(
-        (p for p in range(1, len(backwards) // 2 + 1) if repeats[p] >= p),
-        key=lambda p: (repeats[p], -p),
-        default=0,
-    )
-    return best
+    lengths = (p for p in range(1, len(backwards) // 2 + 1) if repeats[p] >= p)
+    return max(lengths, key=lambda p: (repeats[p], -p), default=0)
+
+
+def _reaches_the_top(history: History, length: int) -> bool:
+    """Whether the last events hold more than half of what comes and goes in the whole history; a
+    loop after the step, over parameters, repeats too."""
+    level = history.level_bytes
+    least = min(int(level.min()), history.start_bytes)
+    return bool(level[len(level) - length :].max(initial=least) - least > (level.max() - least) / 2)
 
 
 def _repeats(values: Sequence[int]) -> list[int]:

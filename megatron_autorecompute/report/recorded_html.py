@@ -13,6 +13,8 @@ from megatron_autorecompute.report.words import size
 
 MOST_ROWS = 8
 """Rows of a table; of more differences the largest are shown."""
+LEAST_BYTES = 1 << 16
+"""Smaller differences are left out: torch rounds every tensor."""
 
 
 def recorded_data(step: RecordedStep | None) -> dict[str, Any] | None:
@@ -43,13 +45,14 @@ def recorded_section(step: RecordedStep | None) -> str:
 
 
 def _table(what: str, about: str, differences: Sequence[Difference]) -> str:
-    largest = sorted(differences, key=lambda d: -abs(d.more_bytes))[:MOST_ROWS]
+    shown = [one for one in differences if abs(one.more_bytes) >= LEAST_BYTES]
+    largest = sorted(shown, key=lambda one: -abs(one.more_bytes))[:MOST_ROWS]
     rest = len(differences) - len(largest)
-    left_out = f"; {rest} with smaller differences are left out" if rest else ""
+    left_out = f"; {rest} with smaller differences, or none, are left out" if rest else ""
     rows = "".join(
         f'<tr><td>{escape(one.what)}</td><td class="n">{size(one.predicted_bytes)}</td>'
         f'<td class="n">{size(one.recorded_bytes)}</td>'
-        f'<td class="n">{"+" if one.more_bytes >= 0 else "−"}{size(abs(one.more_bytes))}</td></tr>'
+        f'<td class="n">{"+" if one.more_bytes >= 0 else "&minus;"}{size(abs(one.more_bytes))}</td></tr>'
         for one in largest
     )
     return (
