@@ -49,15 +49,17 @@ def _table(what: str, about: str, differences: Sequence[Difference]) -> str:
     largest = sorted(shown, key=lambda one: -abs(one.more_bytes))[:MOST_ROWS]
     rest = len(differences) - len(largest)
     left_out = f"; {rest} with smaller differences, or none, are left out" if rest else ""
-    rows = "".join(
-        f'<tr><td>{escape(one.what)}</td><td class="n">{size(one.predicted_bytes)}</td>'
-        f'<td class="n">{size(one.recorded_bytes)}</td>'
-        f'<td class="n">{"+" if one.more_bytes >= 0 else "&minus;"}{size(abs(one.more_bytes))}</td></tr>'
-        for one in largest
-    )
+    rows = "".join(map(_row, largest))
     return (
         f"<h3>By {escape(what)}</h3><p>{escape(about[:1].upper() + about[1:] + left_out)}.</p>"
         '<div class="scroll"><table><thead><tr><th></th><th class="n">predicted</th>'
         '<th class="n">recorded</th><th class="n">recorded minus predicted</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
+
+
+def _row(one: Difference) -> str:
+    sign = "+" if one.more_bytes >= 0 else "&minus;"
+    figures = size(one.predicted_bytes), size(one.recorded_bytes), sign + size(abs(one.more_bytes))
+    cells = "".join(f'<td class="n">{figure}</td>' for figure in figures)
+    return f"<tr><td>{escape(one.what)}</td>{cells}</tr>"

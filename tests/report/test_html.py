@@ -130,7 +130,9 @@ def test_a_recorded_step_is_a_line_and_two_tables(with_snapshot):
     assert re.search(
         r"By layers.*<td>layer 9</td>(<td[^>]*>[\d.]+ MiB</td>){2}[^+]*\+40\.0 MiB", page
     )
-    assert re.search(r"By the step's parts.*; \d+ with smaller differences, or none, are left out", text)
+    assert re.search(
+        r"By the step's parts.*; \d+ with smaller differences, or none, are left out", text
+    )
     assert "<rank>" not in page
     drawn = page_data(with_snapshot)["recorded"]
     step = with_snapshot.recorded
