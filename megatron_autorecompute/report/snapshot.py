@@ -56,7 +56,7 @@ class History:
     """Of an allocation the event that frees it, or the number of events if it is alive at the end;
     of a free its own number."""
     frames: tuple[Frames, ...]
-    """Of an allocation its stack, equal ones as one object; of a free nothing."""
+    """Of an allocation its stack, the same calls as one object; of a free nothing."""
 
     @property
     def level_bytes(self) -> NDArray[np.int64]:
@@ -243,22 +243,28 @@ def _entries(
 
 
 class _Stacks:
-    """Stacks of entries; torch gives equal stacks as one list, which is read once."""
+    """Stacks of entries. Their calls are shared between entries, so each is read once."""
 
     def __init__(self) -> None:
-        self._lists: dict[int, Frames] = {}
-        self._stacks: dict[Frames, Frames] = {}
+        self._stacks: dict[tuple[int, ...], Frames] = {}
+        self._frames: dict[int, Frame] = {}
 
     def of(self, entry: dict[str, Any]) -> Frames:
         """The entry's stack; calls that cannot be read are left out."""
         frames = entry.get("frames")
         if not isinstance(frames, list):
             return ()
-        known = self._lists.get(id(frames))
+        key = tuple(map(id, frames))
+        known = self._stacks.get(key)
         if known is None:
-            known = tuple(_frame(frame) for frame in frames if isinstance(frame, dict))
-            known = self._lists[id(frames)] = self._stacks.setdefault(known, known)
+            known = tuple(self._read(frame) for frame in frames if isinstance(frame, dict))
+            self._stacks[key] = known
         return known
+
+    def _read(self, frame: dict[str, Any]) -> Frame:
+        if id(frame) not in self._frames:
+            self._frames[id(frame)] = _frame(frame)
+        return self._frames[id(frame)]
 
 
 def _frame(found: dict[str, Any]) -> Frame:

@@ -37,7 +37,18 @@ class EventFile:
         with self.path.open("a") as file:
             print(json.dumps([name, float(value), step]), file=file)
 
-    def __getattr__(self, _):  # add_text, flush, close
+    def add_image(self, name, image, step, dataformats):
+        self._show([name, step, dataformats, *image.shape])
+
+    def add_text(self, name, text, step):
+        if name.startswith("recompute/"):  # Megatron itself writes its arguments
+            self._show([name, step, text])
+
+    def _show(self, shown):
+        with self.path.with_name("shown.jsonl").open("a") as file:
+            print(json.dumps(shown), file=file)
+
+    def __getattr__(self, _):  # flush, close
         return lambda *args, **named: None
 
 
