@@ -37,12 +37,12 @@ class EventFile:
         with self.path.open("a") as file:
             print(json.dumps([name, float(value), step]), file=file)
 
-    def add_image(self, name, image, step, dataformats):
-        self._show([name, step, dataformats, *image.shape])
+    def add_image(self, name, image, global_step, dataformats):
+        self._show([name, global_step, dataformats, *image.shape])
 
-    def add_text(self, name, text, step):
+    def add_text(self, name, text, global_step):
         if name.startswith("recompute/"):  # Megatron itself writes its arguments
-            self._show([name, step, text])
+            self._show([name, global_step, text])
 
     def _show(self, shown):
         with self.path.with_name("shown.jsonl").open("a") as file:
