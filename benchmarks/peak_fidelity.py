@@ -209,7 +209,7 @@ def _measured(models: list[torch.nn.Module], size: StepShape, depth: int) -> tup
     ):
         _run(step, models)
         kept_bytes = live.current_bytes
-        measurement = Measurement(ModelShard(models, gathered=alone), now)
+        measurement = Measurement(ModelShard(models, all_gather=alone), now)
         for _ in measurement.policies():
             with measurement.watch(live):
                 _run(step, models)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 
 from megatron_autorecompute.policy import LayerPolicy
 
@@ -112,6 +111,8 @@ def isotonic(values: Floats, weights: Floats, order: Pairs) -> Floats:
 
 def _upper_part(excess: Floats, block: NDArray[np.int64], order: Pairs) -> NDArray[np.bool_]:
     """Of a block the upper part with the largest summed excess, as a mask; empty if that is 0."""
+    from scipy.optimize import linprog  # 0.2 s to import, and needed for noisy times alone
+
     where = {int(position): number for number, position in enumerate(block)}
     inside = [(where[a], where[b]) for a, b in order if a in where and b in where]
     if not inside:

@@ -24,7 +24,7 @@ from megatron_autorecompute.options import add_flags, from_flags
 from megatron_autorecompute.packages import needed
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 
-POLICY = f"model.{megatron_bridge.FIELD}="
+POLICY = f"model.{megatron_bridge.POLICY_FIELD}="
 STEPS = ("gpt_step", "vlm_step", "llava_step")
 
 

@@ -20,8 +20,7 @@ from megatron_autorecompute.meta.devices import Device, Efficiency, device
 from megatron_autorecompute.meta.job import Job, load_job
 from megatron_autorecompute.meta.measured import with_measured
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.report.terminal import gib
-from megatron_autorecompute.units import GIB
+from megatron_autorecompute.units import GIB, gib
 
 RESERVE_GIB = 2.0
 """Assumed GiB of CUDA's context and NCCL's buffers, outside torch."""

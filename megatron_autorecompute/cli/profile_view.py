@@ -8,7 +8,7 @@ from rich.text import Text
 
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.report.terminal import gib
+from megatron_autorecompute.units import gib
 
 
 def profile_view(job: Job, profile: Profile, kept_back: str) -> Group:

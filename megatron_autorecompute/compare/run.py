@@ -33,6 +33,7 @@ from megatron_autorecompute.compare.comparison import (
     StrategyResult,
 )
 from megatron_autorecompute.compare.manual_search import NotTried, needless
+from megatron_autorecompute.compare.rendering import markdown, picture, table
 from megatron_autorecompute.errors import (
     AutorecomputeError,
     InfeasibleError,
@@ -48,7 +49,6 @@ from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import with_missed_bytes
-from megatron_autorecompute.report.comparison import markdown, picture, table
 from megatron_autorecompute.units import GIB, MOST_GIB
 
 WARM_UP_STEPS = 2
@@ -113,12 +113,12 @@ def _refused(options: Any, name: str, rule: str) -> OptionError:
 # --- the parent -----------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "compare_policies") -> int:
     """Run the comparison and print its table; the exit code is 0, or that of the error."""
     console = Console()
     try:
         with needed("The comparison"):
-            settings = parse(arguments)
+            settings = parse(arguments, prog)
             comparison = run(settings, console)
     except AutorecomputeError as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
@@ -130,9 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str] | None) -> Settings:
+def parse(arguments: Sequence[str] | None, prog: str = "compare_policies") -> Settings:
     """The settings from the command line; defaults depend on whether there is a GPU."""
-    parser = argparse.ArgumentParser(prog="compare_policies", description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     add_flags(parser, Settings)
     add_flags(parser, Shape, _default_shape())
     parsed = parser.parse_args(arguments)
@@ -351,13 +351,17 @@ class _Contest:
 
     def _measured(self, name: str, family: Family, policy: str) -> StrategyResult:
         """The strategy with its peak on every stage."""
-        from megatron_autorecompute.runtime.ranks import most
+        from megatron_autorecompute.runtime.ranks import all_reduce_max
 
         self._step(f"{name}: memory")
         with self.job.strategy(policy):
             peaks, out_of_memory = self.job.peak_bytes()
         return StrategyResult(
-            name, family, policy, _by_stage(peaks), out_of_memory=bool(most(out_of_memory))
+            name,
+            family,
+            policy,
+            _by_stage(peaks),
+            out_of_memory=bool(all_reduce_max(out_of_memory)),
         )
 
     def set_budget(self) -> None:
@@ -419,7 +423,7 @@ class _Contest:
     def _timed(self, result: StrategyResult, steps: int) -> StrategyResult:
         import torch
 
-        from megatron_autorecompute.runtime.ranks import gathered
+        from megatron_autorecompute.runtime.ranks import all_gather
 
         times = []
         with self.job.strategy(result.policy):
@@ -429,7 +433,7 @@ class _Contest:
                 begin = time.perf_counter()
                 self.job.step()
                 times.append((time.perf_counter() - begin) * 1e3)
-        slowest = [max(rank) for rank in zip(*gathered(times), strict=True)]
+        slowest = [max(rank) for rank in zip(*all_gather(times), strict=True)]
         return replace(result, step_ms=(*result.step_ms, *slowest))
 
     def ours(self) -> None:
@@ -480,12 +484,12 @@ class _Contest:
 
     def _planned(self, profile: Any) -> tuple[StrategyResult, tuple[int, ...]]:
         """The best plan for this profile, run, and its measured peaks."""
-        from megatron_autorecompute.runtime.ranks import on_first_rank
+        from megatron_autorecompute.runtime.ranks import on_rank_0
 
         shape = self.settings.shape
         layout = Layout.from_flags(shape.num_layers, shape.pipeline_stages)
         schedule = Schedule(shape.pipeline_stages, 1, shape.num_microbatches)
-        plan = on_first_rank(
+        plan = on_rank_0(
             lambda: make_plan(Planner(profile, layout, schedule), self.comparison.budget_bytes or 0)
         )
         self.tell(plan)
@@ -509,9 +513,9 @@ class _Contest:
 
 def _by_stage(mine: int) -> tuple[int, ...]:
     """A figure for every pipeline stage; here every stage has one rank."""
-    from megatron_autorecompute.runtime.ranks import gathered
+    from megatron_autorecompute.runtime.ranks import all_gather
 
-    return tuple(gathered(mine))
+    return tuple(all_gather(mine))
 
 
 def _machine() -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.compat import (
     layer_modules,
@@ -39,14 +40,14 @@ from megatron_autorecompute.compat import (
     versions,
 )
 from megatron_autorecompute.errors import MachineError
-from megatron_autorecompute.planner.megatron_strategies import RUNS_FOREVER, runs_forever
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.patched import patched
+from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import StaticBytes
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.probe import CudaBytes, Memory
-from megatron_autorecompute.runtime.ranks import gathered
-from megatron_autorecompute.runtime.static_memory import static_bytes, tensors
+from megatron_autorecompute.runtime.ranks import all_gather
+from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
 
 VOCABULARY = 256
 """The text is read as bytes."""
@@ -147,9 +148,11 @@ class TrainingJob:
     def left_out(self) -> dict[str, str]:
         """Modules that Megatron allows here but cannot recompute itself, each with the reason."""
         return {
-            name: RUNS_FOREVER
+            name: megatron_fields.RUNS_FOREVER
             for name in self._modules()
-            if runs_forever(LayerPolicy("selective", (name,)), self.config.add_bias_linear)
+            if megatron_fields.runs_forever(
+                LayerPolicy("selective", (name,)), self.config.add_bias_linear
+            )
         }
 
     def _modules(self) -> list[str]:
@@ -159,7 +162,7 @@ class TrainingJob:
             for layer, _ in model_layers.numbered_layers(self.chunks)
             for name in rules.runnable_modules(layer)
         }
-        return sorted(set().union(*gathered(mine)))
+        return sorted(set().union(*all_gather(mine)))
 
     def counted_settings(self) -> list[str]:
         """Every block/N and uniform/N that differs on the fullest stage and that Megatron can run.
@@ -223,23 +226,18 @@ class TrainingJob:
 
     @contextmanager
     def _megatron_strategy(self, text: str) -> Iterator[None]:
-        name, _, count = text.removeprefix("megatron:").partition("/")
-        policy = self.policy(text)
+        strategy, policy = MegatronStrategy.parse(text), self.policy(text)
         rules.check_allowed(self.config, policy)
-        if name in ("uniform", "block"):
-            self.config.recompute_granularity = "full"
-            self.config.recompute_method = name
-            self.config.recompute_num_layers = int(count)
-        else:
-            for layer, index in model_layers.numbered_layers(self.chunks):
-                layer_modules.set_modules(layer, policy.layers[index].modules)
-        try:
+        layers = model_layers.numbered_layers(self.chunks)
+        with ExitStack() as undo:
+            if strategy.method in ("uniform", "block"):
+                for name, value in megatron_fields.of_strategy(strategy).items():
+                    undo.enter_context(patched(self.config, name, value))
+            else:
+                for layer, index in layers:
+                    layer_modules.set_modules(layer, policy.layers[index].modules)
+                    undo.callback(layer_modules.set_modules, layer, ())
             yield
-        finally:
-            self.config.recompute_granularity = None
-            self.config.recompute_method = self.config.recompute_num_layers = None
-            for layer, _ in model_layers.numbered_layers(self.chunks):
-                layer_modules.set_modules(layer, ())
 
 
 def _config(shape: Shape, variant: Variant) -> TransformerConfig:

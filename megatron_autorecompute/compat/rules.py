@@ -16,6 +16,7 @@ import torch
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import layer_modules, versions
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.errors import MachineError, PolicyError, UnsupportedVersionError
@@ -120,10 +121,8 @@ def _refusal(config: TransformerConfig, choice: LayerPolicy) -> str | None:
     """Megatron's reason against running the whole model with `choice`, or None."""
     trial = copy.copy(config)
     trial.recompute_policy = None
-    trial.recompute_granularity = None if choice.granularity == "none" else choice.granularity
-    trial.recompute_method = "uniform" if choice.granularity == "full" else None
-    trial.recompute_num_layers = choice.group if choice.granularity == "full" else None
-    trial.recompute_modules = list(choice.modules)
+    for name, value in megatron_fields.of_choice(choice).items():
+        setattr(trial, name, value)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user's own config has already warned
@@ -212,8 +211,5 @@ def own_recompute(config: TransformerConfig) -> str | None:
     """Megatron's own recompute settings as policy text, or None if there are none."""
     if getattr(config, "moe_layer_recompute", False):
         return "selective[moe]"
-    if config.recompute_granularity == "selective":
-        return f"megatron:selective[{'+'.join(config.recompute_modules or ['core_attn'])}]"
-    if config.recompute_granularity == "full":
-        return f"megatron:{config.recompute_method}/{config.recompute_num_layers}"
-    return None
+    strategy = megatron_fields.strategy_of(config)
+    return None if strategy is None else str(strategy)

@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
-from megatron_autorecompute.planner import launch_lines, megatron_strategies
-from megatron_autorecompute.planner.megatron_strategies import FIELD, NATIVE
+from megatron_autorecompute.megatron_fields import POLICY_FIELD
+from megatron_autorecompute.planner import launch_lines
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
@@ -69,7 +70,7 @@ def install() -> None:
 def _has_field() -> bool:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return FIELD in TransformerConfig.__dataclass_fields__
+    return POLICY_FIELD in TransformerConfig.__dataclass_fields__
 
 
 def set_policy(model: Any, policy: str | list[str] | dict[str, Any] | None) -> None:
@@ -83,12 +84,12 @@ def set_policy(model: Any, policy: str | list[str] | dict[str, Any] | None) -> N
         ApplyError: the config's class lacks the field, because `install()` was not called.
     """
     config = _core_config(model)
-    if FIELD not in type(config).__dataclass_fields__:
+    if POLICY_FIELD not in type(config).__dataclass_fields__:
         raise ApplyError(
             f"{type(config).__name__} has no field recompute_policy: call "
             "megatron_bridge.install() above the first import of megatron.bridge."
         )
-    for name, value in {**NATIVE, FIELD: policy}.items():
+    for name, value in {**megatron_fields.NO_RECOMPUTE, POLICY_FIELD: policy}.items():
         setattr(config, name, value)
 
 
@@ -100,7 +101,7 @@ def _core_config(model: Any) -> Any:
 # --- a policy in Megatron's own fields ------------------------------------------------------------
 
 
-def native_fields(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
+def fields_of_policy(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
     """The policy in Megatron's own fields, or None if they cannot express or run it.
 
     Args:
@@ -108,9 +109,7 @@ def native_fields(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
         model: `cfg.model`; `uniform` and `block` count in the chunks of its pipeline layout.
     """
     config = _core_config(model)
-    return megatron_strategies.native_fields(
-        policy, _chunks(config), linear_bias=config.add_bias_linear
-    )
+    return megatron_fields.of_policy(policy, _chunks(config), linear_bias=config.add_bias_linear)
 
 
 def _chunks(config: Any) -> list[tuple[int, ...]]:
@@ -148,7 +147,7 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     from megatron_autorecompute.runtime import config_field
 
     config = _core_config(cfg.model)
-    value = getattr(config, FIELD, None)
+    value = getattr(config, POLICY_FIELD, None)
     if value is None:
         return None
     config_field.refuse_contradiction(config)
@@ -164,12 +163,12 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     fields = _lasting_fields(policy, cfg)
     for name, value in (fields or {}).items():
         setattr(config, name, value)
-    setattr(config, FIELD, None if fields is not None else policy.to_config())
+    setattr(config, POLICY_FIELD, None if fields is not None else policy.to_config())
     return policy
 
 
 def _lasting_fields(policy: RecomputePolicy, cfg: Any) -> dict[str, Any] | None:
-    return None if cfg.peft is not None else native_fields(policy, cfg.model)
+    return None if cfg.peft is not None else fields_of_policy(policy, cfg.model)
 
 
 def _ask_bridge(cfg: Any, choice: LayerPolicy) -> None:
@@ -187,10 +186,8 @@ def _overlap_refusal(cfg: Any, choice: LayerPolicy) -> str | None:
     if cfg.comm_overlap is None:
         return None
     trial = copy.copy(_core_config(cfg.model))
-    trial.recompute_granularity = None if choice.granularity == "none" else choice.granularity
-    trial.recompute_method = "uniform" if choice.granularity == "full" else None
-    trial.recompute_num_layers = choice.group if choice.granularity == "full" else None
-    trial.recompute_modules = list(choice.modules)
+    for name, value in megatron_fields.of_choice(choice).items():
+        setattr(trial, name, value)
     overlap = copy.copy(cfg.comm_overlap)
     overlap.data_parallel_size = overlap.data_parallel_size or 1  # known once ranks have met
     overlap.finalize()
@@ -263,7 +260,7 @@ def pretrain(
 
     options = options or AutoOptions()
     config = _core_config(cfg.model)
-    given = getattr(config, FIELD, None)
+    given = getattr(config, POLICY_FIELD, None)
     is_auto = given == "auto"
     refuse_plan_only_without_auto(options, given, as_field)
     _refuse_cpu(options)
@@ -272,7 +269,7 @@ def pretrain(
         with claimed(), callback(options) as tuning:
             bridge_pretrain(cfg, forward_step_func, [tuning, *callbacks])
         return
-    if policy is not None and getattr(config, FIELD) is not None:  # not in native fields
+    if policy is not None and getattr(config, POLICY_FIELD) is not None:  # not in native fields
         register(cfg.model, apply_hook(policy))
     bridge_pretrain(cfg, forward_step_func, list(callbacks))
 

@@ -241,9 +241,9 @@ def with_step(train_step: Function) -> Function:
 
 def _check_all_given(args: Namespace, model: Sequence[Any]) -> None:
     """Raise the same error on every rank if their policies differ; otherwise they would hang."""
-    from megatron_autorecompute.runtime.ranks import gathered
+    from megatron_autorecompute.runtime.ranks import all_gather
 
-    said = gathered(_given(args, model))
+    said = all_gather(_given(args, model))
     if len(set(said)) > 1:
         held = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
         raise ApplyError(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import kernels, without_cuda
 from megatron_autorecompute.meta.job import Job
@@ -29,8 +30,8 @@ LEFT_OUT = {
     **{name: False for name in ("moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap")},
     **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
     **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
-    **{name: None for name in ("recompute_granularity", "recompute_method", "recompute_modules")},
-    **{name: None for name in ("recompute_num_layers", "recompute_policy")},
+    **megatron_fields.NO_RECOMPUTE,
+    megatron_fields.POLICY_FIELD: None,
     **{name: "alltoall" for name in ("moe_token_dispatcher_type",)},
 }
 """Fields that the model is built without: they need a device, or are what is to be planned."""

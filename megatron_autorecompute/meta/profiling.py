@@ -34,7 +34,7 @@ from megatron_autorecompute.meta.model import (
     shard,
 )
 from megatron_autorecompute.meta.roofline import Roofline
-from megatron_autorecompute.meta.static import (
+from megatron_autorecompute.meta.static_bytes import (
     Parameters,
     optimizer_step_bytes,
     static_bytes,
@@ -170,15 +170,15 @@ def _equals(kind: LayerKind, choices: Sequence[LayerPolicy]) -> dict[str, str]:
     inert = {}
     for choice in choices:
         here = tuple(module for module in choice.modules if module in own)
-        equal = kind.record(str(LayerPolicy("selective", here)) if here else str(NONE))
-        if equal is not None and kind.record(str(choice)) is None:
+        equal = kind.record(LayerPolicy("selective", here) if here else NONE)
+        if equal is not None and kind.record(choice) is None:
             inert[str(choice)] = equal.choice
     return inert
 
 
 def _modules(kind: LayerKind) -> set[str]:
-    names = [*(record.choice for record in kind.choices), *kind.inert]
-    return {module for name in names for module in LayerPolicy.parse(name).modules}
+    choices = [*(record.policy for record in kind.choices), *kind.equals]
+    return {module for choice in choices for module in choice.modules}
 
 
 def _measured(
@@ -201,7 +201,7 @@ def _measured(
         LiveBytes(static) as live,
         kept_between_steps([model], live) as kept,
     ):
-        whole = ModelShard([model], gathered=alone, choices_of=every_choice)
+        whole = ModelShard([model], all_gather=alone, choices_of=every_choice)
         measurement = Measurement(whole, applied, clock)
         forwards_bytes = []
         for number, _ in enumerate(measurement.policies()):

@@ -24,7 +24,7 @@ from megatron_autorecompute.planner.peak_memory import Peak
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.units import GIB
+from megatron_autorecompute.units import GIB, gib
 
 TOLERANCE = 0.005
 """Largest allowed relative difference between the predicted activation peak and Megatron's."""
@@ -43,6 +43,8 @@ class StageCheck:
     optimizer step, and what a job's own forward_step keeps."""
     megatron_bytes: int
     """The same by Megatron's own schedule."""
+    megatron_moment: str
+    """Where in that schedule: `backward of layer 11`."""
     static_bytes: int
     """Static bytes from the profile, plus what the measured job itself kept."""
     budget_bytes: int
@@ -91,6 +93,7 @@ def verify(
             run.stage,
             without.bytes - static_bytes,
             run.peak_bytes,
+            str(run.peak_span.where),
             static_bytes + peak.bytes - without.bytes,
             budget_bytes,
             plan.profile.boundary_bytes,
@@ -166,17 +169,19 @@ def require_verified(checks: tuple[StageCheck, ...]) -> None:
         worst = max(over, key=lambda c: c.static_bytes + c.megatron_bytes - c.budget_bytes)
         needed_bytes = worst.static_bytes + worst.megatron_bytes
         raise VerificationError(
-            f"Stage {worst.stage} needs {needed_bytes / GIB:.2f} GiB "
-            f"in Megatron's own schedule; its budget is {worst.budget_bytes / GIB:.2f} GiB. Plan "
-            "again with a smaller budget, or measure the profile again."
+            f"Stage {worst.stage} needs {gib(needed_bytes)} GiB "
+            f"in Megatron's own schedule at its fullest moment, {worst.megatron_moment}; its "
+            f"budget is {gib(worst.budget_bytes)} GiB. Plan again with a smaller budget, or "
+            "measure the profile again."
         )
     if apart:
         worst = max(apart, key=lambda c: abs(c.error))
         raise VerificationError(
             f"Stage {worst.stage}: {worst.predicted_bytes / GIB:.3f} GiB of activations were "
-            f"predicted, Megatron's own schedule has {worst.megatron_bytes / GIB:.3f} GiB "
-            f"({worst.error:+.1%}; at most {TOLERANCE:.1%} is allowed). The profile is not of this "
-            "model or these shapes, or a layer's record is wrong: measure it again."
+            f"predicted, Megatron's own schedule has {worst.megatron_bytes / GIB:.3f} GiB at its "
+            f"fullest moment, {worst.megatron_moment} ({worst.error:+.1%}; at most {TOLERANCE:.1%} "
+            "is allowed). The profile is not of this model or these shapes, or a layer's record "
+            "is wrong: measure it again."
         )
 
 
@@ -193,7 +198,7 @@ def table(checks: Iterable[StageCheck]) -> Table:
             f"{check.predicted_bytes / GIB:.3f}",
             f"{check.megatron_bytes / GIB:.3f}",
             f"{check.error:+.2%}",
-            *(f"{size / GIB:.2f}" for size in sizes),
+            *map(gib, sizes),
             remark,
         )
     return shown

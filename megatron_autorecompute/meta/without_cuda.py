@@ -54,14 +54,11 @@ class Activation:
     def __init__(self, device: torch.device, training: bool, holder: str) -> None:
         self.device = device
         self.holder = holder
-        self.originals: list[Patch] = []
-        """Replaced attributes with their old values; None if the owner itself had none."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(_eager_only())
             for patches in _PATCHES + (_TRAINING if training else ()):
-                for owner, name, replacement in patches(device):
-                    self.originals.append((owner, name, vars(owner).get(name)))
-                    undo.enter_context(patched(owner, name, replacement))
+                for patch in patches(device):
+                    undo.enter_context(patched(*patch))
             undo.enter_context(_quiet_rng_warning())
             self._undo = undo.pop_all()
 

@@ -20,7 +20,7 @@ from megatron_autorecompute.planner.layout import Chunk, Layout
 from megatron_autorecompute.planner.peak_memory import (
     ChunkColumns,
     stage_base,
-    stage_loads,
+    stage_moments,
     stage_peak,
 )
 from megatron_autorecompute.planner.schedule import Schedule
@@ -167,8 +167,8 @@ class _Search:
         chunks = self.layout.stages[stage]
         columns = [ChunkColumns(chunk, own) for chunk, own in zip(chunks, units, strict=True)]
         base = stage_base(self.profile, self.layout, stage, "high")
-        loads = stage_loads(self.profile, self.schedule, stage)
-        return stage_peak(base, stage, columns, loads).bytes
+        moments = stage_moments(self.profile, self.schedule, stage)
+        return stage_peak(base, stage, columns, moments).bytes
 
     def _units_of_stage(self, of: _UnitsOf, stage: int, split: Split) -> list[tuple[Unit, ...]]:
         return [of(*pair) for pair in zip(self.layout.stages[stage], split, strict=True)]

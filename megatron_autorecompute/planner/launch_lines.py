@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.planner.megatron_strategies import FIELD, NATIVE, native_fields
+from megatron_autorecompute.megatron_fields import (
+    NO_RECOMPUTE,
+    POLICY_FIELD,
+    of_policy,
+)
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 
@@ -15,18 +19,19 @@ JOB = {"config", "described_by", "lora_rank"}
 """Keys of `model.facts.job` that are read: the job that a profile without a device is of."""
 
 
-def recipe_lines(policy: RecomputePolicy, native: Mapping[str, Any] | None) -> list[str]:
+def recipe_lines(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> list[str]:
     """Lines that set a policy in a Megatron Bridge recipe, in Megatron's own fields if given."""
-    fields = native if native is not None else {**NATIVE, FIELD: policy.format()}
+    if fields is None:
+        fields = {**NO_RECOMPUTE, POLICY_FIELD: policy.format()}
     return [f"cfg.model.{name} = {value!r}" for name, value in fields.items()]
 
 
-def flags(policy: RecomputePolicy, native: Mapping[str, Any] | None) -> str:
+def flags(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> str:
     """Flags of pretrain_gpt.py that set a policy; "" for no recompute, which needs no flag."""
-    if native is None:
+    if fields is None:
         return f"--recompute-policy {shlex.quote(policy.format())}"
     words = []
-    for name, value in native.items():
+    for name, value in fields.items():
         if value is not None:
             values = value if isinstance(value, list) else [value]
             words += ["--" + name.replace("_", "-"), *map(str, values)]
@@ -47,15 +52,15 @@ def launch_lines(plan: Plan) -> list[str]:
             f"model.facts.job of the plan's profile is no job description: {job!r:.80}. Profile "
             "the job again, or take the field out; then nothing is printed to be pasted."
         )
-    native = None
+    fields = None
     if not job["lora_rank"]:  # after frozen layers Megatron's own recompute can lose gradients
         layers = plan.layout.num_layers
         chunks = [[i for i in chunk if i < layers] for chunk in plan.layout.chunk_layers()]
         bias = bool(job["config"].get("add_bias_linear", True))
-        native = native_fields(plan.policy, chunks, linear_bias=bias)
+        fields = of_policy(plan.policy, chunks, linear_bias=bias)
     if job["described_by"] == "recipe":
-        return ["Put into the recipe:", *recipe_lines(plan.policy, native)]
-    words = [flags(plan.policy, native)]
+        return ["Put into the recipe:", *recipe_lines(plan.policy, fields)]
+    words = [flags(plan.policy, fields)]
     words += [f"{name} {shlex.quote(value)}" for name, value in plan.megatron_flags.items()]
     line = " ".join(filter(None, words))
     if not line:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.arrays import Ints
-from megatron_autorecompute.planner.peak_memory import ChunkColumns, stage_base, stage_loads
+from megatron_autorecompute.planner.peak_memory import ChunkColumns, stage_base, stage_moments
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.stage_times import residual_times
 from megatron_autorecompute.planner.step_time import finished, step_unit
@@ -66,7 +66,7 @@ class Outcomes:
         """
         if not policies:
             return []
-        costs = [[self._stage(stage, p) for stage in range(len(self._loads))] for p in policies]
+        costs = [[self._stage(stage, p) for stage in range(len(self._moments))] for p in policies]
         schedule, layout = self._planner.schedule, self._planner.layout
         # `[side, stage, chunk, policy]`, the sides forward and backward
         times = np.array(
@@ -125,20 +125,24 @@ class Outcomes:
         return self._known[key]
 
     def _peak(self, stage: int, chunks: Sequence[_ChunkCost]) -> int:
-        loads = self._loads[stage]
+        moments = self._moments[stage]
         held = np.array([chunk.held_bytes for chunk in chunks], np.int64)
         reach = np.array([chunk.reach_bytes for chunk in chunks], np.int64)
-        highest = loads.constant_bytes + loads.in_flight @ held + reach[loads.chunk, loads.backward]
-        return max(int(highest.max()), loads.optimizer_step_bytes)
+        highest = (
+            moments.constant_bytes
+            + moments.in_flight @ held
+            + reach[moments.chunk, moments.backward]
+        )
+        return max(int(highest.max()), moments.optimizer_step_bytes)
 
     @cached_property
-    def _loads(self) -> list[_Loads]:
-        return [_loads(self._planner, s) for s in range(self._planner.layout.num_stages)]
+    def _moments(self) -> list[_Moments]:
+        return [_moments(self._planner, s) for s in range(self._planner.layout.num_stages)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Loads:
-    """A stage's loads as arrays."""
+class _Moments:
+    """A stage's moments as arrays."""
 
     backward: NDArray[np.intp]
     chunk: NDArray[np.intp]
@@ -147,13 +151,15 @@ class _Loads:
     optimizer_step_bytes: int
 
 
-def _loads(planner: Planner, stage: int) -> _Loads:
+def _moments(planner: Planner, stage: int) -> _Moments:
     base = stage_base(planner.profile, planner.layout, stage, "high")
-    loads = stage_loads(planner.profile, planner.schedule, stage)
-    return _Loads(
-        np.array([load.direction == "backward" for load in loads], np.intp),
-        np.array([load.chunk for load in loads], np.intp),
-        np.array([load.in_flight for load in loads], np.int64),
-        np.array([base.constant_bytes(load.direction, load.extra) for load in loads], np.int64),
+    moments = stage_moments(planner.profile, planner.schedule, stage)
+    return _Moments(
+        np.array([moment.direction == "backward" for moment in moments], np.intp),
+        np.array([moment.chunk for moment in moments], np.intp),
+        np.array([moment.in_flight for moment in moments], np.int64),
+        np.array(
+            [base.constant_bytes(moment.direction, moment.extra) for moment in moments], np.int64
+        ),
         base.static.total_bytes + base.optimizer_step_peak_bytes,
     )

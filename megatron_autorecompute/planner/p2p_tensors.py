@@ -15,12 +15,14 @@ is in flight, and counts here if a variable is still bound to it afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
-from megatron_autorecompute.planner.schedule import Direction, Moment, Schedule, maximal
+from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.schedule import Direction, Schedule
 
 Tensor = int | None
 """A tensor's number; None if Megatron's variable is None."""
@@ -46,7 +48,7 @@ def extra_tensors(
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Moment:
     """What a stage's memory carries while one event runs, besides that event's own layers."""
 
     direction: Direction
@@ -60,44 +62,56 @@ class Load:
 
 
 @lru_cache(maxsize=4096)
-def decisive_loads(
+def decisive_moments(
     schedule: Schedule, stage: int, *, overlap_p2p: bool = True, deallocated: bool = True
-) -> tuple[Load, ...]:
-    """The loads that can be a stage's highest moment under some policy.
+) -> tuple[Moment, ...]:
+    """The moments that can be a stage's highest moment under some policy.
 
-    Two sorts of loads are left out. First, loads that another load of the same direction and chunk
-    reaches in every count. Second, loads between two others: bytes are linear in the counts, so if
-    every count of a load is at most the mean of its two neighbours' counts, one of the neighbours
-    needs as many bytes. This is frequent, because within a group of microbatches the counts move
-    from one chunk to another in steps of one.
+    Two sorts of moments are left out. First, moments that another moment of the same direction and
+    chunk reaches in every count. Second, moments between two others: bytes are linear in the
+    counts, so if every count of a moment is at most the mean of its two neighbours' counts, one of
+    the neighbours needs as many bytes. This is frequent, because within a group of microbatches the
+    counts move from one chunk to another in steps of one.
     """
     short = schedule.shortened()
     extra = extra_tensors(short, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
     counts = np.column_stack([short.in_flight(stage), extra])
-    first: dict[tuple[Direction, int], dict[tuple[int, ...], int]] = {}
-    for number, (event, row) in enumerate(zip(short.events(stage), counts.tolist(), strict=True)):
-        first.setdefault((event.direction, event.chunk), {}).setdefault(tuple(row), number)
-    kept: list[Moment] = []
-    for (direction, chunk), rows in first.items():
-        moments = maximal([Moment(direction, chunk, row, event) for row, event in rows.items()])
-        kept += _without_passages(sorted(moments, key=lambda moment: moment.event))
+    events = short.events(stage)
+    same: dict[tuple[Direction, int], dict[tuple[int, ...], int]] = {}
+    for at, (event, row) in enumerate(zip(events, counts.tolist(), strict=True)):
+        same.setdefault((event.direction, event.chunk), {}).setdefault(tuple(row), at)
+    kept: list[int] = []
+    for rows in same.values():
+        kept += _without_passages(_maximal(list(rows.values()), counts), counts)
     return tuple(
-        Load(
-            m.direction,
-            m.chunk,
-            m.in_flight[:-1],
-            m.in_flight[-1],
-            schedule.microbatch(stage, m.event),
+        Moment(
+            events[at].direction,
+            events[at].chunk,
+            tuple(counts[at, :-1].tolist()),
+            int(counts[at, -1]),
+            schedule.microbatch(stage, at),
         )
-        for m in sorted(kept, key=lambda moment: moment.event)
+        for at in sorted(kept)
     )
 
 
-def _without_passages(moments: list[Moment]) -> list[Moment]:
-    counts = np.array([moment.in_flight for moment in moments])
-    between = np.zeros(len(moments), np.bool_)
-    between[1:-1] = np.all(2 * counts[1:-1] <= counts[:-2] + counts[2:], axis=1)
-    return [moment for moment, implied in zip(moments, between, strict=True) if not implied]
+def _maximal(positions: Sequence[int], counts: Ints) -> Ints:
+    """Those whose counts no other's reach in every column, in order."""
+    # By descending total: what comes first exceeds, and is not exceeded by, what comes after it.
+    rest = np.array(sorted(positions, key=lambda at: -counts[at].sum()))
+    kept = []
+    while len(rest):
+        kept.append(rest[0])
+        rest = rest[~np.all(counts[rest] <= counts[rest[0]], axis=1)]
+    return np.sort(kept)
+
+
+def _without_passages(positions: Ints, counts: Ints) -> list[int]:
+    """Those that are not between their two neighbours."""
+    rows = counts[positions]
+    between = np.zeros(len(rows), np.bool_)
+    between[1:-1] = np.all(2 * rows[1:-1] <= rows[:-2] + rows[2:], axis=1)
+    return [int(at) for at in positions[~between]]
 
 
 def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.layout import Chunk, Layout
-from megatron_autorecompute.planner.p2p_tensors import Load, decisive_loads, extra_tensors
+from megatron_autorecompute.planner.p2p_tensors import Moment, decisive_moments, extra_tensors
 from megatron_autorecompute.planner.schedule import Direction, Schedule
 from megatron_autorecompute.planner.unit_costs import OUTSIDE, SIGN, Bound, Unit
 from megatron_autorecompute.profile import (
@@ -134,9 +134,9 @@ def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nom
     return StageBase(_added_static(profile, chunks, stage), 0, nothing, boundary, 0, False)
 
 
-def stage_loads(profile: Profile, schedule: Schedule, stage: int) -> tuple[Load, ...]:
-    """The loads that can be a stage's peak, under the profile's pipeline settings."""
-    return decisive_loads(
+def stage_moments(profile: Profile, schedule: Schedule, stage: int) -> tuple[Moment, ...]:
+    """The moments that can be a stage's peak, under the profile's pipeline settings."""
+    return decisive_moments(
         schedule,
         stage,
         overlap_p2p=profile.overlap_p2p_comm,
@@ -246,22 +246,22 @@ def stage_peak(
     base: StageBase,
     stage: int,
     columns: Sequence[ChunkColumns],
-    loads: Sequence[Load],
+    moments: Sequence[Moment],
 ) -> Peak:
     """The highest moment of a stage; the first one if several are equal."""
     held = np.array([chunk.held_bytes.sum() for chunk in columns], np.int64)
-    best: tuple[int, Load | None, int] = (
+    best: tuple[int, Moment | None, int] = (
         base.static.total_bytes + base.optimizer_step_peak_bytes,
         None,
         0,
     )
-    for load in loads:
-        reach = columns[load.chunk].reach_bytes(load.direction, base.boundary_bytes)
+    for moment in moments:
+        reach = columns[moment.chunk].reach_bytes(moment.direction, base.boundary_bytes)
         unit = int(reach.argmax())
-        constant = base.constant_bytes(load.direction, load.extra)
-        total = constant + int(held @ load.in_flight) + int(reach[unit])
+        constant = base.constant_bytes(moment.direction, moment.extra)
+        total = constant + int(held @ moment.in_flight) + int(reach[unit])
         if total > best[0]:
-            best = (total, load, unit)
+            best = (total, moment, unit)
     return _named_peak(base, stage, columns, best[1], best[2])
 
 
@@ -269,25 +269,25 @@ def _named_peak(
     base: StageBase,
     stage: int,
     columns: Sequence[ChunkColumns],
-    load: Load | None,
+    moment: Moment | None,
     unit: int,
 ) -> Peak:
-    if load is None:
+    if moment is None:
         peak = base.optimizer_step_peak_bytes
         split = Breakdown(base.static.total_bytes, 0, 0, peak, 0, 0)
         return Peak(split.total_bytes, f"stage {stage}, optimizer step", split)
-    split = moment_bytes(base, columns, load, unit)
-    where = f"{load.direction} of {columns[load.chunk].units[unit].name}"
-    chunk = f", chunk {load.chunk}" if len(columns) > 1 else ""
-    name = f"stage {stage}{chunk}, {where}, microbatch {load.microbatch}"
+    split = moment_bytes(base, columns, moment, unit)
+    where = f"{moment.direction} of {columns[moment.chunk].units[unit].name}"
+    chunk = f", chunk {moment.chunk}" if len(columns) > 1 else ""
+    name = f"stage {stage}{chunk}, {where}, microbatch {moment.microbatch}"
     return Peak(split.total_bytes, name, split)
 
 
 def moment_bytes(
-    base: StageBase, columns: Sequence[ChunkColumns], load: Load, unit: int
+    base: StageBase, columns: Sequence[ChunkColumns], moment: Moment, unit: int
 ) -> Breakdown:
-    """Bytes while one unit of the load's chunk runs."""
-    running, pairs = columns[load.chunk], list(zip(load.in_flight, columns, strict=True))
+    """Bytes while one unit of the moment's chunk runs."""
+    running, pairs = columns[moment.chunk], list(zip(moment.in_flight, columns, strict=True))
     waiting = sum(n * int(c.held_bytes.sum()) for n, c in pairs)
     outside_waiting = sum(n * int(c.outside_bytes.sum()) for n, c in pairs)
     outside_running = int(running.outside_bytes[: unit + 1].sum())
@@ -295,14 +295,15 @@ def moment_bytes(
         static_bytes=base.static.total_bytes,
         in_flight_bytes=waiting - outside_waiting,
         running_bytes=int(running.held_bytes[: unit + 1].sum()) - outside_running,
-        transient_bytes=int(running.transient_bytes(load.direction, base.boundary_bytes)[unit]),
+        transient_bytes=int(running.transient_bytes(moment.direction, base.boundary_bytes)[unit]),
         embedding_head_bytes=outside_waiting + outside_running,
-        overhead_bytes=base.constant_bytes(load.direction, load.extra) - base.static.total_bytes,
+        overhead_bytes=base.constant_bytes(moment.direction, moment.extra)
+        - base.static.total_bytes,
     )
 
 
-def every_load(profile: Profile, schedule: Schedule, stage: int) -> list[Load]:
-    """The load of each event of a stage, under the profile's settings."""
+def every_moment(profile: Profile, schedule: Schedule, stage: int) -> list[Moment]:
+    """The moment of each event of a stage, under the profile's settings."""
     extra = extra_tensors(
         schedule,
         stage,
@@ -311,6 +312,6 @@ def every_load(profile: Profile, schedule: Schedule, stage: int) -> list[Load]:
     )
     rows = zip(schedule.events(stage), schedule.in_flight(stage).tolist(), extra, strict=True)
     return [
-        Load(event.direction, event.chunk, tuple(in_flight), count, event.microbatch)
+        Moment(event.direction, event.chunk, tuple(in_flight), count, event.microbatch)
         for event, in_flight, count in rows
     ]

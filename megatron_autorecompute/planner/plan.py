@@ -150,10 +150,6 @@ class Plan:
         """Whether the plan still has the solver's proof: a gap for every stage."""
         return all(evidence.gap is not None for evidence in self.evidence)
 
-    def changed(self, fingerprint: Mapping[str, str]) -> tuple[str, ...]:
-        """Parts of a fingerprint that differ from the plan's, each as `name: was, now is`."""
-        return changes(self.fingerprint, fingerprint)
-
     def planner(self) -> Planner:
         """A planner for the plan's own profile, layout and schedule."""
         return Planner(

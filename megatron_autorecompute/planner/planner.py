@@ -22,20 +22,20 @@ from typing import Literal
 import numpy as np
 
 from megatron_autorecompute.errors import InfeasibleError, PolicyError, ProfileError
-from megatron_autorecompute.planner.arrays import Ints
-from megatron_autorecompute.planner.chunk_splits import put_together, rearranged
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.megatron_strategies import (
+from megatron_autorecompute.megatron_fields import (
     RUNS_FOREVER,
     has_linear_bias,
     runs_forever,
 )
+from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.chunk_splits import put_together, rearranged
+from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import (
     StageBase,
     check_figures,
     check_layout,
     stage_base,
-    stage_loads,
+    stage_moments,
 )
 from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
 from megatron_autorecompute.planner.schedule import Schedule
@@ -50,7 +50,7 @@ from megatron_autorecompute.planner.stage_search.search import Effort, StageSear
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
 from megatron_autorecompute.policy import FULL, LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.units import GIB
+from megatron_autorecompute.units import gib
 
 MOST_MODULES = 9
 """Megatron has no more modules. If a profile has more, only its recorded sets are tried."""
@@ -182,7 +182,7 @@ class Planner:
     def _search(self, stage: int) -> StageSearch:
         base = stage_base(self.profile, self.layout, stage, "high")
         chunks = [self._chunk(stage, c, base) for c in range(self.layout.num_chunks)]
-        problem = stage_problem(chunks, stage_loads(self.profile, self.schedule, stage), base)
+        problem = stage_problem(chunks, stage_moments(self.profile, self.schedule, stage), base)
         return StageSearch(problem, self._effort)
 
     def _chunk(self, stage: int, index: int, base: StageBase) -> ChunkProblem:
@@ -341,9 +341,9 @@ class Planner:
         tightest = max(range(len(needs)), key=lambda stage: needs[stage] - budgets[stage])
         lean = RecomputePolicy(self.leanest[tightest].policies[0])
         return InfeasibleError(
-            f"Stage {tightest} needs {needs[tightest] / GIB:.2f} GiB even with its leanest "
+            f"Stage {tightest} needs {gib(needs[tightest])} GiB even with its leanest "
             f"choices ({lean.format() or 'no layers'}{', …' * (self.layout.num_chunks > 1)}); the "
-            f"budget is {budgets[tightest] / GIB:.2f} GiB. Raise the budget, or change the model's "
+            f"budget is {gib(budgets[tightest])} GiB. Raise the budget, or change the model's "
             "split."
         )
 
@@ -466,18 +466,6 @@ def solve(
     """
     planner = Planner(profile, layout, schedule, percentile=percentile, allowed=allowed)
     return planner.solve(budget)
-
-
-def manual_strategies(
-    profile: Profile,
-    layout: Layout,
-    schedule: Schedule,
-    budget: Budget,
-    *,
-    percentile: Percentile = "stated",
-) -> tuple[ManualStrategy, ...]:
-    """Megatron's own settings in the same model; see `Planner.manual_strategies`."""
-    return Planner(profile, layout, schedule, percentile=percentile).manual_strategies(budget)
 
 
 def neighbours(

@@ -13,7 +13,7 @@ from megatron_autorecompute.planner.peak_memory import (
     Peak,
     check_layout,
     stage_base,
-    stage_loads,
+    stage_moments,
     stage_peak,
 )
 from megatron_autorecompute.planner.schedule import Schedule
@@ -100,10 +100,10 @@ def evaluate(
         bound: [[table.chunk_units(chunk, policy) for chunk in chunks] for chunks in layout.stages]
         for bound, table in tables.items()
     }
-    loads = [stage_loads(profile, schedule, stage) for stage in range(layout.num_stages)]
+    moments = [stage_moments(profile, schedule, stage) for stage in range(layout.num_stages)]
     peaks = {
         bound: [
-            stage_peak(stage_base(profile, layout, stage, bound), stage, columns, loads[stage])
+            stage_peak(stage_base(profile, layout, stage, bound), stage, columns, moments[stage])
             for stage, columns in enumerate(_all_columns(layout, units[bound]))
         ]
         for bound in SIGN
@@ -155,7 +155,7 @@ def _with_times(
 
 
 def _step_ms(schedule: Schedule, times: Times) -> float:
-    return replay_ms(schedule, times.forward / PS_PER_MS, times.backward / PS_PER_MS).total_ms
+    return replay_ms(schedule, times.forward / PS_PER_MS, times.backward / PS_PER_MS)
 
 
 def _interval_ms(

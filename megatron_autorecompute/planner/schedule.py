@@ -5,7 +5,6 @@ The order is the same in megatron-core 0.16.1 and 0.19.2, so the version does no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,18 +28,6 @@ class Event:
     direction: Direction
     chunk: int
     microbatch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What is in flight on a stage while one event runs."""
-
-    direction: Direction
-    chunk: int
-    in_flight: tuple[int, ...]
-    """Per chunk, microbatches whose forward is done and whose backward has not begun."""
-    event: int
-    """Position in `Schedule.events(stage)` of the first event with these counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +200,3 @@ class Schedule:
             np.concatenate([np.repeat(np.arange(v), len(group)) for group in groups]),
             np.concatenate([np.full(v * len(group), len(group)) for group in groups]),
         )
-
-
-def maximal(moments: Sequence[Moment]) -> list[Moment]:
-    """Return the moments that no other moment matches or exceeds in every chunk's count."""
-    # By descending total: what comes first exceeds, and is not exceeded by, what comes after it.
-    rest = sorted(moments, key=lambda moment: -sum(moment.in_flight))
-    counts = np.array([moment.in_flight for moment in rest])
-    kept = []
-    left = np.arange(len(rest))
-    while len(left):
-        kept.append(rest[left[0]])
-        left = left[~np.all(counts[left] <= counts[left[0]], axis=1)]
-    return kept

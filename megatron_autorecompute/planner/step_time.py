@@ -36,29 +36,12 @@ _NOTHING_CAME = -(1 << 62)
 _FEW_PERIODS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """Time of a step's forwards and backwards, in all and by stage."""
-
-    total_ms: float
-    """When the last stage finishes its last event."""
-    busy_ms: tuple[float, ...]
-    """Per stage, the sum of its events."""
-    finish_ms: tuple[float, ...]
-    """Per stage, when its last event ends."""
-
-    @property
-    def idle_ms(self) -> tuple[float, ...]:
-        """Per stage, the bubble: total minus busy."""
-        return tuple(self.total_ms - busy for busy in self.busy_ms)
-
-
 def replay_ms(
     schedule: Schedule,
     forward_ms: Sequence[Sequence[float]] | Floats,
     backward_ms: Sequence[Sequence[float]] | Floats,
-) -> StepTime:
-    """Replay a step: every event starts when its stage is free and its input has arrived.
+) -> float:
+    """When a step's last event ends: each starts when its stage is free and its input has arrived.
 
     Args:
         schedule: the order of events.
@@ -70,9 +53,8 @@ def replay_ms(
     forward = _times(schedule, forward_ms, "forward_ms")
     backward = _times(schedule, backward_ms, "backward_ms")
     per_ms = PS_PER_MS / step_unit(schedule, float((forward + backward).sum()) * PS_PER_MS)
-    finish = finished(schedule, _rounded(forward * per_ms), _rounded(backward * per_ms)) / per_ms
-    busy = schedule.num_microbatches * (forward + backward).sum(axis=1)
-    return StepTime(float(finish.max()), tuple(busy.tolist()), tuple(finish.tolist()))
+    finish = finished(schedule, _rounded(forward * per_ms), _rounded(backward * per_ms))
+    return float(finish.max() / per_ms)
 
 
 def step_unit(schedule: Schedule, all_ps: float) -> int:

@@ -131,10 +131,6 @@ class CostTable:
             for name, records in self._records.items()
         }
 
-    def kind(self, layer: int) -> LayerKind:
-        """The kind of a global layer index."""
-        return self._kinds[layer]
-
     def record(self, layer: int, choice: LayerPolicy) -> ChoiceRecord | None:
         """The shifted record of one layer's choice; None if the profile has none."""
         return self._records[self._kinds[layer].name].get(choice)

@@ -15,15 +15,10 @@ from megatron_autorecompute.planner.plan import CurvePoint, Plan
 from megatron_autorecompute.planner.policy_cost import PolicyCost
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
-from megatron_autorecompute.units import GIB
+from megatron_autorecompute.units import GIB, gib
 
 MOST_RANKS = 16
 """Most rows of the measured step; with more ranks, every stage has one row."""
-
-
-def gib(size_bytes: float) -> str:
-    """Bytes as GiB with two digits."""
-    return f"{size_bytes / GIB:.2f}"
 
 
 def legend(policy: RecomputePolicy) -> dict[LayerPolicy, str]:

@@ -6,7 +6,6 @@ not records: a step of 16 stages, 8 chunks and 256 microbatches has 65,536.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +13,9 @@ from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.peak_memory import (
-    Breakdown,
     ChunkColumns,
     StageBase,
-    every_load,
+    every_moment,
     stage_base,
 )
 from megatron_autorecompute.planner.plan import Plan
@@ -105,43 +103,6 @@ class StageTimeline:
     binding: Moment | None
     """The stage's fullest moment; None if it is the optimizer step."""
 
-    def moments(self) -> Iterator[Moment]:
-        """All moments in order of time: a forward passes the units from first to last."""
-        for event, (backward, chunk) in enumerate(zip(self.backward, self.chunk, strict=True)):
-            order = range(len(self.units[chunk]))
-            for unit in reversed(order) if backward else order:
-                yield Moment(event, unit)
-
-    def at(self, moment: Moment) -> Breakdown:
-        """Bytes of a moment, by cause."""
-        event = moment.event
-        units = self.units[self.chunk[event]]
-        done, unit = units[: moment.unit + 1], units[moment.unit]
-        transient = (
-            unit.backward_transient_bytes if self.backward[event] else unit.forward_transient_bytes
-        )
-        return Breakdown(
-            static_bytes=self.static_bytes,
-            in_flight_bytes=int(self.in_flight_bytes[event]),
-            running_bytes=sum(u.held_bytes for u in done if u.is_layer),
-            transient_bytes=transient,
-            embedding_head_bytes=int(self.outside_bytes[event])
-            + sum(u.held_bytes for u in done if not u.is_layer),
-            overhead_bytes=int(self.overhead_bytes[event]),
-        )
-
-    def span_ms(self, moment: Moment) -> tuple[float, float]:
-        """Begin and end of a moment: an event's time is divided over its units by their share."""
-        event = moment.event
-        backward = bool(self.backward[event])
-        units = self.units[self.chunk[event]]
-        taken = [unit.backward_ms if backward else unit.forward_ms for unit in units]
-        earlier = taken[moment.unit + 1 :] if backward else taken[: moment.unit]
-        start, end = float(self.start_ms[event]), float(self.end_ms[event])
-        scale = (end - start) / (sum(taken) or 1.0)
-        begin = start + sum(earlier) * scale
-        return begin, begin + taken[moment.unit] * scale
-
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
@@ -193,14 +154,14 @@ def _stage(plan: Plan, stage: int, end_ms: Times) -> StageTimeline:
     policy, chunks = plan.policy, plan.layout.stages[stage]
     base = stage_base(plan.profile, plan.layout, stage)
     columns = [ChunkColumns(chunk, table.chunk_units(chunk, policy)) for chunk in chunks]
-    loads = every_load(plan.profile, plan.schedule, stage)
-    backward = np.array([load.direction == "backward" for load in loads])
-    chunk = np.array([load.chunk for load in loads], np.intp)
-    in_flight = np.array([load.in_flight for load in loads], np.int64)
+    moments = every_moment(plan.profile, plan.schedule, stage)
+    backward = np.array([moment.direction == "backward" for moment in moments])
+    chunk = np.array([moment.chunk for moment in moments], np.intp)
+    in_flight = np.array([moment.in_flight for moment in moments], np.int64)
     outside = np.array([c.outside_bytes.sum() for c in columns], np.int64)
     held = np.array([c.held_bytes.sum() for c in columns], np.int64)
     constant = np.array(
-        [base.constant_bytes(load.direction, load.extra) for load in loads], np.int64
+        [base.constant_bytes(moment.direction, moment.extra) for moment in moments], np.int64
     )
     reach = [
         [c.reach_bytes(direction, base.boundary_bytes) for c in columns]

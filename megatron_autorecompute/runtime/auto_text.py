@@ -16,15 +16,10 @@ from megatron_autorecompute.report.terminal import (
     measured_step_view,
     strip,
 )
-from megatron_autorecompute.units import GIB
+from megatron_autorecompute.units import gib
 
 WIDTH = 100
 """Columns of the text; a log has no terminal width."""
-
-
-def gib(size_bytes: float) -> str:
-    """Bytes as GiB with three significant digits, so that a tiny model is not 0.00."""
-    return f"{size_bytes / GIB:.3g}"
 
 
 def plan_text(plan: Plan, measured_bytes: Sequence[int] | None, leanest_ms: float) -> str:

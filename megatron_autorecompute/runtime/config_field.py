@@ -21,11 +21,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute.compat import model_layers, rules, stage_layout, versions
 from megatron_autorecompute.errors import ApplyError, PolicyError
+from megatron_autorecompute.megatron_fields import POLICY_FIELD
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import GRAMMAR, RecomputePolicy
 from megatron_autorecompute.runtime.apply import apply_at_construction
 
-FIELD = "recompute_policy"
 _HELP = f"What every layer recomputes: auto measures and solves; otherwise {GRAMMAR}."
 _GENERATED = (
     "__init__",
@@ -61,7 +61,7 @@ def install() -> None:
         UnsupportedVersionError: this version of megatron-core is not supported.
     """
     versions.installed()
-    if FIELD in {field.name for field in dataclasses.fields(TransformerConfig)}:
+    if POLICY_FIELD in {field.name for field in dataclasses.fields(TransformerConfig)}:
         return  # already installed, or in the sources by our patch
     try:
         _add_field(TransformerConfig)
@@ -86,7 +86,7 @@ def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
     Raises:
         PolicyError: the value is not a policy, or is one of another length or model.
     """
-    value = getattr(config, FIELD, None)
+    value = getattr(config, POLICY_FIELD, None)
     if value is None or value == "auto":
         return None
     refuse_plan_of_another_model(value, config)
@@ -141,9 +141,9 @@ def _add_field(cls: type) -> None:
     # ArgumentGroupFactory (megatron.training since 0.17) makes the flag from this metadata.
     flag = {"arg_names": ["--recompute-policy"], "type": str, "default": None, "help": _HELP}
     added = dataclasses.field(default=None, metadata={"argparse_meta": flag})
-    only = dataclasses.make_dataclass("_Only", [(FIELD, kind, added)])
-    _set(cls, "__annotations__", {**inspect.get_annotations(cls), FIELD: kind})
-    _set(cls, FIELD, None)
+    only = dataclasses.make_dataclass("_Only", [(POLICY_FIELD, kind, added)])
+    _set(cls, "__annotations__", {**inspect.get_annotations(cls), POLICY_FIELD: kind})
+    _set(cls, POLICY_FIELD, None)
     _give_fields(cls, {**_fields(cls), **_fields(only)})
 
 
@@ -208,7 +208,7 @@ def checked_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """`TransformerConfig.__post_init__` that also checks the field against Megatron's rules."""
 
     def __post_init__(self: TransformerConfig) -> None:  # noqa: N807
-        if getattr(self, FIELD, None) is None:
+        if getattr(self, POLICY_FIELD, None) is None:
             original(self)
             return
         as_given = copy.copy(self)
@@ -228,8 +228,8 @@ def refuse_contradiction(config: TransformerConfig) -> None:
     if own is None and method is None:
         return
     raise PolicyError(
-        f"recompute_policy={getattr(config, FIELD)!r:.60} was given together with Megatron's own "
-        f"recompute_granularity={config.recompute_granularity!r}, "
+        f"recompute_policy={getattr(config, POLICY_FIELD)!r:.60} was given together with "
+        f"Megatron's own recompute_granularity={config.recompute_granularity!r}, "
         f"recompute_method={config.recompute_method!r}, "
         f"recompute_num_layers={config.recompute_num_layers!r}: leave one of them out. "
         f"The same as a policy is {own or 'megatron:none'!r}."
@@ -241,7 +241,7 @@ def applying_init(original: Callable[..., None]) -> Callable[..., None]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        value = getattr(self.config, FIELD, None)
+        value = getattr(self.config, POLICY_FIELD, None)
         if value is None:
             return
         if value == "auto" and not _auto_is_claimed():
@@ -252,7 +252,7 @@ def applying_init(original: Callable[..., None]) -> Callable[..., None]:
             )
         policy = policy_of(self.config)
         if policy is not None:
-            apply_at_construction(policy, self, holder=f"the config field {FIELD}")
+            apply_at_construction(policy, self, holder=f"the config field {POLICY_FIELD}")
 
     return __init__
 

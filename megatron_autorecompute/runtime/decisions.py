@@ -16,15 +16,15 @@ from megatron_autorecompute.planner.policy_cost import StageCost
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile, with_missed_bytes
 from megatron_autorecompute.runtime.auto_options import AutoOptions
-from megatron_autorecompute.runtime.auto_text import gib
 from megatron_autorecompute.runtime.budget import budget_bytes, reason, stage_budget_bytes
 from megatron_autorecompute.runtime.job_facts import JobFacts
 from megatron_autorecompute.runtime.lost_steps import NOTCHES
 from megatron_autorecompute.runtime.model_shard import ModelShard
 from megatron_autorecompute.runtime.oom_guard import FINE
 from megatron_autorecompute.runtime.plan_store import PlanStore
-from megatron_autorecompute.runtime.ranks import on_first_rank
+from megatron_autorecompute.runtime.ranks import on_rank_0
 from megatron_autorecompute.runtime.step_memory import StepMemory, available_bytes
+from megatron_autorecompute.units import gib
 
 NOTICED = 0.001
 """Share of a stage's static bytes; if others hold less than this more, no new plan is made."""
@@ -57,10 +57,10 @@ class Decisions:
             percentile=self.options.recompute_imbalance_percentile,
         )
 
-    def solved(self, profile: Profile, budgets: Sequence[int]) -> Plan:
+    def solved(self, profile: Profile, budgets: Sequence[int], notes: Sequence[str] = ()) -> Plan:
         """A plan for these budgets (bytes by stage); one rank solves, all get its plan or error."""
         planner = self.planner(profile)
-        return on_first_rank(lambda: make_plan(planner, budgets))
+        return on_rank_0(lambda: make_plan(planner, budgets, notes=notes))
 
     def lean_peaks(self, profile: Profile) -> list[int]:
         """Predicted peak bytes of every stage under its leanest choices, high end."""
@@ -102,7 +102,7 @@ class Decisions:
         self.job.say(
             f"recompute auto: the plan in {store.path} {why}; solved again from its measurements."
         )
-        plan = self.solved(profile, budgets)
+        plan = self.solved(profile, budgets, plan.notes)
         store.save(plan)
         return plan
 
@@ -192,6 +192,10 @@ class Decisions:
             )
             most = max(most, more)
         return replace(profile, stages=tuple(stages)), most
+
+    def are_kept(self, plan: Plan) -> bool:
+        """Whether every stage kept the plan's budgets in the step that was read last."""
+        return all(p <= most for p, most in zip(self.peaks(), plan.budget_bytes, strict=True))
 
     def corrected(self, plan: Plan) -> Profile:
         """The plan's profile; bytes that it missed of a stage's peak are added to that stage."""

@@ -25,7 +25,7 @@ import torch
 from megatron_autorecompute import __version__
 from megatron_autorecompute.compat import layer_kinds, model_layers, untyped
 from megatron_autorecompute.planner.layout import Chunk, Layout
-from megatron_autorecompute.runtime.ranks import gathered
+from megatron_autorecompute.runtime.ranks import all_gather
 
 NOT_OF_A_STEP = ("_", "recompute_", "inference_", "config_logger_dir")
 """Prefixes of fields that are left out: private, recompute, inference, and the log folder."""
@@ -42,8 +42,18 @@ NUMBERS_ONLY = (
     "min_loss_scale",
     "loss_scale_window",
     "hysteresis",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
 )
 """Fields of an optimizer that set the size of its steps; a restart often changes them."""
+SAME_STEP = (
+    "init_method_std",
+    "embedding_init_method_std",
+    "layernorm_epsilon",
+    "perform_initialization",
+)
+"""Fields of a model that change numbers, and neither shapes nor kernels."""
 VARIABLES = (
     *("NVTE_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"),
     *("CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE"),
@@ -75,7 +85,7 @@ def fingerprint(
     """
     first = model_layers.unwrapped(chunks[0])
     mine = {
-        **_fields(first.config),
+        **_fields(first.config, left_out=SAME_STEP),
         **_fields(getattr(chunks[0], "ddp_config", None), "ddp."),
         **_fields(getattr(optimizer, "config", None), "optimizer.", NUMBERS_ONLY),
         **dict(_attributes(first)),
@@ -84,7 +94,7 @@ def fingerprint(
         "optimizer": " ".join(_optimizers(optimizer)),
         "modules": hashlib.sha256("".join(_modules(chunks)).encode()).hexdigest()[:16],
         "layers": _layers(layout),
-        "world_size": str(len(gathered(None))),
+        "world_size": str(len(all_gather(None))),
         "torch": str(torch.__version__),
         "megatron-core": megatron.core.__version__,
         "megatron-autorecompute": __version__,
@@ -93,7 +103,7 @@ def fingerprint(
         **{name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
         **given,
     }
-    return _merged(gathered(mine))
+    return _merged(all_gather(mine))
 
 
 def _merged(by_rank: Iterable[Mapping[str, str]]) -> dict[str, str]:
@@ -199,7 +209,7 @@ def _modules(chunks: Sequence[torch.nn.Module]) -> list[str]:
         + " ".join(name for name, one in chunk.named_parameters() if not one.requires_grad)
         for chunk in chunks
     }
-    return sorted(set().union(*gathered(mine)))
+    return sorted(set().union(*all_gather(mine)))
 
 
 def _layers(layout: Layout) -> str:

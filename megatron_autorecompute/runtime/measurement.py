@@ -23,6 +23,7 @@ from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     BytesAt,
     ChoiceRecord,
+    LayerBytes,
     LayerKind,
     Model,
     Parallelism,
@@ -93,7 +94,7 @@ class Samples:
         )
         return held, forward, backward
 
-    def record(self, choice: str, boundary_bytes: int) -> ChoiceRecord:
+    def record(self, choice: LayerPolicy, boundary_bytes: int) -> ChoiceRecord:
         """The maximum of bytes, the median of times, and half their interquartile range as spread.
 
         If it is not known whether the place keeps its input, it counts as kept.
@@ -101,7 +102,7 @@ class Samples:
         input_bytes = max(self.input_bytes, default=boundary_bytes)
         held = max(self.held_bytes) + input_bytes
         return ChoiceRecord(
-            choice=choice,
+            choice=str(choice),
             held_bytes=held,
             forward_transient_bytes=max(0, max(self.forward_level_bytes) - held),
             backward_transient_bytes=max(0, max(self.backward_level_bytes) - held),
@@ -139,7 +140,7 @@ def _half_middle_half(values: Sequence[float]) -> float:
     return (high - low) / 2
 
 
-SamplesByKey = dict[tuple[str, str], Samples]
+SamplesByKey = dict[tuple[str, LayerPolicy], Samples]
 """Keys: (signature of the kind or name of the place, choice)."""
 
 
@@ -179,7 +180,8 @@ class Measurement:
         self.peak_bytes = 0
         self.optimizer_step_peak_bytes = 0
         self.overhead = ScheduleOverhead(0, 0)
-        self._seen: SamplesByKey = defaultdict(Samples)
+        self.samples: SamplesByKey = defaultdict(Samples)
+        """What this rank saw so far; `profile` puts all ranks' together."""
         self._depths = {site.index for site in model_layers.mtp_sites(shard.chunks)}
 
     def policies(
@@ -269,7 +271,9 @@ class Measurement:
                 self._note(one, span, bases, memory is not None, times)
 
     def _check_measurable(self, passes: Sequence[Pass]) -> None:
-        reasons = [reason for reason in self.shard.gathered(self._not_measurable(passes)) if reason]
+        reasons = [
+            reason for reason in self.shard.all_gather(self._not_measurable(passes)) if reason
+        ]
         if reasons:
             raise ApplyError(
                 f"auto cannot measure layers in this training step: {reasons[0]}. Give a policy in "
@@ -304,7 +308,7 @@ class Measurement:
             (choice, kind)
             for kind in self.shard.kinds
             for choice in kind.choices
-            if not seen[kind.signature, str(choice)].complete()
+            if not seen[kind.signature, choice].complete()
         ]
 
     def lacks_leanest(self) -> bool:
@@ -319,7 +323,7 @@ class Measurement:
         return most + self.boundary_bytes
 
     def _seen_everywhere(self) -> SamplesByKey:
-        return _put_together(self.shard.gathered(dict(self._seen)))
+        return _put_together(self.shard.all_gather(dict(self.samples)))
 
     def _choice(self, place: Place) -> LayerPolicy:
         return self.applied.policy.layers[place] if isinstance(place, int) else NONE
@@ -336,7 +340,7 @@ class Measurement:
         if not self.shard.has(one.chunk, place):
             return
         signature = self.shard.signatures[place] if isinstance(place, int) else place
-        seen = self._seen[signature, str(self._choice(place))]
+        seen = self.samples[signature, self._choice(place)]
         input_bytes = span.input_bytes
         received = place == self._received_by(one)
         if with_bytes and one.phase == "forward":
@@ -446,17 +450,17 @@ class Measurement:
             fingerprint: facts that must be equal for the figures to hold.
             assumptions: sentences about what was assumed, not measured.
         """
-        by_rank = self.shard.gathered(dict(self._seen))
+        by_rank = self.shard.all_gather(dict(self.samples))
         seen = _put_together(by_rank)
         stages: dict[int, StageRecord] = {}
-        for pipeline_rank, record in self.shard.gathered((self.shard.stage, self._stage(static))):
+        for pipeline_rank, record in self.shard.all_gather((self.shard.stage, self._stage(static))):
             known = stages.get(pipeline_rank, record)
             stages[pipeline_rank] = _larger(known, record)
         config = self.shard.config
-        embedding = seen["embedding", "none"].record("none", 0)
-        norm = seen["final_norm", "none"]
+        embedding = seen["embedding", NONE].record(NONE, 0)
+        norm = seen["final_norm", NONE]
         if model.encoder_layers:
-            between = seen["between", "none"].record("none", self.boundary_bytes)
+            between = seen["between", NONE].record(NONE, self.boundary_bytes)
             embedding = _together(embedding, between)
         return Profile(
             model=model,
@@ -465,8 +469,8 @@ class Measurement:
                 _layer_kind(kind, seen, by_rank, self.boundary_bytes) for kind in self.shard.kinds
             ),
             embedding=embedding,
-            head=seen["head", "none"].record("none", self.boundary_bytes),
-            final_norm=norm.record("none", self.boundary_bytes) if norm.complete() else None,
+            head=seen["head", NONE].record(NONE, self.boundary_bytes),
+            final_norm=norm.record(NONE, self.boundary_bytes) if norm.complete() else None,
             boundary_bytes=self.boundary_bytes,
             stages=tuple(stages[rank] for rank in sorted(stages)),
             deallocate_pipeline_outputs=bool(config.deallocate_pipeline_outputs),
@@ -535,45 +539,37 @@ def _put_together(by_rank: Sequence[SamplesByKey]) -> SamplesByKey:
 def _layer_kind(
     kind: Kind, seen: SamplesByKey, by_rank: Sequence[SamplesByKey], boundary_bytes: int
 ) -> LayerKind:
-    records = {}
+    records: dict[LayerPolicy, ChoiceRecord] = {}
     for choice in kind.choices:
-        key = (kind.signature, str(choice))
-        if not seen[key].complete():
+        found = seen[kind.signature, choice]
+        if not found.complete():
             continue
-        record = seen[key].record(str(choice), boundary_bytes)
+        record = found.record(choice, boundary_bytes)
         if kind.has_experts:
-            ranks = [one[key] for one in by_rank if key in one and one[key].held_bytes]
+            own = (one.get((kind.signature, choice)) for one in by_rank)
+            ranks = [samples for samples in own if samples and samples.held_bytes]
             record = replace(record, percentiles=_percentiles(record, ranks))
-        records[str(choice)] = record
-    inert = _inert([choice for choice in kind.choices if str(choice) in records], records)
+        records[choice] = record
+    inert = {str(larger): str(smaller) for larger, smaller in _inert(records).items()}
     samples = [len(seen[kind.signature, choice].backward_ms) for choice in records]
     ordered = in_order(list(records.values()), samples)
     planned = tuple(record for record in ordered if record.choice not in inert)
     return LayerKind(kind.name, kind.layers, planned, inert)
 
 
-def _inert(choices: Sequence[LayerPolicy], records: dict[str, ChoiceRecord]) -> dict[str, str]:
+def _inert(records: dict[LayerPolicy, ChoiceRecord]) -> dict[LayerPolicy, LayerPolicy]:
     """Sets of modules with the same bytes as a smaller set, and that smaller set."""
-    inert: dict[str, str] = {}
-    for larger in choices:
-        for smaller in choices:
-            if (
-                larger.granularity == "selective"
-                and smaller.granularity != "full"
-                and set(smaller.modules) < set(larger.modules)
-                and str(larger) not in inert
-                and _bytes(records[str(larger)]) == _bytes(records[str(smaller)])
-            ):
-                inert[str(larger)] = inert.get(str(smaller), str(smaller))
+    inert: dict[LayerPolicy, LayerPolicy] = {}
+    for larger, smaller in itertools.product(records, repeat=2):
+        if (
+            larger.granularity == "selective"
+            and smaller.granularity != "full"
+            and set(smaller.modules) < set(larger.modules)
+            and larger not in inert
+            and LayerBytes.of(records[larger]) == LayerBytes.of(records[smaller])
+        ):
+            inert[larger] = inert.get(smaller, smaller)
     return inert
-
-
-def _bytes(record: ChoiceRecord) -> tuple[int, int, int]:
-    return (
-        record.held_bytes,
-        record.forward_transient_bytes,
-        record.backward_transient_bytes,
-    )
 
 
 def _larger(one: StageRecord, other: StageRecord) -> StageRecord:

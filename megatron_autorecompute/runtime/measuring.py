@@ -15,7 +15,7 @@ from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import was_lost
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.oom_guard import FAILED, StepGuard
-from megatron_autorecompute.runtime.static_memory import static_bytes
+from megatron_autorecompute.runtime.static_bytes import static_bytes
 from megatron_autorecompute.runtime.whole_steps import (
     BACKWARD,
     FORWARD,
@@ -57,7 +57,6 @@ class Measuring:
         self.memory, self.job = decisions.memory, decisions.job
         self.optimizer, self.applied, self.guard = optimizer, applied, guard
         self.measurement = Measurement(self.shard, applied)
-        self.steps = 0
         self._left = 0
         """The most steps still to come, as printed; 0 while this is not known."""
         self._whole_steps: list[WholeStep] = []
@@ -77,12 +76,17 @@ class Measuring:
             LostStepsError: several steps in a row ran out of memory.
         """
         self.job.say("recompute auto: measuring in the first steps, from the leanest policy on")
+        if ended_before:
+            self.job.say(
+                f"recompute auto: {ended_before} job(s) before this one ran out of memory while "
+                "measuring; fewer layers at once leave the leanest policy this time."
+            )
         self.memory.begin_measuring()
         settled = 0
         while settled < SETTLING_STEPS:
             yield self._settling()
             settled += not self._was_lost()
-            self.decisions.check_leanest_fits(self.steps)
+            self.decisions.check_leanest_fits(self.guard.steps)
         lean = self.decisions.peaks()
         yield from self._all_choices(lean, ended_before)
         profile = self.measurement.profile(
@@ -113,7 +117,7 @@ class Measuring:
         if missing := self.measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in missing)
             self.job.say(
-                f"recompute auto: {asked} steps were not enough to measure {names}: left out. "
+                f"recompute auto: {names}: not measured in {asked} step(s), and left out. "
                 "More: --recompute-measure-steps."
             )
 
@@ -129,9 +133,8 @@ class Measuring:
             reads_bytes: whether bytes are read; otherwise only times.
             repeats: how often every choice is shown.
         """
-        last = self.steps + most_steps
-        while self.steps < last:
-            left = last - self.steps
+        last = self.guard.steps + most_steps
+        while (left := last - self.guard.steps) > 0:
             for _ in self.measurement.policies(repeats, room=room, most_steps=left):
                 if self._left:
                     self._left -= 1
@@ -161,7 +164,6 @@ class Measuring:
     # --- one step ---------------------------------------------------------------------------------
 
     def _was_lost(self) -> bool:
-        self.steps += 1
         return was_lost(self.guard, self.applied.policy, self.job.say)
 
     def _counts(self) -> bool:
@@ -197,7 +199,7 @@ class Measuring:
         if not self._counts():
             return
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        before = self.steps if self.job.iteration is None else self.job.iteration()
+        number = self.guard.steps if self.job.iteration is None else self.job.iteration() + 1
         allocated, reserved = self.memory.torch_peaks
         seen = RankStep(
             rank,
@@ -209,13 +211,13 @@ class Measuring:
             reserved,
         )
         microbatches = self.job.num_microbatches()
-        self._whole_steps.append(WholeStep(before + 1, self.applied.policy, microbatches, seen))
+        self._whole_steps.append(WholeStep(number, self.applied.policy, microbatches, seen))
 
     def _with_whole_steps(self, profile: Profile) -> Profile:
         """The profile with two additions: each stage's residual time (Megatron's timers less the
         sum of layers), and the step of median time with the figures of every rank."""
         planner = self.decisions.planner(profile)
-        ranks = self.shard.gathered(covered(planner, self._whole_steps))
+        ranks = self.shard.all_gather(covered(planner, self._whole_steps))
         stages = zip(profile.stages, residuals_ms(planner, ranks), strict=True)
         return replace(
             profile,

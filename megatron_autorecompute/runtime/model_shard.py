@@ -120,7 +120,7 @@ class ModelShard:
 
     Args:
         chunks: this rank's model chunks, wrapped (DDP, Float16Module) or bare.
-        gathered: collects a value from every rank, in rank order; `alone` for a single process.
+        all_gather: collects a value from every rank, in rank order; `alone` for a single process.
         choices_of: the choices of a layer that are to be measured.
     """
 
@@ -128,7 +128,7 @@ class ModelShard:
         self,
         chunks: Sequence[torch.nn.Module],
         *,
-        gathered: Callable[[Any], list[Any]] = ranks.gathered,
+        all_gather: Callable[[Any], list[Any]] = ranks.all_gather,
         choices_of: Callable[[torch.nn.Module], Choices] = choices,
     ) -> None:
         self.chunks = list(chunks)
@@ -137,9 +137,9 @@ class ModelShard:
         self.num_layers = stage_layout.num_policy_layers(self.config, self.encoder_layers)
         """Layers of the whole model that a policy covers, with encoder and MTP depths."""
         self.stage = parallel.pipeline_rank()
-        self.gathered = gathered
+        self.all_gather = all_gather
         self.own_kinds = kinds(self.chunks, choices_of)
-        by_rank = gathered((self.stage, self.own_kinds))
+        by_rank = all_gather((self.stage, self.own_kinds))
         self.kinds = merged([own for _, own in by_rank])
         """Of the whole model."""
         self.stage_of = {
@@ -159,7 +159,7 @@ class ModelShard:
     ) -> tuple[Number, ...]:
         """A figure for every stage, combined over its ranks; every rank must call it."""
         found: dict[int, list[Number]] = {}
-        for stage, value in self.gathered((self.stage, mine)):
+        for stage, value in self.all_gather((self.stage, mine)):
             found.setdefault(stage, []).append(value)
         return tuple(together(found[stage]) for stage in sorted(found))
 
@@ -181,7 +181,7 @@ class ModelShard:
             self.encoder_layers + self.config.num_layers,
             int(self.config.mtp_num_layers or 0),
             self.encoder_layers,
-            facts=max(self.gathered(model_facts.of_model(self.chunks)), key=len),
+            facts=max(self.all_gather(model_facts.of_model(self.chunks)), key=len),
         )
 
     def leanest(self) -> RecomputePolicy:
@@ -209,5 +209,5 @@ class ModelShard:
 
 
 def alone(mine: Any) -> list[Any]:
-    """`gathered` for a single process, without other ranks."""
+    """`all_gather` for a single process, without other ranks."""
     return [mine]

@@ -25,7 +25,7 @@ from megatron_autorecompute.compat import lost_step, model_layers
 from megatron_autorecompute.compat.untyped import Chunk
 from megatron_autorecompute.runtime.bucket_syncs import BucketSyncs
 from megatron_autorecompute.runtime.collectives import Meetings
-from megatron_autorecompute.runtime.ranks import most
+from megatron_autorecompute.runtime.ranks import all_reduce_max
 from megatron_autorecompute.runtime.temporary import Temporary, replaced
 
 FINE, SHORT, FAILED = 0, 1, 2
@@ -59,6 +59,8 @@ class StepGuard:
         self.outcome = self.own_outcome = FINE
         self.lost_in_a_row = 0
         """How many of the last steps were lost, without a completed one between them."""
+        self.steps = 0
+        """Training steps done, lost ones included."""
         self._chunks: list[Chunk] = list(chunks)
         self._optimizer = optimizer
         self._is_short = is_short
@@ -100,6 +102,7 @@ class StepGuard:
             if finalize is not None:
                 self._config.finalize_model_grads_func = finalize
         self.lost_in_a_row = self.lost_in_a_row + 1 if self.outcome == FAILED else 0
+        self.steps += 1
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -202,7 +205,7 @@ class StepGuard:
     def _agree(self, *, finalizes: bool = False) -> None:
         """Exchange outcomes: the worst rank's counts. All ranks call it at the same place."""
         self.own_outcome = FAILED if self._failed else SHORT if self._is_short() else FINE
-        self.outcome = most(self.own_outcome)
+        self.outcome = all_reduce_max(self.own_outcome)
         self._agreed = True
         if self.outcome == FAILED:
             for chunk in self._chunks if finalizes else ():

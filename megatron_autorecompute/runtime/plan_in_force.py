@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.apply import AppliedPolicy
-from megatron_autorecompute.runtime.auto_text import gib
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import notches, was_lost
 from megatron_autorecompute.runtime.oom_guard import FAILED, FINE, StepGuard
 from megatron_autorecompute.runtime.plan_store import PlanStore
-from megatron_autorecompute.runtime.ranks import on_first_rank
+from megatron_autorecompute.runtime.ranks import on_rank_0
+from megatron_autorecompute.units import gib
 
 logger = logging.getLogger(__name__)
+Step = AbstractContextManager[None]
+"""Around one training step."""
 
 
 class PlanInForce:
@@ -27,7 +29,6 @@ class PlanInForce:
         optimizer: Megatron's.
         applied: the policy in force on the model.
         store: where plans are kept.
-        steps: how many training steps are done.
     """
 
     def __init__(
@@ -36,10 +37,9 @@ class PlanInForce:
         optimizer: Any,
         applied: AppliedPolicy,
         store: PlanStore,
-        steps: Callable[[], int],
     ) -> None:
         self._decisions, self._memory, self._job = decisions, decisions.memory, decisions.job
-        self._applied, self._store, self._steps = applied, store, steps
+        self._applied, self._store = applied, store
         self._plan: Plan | None = None
         self.guard = StepGuard(decisions.shard.chunks, optimizer, self._is_short, self._leave_less)
         """Guards every step, also those before the first plan."""
@@ -55,32 +55,59 @@ class PlanInForce:
             f"{plan.cost.step_ms:,.0f} ms a step"
         )
 
+    def try_step(self, plan: Plan, what: str) -> Generator[Step, None, Plan | None]:
+        """Run the plan for one step; where that was lost, the next plan down, in force and saved.
+
+        Raises:
+            LostStepsError: so were the steps before it, down to the leanest policy.
+        """
+        self.run(plan, what)
+        yield self._step(plan, reads_bytes=True)
+        return self._step_down(plan) if self._was_lost() else None
+
+    def one_step(self, plan: Plan, *, reads_bytes: bool) -> Generator[Step, None, Plan]:
+        """A step under the plan; where that ran short of memory, the next plan down.
+
+        Raises:
+            LostStepsError: as `try_step`.
+        """
+        yield self._step(plan, reads_bytes)
+        if self._was_lost() or self.guard.outcome != FINE:
+            return self._step_down(plan)
+        return plan
+
+    def steps(self, plan: Plan) -> Generator[Step, None, None]:
+        """Ordinary steps for ever, each under a plan for its number of microbatches.
+
+        Raises:
+            LostStepsError: as `try_step`.
+        """
+        while True:
+            if self._job.num_microbatches() != plan.schedule.num_microbatches:
+                plan = self._solved_again(plan)
+            plan = yield from self.one_step(plan, reads_bytes=self._memory.is_cheap)
+
+    def _solved_again(self, plan: Plan) -> Plan:
+        """For the microbatches of the next step."""
+        plan = self._decisions.solved(plan.profile, plan.budget_bytes, plan.notes)
+        self.run(plan, f"a plan for {plan.schedule.num_microbatches} microbatches")
+        self._store.save(plan)
+        return plan
+
     @contextmanager
-    def step(self, plan: Plan, reads_bytes: bool) -> Iterator[None]:
-        """Surround a step under the plan."""
+    def _step(self, plan: Plan, reads_bytes: bool) -> Iterator[None]:
         self._plan = plan
         read = self._memory.watching() if reads_bytes else nullcontext()
         with self.guard.step(), read:
             yield
 
-    def ran_short(self) -> bool:
-        """Whether the last step was lost, or a rank exceeded its budget or its allocator retried.
-
-        Prints if the step was lost.
-
-        Raises:
-            LostStepsError: the steps before it were lost too, down to the leanest policy.
-        """
-        return self.was_lost() or self.guard.outcome != FINE
-
-    def was_lost(self) -> bool:
-        """Whether a rank ran out of memory in the last step; prints and raises as `ran_short`."""
+    def _was_lost(self) -> bool:
         return was_lost(self.guard, self._applied.policy, self._job.say)
 
-    def step_down(self, plan: Plan) -> Plan:
+    def _step_down(self, plan: Plan) -> Plan:
         """Run and save the next plan down; returns it, or the same plan if none needs less."""
         outcomes = self._decisions.shard.by_stage(self.guard.own_outcome, max)
-        down = on_first_rank(lambda: self._less(plan, outcomes))
+        down = on_rank_0(lambda: self._less(plan, outcomes))
         if down is None:
             self._job.say("recompute auto: short of memory, and no plan needs less than this one.")
             return plan
@@ -122,4 +149,4 @@ class PlanInForce:
         )
 
     def _less(self, plan: Plan, outcomes: Sequence[int]) -> Plan | None:
-        return self._decisions.less(plan, outcomes, notches(self.guard), self._steps())
+        return self._decisions.less(plan, outcomes, notches(self.guard), self.guard.steps)

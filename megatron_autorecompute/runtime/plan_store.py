@@ -14,7 +14,7 @@ import torch
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import AutorecomputeError
 from megatron_autorecompute.planner.plan import Plan, changes
-from megatron_autorecompute.runtime.ranks import on_first_rank
+from megatron_autorecompute.runtime.ranks import on_rank_0
 
 STEPS_BETWEEN_TRIES = 100
 """Steps after which writing a plan is tried again; it is also tried at the job's end."""
@@ -40,7 +40,7 @@ class PlanStore:
         self._unwritten: Plan | None = None
         self._steps_waited = 0
         if path is not None:
-            on_first_rank(lambda: _check_writable(Path(path)))
+            on_rank_0(lambda: _check_writable(Path(path)))
 
     def known(self) -> Plan | None:
         """The stored plan if it is of this job; otherwise None, and prints what changed.
@@ -51,7 +51,7 @@ class PlanStore:
         path = self.path
         if path is None:
             return None
-        found = on_first_rank(lambda: self._read(path) if Path(path).exists() else None)
+        found = on_rank_0(lambda: self._read(path) if Path(path).exists() else None)
         if isinstance(found, tuple):
             self._say(
                 f"recompute auto: the plan in {path} is of another job, measuring again. "
@@ -100,7 +100,7 @@ class PlanStore:
 
     def ended_measuring(self) -> int:
         """How many starts in a row ran out of memory while measuring, before there was a plan."""
-        return on_first_rank(self._read_ended)
+        return on_rank_0(self._read_ended)
 
     def leave_ended_measuring(self) -> bool:
         """Count this job, on this rank alone, which is about to end; returns whether it could."""

@@ -12,7 +12,7 @@ from megatron_autorecompute.errors import AutorecomputeError
 Value = TypeVar("Value")
 
 
-def gathered(mine: Value) -> list[Value]:
+def all_gather(mine: Value) -> list[Value]:
     """What every rank holds, in rank order."""
     if not torch.distributed.is_initialized():
         return [mine]
@@ -21,7 +21,7 @@ def gathered(mine: Value) -> list[Value]:
     return everyone
 
 
-def most(mine: int) -> int:
+def all_reduce_max(mine: int) -> int:
     """The largest of all ranks' numbers: one each, cheap enough for every step."""
     if not torch.distributed.is_initialized():
         return mine
@@ -31,7 +31,7 @@ def most(mine: int) -> int:
     return int(said.item())
 
 
-def on_first_rank(work: Callable[[], Value]) -> Value:
+def on_rank_0(work: Callable[[], Value]) -> Value:
     """Do something on rank 0 and give its result, or the error it raised on purpose, to all."""
     if not torch.distributed.is_initialized():
         return work()

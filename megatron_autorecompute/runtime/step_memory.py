@@ -17,7 +17,7 @@ import torch
 
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.probe import CudaBytes, Memory
-from megatron_autorecompute.runtime.static_memory import static_bytes, tensors
+from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
 
 Source = Callable[[], AbstractContextManager[Memory]]
 """Opens another source of bytes, in every step anew."""

@@ -362,10 +362,9 @@ def test_the_launcher_finds_modules_beside_the_script_that_a_link_points_to(tmp_
     (links / "link.py").symlink_to(real / "train.py")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(pretrain, "_prepare_device", lambda command: None)
-    monkeypatch.setattr(pretrain.megatron_lm, "install", lambda: None)
-    monkeypatch.setattr(pretrain.megatron_lm, "leave_together", lambda: None)
-    pretrain.main([str(links / "link.py")])
+    for name in ("prepare_cpu", "install", "leave_together"):
+        monkeypatch.setattr(pretrain.megatron_lm, name, lambda: None)
+    pretrain.main([str(links / "link.py"), pretrain.RUN_ON_CPU])
     assert sys.path[0] == str(real)
     sys.modules.pop("beside_the_script")
 

@@ -6,7 +6,7 @@ import torch
 from benchmarks.gpu.contest import Contest
 from megatron_autorecompute.compat import layer_modules, model_layers
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
-from megatron_autorecompute.runtime.static_memory import tensors
+from megatron_autorecompute.runtime.static_bytes import tensors
 from tests.gpu.models import LOCAL, TE
 
 pytestmark = [pytest.mark.requires_gpu, pytest.mark.usefixtures("one_gpu")]

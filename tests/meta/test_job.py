@@ -13,7 +13,7 @@ from megatron_autorecompute.cli import estimate
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Efficiency, device, devices
 from megatron_autorecompute.meta.job import job_from, load_job
-from megatron_autorecompute.meta.static import (
+from megatron_autorecompute.meta.static_bytes import (
     Parameters,
     expert_data_parallel,
     optimizer_step_bytes,

@@ -1,6 +1,7 @@
 """`verify`: the model is built again from a profile's facts, and its plan run on meta tensors."""
 
 import json
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import make_dataclass, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ SHAPE = Shape(
     num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=128, num_microbatches=4
 )
 CASE = replace(CASES[0], num_layers=8, pp=2, num_microbatches=4)
+
+MOMENT = "backward of layer 3"
 
 
 def profile_of_a_model() -> Profile:
@@ -95,21 +98,22 @@ def test_a_layer_that_holds_more_than_its_record_says_ends_with_exit_code_10(
     code, printed = run(plan_of(wrong, 0.9), tmp_path, capsys)
     assert code == 10
     assert "Megatron's own schedule" in printed.err
+    assert re.search(r"fullest moment, (for|back)ward of layer \d", printed.err)
     assert "differs" in printed.out
 
 
 def test_only_a_prediction_that_is_too_high_may_be_off_by_a_boundary_tensor():
     sizes = {"static_bytes": 0, "budget_bytes": 2000, "boundary_bytes": 20}
-    assert StageCheck(0, 1020, 1000, **sizes).agrees
-    assert not StageCheck(0, 1021, 1000, **sizes).agrees
-    assert not StageCheck(0, 980, 1000, **sizes).agrees
+    assert StageCheck(0, 1020, 1000, MOMENT, **sizes).agrees
+    assert not StageCheck(0, 1021, 1000, MOMENT, **sizes).agrees
+    assert not StageCheck(0, 980, 1000, MOMENT, **sizes).agrees
 
 
 def test_a_stage_that_needs_more_than_its_budget_is_an_error_even_where_predicted_rightly():
-    fits = StageCheck(0, 100, 100, static_bytes=50, budget_bytes=150)
+    fits = StageCheck(0, 100, 100, MOMENT, static_bytes=50, budget_bytes=150)
     require_verified((fits,))
-    over = StageCheck(1, 100, 100, static_bytes=51, budget_bytes=150)
-    with pytest.raises(VerificationError, match="Stage 1 needs"):
+    over = StageCheck(1, 100, 100, MOMENT, static_bytes=51, budget_bytes=150)
+    with pytest.raises(VerificationError, match=f"Stage 1 needs .* {MOMENT}; its budget"):
         require_verified((fits, over))
 
 

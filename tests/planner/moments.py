@@ -3,7 +3,7 @@
 from megatron_autorecompute.planner.peak_memory import (
     ChunkColumns,
     check_layout,
-    every_load,
+    every_moment,
     moment_bytes,
     stage_base,
 )
@@ -19,12 +19,12 @@ def timeline(profile, layout, schedule, policy, stage):
     table, base = CostTable(profile), stage_base(profile, layout, stage)
     columns = [ChunkColumns(c, table.chunk_units(c, policy)) for c in layout.stages[stage]]
     moments = []
-    for load, event in zip(
-        every_load(profile, schedule, stage), schedule.events(stage), strict=True
+    for moment, event in zip(
+        every_moment(profile, schedule, stage), schedule.events(stage), strict=True
     ):
         order = range(len(columns[event.chunk].units))
         for unit in order if event.direction == "forward" else reversed(order):
             name = f"{event.direction} of {columns[event.chunk].units[unit].name}"
-            split = moment_bytes(base, columns, load, unit)
+            split = moment_bytes(base, columns, moment, unit)
             moments.append((f"{name}, microbatch {event.microbatch}", split))
     return moments

@@ -3,7 +3,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_autorecompute.planner.p2p_tensors import decisive_loads, extra_tensors
+from megatron_autorecompute.planner.p2p_tensors import decisive_moments, extra_tensors
 from megatron_autorecompute.planner.schedule import Schedule
 from tests.planner.random_schedules import schedules
 
@@ -31,8 +31,8 @@ def test_leaving_out_implied_moments_never_lowers_the_peak(p, v, groups, sizes):
             strict=True,
         )
         assert max(
-            total(load.direction, load.chunk, load.in_flight, load.extra)
-            for load in decisive_loads(schedule, stage)
+            total(moment.direction, moment.chunk, moment.in_flight, moment.extra)
+            for moment in decisive_moments(schedule, stage)
         ) == max(total(e.direction, e.chunk, in_flight, extra) for e, in_flight, extra in rows)
 
 
@@ -51,10 +51,10 @@ def test_many_microbatches_have_the_loads_of_a_plain_count_of_all_events(
         first = {}
         for event, counts, count in zip(events, in_flight, extra, strict=True):
             first.setdefault((event.direction, event.chunk, counts, count), event.microbatch)
-        found = decisive_loads(schedule, stage, **settings)
-        for load in found:
-            key = (load.direction, load.chunk, load.in_flight, load.extra)
-            assert first[key] == load.microbatch
+        found = decisive_moments(schedule, stage, **settings)
+        for moment in found:
+            key = (moment.direction, moment.chunk, moment.in_flight, moment.extra)
+            assert first[key] == moment.microbatch
         # None of those left out exceeds all that are kept, chunk by chunk.
         for direction, chunk, counts, count in first:
             total = sum(counts) + count
@@ -64,6 +64,6 @@ def test_many_microbatches_have_the_loads_of_a_plain_count_of_all_events(
 
 def test_the_number_of_microbatches_adds_no_work_to_the_loads():
     for p, v in ((4, 1), (4, 3)):
-        loads = [decisive_loads(Schedule(p, v, m), 0) for m in (40, 4 * 10**8)]
-        plain = [[(x.direction, x.chunk, x.in_flight, x.extra) for x in each] for each in loads]
+        moments = [decisive_moments(Schedule(p, v, m), 0) for m in (40, 4 * 10**8)]
+        plain = [[(x.direction, x.chunk, x.in_flight, x.extra) for x in each] for each in moments]
         assert plain[0] == plain[1]

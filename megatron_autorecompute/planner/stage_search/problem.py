@@ -20,7 +20,7 @@ import numpy as np
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.arrays import Bools, Floats, Ints
 from megatron_autorecompute.planner.layout import Chunk
-from megatron_autorecompute.planner.p2p_tensors import Load
+from megatron_autorecompute.planner.p2p_tensors import Moment
 from megatron_autorecompute.planner.peak_memory import StageBase
 from megatron_autorecompute.planner.unit_costs import Checkpoints, CostTable, Unit
 from megatron_autorecompute.policy import LayerPolicy
@@ -226,7 +226,7 @@ class StageProblem:
 
 
 def stage_problem(
-    chunks: Sequence[ChunkProblem], moments: Sequence[Load], base: StageBase
+    chunks: Sequence[ChunkProblem], moments: Sequence[Moment], base: StageBase
 ) -> StageProblem:
     """Combine chunks and moments, without the moments that others imply."""
     kept = [moment for moment in moments if not _implied(moment, moments, chunks, base)]
@@ -235,13 +235,15 @@ def stage_problem(
         np.array([moment.in_flight for moment in kept], np.int64).reshape(len(kept), len(chunks)),
         np.array([moment.chunk for moment in kept], np.int64),
         np.array([moment.direction == "forward" for moment in kept], np.bool_),
-        np.array([base.constant_bytes(load.direction, load.extra) for load in kept], np.int64),
+        np.array(
+            [base.constant_bytes(moment.direction, moment.extra) for moment in kept], np.int64
+        ),
         base.static.total_bytes + base.optimizer_step_peak_bytes,
     )
 
 
 def _implied(
-    moment: Load, moments: Sequence[Load], chunks: Sequence[ChunkProblem], base: StageBase
+    moment: Moment, moments: Sequence[Moment], chunks: Sequence[ChunkProblem], base: StageBase
 ) -> bool:
     """Whether a forward never needs more than some backward of the same chunk."""
     if moment.direction == "backward":
