@@ -1,9 +1,7 @@
-"""Reading and writing record files: JSON with a checked schema, never half a file.
+"""Reads and writes records as JSON files: the schema is checked, and writing is atomic.
 
-Validation is pydantic's (pure wheels, no compiler): it reports the path and the value of every
-bad field, which a hand-written reader would have to repeat for each record. The records
-themselves stay plain frozen dataclasses, so nothing but this module and the field constraints
-knows pydantic.
+pydantic validates, because it reports the path and the value of every bad field. The records are
+plain frozen dataclasses; only this module and their field constraints use pydantic.
 """
 
 from __future__ import annotations
@@ -37,11 +35,17 @@ def to_json(record: Any) -> str:
 def from_json(
     record_type: type[Record], text: str, *, source: str, major: int = 1, field: str = ""
 ) -> Record:
-    """Read one record; fields this version does not know are ignored (a newer minor wrote them).
+    """Read one record. Unknown fields are ignored: a newer minor version wrote them.
 
-    field: where the text may be of a larger record, the field of that in which this one is.
+    Args:
+        record_type: a dataclass.
+        text: JSON.
+        source: what error messages call the text, such as its path.
+        major: the newest schema_version that can be read.
+        field: the text may also be a larger record that has this one in the named field.
 
-    Raises: ProfileError naming every bad field by its path, or a newer major schema_version.
+    Raises:
+        ProfileError: a bad field, named by its path, or a schema_version above `major`.
     """
     try:
         data = json.loads(text)
@@ -84,7 +88,7 @@ def read(path: str | Path, what: str) -> str:
 
 
 def digest(data: Any) -> str:
-    """Of plain JSON data, whatever its layout as text."""
+    """SHA-256 of plain JSON data, independent of key order and whitespace."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -105,7 +109,7 @@ def write_atomically(text: str, path: str | Path) -> None:
     target = Path(path)
     if not target.name:
         raise ProfileError(f"Cannot write {str(path)!r}: it names no file. Give a writable path.")
-    # Not tempfile: its files are readable by their owner only, and a plan is shared by ranks.
+    # Not tempfile: only the owner could read its files, but ranks of other users share a plan.
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "x", encoding="utf-8") as file:
@@ -116,7 +120,7 @@ def write_atomically(text: str, path: str | Path) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):  # the whole folder may be gone
             temporary.unlink()
-        # The error itself names the temporary file, which nobody asked for.
+        # Not str(error): it names the temporary file.
         reason = error.strerror or error
         raise ProfileError(f"Cannot write {target}: {reason}. Give a writable path.") from error
 

@@ -1,7 +1,7 @@
 """Megatron's own recompute fields: a choice, a strategy or a policy said in them, and back.
 
-What they can say runs without this package. Whether a choice is allowed for a model is not asked
-here but in `compat.rules.check_allowed`.
+A policy that they can express runs without this package. `compat.rules.check_allowed` checks
+whether a model allows a choice; this module does not.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Units of bytes, for what is asked and printed in them; everything inside is whole bytes."""
+"""Units of bytes for options and printing; the code itself counts whole bytes."""
 
 MIB = 1 << 20
 GIB = 1 << 30
 MOST_GIB = 1 << 20
-"""More than any device has, and far below where the planner's integers end."""
+"""More than any device has, and far below the limit of the planner's integers."""
 
 
 def gib(size_bytes: float) -> str:

@@ -1,4 +1,4 @@
-"""The command line: reads files, asks the planner, shows what it says."""
+"""The command line: reads files, runs the planner or the meta part, and prints results."""
 
 from megatron_autorecompute.cli.program import main
 

@@ -1,4 +1,4 @@
-"""`megatron-autorecompute estimate`: a job in, a profile and what it rests on out."""
+"""`megatron-autorecompute estimate`: makes a profile of a job, without a device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB, gib
 
 RESERVE_GIB = 2.0
-"""CUDA's context and NCCL's buffers, outside torch."""
+"""Assumed GiB of CUDA's context and NCCL's buffers, outside torch."""
 RESERVE_SHARE = 0.05
-"""Of the device's memory, for fragmentation of torch's allocator."""
+"""Assumed share of the device's memory for fragmentation of torch's allocator."""
 
 
 class EstimateCommand(Command):
@@ -33,7 +33,7 @@ class EstimateCommand(Command):
 
     name = "estimate"
     help: ClassVar[str | None] = "profile a job without a device: modelled figures"
-    description = "Everything after -- is read as flags of pretrain_gpt.py."
+    description = "Arguments after -- are flags of pretrain_gpt.py."
     takes_megatron_flags = True
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -48,11 +48,11 @@ class EstimateCommand(Command):
             "--reserve-gib",
             type=number_of_gib,
             metavar="GIB",
-            help="kept back (default: 2 and 5%% of all)",
+            help="memory kept free (default: 2 GiB and 5%% of the device)",
         )
-        parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="shares of the peaks")
+        parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="assumed shares")
         parser.add_argument(
-            "--measured", metavar="P.json", help="records measured of the same layers"
+            "--measured", metavar="P.json", help="measured profile of the same layers"
         )
         parser.add_argument(
             "--sensitivity", action="store_true", help="plan with each share moved 20%%"
@@ -63,9 +63,9 @@ class EstimateCommand(Command):
         add_json(parser)
 
     def run(self, args: Namespace) -> None:
-        """Make the profile, print it, and say how to go on.
+        """Make the profile, print it, and print the next command.
 
-        Raises OptionError for what cannot be meant.
+        Raises OptionError for contradictory or impossible options.
         """
         with quiet_upstream():
             _estimate(args)
@@ -82,7 +82,7 @@ def _estimate(args: Namespace) -> None:
     measured = Profile.load(args.measured) if args.measured else None
     console = Console(highlight=False, stderr=True)
     with console.status(f"{job.name}: starting") as status:
-        # Torch and Megatron, needed here alone.
+        # Loads torch and Megatron, which only this needs.
         from megatron_autorecompute.meta.profiling import profile_job
         from megatron_autorecompute.meta.sensitivity import sensitivity
 
@@ -140,14 +140,14 @@ def read_efficiency(text: str | None) -> Efficiency:
 
 
 def reserve_bytes(gpu: Device, reserve_gib: float | None) -> int:
-    """What is kept back of a device's memory."""
+    """Bytes of a device's memory that are kept back."""
     if reserve_gib is not None:
         return round(reserve_gib * GIB)
     return round(RESERVE_GIB * GIB + RESERVE_SHARE * gpu.memory_bytes)
 
 
 def kept_back(reserve_gib: float | None) -> str:
-    """The same in words."""
+    """The reserve in words."""
     if reserve_gib is not None:
         return f"{reserve_gib:g} GiB as asked"
     return (
@@ -157,7 +157,7 @@ def kept_back(reserve_gib: float | None) -> str:
 
 
 def default_budget_bytes(gpu: Device, reserve_gib: float | None) -> int:
-    """What torch may allocate; raises OptionError where the reserve leaves nothing."""
+    """Bytes that torch may allocate; raises OptionError if the reserve leaves nothing."""
     budget = gpu.memory_bytes - reserve_bytes(gpu, reserve_gib)
     if budget <= 0:
         raise OptionError(
@@ -168,7 +168,7 @@ def default_budget_bytes(gpu: Device, reserve_gib: float | None) -> int:
 
 
 def plan_command(job: Job, path: Path, budget_bytes: int) -> str:
-    """The command that plans this job on its own layout."""
+    """The `plan` command for this job's own layout."""
     words = [f"megatron-autorecompute plan --profile {path} --budget-gib {gib(budget_bytes)}"]
     words.append(f"--pp {job.size('pipeline')} --num-microbatches {job.num_microbatches}")
     for flag, name in (

@@ -1,4 +1,4 @@
-"""How commands print: JSON or a view, and progress where somebody watches."""
+"""How commands print: JSON or a view, and progress on a terminal."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megatron_autorecompute.report import terminal
 
 
 def add_json(parser: ArgumentParser) -> None:
-    """Let a command take `--json`."""
+    """Add the flag `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def print_result(args: Namespace, data: str, view: RenderableType) -> None:
-    """Print the data, which is JSON, where it was asked for, else the view."""
+    """Print the data (JSON) if `--json` was given, else the view."""
     if args.json:
         print(data.rstrip("\n"))
     else:
@@ -31,7 +31,7 @@ def print_result(args: Namespace, data: str, view: RenderableType) -> None:
 
 
 def print_plan(args: Namespace, plan: Plan) -> None:
-    """Print a plan, and what to paste into the job's launch."""
+    """Print a plan, and the text to paste into the job's launch."""
     lines = launch_lines(plan)
     print_result(args, plan.to_json(), terminal.plan_view(plan))
     if not args.json:
@@ -40,14 +40,14 @@ def print_plan(args: Namespace, plan: Plan) -> None:
 
 
 def progress_bars() -> Progress:
-    """Bars on standard error while it is a terminal, gone when they are done."""
+    """Progress bars on standard error, if it is a terminal; they disappear when done."""
     console = Console(stderr=True)
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager
 def quiet_upstream() -> Iterator[None]:
-    """Without what torch and megatron-core warn of on machines without CUDA, TE and Apex."""
+    """Suppress warnings of torch and megatron-core about missing CUDA, TE and Apex."""
     for_processes = {"PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore")}
     with warnings.catch_warnings(), patched_environ(for_processes):
         warnings.filterwarnings("ignore", module=r"(torch|megatron)\.")

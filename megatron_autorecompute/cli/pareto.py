@@ -1,4 +1,4 @@
-"""`megatron-autorecompute pareto`: time of the step against the budget."""
+"""`megatron-autorecompute pareto`: step time against the budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ParetoCommand(Command):
     help = "time of the step against the budget"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the problem, and how many budgets."""
+        """Add the flags of the problem, and the number of budgets."""
         add_problem(parser)
         parser.add_argument(
             "--points",

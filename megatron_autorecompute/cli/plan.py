@@ -23,7 +23,7 @@ class PlanCommand(Command):
     help = "solve a profile for a budget"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the problem, its budget, what else to search, and where the plan goes."""
+        """Add the flags of the problem, the budget, further searches, and the output file."""
         add_problem(parser)
         parser.add_argument(
             "--budget-gib",
@@ -49,7 +49,7 @@ class PlanCommand(Command):
         add_json(parser)
 
     def run(self, args: Namespace) -> None:
-        """Solve; raises InfeasibleError, with what would make it fit, where nothing does."""
+        """Solve; if nothing fits, raises InfeasibleError with changes that would make it fit."""
         plan = _solved(args)
         if args.output:
             plan.save(args.output)

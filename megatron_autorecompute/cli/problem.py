@@ -1,4 +1,4 @@
-"""What is to be planned, as `plan` and `pareto` are asked: profiles, layout, schedule, choices."""
+"""The problem that `plan` and `pareto` solve: flags for profiles, layout, schedule, choices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, Profile
 
 
 def add_problem(parser: ArgumentParser) -> None:
-    """Add the flags that `planners` reads; those of Megatron have Megatron's names."""
+    """Add the flags that `planners` reads; Megatron's settings have Megatron's names."""
     parser.add_argument("--profile", required=True, nargs="+", metavar="P.json")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages (default: 1)")
     parser.add_argument("--vp", type=int, metavar="V", help="chunks per stage (default: 1)")
@@ -35,8 +35,8 @@ def add_problem(parser: ArgumentParser) -> None:
         type=percentile,
         metavar="P",
         help="plan layers with experts for this percentile of routing (default: "
-        f"{IMBALANCE_PERCENTILE:g} where the profile states imbalance, else its records as they "
-        "are, of measured ones the most that was seen)",
+        f"{IMBALANCE_PERCENTILE:g} if the profile states imbalance, else the records as they are, "
+        "measured ones at their maximum)",
     )
     add_old_spelling(parser, "--moe-percentile", imbalance)
     only = parser.add_argument(
@@ -52,11 +52,12 @@ def planners(args: Namespace, micro_batches: Sequence[int] = ()) -> list[Planner
     """One planner per profile, all with as many samples per step as the first.
 
     Args:
-        args: what the flags of `add_problem` gave.
-        micro_batches: sizes that the profiles have to be of, one each; none asks for one profile.
+        args: parsed flags of `add_problem`.
+        micro_batches: micro-batch sizes, one for each profile; empty for a single profile.
 
-    Raises ProfileError where the profiles are of other sizes or cannot be read, OptionError for
-    routing that they do not know, PipelineError for a layout or schedule that Megatron refuses.
+    Raises ProfileError if profiles have other sizes or cannot be read, OptionError for an imbalance
+    percentile without recorded imbalance, PipelineError for a layout or schedule that Megatron
+    refuses.
     """
     profiles = [Profile.load(path) for path in args.profile]
     if args.imbalance_percentile is not None:

@@ -1,4 +1,4 @@
-"""What `estimate` prints: records, static bytes, and what they rest on."""
+"""What `estimate` prints: records, static bytes, and assumptions."""
 
 from __future__ import annotations
 

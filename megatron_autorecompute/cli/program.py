@@ -80,7 +80,7 @@ def _run(args: Namespace) -> int:
     try:
         with needed(args.command.name):
             args.command.run(args)
-        sys.stdout.flush()  # what cannot be written shows here, not when the interpreter ends
+        sys.stdout.flush()  # write errors show here, not when the interpreter ends
     except OSError as error:
         # The interpreter flushes standard output once more at its end; that must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -31,7 +31,7 @@ class ReportCommand(Command):
         )
 
     def run(self, args: Namespace) -> None:
-        """Write it, and say where; raises ProfileError for a file that is no plan."""
+        """Write the page and print its path; raises ProfileError if the file is no plan."""
         output = args.output or args.plan.with_suffix(".html")
         with _shown_progress() as progress:
             data = report_data(Plan.load(args.plan), progress)
@@ -41,7 +41,7 @@ class ReportCommand(Command):
 
 @contextmanager
 def _shown_progress() -> Iterator[Progress]:
-    """A bar for each thing that is computed."""
+    """A progress bar for each part of the computation."""
     with progress_bars() as bars:
         tasks: dict[str, TaskID] = {}
 

@@ -10,7 +10,7 @@ from megatron_autorecompute.planner.plan import Plan
 
 
 class ShowCommand(Command):
-    """Prints what `plan` printed."""
+    """Prints a plan in the same form as `plan`."""
 
     name = "show"
     help = "print a plan, stage by stage"
@@ -21,5 +21,5 @@ class ShowCommand(Command):
         add_json(parser)
 
     def run(self, args: Namespace) -> None:
-        """Print it; raises ProfileError for a file that is no plan."""
+        """Print it; raises ProfileError if the file is no plan."""
         print_plan(args, Plan.load(args.plan))

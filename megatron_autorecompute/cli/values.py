@@ -1,4 +1,4 @@
-"""Readers of single arguments. What cannot be meant is wrong usage, which argparse reports."""
+"""Readers of single arguments. Impossible values are wrong usage, which argparse reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_autorecompute.units import GIB, MOST_GIB
 
 MOST_POINTS = 1 << 12
-"""Of a curve: more than anybody can tell apart."""
+"""Limit on the points of a curve; more cannot be told apart."""
 
 
 def number_of_gib(text: str) -> float:
@@ -59,7 +59,7 @@ def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def file(text: str) -> Path:
-    """A path that can be a file's."""
+    """A path that names a file."""
     if not Path(text).name or Path(text).is_dir():
         raise ArgumentTypeError(f"{text!r} is no file name")
     return Path(text)
@@ -69,4 +69,4 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        return math.nan  # within no range
+        return math.nan  # outside every range

@@ -1,4 +1,4 @@
-"""`megatron-autorecompute verify`: a plan's peaks against Megatron's own schedule."""
+"""`megatron-autorecompute verify`: compares a plan's peaks with Megatron's own schedule."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class VerifyCommand(Command):
         add_json(parser)
 
     def run(self, args: Namespace) -> None:
-        """Verify; raises VerificationError where Megatron's own schedule disagrees."""
+        """Verify; raises VerificationError if Megatron's own schedule disagrees."""
         print_verified(args, Plan.load(args.plan))
 
 
 def print_verified(args: Namespace, plan: Plan) -> None:
-    """Run Megatron's schedule under a plan and print what it needs, stage by stage.
+    """Run Megatron's schedule under a plan and print the bytes it needs, stage by stage.
 
-    Raises VerificationError where a stage exceeds its budget or differs from the prediction.
+    Raises VerificationError if a stage exceeds its budget or differs from the prediction.
     """
     with quiet_upstream(), progress_bars() as bars:
-        from megatron_autorecompute.meta import verify  # torch and Megatron, needed here alone
+        from megatron_autorecompute.meta import verify  # loads torch and Megatron
 
         task = bars.add_task("Megatron's schedule, stage by stage", total=plan.layout.num_stages)
         checks = verify.verify(plan, lambda _: bars.advance(task))

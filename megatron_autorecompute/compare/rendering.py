@@ -1,4 +1,4 @@
-"""Showing a comparison: table, Markdown and picture, from its record alone."""
+"""A comparison as table, Markdown and picture, from its record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADINGS = ("strategy", "step ms", "spread", "peak MiB", "search s", "fits")
 
 
 def table(comparison: Comparison) -> Group:
-    """The comparison as people know it, a row per strategy; below it, what each recomputes."""
+    """One row per strategy, and below the table what each recomputes."""
     shown = Table(
         title=_budget(comparison), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
     )
@@ -60,7 +60,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def not_tried(comparison: Comparison) -> list[str]:
-    """A sentence for each reason why the manual search passed settings over."""
+    """A sentence for each reason why the manual search skipped settings."""
     names: dict[str, list[str]] = {}
     for setting in comparison.not_tried:
         names.setdefault(setting.reason, []).append(setting.name)
@@ -93,9 +93,9 @@ def fits(comparison: Comparison, strategy: StrategyResult) -> str:
 
 
 def picture(comparison: Comparison, path: Path) -> None:
-    """Step time against peak memory of the fullest stage: a point a strategy, the budget a line.
+    """Draw step time against the fullest stage's peak, a point per strategy, the budget a line.
 
-    Raises: MachineError where it cannot be written.
+    Raises: MachineError if the file cannot be written.
     """
     figure, axes = pyplot.subplots(figsize=(8.5, 5.2), layout="constrained")
     timed = [strategy for strategy in comparison.strategies if strategy.step_ms]

@@ -1,7 +1,7 @@
 """A real Megatron training job of a given size: GPTModel, DDP, optimizer, its own schedule.
 
-What the comparison and the benchmarks run. Strategies are switched on one model: recompute changes
-no result, and one model is all that fits where memory is what is compared.
+The comparison and the benchmarks run it. Strategies are switched on one model: recompute changes no
+result, and several models would not fit in memory.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Which GPT: the plain one of unfused layers where nothing is said."""
+    """Which GPT is trained; by default the plain one with unfused layers."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the TransformerConfig, over what the shape gives."""
+    """Fields of the TransformerConfig, in place of those from the shape."""
 
     spec: Callable[[TransformerConfig], ModuleSpec] = lambda config: get_gpt_layer_local_spec()
-    """What its layers are made of."""
+    """Makes the spec of its layers from the config."""
 
 
 class TrainingJob:
-    """One rank of a job; every method is called on all ranks alike.
+    """One rank of a job; every method must be called on all ranks.
 
     Args:
-        shape: the size.
-        text: what the model is trained on, bytes as tokens.
+        shape: the size of the job.
+        text: training text, whose bytes are the tokens.
         variant: another model than the plain GPT.
     """
 
@@ -94,7 +94,7 @@ class TrainingJob:
         self._batches = _batches(shape, text, next(self.chunks[0].parameters()).device)
 
     def step(self) -> float:
-        """One training step; its mean loss on the last stage, 0 elsewhere."""
+        """Run one training step; returns its mean loss on the last stage, 0 on others."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -113,14 +113,14 @@ class TrainingJob:
         return sum(float(entry["loss"]) for entry in reduced) / max(1, len(reduced))
 
     def static(self) -> StaticBytes:
-        """What this rank keeps through the whole step."""
+        """Bytes that this rank keeps through the whole step."""
         return static_bytes(self.chunks, self.optimizer)
 
     @contextmanager
     def memory(self) -> Iterator[Memory]:
-        """Where bytes are read while the context lasts: torch's allocator, or `LiveBytes` on CPU.
+        """Source of bytes in this block: torch's allocator, or `LiveBytes` on CPU.
 
-        Off CUDA static bytes are not counted in it, and steps are slower.
+        On CPU static bytes are not included, and steps are slower.
         """
         if self.on_cuda:
             yield CudaBytes()
@@ -131,7 +131,7 @@ class TrainingJob:
     def own_settings(self) -> list[str]:
         """Every setting that Megatron offers for this model and can run, as policy text.
 
-        What reruns less comes first: none, sets of modules, block/N, uniform/N.
+        Settings that recompute less come first: none, sets of modules, block/N, uniform/N.
         """
         modules = [name for name in self._modules() if name not in self.left_out()]
         sets = itertools.chain.from_iterable(
@@ -146,7 +146,7 @@ class TrainingJob:
         ]
 
     def left_out(self) -> dict[str, str]:
-        """Modules that Megatron allows here and its own code cannot recompute, and why."""
+        """Modules that Megatron allows here but cannot recompute itself, each with the reason."""
         return {
             name: megatron_fields.RUNS_FOREVER
             for name in self._modules()
@@ -156,7 +156,7 @@ class TrainingJob:
         }
 
     def _modules(self) -> list[str]:
-        """What `recompute_modules` may name for this model: whatever some layer of it has."""
+        """The modules that some layer of this model has and `recompute_modules` may name."""
         mine = {
             name
             for layer, _ in model_layers.numbered_layers(self.chunks)
@@ -167,7 +167,7 @@ class TrainingJob:
     def counted_settings(self) -> list[str]:
         """Every block/N and uniform/N that differs on the fullest stage and that Megatron can run.
 
-        Some versions run `uniform` only where every chunk is a multiple of N.
+        Some versions run `uniform` only if every chunk's layers are a multiple of N.
         """
         chunks = [len(chunk) for chunk in stage_layout.counted_chunks(self.config)]
         counts: Sequence[int] = range(1, max(chunks) + 1)
@@ -185,11 +185,11 @@ class TrainingJob:
         )
 
     def peak_bytes(self) -> tuple[int, bool]:
-        """The most bytes alive on this rank during one step, static ones included.
+        """The most bytes alive on this rank during one step, static bytes included.
 
-        Returns them with whether the device ran out of memory on the way.
+        The second value tells whether the device ran out of memory in that step.
 
-        Raises: MachineError when it did and there are other pipeline stages, which wait for this.
+        Raises: MachineError if it did and there are other pipeline stages, which wait for this one.
         """
         out_of_memory = False
         with self.memory() as memory:
@@ -204,7 +204,7 @@ class TrainingJob:
                     ) from error
                 out_of_memory = True
             peak = memory.peak_bytes
-        if out_of_memory:  # here what the step held is let go
+        if out_of_memory:  # what the step held is freed here
             lost_step.leave_interrupted_checkpoint()
             if self.on_cuda:
                 torch.cuda.empty_cache()
@@ -253,7 +253,7 @@ def _config(shape: Shape, variant: Variant) -> TransformerConfig:
         "pipeline_dtype": dtype,
         "params_dtype": dtype,
         "bf16": shape.bf16,
-        # gloo knows no batched point-to-point calls; NCCL wants them.
+        # gloo has no batched point-to-point calls; NCCL needs them.
         "batch_p2p_comm": on_cuda,
         "deallocate_pipeline_outputs": True,
         "use_cpu_initialization": not on_cuda,
@@ -286,7 +286,7 @@ def _wrapped(config: TransformerConfig, model: GPTModel) -> DistributedDataParal
 
 
 def _batches(shape: Shape, text: bytes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """Consecutive windows of the text for ever: `GPTModel.forward`'s arguments, [b, s] each."""
+    """Endless consecutive windows of the text: `GPTModel.forward`'s arguments, [b, s] each."""
     window = shape.seq_length + 1
     count = shape.micro_batch_size
     if len(text) < window * count:

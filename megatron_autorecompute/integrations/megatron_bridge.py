@@ -8,9 +8,9 @@
     megatron_bridge.set_policy(cfg.model, "auto")
     megatron_bridge.pretrain(cfg, forward_step)        # Bridge's own, with our callback
 
-`auto` is the same `AutoTuner` as in Megatron-LM; this module only tells it of the job and calls it
-around every step. Written against Bridge 0.3.1; what was read of and run with 0.6.0 is in
-docs/bridge.md. Importing this module imports neither torch nor megatron.
+`auto` is the same `AutoTuner` as in Megatron-LM; this module gives it facts about the job and calls
+it around every step. Written for Bridge 0.3.1; docs/bridge.md lists what was read and run of 0.6.0.
+Importing this module imports neither torch nor megatron.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ OUTSIDE_CONFIGS = (
     ("dist", "use_tp_pp_dp_mapping"),
     ("train", "empty_unused_memory_level"),
 )
-"""Settings that change bytes or times of a step as those of the same meaning do in Megatron-LM:
+"""Settings that change bytes or times of a step; the counterpart of
 `integrations.megatron_lm.OUTSIDE_CONFIGS`."""
 
 
 def install() -> None:
     """Make `recompute_policy` a field of every Bridge model config; call before importing Bridge.
 
-    Calling it again changes nothing.
+    A second call changes nothing.
 
     Raises:
         ApplyError: Bridge was imported first, so its classes were made without the field.
-        UnsupportedVersionError: a megatron-core whose sources are not known.
+        UnsupportedVersionError: this version of megatron-core is not supported.
     """
     if "megatron.bridge" in sys.modules and not _has_field():
         raise ApplyError(
@@ -74,14 +74,14 @@ def _has_field() -> bool:
 
 
 def set_policy(model: Any, policy: str | list[str] | dict[str, Any] | None) -> None:
-    """Give a recipe's model a policy in place of the recompute settings that the recipe made.
+    """Give a recipe's model a policy, in place of the recipe's own recompute settings.
 
     Args:
         model: `cfg.model`, a provider or a ModelConfig.
         policy: "auto", a policy's text, "@FILE", a list with one choice per layer, or None.
 
     Raises:
-        ApplyError: the config's class is without the field, as `install()` was not called.
+        ApplyError: the config's class lacks the field, because `install()` was not called.
     """
     config = _core_config(model)
     if POLICY_FIELD not in type(config).__dataclass_fields__:
@@ -94,7 +94,7 @@ def set_policy(model: Any, policy: str | list[str] | dict[str, Any] | None) -> N
 
 
 def _core_config(model: Any) -> Any:
-    """What the layers are built from: a provider is one; a ModelConfig (since 0.4) holds one."""
+    """The config that layers are built from: a provider itself, or inside a ModelConfig (0.4)."""
     return vars(model).get("transformer", model)
 
 
@@ -102,11 +102,11 @@ def _core_config(model: Any) -> Any:
 
 
 def fields_of_policy(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
-    """The same in Megatron's own fields, or None where they cannot say it or run it.
+    """The policy in Megatron's own fields, or None if they cannot express or run it.
 
     Args:
         policy: one choice for every layer.
-        model: `cfg.model`; its pipeline layout says what `uniform` and `block` count in.
+        model: `cfg.model`; `uniform` and `block` count in the chunks of its pipeline layout.
     """
     config = _core_config(model)
     return megatron_fields.of_policy(policy, _chunks(config), linear_bias=config.add_bias_linear)
@@ -124,13 +124,13 @@ def _chunks(config: Any) -> list[tuple[int, ...]]:
 
 
 def resolve(cfg: Any) -> RecomputePolicy | None:
-    """Check the policy in a config, and write it there in its lasting form.
+    """Check the policy in a config, and write it back in the form in which it is saved.
 
-    A policy that Megatron's own fields can say is written in these alone, so that a saved config
-    and its checkpoint load without this package. Any other becomes a list with one choice per
-    layer, so that it outlives the file it came from. With PEFT it always stays a list: Megatron's
-    own recompute can leave adapters behind frozen layers without gradients, which Bridge's
-    `maybe_enable_recompute_inputs_grad` mends for `full` only.
+    A policy that Megatron's own fields can express is written to these fields alone, so that a
+    saved config and its checkpoint load without this package. Any other becomes a list with one
+    choice per layer, so that it does not depend on the file it came from. With PEFT it always
+    becomes a list: Megatron's own recompute can leave adapters after frozen layers without
+    gradients, and Bridge's `maybe_enable_recompute_inputs_grad` mends this for `full` only.
 
     Args:
         cfg: Bridge's ConfigContainer, not yet given to Bridge's `pretrain`.
@@ -141,7 +141,7 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     Raises:
         PolicyError: it does not fit the model, Bridge or Megatron refuse it, or Megatron's own
             recompute fields are set as well.
-        OptionError: `auto` together with what it cannot measure.
+        OptionError: `auto` together with settings that it cannot measure.
     """
     from megatron_autorecompute.compat import stage_layout
     from megatron_autorecompute.runtime import config_field
@@ -172,10 +172,10 @@ def _lasting_fields(policy: RecomputePolicy, cfg: Any) -> dict[str, Any] | None:
 
 
 def _ask_bridge(cfg: Any, choice: LayerPolicy) -> None:
-    """Bridge's own rules (CommOverlapConfig), which look at Megatron's fields only.
+    """Check a choice against Bridge's own rules (CommOverlapConfig), which read Megatron's fields.
 
     Raises:
-        PolicyError: with Bridge's reason, where the same config without recompute has none.
+        PolicyError: with Bridge's reason, if Bridge accepts the same config without recompute.
     """
     reason = _overlap_refusal(cfg, choice)
     if reason is not None and _overlap_refusal(cfg, LayerPolicy()) is None:
@@ -202,13 +202,13 @@ def _overlap_refusal(cfg: Any, choice: LayerPolicy) -> str | None:
 
 
 def apply_hook(policy: RecomputePolicy) -> Callable[[list[Any]], list[Any]]:
-    """A pre-wrap hook after which the policy is in force on every bare chunk.
+    """A pre-wrap hook that puts the policy in force on every bare chunk.
 
-    Blocks built from a config with the field run it already, and this makes all ranks of a stage
-    compare it now; where a model built its blocks from a config of its own, this applies it.
+    Blocks built from a config with the field already run it; then the hook makes all ranks of a
+    stage compare it. If a model built its blocks from another config, the hook applies it.
 
     Raises (the hook):
-        ApplyError: some blocks run it and others do not, or ranks disagree.
+        ApplyError: only some blocks run it, or ranks have different policies.
         PolicyError: no block of this model can run a policy.
     """
 
@@ -253,8 +253,8 @@ def pretrain(
         options: of `auto`; without a plan path the plan goes to the folder of `checkpoint.save`.
 
     Raises:
-        AutorecomputeError: the policy or plan cannot work; before any model is built as far as
-            this can be known then.
+        AutorecomputeError: the policy or plan cannot work; if possible, raised before any model is
+            built.
     """
     from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
 
@@ -284,7 +284,7 @@ def _refuse_cpu(options: AutoOptions) -> None:
 
 @contextmanager
 def claimed() -> Iterator[None]:
-    """Models built meanwhile may have `auto` in their field: somebody decides."""
+    """In this block models may be built with `auto` in their field."""
     from megatron_autorecompute.runtime import config_field
 
     config_field.claim_auto(HOLDER)
@@ -296,9 +296,9 @@ def claimed() -> Iterator[None]:
 
 @contextmanager
 def callback(options: AutoOptions) -> Iterator[Any]:
-    """A Bridge callback that runs `auto`; when the block ends, model and optimizer are left alone.
+    """A Bridge callback that runs `auto`; it releases model and optimizer when the block ends.
 
-    Where training fails within a step, that step ends with the error, as it would in a `with`.
+    If training fails within a step, the step's context ends with the error, as in a `with`.
     """
     from megatron.bridge.training.callbacks import Callback
 
@@ -352,7 +352,7 @@ def _facts(state: Any) -> Any:
 
 
 def shapes_of(cfg: Any) -> dict[str, str]:
-    """What a plan holds for that no config of Megatron-Core says, as Bridge's config has it."""
+    """Facts that a plan depends on and only Bridge's config has, not Megatron-Core's."""
     given = {
         f"{part}.{name}": getattr(getattr(cfg, part, None), name, None)
         for part, name in OUTSIDE_CONFIGS

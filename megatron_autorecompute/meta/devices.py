@@ -1,7 +1,7 @@
-"""What a device can do at most, and the share of it that is assumed to be reached.
+"""Peak rates of devices, and the shares of them that operations are assumed to reach.
 
-Peaks come from `devices.json`, each with its source. The shares are assumptions, printed with every
-result; nothing here is measured.
+Peaks come from `devices.json`, which names their sources. The shares are assumptions, printed with
+every result; nothing here is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_autorecompute.units import GIB
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the peaks that kernels reach, assumed; choices are compared on the same basis."""
+    """Assumed shares of the peaks that kernels reach; they are the same for all choices."""
 
     gemm: float = 0.6
     """Matrix products."""
@@ -40,17 +40,17 @@ class Device:
     name: str
     memory_bytes: int
     flops: Mapping[str, float]
-    """By precision: bf16, fp8, fp4; a precision the device lacks is missing."""
+    """By precision: bf16, fp8, fp4; without the precisions that the device lacks."""
     bandwidth_bytes: float
     link_bytes: float
-    """One direction, within a group of `link_domain` GPUs."""
+    """Bytes per second in one direction, within a group of `link_domain` GPUs."""
     link_domain: int
     network_bytes: float
-    """One direction, beyond."""
+    """Bytes per second in one direction, between such groups."""
     source: str
 
     def rate(self, precision: str) -> float:
-        """Peak of matrix products; raises OptionError where the device lacks the precision."""
+        """Peak of matrix products, in FLOP/s; OptionError if the device lacks the precision."""
         if precision not in self.flops:
             raise OptionError(
                 f"{self.name} has no {precision} arithmetic; it has {', '.join(self.flops)}. "

@@ -1,7 +1,7 @@
-"""What is to be trained, and on what: the job description that stands in for a launch.
+"""Describes a training job, in place of a launch script.
 
-Fields have Megatron's own names, so that what is in a launch script can be copied. This module
-reads YAML and knows neither torch nor Megatron.
+Fields have Megatron's own names, so that they can be copied from a launch script. This module reads
+YAML and imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Job:
     """One training job; `config` holds fields of Megatron's TransformerConfig by their names."""
 
     name: str
-    """For people."""
+    """A label."""
     config: dict[str, Any]
     """num_layers, hidden_size, tensor_model_parallel_size, num_moe_experts, ..."""
     num_gpus: Count
@@ -42,7 +42,7 @@ class Job:
     global_batch_size: Count
     """Samples per step."""
     vocab_size: Count
-    """Before padding."""
+    """Size of the vocabulary, before padding."""
     make_vocab_size_divisible_by: Count = 128
     """Megatron pads the vocabulary to a multiple of this times tp."""
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
@@ -50,34 +50,34 @@ class Job:
     precision: Literal["bf16", "fp8", "fp8_block", "mxfp8", "nvfp4"] = "bf16"
     """Of matrix products inside layers. fp8: one scale per tensor (current or delayed)."""
     fp8_param_gather: bool = True
-    """Weights kept in fp8 only; otherwise in bf16 with quantised copies beside them."""
+    """True: weights are kept in fp8 only. False: in bf16, with quantised copies."""
     disable_parameter_transpose_cache: bool = False
-    """As the config's field of that name: fp8 weights are kept once, not rowwise and columnwise."""
+    """As the config's field of that name. True: fp8 weights are kept once, not in two layouts."""
     position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
     """As --position-embedding-type."""
     untie_embeddings_and_output_weights: bool = True
     """Whether the output layer has weights of its own."""
     accumulate_allreduce_grads_in_fp32: bool = True
-    """Main gradients in fp32 (4 bytes), otherwise in bf16 (2)."""
+    """True: main gradients in fp32 (4 bytes). False: in bf16 (2 bytes)."""
     use_distributed_optimizer: bool = True
     """Optimizer state divided over data-parallel ranks."""
     use_precision_aware_optimizer: bool = False
-    """With the three dtypes below; otherwise all three are fp32."""
+    """True: the three dtypes below are used. False: all three are fp32."""
     main_params_dtype: Dtype = "fp32"
     """fp32 beside bf16 weights takes 2 bytes with store_param_remainders."""
     store_param_remainders: bool = True
-    """Masters keep only the 2 bytes that bf16 weights lack, as OptimizerConfig's default."""
+    """Master weights keep only the 2 bytes that bf16 weights lack; OptimizerConfig's default."""
     exp_avg_dtype: Dtype = "fp32"
     """Adam's first moment."""
     exp_avg_sq_dtype: Dtype = "fp32"
     """Adam's second moment."""
     lora_rank: Annotated[int, Field(ge=0)] = 0
-    """Over 0: base weights frozen, one adapter of this rank on every linear layer but experts'."""
+    """Above 0: base weights are frozen; every linear layer outside experts has such an adapter."""
     described_by: Literal["yaml", "flags", "recipe"] = "yaml"
-    """Where the job was read from, and what `plan` prints to be pasted there."""
+    """Where the job was read from; `plan` prints what to paste there."""
     moe_imbalance: dict[Percent, Factor] = field(default_factory=dict)
-    """Percentile of microbatches on the fullest rank -> factor on a MoE layer's bytes. Assumed, and
-    planned for (`Profile.stated_percentile`)."""
+    """Percentile of microbatches on the fullest rank -> factor on a MoE layer's bytes. Assumed;
+    plans use `Profile.stated_percentile`."""
 
     @property
     def data_parallel(self) -> int:
@@ -109,7 +109,7 @@ class Job:
 
     @property
     def num_microbatches(self) -> int:
-        """Of one data-parallel rank in a step."""
+        """Microbatches of one data-parallel rank in a step."""
         samples = self.micro_batch_size * self.data_parallel
         if self.global_batch_size % samples:
             raise OptionError(
@@ -136,7 +136,7 @@ class Job:
         return int(self.config.get("mtp_num_layers") or 0)
 
     def moe_pattern(self) -> tuple[bool, ...]:
-        """Which decoder layers are MoE layers, as `moe_layer_freq` says."""
+        """Which decoder layers are MoE layers, from `moe_layer_freq`."""
         freq = self.config.get("moe_layer_freq", 1)
         if not self.config.get("num_moe_experts"):
             return (False,) * self.num_layers

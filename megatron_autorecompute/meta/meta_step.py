@@ -1,18 +1,18 @@
-"""Megatron's own schedule of one pipeline stage, a whole step, without a device: exact bytes.
+"""Runs a whole step of one pipeline stage by Megatron's own schedule, and counts its bytes exactly.
 
 The real model is built on meta tensors under torch's "fake" process group of the real world size,
-and Megatron's real forward_backward function runs on it, so nothing about the order of events, the
-recompute or what operations save is modelled. Live bytes agree with the same step on real tensors
-in real processes to the byte in the tests. A stage of an 80-layer, h=8192, tp=8, pp=8 model with 16
-microbatches takes a few seconds on one core, whatever the world size.
+and Megatron's real forward_backward function runs on it. So the order of events, the recompute and
+the tensors that operations save are not modelled. Live bytes agree with the same step on real
+tensors in real processes to the byte in the tests. A stage of an 80-layer, h=8192, tp=8, pp=8 model
+with 16 microbatches takes a few seconds on one core, whatever the world size.
 
-What it does not know: time, kernel-internal temporaries, the allocator's rounding and
-fragmentation, Transformer Engine's kernels, and MoE imbalance: tokens count as evenly routed.
-Gradients count as already allocated; each weight gradient exists once more while it is added, as it
-does in Megatron without ``gradient_accumulation_fusion``. CUDA-only fusions of the config run
-unfused (masked softmax, persistent LayerNorm). Refused, because it cannot run without a device:
-context parallelism (needs Transformer Engine), ``overlap_moe_expert_parallel_comm`` (its combined
-forward-backward needs CUDA streams) and MoE dispatchers other than ``alltoall``.
+It does not show times, temporaries inside kernels, the allocator's rounding and fragmentation,
+Transformer Engine's kernels, or MoE imbalance: tokens are routed evenly. Gradients count as already
+allocated; each weight gradient exists once more while it is added, as in Megatron without
+``gradient_accumulation_fusion``. CUDA-only fusions of the config run unfused (masked softmax,
+persistent LayerNorm). Refused, because it cannot run without a device: context parallelism (needs
+Transformer Engine), ``overlap_moe_expert_parallel_comm`` (its combined forward-backward needs CUDA
+streams) and MoE dispatchers other than ``alltoall``.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ Build = Callable[[Any, bool, bool, int | None, "StepShape"], torch.nn.Module]
 """(config, pre_process, post_process, vp_stage, shape) -> one chunk, on the default device."""
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
-"""What Megatron calls `forward_step_func`; its iterator yields microbatch numbers."""
+"""Megatron's `forward_step_func`; its iterator yields microbatch numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step has besides the model's config."""
+    """Sizes of a step that are not in the model's config."""
 
     seq_length: int
     micro_batch_size: int
     num_microbatches: int
     vocab_size: int
-    """Padded as Megatron pads it: a multiple of the tensor parallel size."""
+    """Padded as in Megatron: a multiple of the tensor parallel size."""
     data_parallel_size: int = 1
     """Ranks per (tensor, context, pipeline) position; at least the expert parallel size over cp."""
 
@@ -76,7 +76,7 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """One stretch of a step in one place, in bytes of activations (all that is not static)."""
+    """One part of a step in one place, with its bytes of activations (all that is not static)."""
 
     where: Where
     start_bytes: int
@@ -95,7 +95,7 @@ class StageStep:
     gradient_bytes: int
     """In the parameters' dtype; Megatron's main gradients may be wider."""
     buffer_bytes: int
-    """Module buffers, the attention mask, and what `kept_between_steps` finds."""
+    """Module buffers, the attention mask, and the tensors of `kept_between_steps`."""
     peak_bytes: int
     spans: tuple[StepSpan, ...]
 
@@ -120,9 +120,9 @@ def stage_steps(
 ) -> tuple[StageStep, ...]:
     """`stage_step` for several stages (default: all) in processes that never see CUDA.
 
-    For use inside a job or on a GPU machine. The config and build must pickle; callbacks of a
-    running job in the config are left out. done: called with every stage's run in turn. Raises
-    what stage_step raises.
+    For use inside a job or on a GPU machine. `config` and `build` must be picklable; callbacks of a
+    running job are removed from the config. `done` is called with every stage's run in turn. Raises
+    the errors of stage_step.
     """
     asked = range(config.pipeline_model_parallel_size) if stages is None else stages
     run = functools.partial(_run_stage, meta_config(config), shape, policy, build)
@@ -145,7 +145,7 @@ def in_processes(
     max_workers: int = 1,
     done: Callable[[StageStep], None] = lambda _: None,
 ) -> tuple[StageStep, ...]:
-    """`run` of every stage in processes that never see CUDA; it must pickle."""
+    """Call `run`, which must be picklable, for every stage in processes that never see CUDA."""
     pool = ProcessPoolExecutor(
         max_workers, multiprocessing.get_context("spawn"), initializer=_start_process
     )
@@ -159,7 +159,7 @@ def in_processes(
 def _start_process() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
-    # Since 0.19 GPTModel says once a process that it is deprecated.
+    # Since 0.19 GPTModel logs once per process that it is deprecated.
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
@@ -170,14 +170,17 @@ def stage_step(
     policy: RecomputePolicy | None = None,
     build: Build | None = None,
 ) -> StageStep:
-    """One step of pipeline stage `stage` in this process; its first tensor and data parallel rank.
+    """One step of the first tensor and data parallel rank of a pipeline stage, in this process.
 
-    config: a TransformerConfig with the real parallel sizes; only a copy is changed.
-    policy: applied to the built model; without it the config's own recompute fields hold.
-    build: default build_gpt.
+    Args:
+        config: a TransformerConfig with the real parallel sizes; only a copy is changed.
+        stage: pipeline rank.
+        shape: sizes of the step.
+        policy: applied to the built model; without it the config's own recompute fields are used.
+        build: makes a chunk; default build_gpt.
 
-    Raises MachineError where CUDA is visible, torch.distributed is in use (call stage_steps) or the
-    config needs a device (module docstring), and PolicyError and ApplyError as apply() does.
+    Raises MachineError if CUDA is visible, torch.distributed is in use (call stage_steps) or the
+    config needs a device (see the module docstring); PolicyError and ApplyError as apply().
     """
     _check_runs_without_device(config)
     if torch.distributed.is_initialized():
@@ -210,7 +213,7 @@ def _check_runs_without_device(config: Any) -> None:
 
 
 def meta_config(config: Any) -> Any:
-    """A copy without weights' initialisation, CUDA-only fusions and a running job's callbacks."""
+    """A copy without weight initialisation, CUDA-only fusions and callbacks of a running job."""
     changed = copy.copy(config)
     changed.perform_initialization = False
     changed.use_cpu_initialization = False
@@ -227,7 +230,7 @@ def meta_config(config: Any) -> Any:
 
 @contextlib.contextmanager
 def fake_ranks(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
-    """This process is the first rank of a pipeline stage, among fake ranks that never answer."""
+    """In this block the process is the first rank of a pipeline stage; other ranks are fake."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -258,7 +261,7 @@ def fake_ranks(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
 
 @contextlib.contextmanager
 def applied(policy: RecomputePolicy | None, models: list[torch.nn.Module]) -> Iterator[None]:
-    """The models run a policy within; None leaves them to their config."""
+    """In this block the models run a policy; with None their config's own settings."""
     if policy is None:
         yield
         return
@@ -276,7 +279,7 @@ def build_chunks(
 ) -> list[torch.nn.Module]:
     """This rank's model chunks in training mode and in params_dtype.
 
-    Position embeddings are built in fp32 and Float16Module would cast them: so does this.
+    Position embeddings are built in fp32 and then cast, as by Float16Module.
     """
     from megatron.core import parallel_state
 
@@ -306,10 +309,11 @@ def build_gpt(
     """A GPTModel; MoE, MLA, MTP by the config.
 
     Its layers are Megatron's local ones (unfused attention), or those "with Transformer Engine",
-    which are stand-ins where `kernels.stand_ins` is in force.
+    which are stand-ins inside `kernels.stand_ins`.
 
-    Fix the keywords with functools.partial. Unfused RoPE makes a layer hold 4 sbh / tp bytes more
-    in 16-bit than learned positions: rotated q and k beside the qkv tensor that v is a view of.
+    Set the keywords with functools.partial. With unfused RoPE a layer holds 4 sbh / tp bytes more
+    in 16 bit than with learned positions: the rotated q and k, beside the qkv tensor of which v is
+    a view.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -322,7 +326,7 @@ def build_gpt(
     spec = get_gpt_decoder_block_spec(config, **engine, vp_stage=vp_stage)
     mtp_spec = None
     if config.mtp_num_layers:
-        # The depths are like the model's last layer, which may be on a stage before theirs.
+        # The depths are like the model's last layer, which may be on an earlier stage.
         last = get_gpt_decoder_layer_specs(config, **engine)[-1]
         mtp_spec = get_gpt_mtp_block_spec(config, last, **engine, vp_stage=vp_stage)
     return GPTModel(
@@ -372,11 +376,11 @@ def trace_step(
     device: torch.device,
     forward_step: ForwardStep | None = None,
 ) -> StageStep:
-    """Run one step of Megatron's schedule on built chunks and report what was alive when.
+    """Run one step of Megatron's schedule on built chunks, and record the bytes alive in each part.
 
-    Needs Megatron's parallel state. Works on CPU tensors in real ranks as well: the tests compare
-    the two. Gradients are allocated first, as static bytes, but where a parameter has a main_grad.
-    forward_step: default TokenStep; tensors in its `static` stay from step to step.
+    Needs Megatron's parallel state. Works on CPU tensors in real ranks as well; the tests compare
+    the two. Gradients are allocated first, as static bytes, except for parameters with a main_grad.
+    `forward_step` is by default a TokenStep; tensors in its `static` stay from step to step.
     """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -415,7 +419,7 @@ def trace_step(
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Where the parameter's gradient is added up, allocated now if nowhere yet."""
+    """The tensor that accumulates the parameter's gradient; allocated if there is none yet."""
     main: torch.Tensor | None = getattr(parameter, "main_grad", None)
     if main is not None:
         return main
@@ -424,14 +428,14 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 class _Recorder:
-    """Marks in the live-bytes timeline where in the step we are."""
+    """Marks the parts of the step in the live-bytes timeline."""
 
     def __init__(self, models: list[torch.nn.Module], live: LiveBytes) -> None:
         self.live = live
         self.where = Where("between")
         self.chunks = {id(model): chunk for chunk, model in enumerate(models)}
         self.forwards = [0] * len(models)
-        # By output tensor: backward_step is told neither chunk nor microbatch.
+        # By output tensor: backward_step gets neither chunk nor microbatch.
         self.outputs = WeakIdKeyDictionary()
 
     def move(self, where: Where) -> None:
@@ -444,7 +448,7 @@ class _Recorder:
             microbatch = self.forwards[chunk]
             self.forwards[chunk] += 1
 
-            def begin(*step_args: Any) -> Any:  # after set_input_tensor let the old input go
+            def begin(*step_args: Any) -> Any:  # after set_input_tensor freed the old input
                 self.move(Where("forward", chunk, microbatch))
                 return step_function(*step_args)
 
@@ -466,10 +470,10 @@ class _Recorder:
         return wrapper
 
     def watch(self, layer: torch.nn.Module, index: int) -> list[Any]:
-        """Hooks that say when the layer's forward (also a recomputed one) and backward begin.
+        """Hooks that mark the begin of the layer's forward (also a recomputed one) and backward.
 
-        A layer's backward begins when the gradient of its output is there and ends when that of its
-        input is. The hooks sit on tensors: module backward hooks would add nodes to the graph.
+        A layer's backward begins with the gradient of its output and ends with that of its input.
+        The hooks are on tensors, because module backward hooks would add nodes to the graph.
         """
 
         def enter(layer: Any, args: Any, kwargs: Any) -> None:
@@ -519,7 +523,7 @@ def _recorded(models: list[torch.nn.Module], live: LiveBytes) -> Iterator[None]:
 def kept_between_steps(
     models: Sequence[torch.nn.Module], live: LiveBytes
 ) -> Iterator[list[torch.Tensor]]:
-    """Leave out of live what Megatron keeps from step to step; yields it, complete at the end.
+    """Exclude from `live` what Megatron keeps between steps; yields a list that fills with it.
 
     Unfused attention's score buffer and the gather buffer of sequence parallelism
     (GlobalMemoryBuffer), and rotary frequencies, cached per chunk for every sequence length.

@@ -1,8 +1,8 @@
-"""One rank of the job's model on meta tensors: a few layers of every kind it has.
+"""Builds one rank of the job's model on meta tensors, with a few layers of every kind.
 
-Layers of one kind are equal, so measuring takes as many of each as it has choices, whatever the
-model's depth, in one pipeline stage with embedding and head. The process group is the fake one with
-all ranks of a stage; tensor, expert and context parallel sizes are the job's.
+Layers of one kind are equal, so measuring needs as many of each kind as it has choices, for any
+depth of the model. They are in one pipeline stage with embedding and head. The fake process group
+has all ranks of a stage; tensor, expert and context parallel sizes are the job's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEFT_OUT = {
     megatron_fields.POLICY_FIELD: None,
     **{name: "alltoall" for name in ("moe_token_dispatcher_type",)},
 }
-"""Fields of the config that need a device or are what is asked; the model is built without them."""
+"""Fields that the model is built without: they need a device, or are what is to be planned."""
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
 
@@ -71,16 +71,16 @@ class Shard:
 
     model: torch.nn.Module
     kind_of: dict[int, JobKind]
-    """By layer index in the built model; MTP depths follow, without a kind."""
+    """Kind by layer index in the built model; MTP depths come after these and have no entry."""
 
 
 @contextlib.contextmanager
 def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
-    """Build the shard; Megatron's parallel state is set up meanwhile.
+    """Build the shard; in this block Megatron's parallel state is set up.
 
     Args:
-        job: of which model.
-        copies: how many layers of each of its `job_kinds`.
+        job: its model is built.
+        copies: number of layers of each of its `job_kinds`.
 
     Raises OptionError for a config that Megatron refuses, and MachineError as without_cuda does.
     """
@@ -95,16 +95,16 @@ def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
 
 @contextlib.contextmanager
 def meta_megatron(job: Job) -> Iterator[None]:
-    """Megatron runs on meta tensors meanwhile, with the stand-ins that the job needs."""
+    """In this block Megatron runs on meta tensors, with the stand-ins that the job needs."""
     settings = kernels.Settings(precision=job.precision, lora_rank=job.lora_rank)
-    # Megatron warns under sequence parallelism where it is not set; nothing runs on a device here.
+    # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     with without_cuda.activate(meta=True), kernels.stand_ins(settings), quiet:
         yield
 
 
 def step_shape(job: Job, num_microbatches: int) -> StepShape:
-    """The job's shape, with so many microbatches in a step."""
+    """The job's sizes, with `num_microbatches` in a step."""
     return StepShape(
         seq_length=job.seq_length,
         micro_batch_size=job.micro_batch_size,
@@ -117,8 +117,8 @@ def step_shape(job: Job, num_microbatches: int) -> StepShape:
 class JobStep:
     """Megatron's `forward_step_func` over one batch of tokens, the same for every microbatch.
 
-    static: what stays from step to step: tokens, positions, labels [micro-batch, sequence of one
-    rank], and the mask where attention reads one.
+    static: tensors that stay from step to step: tokens, positions, labels [micro-batch, sequence of
+    one rank], and the mask if attention reads one.
     """
 
     def __init__(self, job: Job) -> None:
@@ -140,7 +140,7 @@ class JobStep:
 
 
 def add_main_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Give trained parameters the buffer that DistributedDataParallel gives them; returns all."""
+    """Give trained parameters a main_grad, as DistributedDataParallel does; returns all of them."""
     found = []
     for parameter in parameters:
         if parameter.requires_grad:
@@ -152,7 +152,7 @@ def add_main_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]
 
 
 def _forget_gradient(parameter: torch.Tensor) -> None:
-    # DistributedDataParallel's hook adds it to main_grad and lets it go.
+    # DistributedDataParallel's hook adds it to main_grad and frees it.
     parameter.grad = None
 
 
@@ -187,7 +187,7 @@ def _freeze_ends(model: Any) -> None:
         for parameter in end.parameters() if end is not None else ():
             parameter.requires_grad_(False)
     if model.pre_process:
-        # As on every stage but the first, and as Bridge's peft/recompute.py sees to on that one.
+        # As on every stage but the first, and on the first by Bridge's peft/recompute.py.
         model.embedding.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
 
 
@@ -248,7 +248,7 @@ def _constructed(job: Job, fields: dict[str, Any]) -> Any:
 
 
 def _defaults(job: Job) -> dict[str, Any]:
-    """What Megatron-LM's arguments set where TransformerConfig's own default differs."""
+    """Values that Megatron-LM's arguments set, if TransformerConfig's own default differs."""
     fused = job.transformer_impl == "transformer_engine"
     return {
         "bf16": True,

@@ -1,7 +1,7 @@
-"""A plan of a job through Megatron's own schedule on meta tensors, with the stand-in kernels.
+"""Runs a job's plan through Megatron's own schedule on meta tensors, with stand-in kernels.
 
-What it checks is the composition: that layers, stages and schedule add up to what Megatron does.
-Stand-ins in the run keep what they keep in the profile, so it says nothing about them.
+This checks that layers, stages and schedule add up to what Megatron does. It does not check the
+stand-ins, which keep the same tensors here and in the profile.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ def run_stages(
     """Run every stage, one process at a time.
 
     Args:
-        job: whose model.
-        pipeline: fields of Megatron's config that say its pipeline, over the job's own.
-        num_microbatches: of a step.
+        job: its model is run.
+        pipeline: fields of Megatron's config for the pipeline, in place of the job's own.
+        num_microbatches: in a step.
         policy: one choice for every layer.
         done: called with each stage's run.
 
-    Raises MachineError for overlap_moe_expert_parallel_comm, OptionError as building the job does.
+    Raises MachineError for overlap_moe_expert_parallel_comm, OptionError if the job cannot be
+    built.
     """
     if pipeline.get("overlap_moe_expert_parallel_comm"):
         raise MachineError(

@@ -1,9 +1,9 @@
-"""A plan's predicted peaks against Megatron's own schedule, stage by stage, without a device.
+"""Compares a plan's predicted peaks with Megatron's own schedule, stage by stage, without a device.
 
-The model is rebuilt on meta tensors from what the profile says of it (`compat.model_facts`), so the
-check holds on any machine. Of a measured model it knows Megatron's local layers only: where they
-were Transformer Engine's, what runs here is not what was measured, and it refuses. A profile made
-without a device holds its job, which is run with the same stand-ins as there.
+The model is rebuilt on meta tensors from the facts in the profile (`compat.model_facts`), so the
+check runs on any machine. A measured model can be rebuilt with Megatron's local layers only; one
+with Transformer Engine's layers is refused, because other layers would run here. A profile made
+without a device contains its job, which is run with the same stand-ins.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.units import GIB, gib
 
 TOLERANCE = 0.005
-"""How far a predicted activation peak may lie from the meta step's, as a share of it."""
-# The optimizer step is no part of the schedule, nor is what a job's own forward_step keeps.
+"""Largest allowed relative difference between the predicted activation peak and Megatron's."""
+# The schedule contains neither the optimizer step nor what a job's own forward_step keeps.
 WITHOUT_OPTIMIZER: dict[str, Any] = {"optimizer_step_peak_bytes": 0}
 COMPARABLE: dict[str, Any] = {**WITHOUT_OPTIMIZER, "overhead": None, "residual_bytes": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class StageCheck:
-    """One stage: activations at their peak, predicted and run, and what they add up to."""
+    """One stage: its activation peak, predicted and in Megatron's schedule, and its total."""
 
     stage: int
     predicted_bytes: int
-    """Activation peak by the cost model, of what a meta step has: no static bytes, no optimizer
-    step, nothing that a job's own forward_step keeps."""
+    """Activation peak by the cost model, without what a meta step lacks: static bytes, the
+    optimizer step, and what a job's own forward_step keeps."""
     megatron_bytes: int
     """The same by Megatron's own schedule."""
     megatron_moment: str
     """Where in that schedule: `backward of layer 11`."""
     static_bytes: int
-    """As the profile has it, with what the job was seen to keep beside layers and pipeline."""
+    """Static bytes from the profile, plus what the measured job itself kept."""
     budget_bytes: int
     boundary_bytes: int = 0
-    """One boundary tensor, by which a prediction may be too high: the gradient of a chunk's output
-    counts twice where the chunk's last layer is no checkpoint (docs/peak-fidelity.md)."""
+    """One boundary tensor. A prediction may be too high by this: the gradient of a chunk's output
+    counts twice if the chunk's last layer is no checkpoint (docs/peak-fidelity.md)."""
 
     @property
     def error(self) -> float:
-        """Predicted over run, less one."""
+        """Predicted peak divided by Megatron's, minus one."""
         return self.predicted_bytes / self.megatron_bytes - 1 if self.megatron_bytes else 0.0
 
     @property
@@ -75,11 +75,11 @@ def verify(
     """Run every stage of a plan on meta tensors, one process at a time.
 
     Args:
-        plan: what is checked.
-        progress: called with each stage's run as it is done.
+        plan: the plan to check.
+        progress: called with each stage's run when it is done.
 
-    Raises: ProfileError where the profile does not say how to build the model, MachineError where
-    the model's code needs a device.
+    Raises: ProfileError if the profile does not say how to build the model, MachineError if the
+    model's code needs a device.
     """
     peaks = _peaks(plan, plan.schedule, **WITHOUT_OPTIMIZER)
     comparable = _peaks(plan, plan.schedule, **COMPARABLE)
@@ -105,8 +105,8 @@ def verify(
 
 
 def _kept(plan: Plan) -> list[int]:
-    """Static bytes of every stage that are a meta step's activations: what its layers keep of the
-    last microbatch, which only a profile made without a device states."""
+    """Static bytes of every stage that count as activations in a meta step: what layers keep of the
+    last microbatch. Only profiles made without a device have this figure."""
     if "job" not in plan.profile.model.facts:
         return [0] * plan.layout.num_stages
     kinds = [
@@ -125,9 +125,9 @@ def _peaks(plan: Plan, schedule: Schedule, **changed: Any) -> list[Peak]:
 
 
 def _shortest(plan: Plan, peaks: list[Peak]) -> int:
-    """How many microbatches a step needs at least to have the whole step's predicted peaks.
+    """The least number of microbatches with the predicted peaks of the whole step.
 
-    Past the warm-up a schedule repeats itself: 256 microbatches show nothing that 24 do not.
+    After the warm-up a schedule repeats: 256 microbatches show nothing new after 24.
     """
     whole = [peak.bytes for peak in peaks]
     number, most = 2 * plan.schedule.group_size, plan.schedule.num_microbatches
@@ -145,8 +145,8 @@ def _runs(
     facts = plan.profile.model.facts
     if facts.get("measured"):
         raise ProfileError(
-            "The profile was made with --measured: some of its records are a device's, and what "
-            "runs here are stand-ins, whose bytes may be others. Verify the plan of a profile made "
+            "The profile was made with --measured: some of its records come from a device, but "
+            "stand-ins run here, whose bytes may differ. Verify the plan of a profile made "
             "without --measured, or on the device with --recompute-policy @PLAN."
         )
     if "job" in facts:  # made without a device
@@ -172,7 +172,7 @@ def require_verified(checks: tuple[StageCheck, ...]) -> None:
             f"Stage {worst.stage} needs {gib(needed_bytes)} GiB "
             f"in Megatron's own schedule at its fullest moment, {worst.megatron_moment}; its "
             f"budget is {gib(worst.budget_bytes)} GiB. Plan again with a smaller budget, or "
-            "measure the profile anew."
+            "measure the profile again."
         )
     if apart:
         worst = max(apart, key=lambda c: abs(c.error))
@@ -181,7 +181,7 @@ def require_verified(checks: tuple[StageCheck, ...]) -> None:
             f"predicted, Megatron's own schedule has {worst.megatron_bytes / GIB:.3f} GiB at its "
             f"fullest moment, {worst.megatron_moment} ({worst.error:+.1%}; at most {TOLERANCE:.1%} "
             "is allowed). The profile is not of this model or these shapes, or a layer's record "
-            "is off: measure it anew."
+            "is wrong: measure it again."
         )
 
 
@@ -217,7 +217,7 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
     if facts["transformer_impl"] != "local":
         raise ProfileError(
             f"The profile was made with transformer_impl {facts['transformer_impl']!r}; without a "
-            "device only Megatron's local layers run, whose bytes are others. Verify on the "
+            "device only Megatron's local layers run, whose bytes differ. Verify on the "
             "device with --recompute-policy @PLAN, or profile with --transformer-impl local."
         )
     config = model_facts.rebuilt_config(facts["transformer_config"], _pipeline_fields(plan))
@@ -230,7 +230,7 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
 
 
 def _pipeline_fields(plan: Plan) -> dict[str, Any]:
-    """The plan's pipeline, which need not be the measured one, as Megatron's config fields."""
+    """The plan's pipeline (perhaps not the measured one) as fields of Megatron's config."""
     layout, schedule = plan.layout, plan.schedule
     several = layout.num_chunks > 1
     fields: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What to paste where a job is launched, so that it runs a policy or a plan."""
+"""Flags, or lines of a recipe, to paste so that a job runs a policy or a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 
 JOB = {"config", "described_by", "lora_rank"}
-"""What is read of the job that a profile without a device was made for."""
+"""Keys of `model.facts.job` that are read: the job that a profile without a device is of."""
 
 
 def recipe_lines(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> list[str]:
@@ -27,7 +27,7 @@ def recipe_lines(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> l
 
 
 def flags(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> str:
-    """Flags of pretrain_gpt.py that set a policy; "" where no recompute is no flag."""
+    """Flags of pretrain_gpt.py that set a policy; "" for no recompute, which needs no flag."""
     if fields is None:
         return f"--recompute-policy {shlex.quote(policy.format())}"
     words = []
@@ -39,7 +39,11 @@ def flags(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> str:
 
 
 def launch_lines(plan: Plan) -> list[str]:
-    """What to paste where the job of a profile without a device came from; none for others."""
+    """What to paste for the job of a profile made without a device; empty for other profiles.
+
+    Raises:
+        ProfileError: the profile's description of the job cannot be read.
+    """
     job = plan.profile.model.facts.get("job")
     if job is None:
         return []
@@ -49,7 +53,7 @@ def launch_lines(plan: Plan) -> list[str]:
             "the job again, or take the field out; then nothing is printed to be pasted."
         )
     fields = None
-    if not job["lora_rank"]:  # behind frozen layers Megatron's own can leave gradients out
+    if not job["lora_rank"]:  # after frozen layers Megatron's own recompute can lose gradients
         layers = plan.layout.num_layers
         chunks = [[i for i in chunk if i < layers] for chunk in plan.layout.chunk_layers()]
         bias = bool(job["config"].get("add_bias_linear", True))

@@ -1,4 +1,4 @@
-"""The micro-batch size with the fastest step."""
+"""Searches the micro-batch size for the fastest step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def search_micro_batch(
 ) -> tuple[Alternative, tuple[str, ...]]:
     """The micro-batch size with the fastest step, from one planner per profile.
 
-    The first planner is the one asked for; every planner's schedule must run the same number of
-    samples per step (see `same_samples`). Returns the best and one sentence for each.
+    The first planner is the one that was asked for. Every planner's schedule must run the same
+    number of samples per step (see `same_samples`). Returns the best, and one sentence for each
+    planner.
     Raises: InfeasibleError when none fits.
     """
     solved = [(planner, planner.try_solve(budget)) for planner in planners]
@@ -40,7 +41,7 @@ def _micro_batch_note(planner: Planner, solution: Solution | None) -> str:
 def same_samples(schedule: Schedule, asked: Profile, other: Profile) -> Schedule:
     """The schedule with as many samples per step at the other profile's micro-batch size.
 
-    Raises: PipelineError when the samples do not divide.
+    Raises: PipelineError when the samples are not a multiple of the other micro-batch size.
     """
     samples = schedule.num_microbatches * asked.parallelism.micro_batch_size
     size = other.parallelism.micro_batch_size

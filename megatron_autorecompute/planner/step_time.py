@@ -1,17 +1,19 @@
 """How long a step takes: every event starts when its stage is free and its input has arrived.
 
-Messages take nobody's time (as with Megatron's `overlap_p2p_comm`), and what EP overlap runs side
-by side runs one after the other; optimizer and gradient reduction are not part of it.
+Messages take no time (as with Megatron's `overlap_p2p_comm`). A forward and a backward that EP
+overlap runs side by side are replayed one after the other. Optimizer and gradient reduction are not
+included.
 
-The steady state of a step repeats, so its length hardly matters. All stages work through *slots*:
-forward k of stage s stands in slot `stride * s + 2 * k`, and its backward j in the slot after
-forward `uncapped warm-up + j`. A stage then has at most one event per slot, in the right order, and
-every event's input stands in an earlier slot (`stride` slots earlier, or, where a microbatch goes
-from the last stage round to the first, more, since groups have at least p microbatches). While all
-stages do both, slots repeat with a *period*: one group of microbatches through all chunks. What a
-period starts from is when each stage finished its last few slots; what it does to that is a convex
-function, a maximum of sums. So where two periods in a row took the same time on every stage, and
-the n-th after them does so again, all those between did: they need not be replayed.
+The steady state of a step repeats, so a long step takes hardly longer to replay. Every event has a
+*slot*: forward k of stage s is in slot `stride * s + 2 * k`, and backward j in the slot after
+forward `uncapped warm-up + j`. A stage then has at most one event per slot, in the right order.
+Every event's input comes from an earlier slot: `stride` slots earlier, or, if a microbatch goes
+from the last stage round to the first, more, because groups have at least p microbatches. While all
+stages run forwards and backwards, slots repeat with a *period*: one group of microbatches through
+all chunks. A period maps the times at which each stage finished its last few slots to later such
+times; this map is convex, a maximum of sums. So if two periods in a row took the same time on every
+stage, and the n-th period after them takes it again, all periods between took it as well and need
+not be replayed.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def replay_ms(
     forward_ms: Sequence[Sequence[float]] | Floats,
     backward_ms: Sequence[Sequence[float]] | Floats,
 ) -> float:
-    """When a step's last event ends: each starts when its stage is free and its input has arrived.
+    """Time of a step: every event starts when its stage is free and its input has arrived.
 
     Args:
         schedule: the order of events.
@@ -56,7 +58,7 @@ def replay_ms(
 
 
 def step_unit(schedule: Schedule, all_ps: float) -> int:
-    """The picoseconds to count a step in, so that sums stay exact: one, but for steps of weeks.
+    """The unit of time, in ps, in which sums stay exact: 1, or more for steps of weeks.
 
     `all_ps` is the time of one microbatch on all stages together.
     """
@@ -68,9 +70,9 @@ def finished(schedule: Schedule, forward: Ints, backward: Ints) -> Ints:
 
     Args:
         schedule: the order of events.
-        forward: time of one forward, `[stage, chunk, ...]`, where what follows are candidates that
-            are replayed side by side. In any unit; see `step_unit`.
-        backward: the same of one backward.
+        forward: time of one forward, of shape [stage, chunk, ...]; further dimensions are
+            candidates that are replayed together. In any unit; see `step_unit`.
+        backward: time of one backward, of the same shape and unit.
     """
     steady = _Steady.of(schedule)
     shape = (_lookback(schedule), schedule.num_stages, *forward.shape[2:])
@@ -112,7 +114,7 @@ def _num_slots(schedule: Schedule) -> int:
 
 
 def _lookback(schedule: Schedule) -> int:
-    """How many slots back anything is that a slot may wait for."""
+    """The most slots that lie between an event and the event it waits for."""
     round_trip = 2 * schedule.group_size - schedule.stride * (schedule.num_stages - 1)
     return max(schedule.stride, round_trip * (schedule.num_chunks > 1)) + 1
 
@@ -150,7 +152,7 @@ def _repeated(run: Callable[[Ints], Ints], window: Ints, periods: int) -> Ints:
 
 
 def _ahead(run: Callable[[Ints], Ints], window: Ints, step: Ints, most: int) -> int:
-    """How many of the next `most` periods take what the last two took."""
+    """How many of the next `most` periods take as long as the last two."""
 
     def still(count: int) -> bool:
         return np.array_equal(run(window + (count - 1) * step), window + count * step)
@@ -166,21 +168,22 @@ def _ahead(run: Callable[[Ints], Ints], window: Ints, step: Ints, most: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """In one slot, in one direction: what stages wait for."""
+    """What the stages wait for in one slot, in one direction."""
 
     view: int
     before: slice
     after: slice
     round_trip: int | None
-    """Row in which the last stage has done the event whose output the first one waits for."""
+    """Row in which the last stage has run the event whose output the first stage waits for."""
 
 
 class _Block:
-    """Some slots in a row: which events stand in them, and what each waits for.
+    """Consecutive slots: the events in them, and what each waits for.
 
-    In the table of a run column `stage + 1` is when the stage has finished what it has to do up to
-    the slot, and columns 0 and p + 1 are what arrives at the first stage and, backward, at the
-    last. Seen from the last stage, backwards are as forwards are from the first: hence two views.
+    In the table of a run, column `stage + 1` is the time at which the stage has finished its events
+    up to the slot. Columns 0 and p + 1 are the times of arrival at the first stage and, in
+    backward, at the last. Backwards seen from the last stage look like forwards seen from the
+    first, so there are two views.
     """
 
     def __init__(self, schedule: Schedule, first: int, count: int) -> None:
@@ -243,7 +246,7 @@ _block = functools.lru_cache(maxsize=32)(_Block)
 
 
 def _active(since: int, schedule: Schedule) -> range:
-    """The stages that have a forward (backward) so many slots after the first one."""
+    """The stages that have a forward (backward) in the slot `since` slots after the first one."""
     stride, p = schedule.stride, schedule.num_stages
     last = 2 * (schedule.num_microbatches * schedule.num_chunks - 1)
     low, high = max(0, -((last - since) // stride)), min(p - 1, since // stride)
@@ -253,7 +256,7 @@ def _active(since: int, schedule: Schedule) -> range:
 
 
 def _chunk(schedule: Schedule, events: Ints) -> Ints:
-    """The chunk of forwards by their numbers; of backwards counted from the end."""
+    """The chunks of forwards, by their numbers; for backwards counted from the last chunk."""
     if schedule.num_chunks == 1:
         return np.zeros_like(events)
     size, m = schedule.group_size, schedule.num_microbatches

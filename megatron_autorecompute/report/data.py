@@ -1,4 +1,4 @@
-"""Everything the report of a plan shows, computed from the plan alone."""
+"""Computes everything that the report of a plan shows, from the plan."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from megatron_autorecompute.report.timeline import Timeline, timeline
 CURVE_POINTS = 24
 
 Progress = Callable[[str, float], None]
-"""Told what is being computed, and the share of it that is done."""
+"""Called with what is being computed, and the share of it that is done (0 to 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEffect:
-    """What another choice at one layer would change, the rest of the policy as it is."""
+    """What another choice at one layer would change, the other layers unchanged."""
 
     choice: LayerPolicy
     """The other choice."""
     step_ms: float
-    """More time of the step."""
+    """Added time of the step."""
     stage_busy_ms: float
-    """More time that the layer's stage works in a step."""
+    """Added busy time of the layer's stage in a step."""
     peak_bytes: int
-    """More bytes at the stage's fullest moment, high end."""
+    """Added bytes of the stage's peak, high end."""
     fits: bool
     """Whether the stage then stays within its budget."""
 
@@ -42,25 +42,25 @@ class Curve:
     """Step time against memory."""
 
     title: str
-    """Whose it is."""
+    """Of what model or plan."""
     points: tuple[CurvePoint, ...]
     """Plans, largest budget first."""
     strategies: tuple[ManualResult, ...]
     """Megatron's own settings."""
     budget_bytes: int | None = None
-    """Of the tightest stage; None where none was asked for."""
+    """Budget of the tightest stage; None if none was given."""
     plan: CurvePoint | None = None
-    """The plan itself, at what its fullest stage needs."""
+    """The plan itself, at the peak of its fullest stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paste:
-    """Something to paste."""
+    """A text to paste into a launch."""
 
     where: str
-    """Into what."""
+    """Where to paste it."""
     text: str
-    """As it is to be pasted."""
+    """The text itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class ReportData:
     effects: tuple[tuple[ChoiceEffect, ...], ...]
     """Per layer, its other choices."""
     curve: Curve
-    """Time against budget, Megatron's own settings beside it."""
+    """Time against budget, with Megatron's own settings."""
     pastes: tuple[Paste, ...]
-    """The likeliest first."""
+    """What to paste, the most likely first."""
 
     @property
     def stage_of(self) -> dict[int, int]:
@@ -90,7 +90,7 @@ class ReportData:
 
 
 def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> ReportData:
-    """Replay, explain and compare a plan. Raises: ProfileError where its profile lacks a record."""
+    """Replay, explain and compare a plan. Raises: ProfileError if its profile lacks a record."""
     planner = plan.planner()
     outcomes = Outcomes(planner)
     return ReportData(
@@ -147,7 +147,7 @@ def _curve(plan: Plan, planner: Planner, outcomes: Outcomes, progress: Progress)
 
 
 def unbeaten(strategies: Iterable[ManualResult]) -> list[ManualResult]:
-    """Those that no other is faster than in as few bytes."""
+    """The strategies for which no other is faster with at most as many bytes."""
     found: list[ManualResult] = []
     for strategy in sorted(strategies, key=lambda s: (s.peak_high_bytes, s.step_ms)):
         if not found or strategy.step_ms < found[-1].step_ms:
@@ -162,9 +162,9 @@ def best_points(
     known: Iterable[CurvePoint],
     progress: Callable[[float], None],
 ) -> tuple[CurvePoint, ...]:
-    """The best policy of some budgets, largest first, among them what each strategy needs.
+    """The best policies for some budgets, largest first; each strategy's bytes are a budget.
 
-    `Planner.pareto` finds the choices of even steps quickly; their splits over chunks are
+    `Planner.pareto` solves evenly spaced budgets quickly; their splits over chunks are then
     rearranged here, as in every plan.
     """
     even = planner.pareto(CURVE_POINTS, lambda share: progress(share / 2))
@@ -185,7 +185,7 @@ def best_points(
 
 
 def _best(planner: Planner, budget: int) -> RecomputePolicy:
-    """As `Planner.try_solve`, for a budget that is known to do, without what else is told there."""
+    """The policy of `Planner.solve` for a budget that is known to fit, without cost and proof."""
     stages = range(planner.layout.num_stages)
     choices = [choice for s in stages if (choice := planner.choose(s, budget)) is not None]
     policy = put_together(planner.layout, [choice.policies for choice in choices])
@@ -194,7 +194,7 @@ def _best(planner: Planner, budget: int) -> RecomputePolicy:
 
 
 def _never_slower(points: Sequence[CurvePoint]) -> list[CurvePoint]:
-    """Largest budget first; what fits a smaller budget fits a larger one, too."""
+    """Points, largest budget first, in which a larger budget is never slower than a smaller one."""
     found: list[CurvePoint] = []
     for point in points:
         if found and found[-1].step_ms < point.step_ms:
@@ -209,7 +209,7 @@ def strategies_of(
     budgets: tuple[int, ...] | None,
     progress: Callable[[float], None],
 ) -> tuple[ManualResult, ...]:
-    """Megatron's own settings, those left out that it refuses or the profile lacks a record of."""
+    """Megatron's own settings, without those it refuses or the profile has no records for."""
     policies: dict[MegatronStrategy, RecomputePolicy] = {}
     for setting in planner.manual_settings():
         with suppress(PolicyError, ProfileError):
@@ -230,7 +230,7 @@ def strategies_of(
 
 
 def _pastes(plan: Plan) -> Iterator[Paste]:
-    """What the job's own form takes first, then every other form."""
+    """Texts to paste: first for the form the job was described in, then for other forms."""
     likeliest = launch_lines(plan)
     policy_flag = " ".join(
         [

@@ -1,4 +1,4 @@
-"""The report of a plan as one HTML file that needs nothing but a browser."""
+"""The report of a plan as one HTML file that opens in a browser without network."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def _template(name: str) -> str:
 
 
 def packed(value: Any) -> str:
-    """JSON, compressed, as text; the same value is always the same text."""
+    """A value as compressed JSON in text form; equal values give equal texts."""
     text = json.dumps(value, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
 
 
 def page_data(data: ReportData) -> dict[str, Any]:
-    """What the page's script draws."""
+    """The data that the page's script draws."""
     plan = data.plan
     tightest = tightest_stage(plan)
     stage_of = data.stage_of
@@ -98,7 +98,7 @@ def page_data(data: ReportData) -> dict[str, Any]:
 
 
 def _stage_data(plan: Plan, stage: StageTimeline) -> dict[str, Any]:
-    """Columns as differences from event to event: most are alike, and so compress well."""
+    """A stage's columns as differences between events; most are equal, so they compress well."""
     cost = plan.cost.stages[stage.stage]
     gap_ms = stage.start_ms - np.concatenate(([0.0], stage.end_ms[:-1]))
     return {
@@ -144,7 +144,7 @@ def tightest_stage(plan: Plan) -> int:
 
 
 def busiest_stage(plan: Plan) -> StageCost:
-    """The stage that works longest, which the others wait for."""
+    """The stage that works longest; the others wait for it."""
     return max(plan.cost.stages, key=lambda stage: stage.busy_ms)
 
 
@@ -389,7 +389,7 @@ def _range(low: int, high: int) -> str:
 
 
 def _measured(plan: Plan) -> str:
-    """What a job found on top of what was predicted."""
+    """Residuals that a job measured above the prediction, by stage."""
     stages = plan.profile.stages
     if not any(s.residual_bytes or s.residual_ms or s.uncertainty_bytes for s in stages):
         return ""
@@ -412,7 +412,7 @@ def _measured(plan: Plan) -> str:
 
 
 def _records(plan: Plan) -> str:
-    """What every choice costs, as the profile has it."""
+    """The cost of every choice, from the profile."""
     rows = [
         (
             kind.name,

@@ -1,4 +1,4 @@
-"""A plan as text for a terminal of 80 columns. Reads plans, solves nothing."""
+"""A plan as text for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, Ran
 from megatron_autorecompute.units import GIB, gib
 
 MOST_RANKS = 16
-"""Rows of the measured step, beyond which a stage has one."""
+"""Most rows of the measured step; with more ranks, every stage has one row."""
 
 
 def legend(policy: RecomputePolicy) -> dict[LayerPolicy, str]:
@@ -55,10 +55,10 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
-    """A measuring step as its layers add up and as Megatron and torch saw it, a row per rank.
+    """A measuring step, one row per rank: the sum of its layers beside Megatron's figures.
 
-    Of jobs of more than MOST_RANKS ranks, the rank of each stage that computed longest. Nothing
-    where no such step was recorded.
+    With more than MOST_RANKS ranks, only the rank of each stage that computed longest. Empty if no
+    such step was recorded.
     """
     step = plan.profile.measured_step
     if step is None:
@@ -111,7 +111,7 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
 
 
 def shown_ranks(step: MeasuredStep) -> list[RankStep]:
-    """All ranks of a small job, else the one of each stage that computed longest."""
+    """All ranks of a small job, else the rank of each stage that computed longest."""
     if len(step.ranks) <= MOST_RANKS:
         return list(step.ranks)
     longest: dict[int, RankStep] = {}
@@ -211,7 +211,7 @@ def _proof(gaps: Sequence[float | None]) -> str:
 
 
 def imbalance_lines(profile: Profile, percentile: float | None) -> list[str]:
-    """Which imbalance of routing the layers with experts are planned for; none without experts."""
+    """Sentences on the routing imbalance that is planned for; none without experts."""
     records = [record for kind in profile.kinds for record in kind.choices]
     measured = [point for r in records if r.knows_routing for point in r.percentiles]
     stated = any(kind.imbalance for kind in profile.kinds)
@@ -238,7 +238,7 @@ def imbalance_lines(profile: Profile, percentile: float | None) -> list[str]:
 
 
 def _factors(kinds: Sequence[LayerKind], percentile: float) -> Iterator[str]:
-    """`moe x 1.25`, with the percentile that this is stated for where it is another one."""
+    """`moe x 1.25`, with the stated percentile if it differs from the planned one."""
     for kind in kinds:
         if point := kind.imbalance_at(percentile):
             of = "" if point.percentile == percentile else f" (stated for {point.percentile:g})"
@@ -246,7 +246,7 @@ def _factors(kinds: Sequence[LayerKind], percentile: float) -> Iterator[str]:
 
 
 def stages_explained(plan: Plan) -> RenderableType:
-    """Per stage: what binds, and the peak by what it is made of."""
+    """Per stage: the binding moment, and the parts of the peak."""
     parts: list[RenderableType] = []
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     names = (

@@ -1,7 +1,7 @@
-"""One step of a plan, event by event: when each runs, and what the stage then holds.
+"""One step of a plan, event by event: when each runs, and the bytes that its stage then holds.
 
-Bytes are those of `planner.peak_memory`, times those of the step's replay. Events are columns of
-arrays, not a record each: a step of 16 stages, 8 chunks and 256 microbatches has 65,536.
+Bytes come from `planner.peak_memory`, times from the step's replay. Events are entries of arrays,
+not records: a step of 16 stages, 8 chunks and 256 microbatches has 65,536.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """What runs as one: a layer, a checkpoint around several, the embedding, the head."""
+    """Costs of one unit: a layer, a checkpoint around several, the embedding, or the head."""
 
     name: str
     """`layer 7`, `layers 4-7`, `embedding`, `head`, `boundary`."""
     layers: tuple[int, ...]
-    """Global layer indices; empty for what is no layer."""
+    """Global layer indices; empty for embedding and head."""
     held_bytes: int
-    """From its forward to its backward."""
+    """Bytes held from its forward to its backward."""
     forward_transient_bytes: int
-    """On top of it while its forward runs."""
+    """Bytes on top of held_bytes while its forward runs."""
     backward_transient_bytes: int
-    """The same in its backward, the gradient of the chunk's output included where it is kept."""
+    """The same in its backward; includes the gradient of the chunk's output if it is kept."""
     forward_ms: float
     """One microbatch."""
     backward_ms: float
     """One microbatch, recompute included."""
     recompute_ms: float
-    """Part of backward_ms that recompute adds."""
+    """The part of backward_ms that recompute adds."""
 
     @property
     def is_layer(self) -> bool:
@@ -77,7 +77,7 @@ class StageTimeline:
     stage: int
     """Its number."""
     budget_bytes: int
-    """What torch may allocate."""
+    """Bytes that torch may allocate."""
     units: tuple[tuple[UnitCost, ...], ...]
     """Of every chunk, in the order their forwards run."""
     backward: NDArray[np.bool_]
@@ -93,15 +93,15 @@ class StageTimeline:
     in_flight_bytes: Bytes
     """Held by layers for microbatches that wait for their backward."""
     outside_bytes: Bytes
-    """The same by embedding and head."""
+    """Held by embedding and head for these microbatches."""
     overhead_bytes: Bytes
-    """Boundary tensors, what the measured job kept besides, and the measured residual."""
+    """Boundary tensors, what the measured job itself kept, and the measured residual."""
     static_bytes: int
     """Parameters, gradients, optimizer state, buffers."""
     optimizer_step_peak_bytes: int
-    """On top of static_bytes after the last event."""
+    """Bytes on top of static_bytes in the optimizer step, after the last event."""
     binding: Moment | None
-    """Where the stage is fullest; None in the optimizer step."""
+    """The stage's fullest moment; None if it is the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Timeline:
 
 
 def timeline(plan: Plan) -> Timeline:
-    """Replay a plan's step. Raises: ProfileError where its profile lacks a record."""
+    """Replay a plan's step. Raises: ProfileError if its profile lacks a record."""
     times = [[stage.forward_ms, stage.backward_ms] for stage in plan.cost.stages]
     forward, backward = ([list(pair[side]) for pair in times] for side in (0, 1))
     ends = _ends_ms(plan.schedule, forward, backward)
@@ -125,7 +125,7 @@ def timeline(plan: Plan) -> Timeline:
 def _ends_ms(
     schedule: Schedule, forward_ms: list[list[float]], backward_ms: list[list[float]]
 ) -> list[Times]:
-    """When each event of each stage ends: as soon as its stage is free and its input is there."""
+    """End of each event of each stage; it starts when its stage is free and its input is there."""
     last = schedule.num_stages * schedule.num_chunks - 1
     events = [schedule.events(stage) for stage in range(schedule.num_stages)]
     ends: list[list[float]] = [[] for _ in events]

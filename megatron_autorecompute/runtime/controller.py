@@ -1,9 +1,9 @@
 """`--recompute-policy auto` inside a job: measure, decide, agree, climb, watch.
 
-Wrap every training step in `AutoTuner.step()`. The first steps are ordinary training steps that
-are watched (`measuring`); then one rank solves, all ranks follow (`decisions`), and from there on
-nothing is measured but the peak. This module knows nothing of `megatron.training` or of Megatron
-Bridge: `JobFacts` brings what it needs of them.
+Wrap every training step in `AutoTuner.step()`. The first steps are ordinary training steps that are
+measured (`measuring`). Then one rank solves, all ranks follow (`decisions`), and from then on only
+the peak is measured. This module does not import `megatron.training` or Megatron Bridge: `JobFacts`
+has what it needs from them.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ __all__ = ["AutoTuner", "JobFacts"]
 
 
 class AutoTuner:
-    """Finds, applies and watches the policy of one job; every rank makes one alike.
+    """Finds, applies and watches the policy of one job; every rank makes one in the same way.
 
     Args:
         chunks: this rank's model chunks, built, without a policy.
         optimizer: Megatron's optimizer on them.
-        options: what the user asked for.
-        job: what the program knows.
+        options: the user's options.
+        job: facts from the training program.
 
     Raises:
-        AutorecomputeError: the config is one that cannot be measured, no budget can be found, the
-            plan path cannot be written.
+        AutorecomputeError: auto cannot measure this config, no budget can be found, or the plan
+            path cannot be written.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class AutoTuner:
 
     @property
     def peak_bytes(self) -> int:
-        """The most this rank allocated in the last step that was read, or since its plan began."""
+        """The most bytes this rank allocated in the last measured step, or since its plan began."""
         return self.memory.peak_bytes
 
     @contextmanager
@@ -97,12 +97,12 @@ class AutoTuner:
         self._store.step_done()
 
     def close(self) -> None:
-        """Leave the policy in force and stop; the model keeps training with it."""
+        """Stop, and leave the policy in force on the model."""
         self._course.close()
         self._store.close()
 
     def _steps(self) -> Steps:
-        """The whole course, one context for each step."""
+        """All phases of the job, one context for each step."""
         plan = self.decisions.known_plan(self._store)
         if plan is None:
             ended_before = self._store.ended_measuring()

@@ -1,4 +1,4 @@
-"""The plan that runs: put in force, watched step by step, and left for one that needs less."""
+"""Runs a plan, watches every step, and replaces a plan that runs short of memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Step = AbstractContextManager[None]
 
 
 class PlanInForce:
-    """Every rank makes one alike.
+    """The plan that runs in a job; every rank makes one in the same way.
 
     Args:
         decisions: of the job.
@@ -42,10 +42,10 @@ class PlanInForce:
         self._applied, self._store = applied, store
         self._plan: Plan | None = None
         self.guard = StepGuard(decisions.shard.chunks, optimizer, self._is_short, self._leave_less)
-        """Around every step, those before the first plan too."""
+        """Guards every step, also those before the first plan."""
 
     def run(self, plan: Plan, what: str) -> None:
-        """From the next step on, on every rank."""
+        """Run a plan from the next step on, on every rank; `what` describes it in the log."""
         self._applied.switch(plan.policy)
         self._memory.plan_begins()
         fullest = max(range(plan.layout.num_stages), key=lambda s: plan.cost.stages[s].peak.bytes)
@@ -105,7 +105,7 @@ class PlanInForce:
         return was_lost(self.guard, self._applied.policy, self._job.say)
 
     def _step_down(self, plan: Plan) -> Plan:
-        """The next plan down; the same one where none needs less."""
+        """Run and save the next plan down; returns it, or the same plan if none needs less."""
         outcomes = self._decisions.shard.by_stage(self.guard.own_outcome, max)
         down = on_rank_0(lambda: self._less(plan, outcomes))
         if down is None:
@@ -122,7 +122,7 @@ class PlanInForce:
         return self._memory.is_short(self._plan.budget_bytes[self._decisions.shard.stage])
 
     def _leave_less(self, why: str) -> None:
-        """Before this rank's error ends the job: the next plan down, for the restart to begin with.
+        """Before this rank's error ends the job, save the next plan down for the restart.
 
         The other ranks wait for this one, so it decides alone.
         """
@@ -131,7 +131,7 @@ class PlanInForce:
             left = "a restart measures with fewer layers at once beyond the leanest policy"
         elif self._plan is None:
             left = (
-                "nothing tells the next one, which will measure alike: give "
+                "the next job would measure in the same way: give "
                 "--recompute-plan-path, or a lower --recompute-memory-budget-gib"
             )
         else:

@@ -1,4 +1,4 @@
-"""What a job is told of the plan that runs: a table, and the figures its writers get."""
+"""Reports the plan that runs: prints a table, and writes figures to TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_autorecompute.units import GIB
 
 
 def tell(plan: Plan, decisions: Decisions, steps: int) -> None:
-    """A row per stage, and the writers that are on, once the plan has run a step.
+    """Print a row per stage and feed the writers, once the plan has run a step.
 
     Args:
-        plan: that runs.
+        plan: the plan that runs.
         decisions: of the job.
         steps: how many training steps are done.
     """
