@@ -1,4 +1,4 @@
 """Presents plans: `timeline` and `data` compute, all other modules render.
 
-A renderer needs only the computed data or a plan.
+A renderer needs only a plan or the computed data.
 """

@@ -31,7 +31,7 @@ KNOWS = {
     "meta": {"planner", "compat", "runtime"},
     "compare": {"planner", "compat", "runtime", "meta"},
     "integrations": {"planner", "compat", "runtime", "meta"},
-    "cli": {"planner", "report", "meta"},
+    "cli": {"planner", "report", "meta", "compare"},
     "pretrain": {"runtime", "integrations"},
     "__main__": {"cli"},
     "apply": {"runtime"},
