@@ -3,7 +3,7 @@
 A backward's calls are cut off at the engine, which on CUDA runs in a thread without Python calls.
 """
 
-import sys
+import inspect
 import weakref
 from contextlib import contextmanager
 from unittest import mock
@@ -53,7 +53,7 @@ class Recording(TorchDispatchMode):
 
 
 def _stack():
-    found, frame = [], sys._getframe(2)
+    found, frame = [], inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         code = frame.f_code
         found.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
