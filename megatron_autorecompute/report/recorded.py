@@ -181,9 +181,8 @@ def _kind(frames: Frames) -> str:
 
 
 def _is_optimizers(filename: str) -> bool:
-    """Whether a file is torch's, Megatron's, Apex's or Transformer Engine's for optimizers."""
-    folder, _, name = filename.rpartition("/")
-    return "optim" in name or folder.rpartition("/")[2].startswith("optim")
+    """Whether a file is in torch's, Megatron's, Apex's or Transformer Engine's folder for them."""
+    return filename.split("/")[-2:-1] in (["optim"], ["optimizer"], ["optimizers"])
 
 
 def _runs(history: History, stacks: _Stacks) -> list[_Run]:
@@ -392,16 +391,13 @@ def _made_and_kept(plan: Plan, chunk: Chunk, units: Sequence[UnitCost]) -> list[
     for unit in units:
         record = table.record(unit.layers[0], policy.layers[unit.layers[0]])
         keeps.append(record is None or record.input_kept)
-    received = not chunk.embedding
-    if keeps:
-        in_held = [keeps[0] or received, *keeps[1:]]
-        after = [*keeps[1:], chunk.head and plan.profile.head.input_kept]
-        size = plan.profile.boundary_bytes
-        return [
-            unit.held_bytes + size * (int(behind) - int(own))
-            for unit, own, behind in zip(units, in_held, after, strict=True)
-        ]
-    return []
+    after = [*keeps[1:], chunk.head and plan.profile.head.input_kept][: len(units)]
+    if keeps and not chunk.embedding:
+        keeps[0] = True  # what another stage sent is held whether or not the layer needs it
+    return [
+        unit.held_bytes + plan.profile.boundary_bytes * (behind - own)
+        for unit, own, behind in zip(units, keeps, after, strict=True)
+    ]
 
 
 # --- without stacks -------------------------------------------------------------------------------
@@ -414,7 +410,7 @@ def _by_shape(step: Timeline, history: History, number: int) -> RecordedStep:
     length *= _reaches_the_top(history, length)
     shown = length or count
     has_stacks = "forward" in _Stacks(history).kinds
-    why = f"the stacks do not show the forwards and backwards that stage {number} has in the plan"
+    why = f"the stacks show no whole step as stage {number} has it in the plan"
     found = (
         f"Only the curve is shown: {why if has_stacks else NO_STACKS}. "
         + (

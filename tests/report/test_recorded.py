@@ -121,7 +121,7 @@ def test_a_snapshot_of_another_stage_shows_only_the_curve(path):
     plan = plan_of("moe-16b")
     recorder = as_planned(plan, 1)
     step = recorded_step(plan, dumped(recorder.snapshot(), path), 0)
-    assert "do not show the forwards and backwards that stage 0 has" in step.found
+    assert "the stacks show no whole step as stage 0 has it in the plan" in step.found
     assert step.layers == ()
 
 
@@ -135,6 +135,17 @@ def test_stacks_with_another_number_of_layers_say_nothing_by_layer(path):
     assert step.no_layers.startswith("The stacks of the forward of microbatches 0 of chunk 0 to")
     assert "show 1 layers where the plan has" in step.no_layers
     assert len(step.moments) > 1
+
+
+def test_only_folders_of_optimizers_end_a_step(path):
+    """A training script may be called anything, and is at the bottom of every stack."""
+    plan = plan_of()
+    recorder = as_planned(plan, 0)
+    script = {"name": "<module>", "filename": "/jobs/optimizer/study/optim.py", "line": 1}
+    for entry in recorder.trace:
+        entry["frames"] = [*entry["frames"], script] if entry["frames"] else []
+    step = recorded_step(plan, dumped(recorder.snapshot(), path), 0)
+    assert step.found.startswith("The last whole step")
 
 
 def test_many_points_are_fewer_with_the_same_peak(path, monkeypatch):
