@@ -393,10 +393,14 @@ function markFullest(ctx, stage, yOf, width, large) {
   ctx.moveTo(x, y); ctx.lineTo(x - r, y - 1.6 * r); ctx.lineTo(x + r, y - 1.6 * r);
   ctx.fill();
   if (!large) return;
-  const text = `${size(total(stage.fullest))} of ${size(stage.budget)}: ${stage.moment}`;
-  const right = x + ctx.measureText(text).width + 14 > GUTTER + width;
-  ctx.textAlign = right ? "right" : "left";
-  ctx.fillText(text, x + (right ? -11 : 11), y - 8);
+  const short = `${size(total(stage.fullest))} of ${size(stage.budget)}`;
+  for (const text of [`${short}: ${stage.moment}`, short]) { // the first that has room on one side
+    const wide = ctx.measureText(text).width + 14, right = x + wide > GUTTER + width;
+    if (right && x - wide < GUTTER) continue;
+    ctx.textAlign = right ? "right" : "left";
+    ctx.fillText(text, x + (right ? -11 : 11), y - 8);
+    return;
+  }
 }
 
 // Of every pixel column the fullest moment in it: the tops of its parts, from static upwards.
