@@ -35,8 +35,6 @@ class TraceCommand(Command):
         output = args.output or args.plan.with_suffix(".trace.json.gz")
         plan = Plan.load(args.plan)
         text = trace_json(plan).encode()
-        write_atomically(
-            gzip.compress(text, mtime=0) if output.suffix == ".gz" else text, output
-        )
+        write_atomically(gzip.compress(text, mtime=0) if output.suffix == ".gz" else text, output)
         print(f"Written: {output}. Open it in https://ui.perfetto.dev or chrome://tracing.")
         print(measured_note(plan))

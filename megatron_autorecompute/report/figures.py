@@ -23,8 +23,6 @@ from megatron_autorecompute.units import GIB, MIB
 _LINE, _OWN = "#0072b2", "#5d666f"
 _LEADER = 12.0
 """Points between a mark and its name from which on a thin line joins them."""
-_FIXED = {"svg.hashsalt": "megatron-autorecompute"}
-"""Equal pictures are equal files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +123,8 @@ def _weight(name: Name) -> str:
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a picture and close it. Raises: MachineError if the file cannot be written."""
     try:
-        with matplotlib.rc_context(_FIXED):
+        # With a salt and no date, equal pictures are equal files.
+        with matplotlib.rc_context({"svg.hashsalt": "megatron-autorecompute"}):
             dated = {"Date": None} if path.suffix == ".svg" else None
             figure.savefig(path, dpi=figure.dpi, metadata=dated)
     except OSError as error:

@@ -129,9 +129,7 @@ def test_of_a_measured_step_the_totals_are_given_and_no_events_invented(plan):
     assert "no measured step" in measured_note(plan)
 
 
-def test_the_command_writes_a_compressed_file_beside_the_plan_or_where_told(
-    plan, tmp_path, capsys
-):
+def test_the_command_writes_a_compressed_file_beside_the_plan_or_where_told(plan, tmp_path, capsys):
     plan.save(tmp_path / "plan.json")
     assert main(["trace", str(tmp_path / "plan.json")]) == 0
     assert "plan.trace.json.gz. Open it in" in capsys.readouterr().out
