@@ -8,13 +8,13 @@ from megatron_autorecompute.cli.command import Command
 
 
 class CompareCommand(Command):
-    """Measures Megatron's own strategies against ours on this machine; `flags` are all its own."""
+    """Runs the comparison, which parses its own flags (`args.flags`)."""
 
     name = "compare"
     help = "run Megatron's own strategies and ours on this machine, and print the table"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add nothing: what is on the machine decides defaults, so the comparison has a parser."""
+        """Add nothing: the comparison has its own parser, whose defaults depend on the machine."""
 
     def run(self, args: Namespace) -> None:
         """Compare; ends the program with the comparison's exit code."""
