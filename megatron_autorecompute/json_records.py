@@ -101,8 +101,12 @@ def save(record: Any, path: str | Path) -> None:
     write_atomically(to_json(record), path)
 
 
-def write_atomically(text: str, path: str | Path) -> None:
-    """Write text to a temporary file beside `path`, flush it to the disk, then rename it.
+def write_atomically(content: str | bytes, path: str | Path) -> None:
+    """Write to a temporary file beside `path`, flush it to the disk, then rename it.
+
+    Args:
+        content: text, which is written as UTF-8, or bytes.
+        path: the file; an old one is replaced.
 
     Raises: ProfileError when the folder cannot be written.
     """
@@ -112,8 +116,8 @@ def write_atomically(text: str, path: str | Path) -> None:
     # Not tempfile: only the owner could read its files, but ranks of other users share a plan.
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)

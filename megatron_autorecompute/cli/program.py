@@ -21,6 +21,7 @@ from megatron_autorecompute.cli.plan import PlanCommand
 from megatron_autorecompute.cli.profile import ProfileCommand
 from megatron_autorecompute.cli.report import ReportCommand
 from megatron_autorecompute.cli.show import ShowCommand
+from megatron_autorecompute.cli.trace import TraceCommand
 from megatron_autorecompute.cli.verify import VerifyCommand
 from megatron_autorecompute.errors import AutorecomputeError, MachineError
 from megatron_autorecompute.packages import needed
@@ -33,6 +34,7 @@ COMMANDS: tuple[Command, ...] = (
     ParetoCommand(),
     VerifyCommand(),
     ReportCommand(),
+    TraceCommand(),
     CompareCommand(),
     ProfileCommand(),
 )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import add_json, print_plan
+from megatron_autorecompute.cli.values import file
+from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.report.strip import strip_svg
 
 
 class ShowCommand(Command):
@@ -18,8 +22,15 @@ class ShowCommand(Command):
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the plan's file."""
         parser.add_argument("plan", metavar="PLAN.json")
+        parser.add_argument(
+            "--svg", type=file, metavar="FILE", help="also draw the policy, for a document"
+        )
         add_json(parser)
 
     def run(self, args: Namespace) -> None:
-        """Print it; raises ProfileError if the file is no plan."""
-        print_plan(args, Plan.load(args.plan))
+        """Print it; raises ProfileError if the file is no plan or the picture cannot be written."""
+        plan = Plan.load(args.plan)
+        if args.svg:
+            write_atomically(strip_svg(plan), args.svg)
+            print(f"Drawn: {args.svg}", file=sys.stderr)
+        print_plan(args, plan)

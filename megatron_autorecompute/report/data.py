@@ -164,13 +164,14 @@ def best_points(
     strategies: Iterable[ManualResult],
     known: Iterable[CurvePoint],
     progress: Callable[[float], None],
+    num_points: int = CURVE_POINTS,
 ) -> tuple[CurvePoint, ...]:
     """The best policies for some budgets, largest first; each strategy's bytes are a budget.
 
-    `Planner.pareto` solves evenly spaced budgets quickly; their splits over chunks are then
-    rearranged here, as in every plan.
+    `Planner.pareto` solves `num_points` evenly spaced budgets quickly; their splits over chunks are
+    then rearranged here, as in every plan.
     """
-    even = planner.pareto(CURVE_POINTS, lambda share: progress(share / 2))
+    even = planner.pareto(num_points, lambda share: progress(share / 2))
     least, most = even[-1].budget_bytes, even[0].budget_bytes
     budgets = {point.budget_bytes for point in even}
     budgets |= {s.peak_high_bytes for s in strategies if least <= s.peak_high_bytes <= most}

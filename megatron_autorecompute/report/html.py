@@ -384,7 +384,7 @@ def _stage_evidence(plan: Plan) -> str:
         "bound",
         "gap",
     )
-    return _table(heads, rows, numbers=(1, 2, 4, 5, 6))
+    return _scrolling(_table(heads, rows, numbers=(1, 2, 4, 5, 6)))
 
 
 def _range(low: int, high: int) -> str:
@@ -411,7 +411,8 @@ def _measured(plan: Plan) -> str:
         "open",
         "measured minus predicted, a microbatch",
     )
-    return "<h3>Measured in the job</h3>" + _table(heads, rows, numbers=(1, 2, 3))
+    table = _table(heads, rows, numbers=(1, 2, 3))
+    return "<h3>Measured in the job</h3>" + _scrolling(table)
 
 
 def _records(plan: Plan) -> str:
@@ -442,7 +443,7 @@ def _records(plan: Plan) -> str:
     )
     return (
         "<details><summary>What every choice costs on one layer</summary>"
-        f'<div class="scroll">{_table(heads, rows, numbers=(2, 3, 4, 5, 6))}</div></details>'
+        f"{_scrolling(_table(heads, rows, numbers=(2, 3, 4, 5, 6)))}</details>"
     )
 
 
@@ -455,6 +456,11 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequenc
     head = "".join(cells("th", heads))
     body = "".join(f"<tr>{''.join(cells('td', row))}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _scrolling(table: str) -> str:
+    """A table that scrolls by itself where it is wider than the page, with the arrow keys too."""
+    return f'<div class="scroll" tabindex="0">{table}</div>'
 
 
 def _list(texts: Iterable[str]) -> str:

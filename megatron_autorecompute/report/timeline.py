@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.peak_memory import (
+    Breakdown,
     ChunkColumns,
     StageBase,
     every_moment,
@@ -102,6 +103,35 @@ class StageTimeline:
     """Bytes on top of static_bytes in the optimizer step, after the last event."""
     binding: Moment | None
     """The stage's fullest moment; None if it is the optimizer step."""
+
+    def bytes_at(self, event: int, unit: int) -> Breakdown:
+        """Alive at most while a unit of an event runs."""
+        units = self.units[self.chunk[event]]
+        begun, running = units[: unit + 1], units[unit]
+        transients = running.forward_transient_bytes, running.backward_transient_bytes
+        outside = sum(u.held_bytes for u in begun if not u.is_layer)
+        return Breakdown(
+            static_bytes=self.static_bytes,
+            in_flight_bytes=int(self.in_flight_bytes[event]),
+            running_bytes=sum(u.held_bytes for u in begun if u.is_layer),
+            transient_bytes=transients[int(self.backward[event])],
+            embedding_head_bytes=int(self.outside_bytes[event]) + outside,
+            overhead_bytes=int(self.overhead_bytes[event]),
+        )
+
+    def bytes_after(self, event: int) -> Breakdown:
+        """Alive while the stage waits after an event."""
+        units = () if self.backward[event] else self.units[self.chunk[event]]
+        layers = sum(u.held_bytes for u in units if u.is_layer)
+        outside = sum(u.held_bytes for u in units if not u.is_layer)
+        return Breakdown(
+            static_bytes=self.static_bytes,
+            in_flight_bytes=int(self.in_flight_bytes[event]) + layers,
+            running_bytes=0,
+            transient_bytes=0,
+            embedding_head_bytes=int(self.outside_bytes[event]) + outside,
+            overhead_bytes=int(self.overhead_bytes[event]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

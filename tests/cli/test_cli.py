@@ -17,6 +17,7 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.terminal import strip
 from tests.report.snapshots import as_planned, dumped
 
@@ -134,6 +135,35 @@ def test_a_snapshot_that_cannot_be_used_is_one_line(
 def test_a_stage_without_a_snapshot_is_refused(planned, capsys):
     assert main(["report", str(planned[1]), "--stage", "1"]) == 9
     assert "give --snapshot FILE with it" in capsys.readouterr().err
+
+
+def test_show_draws_the_policy_for_a_document_and_prints_the_same(planned, tmp_path, capsys):
+    _, path, out = planned
+    strip_path = tmp_path / "strip.svg"
+    assert main(["show", str(path), "--svg", str(strip_path)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == out
+    assert str(strip_path) in printed.err
+    assert strip_path.read_text() == strip_svg(Plan.load(path))
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
+def test_pareto_draws_a_picture_of_the_kind_that_its_name_says(name, begins, tmp_path, capsys):
+    words = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "4"]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    assert main([*words, "--plot", str(tmp_path / name)]) == 0
+    assert capsys.readouterr().out == plain
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_a_picture_of_an_unknown_kind_or_in_no_folder_is_refused(tmp_path, capsys):
+    words = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "2", "--plot"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "a.jpg"])
+    assert "ends with .png or .svg" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "none" / "a.png")]) == MachineError.exit_code
+    assert "Cannot write the picture" in capsys.readouterr().err
 
 
 def test_pareto_prints_one_row_per_budget(capsys):

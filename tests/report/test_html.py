@@ -10,17 +10,11 @@ from html import unescape
 import numpy as np
 import pytest
 
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.plan import CurvePoint, make_plan
-from megatron_autorecompute.planner.planner import Planner, neighbours
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.profile import ChoiceRecord
-from megatron_autorecompute.report.data import Curve, Paste, ReportData, report_data
+from megatron_autorecompute.planner.planner import neighbours
+from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html, packed, page_data
 from megatron_autorecompute.report.recorded import recorded_step
-from megatron_autorecompute.report.timeline import timeline
-from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
-from tests.report.plans import THREE, example_data, random_plan
+from tests.report.plans import THREE, example_data, long_step, random_plan
 from tests.report.snapshots import as_planned, dumped
 
 
@@ -152,20 +146,6 @@ def test_any_plan_has_a_report(seed):
 
 
 def test_a_step_of_65536_events_is_less_than_2_mb():
-    layers, pp, vp, microbatches = 126, 16, 8, 256
-    head = ChoiceRecord("none", 7, 3, 5, 1.23456, 2.34567)
-    profile = uniform_profile(layers, NONE, FULL, head=head, boundary_bytes=3)
-    layout = Layout.from_flags(
-        layers,
-        pp,
-        vp,
-        account_for_embedding_in_pipeline_split=True,
-        account_for_loss_in_pipeline_split=True,
-    )
-    plan = make_plan(Planner(profile, layout, Schedule(pp, vp, microbatches)), 11_000)
-    step = timeline(plan)
-    assert sum(len(stage.chunk) for stage in step.stages) == 65_536
-    paste = (Paste("here", plan.policy.format()),)
-    point = CurvePoint(11_000, plan.cost.step_ms, 11_000, plan.policy.format())
-    page = html(ReportData(plan, step, ((),) * layers, Curve("", (point,), ()), paste))
-    assert len(page.encode()) < 2_000_000
+    data = long_step()
+    assert sum(len(stage.chunk) for stage in data.timeline.stages) == 65_536
+    assert len(html(data).encode()) < 2_000_000

@@ -40,7 +40,7 @@ function stageOf(raw, number) {
     chunk: Uint16Array.from(raw.code, code => code >> 1),
     start: new Float64Array(count), end: new Float64Array(count),
     inFlight: summed(raw.inFlight), outside: summed(raw.outside), overhead: summed(raw.overhead),
-    peak: new Float64Array(count), peakUnit: new Uint16Array(count),
+    peak: new Float64Array(count), peakUnit: new Uint16Array(count), after: new Float64Array(count),
   };
   stage.chunks.forEach(prepareChunk);
   let time = 0;
@@ -53,6 +53,7 @@ function stageOf(raw, number) {
       if (u === 0 || total > stage.peak[e]) [stage.peak[e], stage.peakUnit[e]] = [total, u];
     });
     stage.peak[e] += stage.static + stage.inFlight[e] + stage.outside[e] + stage.overhead[e];
+    stage.after[e] = total(partsAfter(stage, e));
   }
   stage.fullest = stage.binding ? partsAt(stage, ...stage.binding) : optimizerParts(stage);
   return stage;
@@ -351,12 +352,16 @@ function drawDensity(ctx, stage, y, h, width, perPixel) {
   });
 }
 
+// Columns of equal height, to a quarter of a pixel, are one rectangle. Faster than one path around all.
 function area(ctx, bottom, top, colour) {
+  const quarter = y => Math.round(4 * y) / 4;
   ctx.fillStyle = colour;
-  ctx.beginPath();
-  for (let x = 0; x < top.length; x++) { ctx.lineTo(GUTTER + x, top[x]); ctx.lineTo(GUTTER + x + 1, top[x]); }
-  for (let x = top.length - 1; x >= 0; x--) { ctx.lineTo(GUTTER + x + 1, bottom[x]); ctx.lineTo(GUTTER + x, bottom[x]); }
-  ctx.fill();
+  for (let from = 0, x = 1; x <= top.length; x++) {
+    const high = quarter(top[from]), low = quarter(bottom[from]);
+    if (x < top.length && quarter(top[x]) === high && quarter(bottom[x]) === low) continue;
+    if (low > high) ctx.fillRect(GUTTER + from, high, x - from, low - high);
+    from = x;
+  }
 }
 
 function drawMemory() {
@@ -437,10 +442,14 @@ function markFullest(ctx, stage, yOf, width, large) {
   ctx.moveTo(x, y); ctx.lineTo(x - r, y - 1.6 * r); ctx.lineTo(x + r, y - 1.6 * r);
   ctx.fill();
   if (!large) return;
-  const text = `${size(total(stage.fullest))} of ${size(stage.budget)}: ${stage.moment}`;
-  const right = x + ctx.measureText(text).width + 14 > GUTTER + width;
-  ctx.textAlign = right ? "right" : "left";
-  ctx.fillText(text, x + (right ? -11 : 11), y - 8);
+  const short = `${size(total(stage.fullest))} of ${size(stage.budget)}`;
+  for (const text of [`${short}: ${stage.moment}`, short]) { // the first that has room on one side
+    const wide = ctx.measureText(text).width + 14, right = x + wide > GUTTER + width;
+    if (right && x - wide < GUTTER) continue;
+    ctx.textAlign = right ? "right" : "left";
+    ctx.fillText(text, x + (right ? -11 : 11), y - 8);
+    return;
+  }
 }
 
 // Of every pixel column the fullest moment in it: the tops of its parts, from static upwards.
@@ -460,7 +469,7 @@ function stackAt(stage, columns) {
       else units.forEach((_, u) => put(...spanOf(stage, e, u), total(partsAt(stage, e, u)), e, u));
     }
     const from = e < 0 ? 0 : stage.end[e], to = e + 1 < stage.count ? stage.start[e + 1] : data.step;
-    if (to > from) put(from, to, total(partsAfter(stage, e)), e, -1);
+    if (to > from) put(from, to, e < 0 ? total(partsAfter(stage, e)) : stage.after[e], e, -1);
   }
   if (view[1] > data.step && end > data.step) put(data.step, end, total(optimizerParts(stage)), 0, -2);
   const tops = PARTS.map(() => new Float64Array(columns));

@@ -1,0 +1,40 @@
+"""`megatron-autorecompute trace`: a plan's step as Chrome trace events."""
+
+from __future__ import annotations
+
+import gzip
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.values import file
+from megatron_autorecompute.json_records import write_atomically
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.report.trace import measured_note, trace_json
+
+
+class TraceCommand(Command):
+    """Writes the events."""
+
+    name = "trace"
+    help = "a plan's step as a trace for Perfetto or chrome://tracing"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the plan's file, and the trace's."""
+        parser.add_argument("plan", type=Path, metavar="PLAN.json")
+        parser.add_argument(
+            "-o",
+            "--output",
+            type=file,
+            metavar="FILE",
+            help="compressed if it ends with .gz; default: PLAN.trace.json.gz, beside the plan",
+        )
+
+    def run(self, args: Namespace) -> None:
+        """Write the trace and print its path; raises ProfileError if the file is no plan."""
+        output = args.output or args.plan.with_suffix(".trace.json.gz")
+        plan = Plan.load(args.plan)
+        text = trace_json(plan).encode()
+        write_atomically(gzip.compress(text, mtime=0) if output.suffix == ".gz" else text, output)
+        print(f"Written: {output}. Open it in https://ui.perfetto.dev or chrome://tracing.")
+        print(measured_note(plan))
