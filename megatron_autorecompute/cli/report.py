@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +10,11 @@ from pathlib import Path
 
 from rich.progress import TaskID
 
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.output import progress_bars
+from megatron_autorecompute.cli.output import output_file, progress_bars
+from megatron_autorecompute.cli.values import file
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.data import Progress, report_data
@@ -25,18 +29,39 @@ class ReportCommand(Command):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the plan's file, and the page's."""
-        parser.add_argument("plan", type=Path, metavar="PLAN.json")
+        parser.add_argument("plan", metavar="PLAN.json")
         parser.add_argument(
-            "-o", "--output", type=Path, metavar="PLAN.html", help="default: beside the plan"
+            "-o",
+            "--output",
+            type=file,
+            metavar="PLAN.html",
+            help="default: beside the plan; - prints it",
         )
 
     def run(self, args: Namespace) -> None:
-        """Write the page and print its path; raises ProfileError if the file is no plan."""
-        output = args.output or args.plan.with_suffix(".html")
+        """Write the page and print its path.
+
+        Raises ProfileError if the plan cannot be read or the page not be written, OptionError if
+        the page would replace the plan.
+        """
+        if args.output is None:
+            args.output = _beside(args.plan)
+        output = output_file(args)
         with _shown_progress() as progress:
-            data = report_data(Plan.load(args.plan), progress)
-        write_atomically(html(data), output)
-        print(f"Written: {output}. Open it in a browser; it needs no network.")
+            page = html(report_data(Plan.load(args.plan), progress))
+        if output is None:
+            streams.write(page)
+            return
+        write_atomically(page, output)
+        print(streams.printable(f"Written: {output}. Open it in a browser; it needs no network."))
+
+
+def _beside(plan: str) -> Path:
+    folder, name = os.path.split(plan)
+    page = Path(folder, f"{os.path.splitext(name)[0]}.html")
+    if str(page) == str(Path(plan)):
+        raise OptionError(f"The page would replace the plan {plan}. Give -o FILE.")
+    return page
 
 
 @contextmanager
