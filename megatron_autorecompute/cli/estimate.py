@@ -200,9 +200,8 @@ def default_budget_bytes(gpu: Device, reserve_gib: float | None) -> int:
 
 def plan_command(job: Job, path: Path, budget_bytes: int) -> str:
     """The `plan` command for this job's own layout."""
-    words = [
-        f"megatron-autorecompute plan --profile {shlex.quote(str(path))} --budget-gib {gib(budget_bytes)}"
-    ]
+    profile = shlex.quote(str(path))
+    words = [f"megatron-autorecompute plan --profile {profile} --budget-gib {gib(budget_bytes)}"]
     words.append(f"--pp {job.size('pipeline')} --num-microbatches {job.num_microbatches}")
     for flag, name in (
         ("--vp", "virtual_pipeline_model_parallel_size"),
