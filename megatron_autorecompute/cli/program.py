@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.compare import CompareCommand
 from megatron_autorecompute.cli.estimate import EstimateCommand
 from megatron_autorecompute.cli.explain import ExplainCommand
 from megatron_autorecompute.cli.pareto import ParetoCommand
@@ -33,6 +34,7 @@ COMMANDS: tuple[Command, ...] = (
     ParetoCommand(),
     VerifyCommand(),
     ReportCommand(),
+    CompareCommand(),
     ProfileCommand(),
 )
 """In the order of `--help`."""
@@ -61,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parsed(arguments: Sequence[str]) -> Namespace:
     words = list(arguments)
+    if words[:1] == [CompareCommand.name]:
+        return Namespace(command=CompareCommand(), flags=words[1:])
     cut = words.index("--") if "--" in words else len(words)
     reader = parser()
     args = reader.parse_args(words[:cut])
