@@ -214,7 +214,8 @@ def _refuse_newer(data: Any, source: str, major: int) -> None:
 
 def _describe(item: Any) -> str:
     """One pydantic error as `kinds[1].choices[2].held_bytes: -3, must be ≥ 0`."""
-    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in item["loc"]).lstrip(".")
+    path = "".join(f"[{p}]" if isinstance(p, int) else f".{shown_name(p)}" for p in item["loc"])
+    path = path.lstrip(".")
     if item["type"] == "missing":
         return f"{path}: missing, must be given"
     rule = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
@@ -223,6 +224,11 @@ def _describe(item: Any) -> str:
     plain = isinstance(found, (str, int, float, bool, type(None)))
     shown = f"{_short(found)}, " if plain and item["type"] != "json_invalid" else ""
     return f"{path or 'the file'}: {shown}{rule}"
+
+
+def shown_name(name: str) -> str:
+    """A name from a file for a line of a message: quoted where it is more than one word."""
+    return name if name.isprintable() and len(name) <= MOST_SHOWN else _short(name)
 
 
 def _short(value: Any) -> str:

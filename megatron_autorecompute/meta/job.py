@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.json_records import shown_name
 from megatron_autorecompute.meta.job_checks import MOST_RANKS, MOST_WIDTH, check_config
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.schedule import Schedule
@@ -208,7 +209,7 @@ def job_from(data: Any, source: str) -> Job:
         job = TypeAdapter(Job).validate_json(_json(data, source), strict=True)
     except ValidationError as error:
         lines = "\n".join(
-            f"  {'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}"
+            f"  {'.'.join(shown_name(str(p)) for p in item['loc']) or 'the file'}: {item['msg']}"
             for item in error.errors(include_url=False)
         )
         raise OptionError(f"{source} is no job description. Correct:\n{lines}") from error

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.json_records import shown_name
 from megatron_autorecompute.profile import MOST_LAYERS
 
 ACTIVATIONS = ("gelu", "silu")
@@ -72,7 +73,7 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
     given = {name: value for name, value in config.items() if value is not None}
     for name, value in given.items():
         if not _finite(value):
-            yield f"config.{name}: {value!r:.80}, which is no number"
+            yield f"config.{shown_name(name)}: {value!r:.80}, which is no number"
         elif name in _LIMITS and not _whole(value, *_LIMITS[name]):
             least, most = _LIMITS[name]
             yield f"config.{name}: {value!r:.80}; give a whole number from {least} to {most}"

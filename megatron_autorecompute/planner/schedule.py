@@ -17,6 +17,8 @@ from megatron_autorecompute.planner.checks import check_at_least, check_chunks
 from megatron_autorecompute.planner.layout import Layout
 
 Direction = Literal["forward", "backward"]
+MOST_MICROBATCHES = 1 << 40
+"""Limit on a step's microbatches; far from where counts of events leave 64 bits."""
 MOST_IN_GROUPS = 1 << 11
 """Limit on the forwards of a group of microbatches in all chunks, all of which are in flight."""
 _GROUPS = 8
@@ -77,6 +79,11 @@ class Schedule:
             num_chunks=self.num_chunks,
             num_microbatches=self.num_microbatches,
         )
+        if self.num_microbatches > MOST_MICROBATCHES:
+            raise PipelineError(
+                f"num_microbatches is {self.num_microbatches}; at most {MOST_MICROBATCHES} are "
+                "planned. Ask for fewer."
+            )
         check_chunks(self.num_stages, self.num_chunks)
         if self.num_chunks > 1:
             self._check_groups()
