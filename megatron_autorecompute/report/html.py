@@ -43,6 +43,7 @@ def html(data: ReportData) -> str:
         "stages_note": _stages_note(plan),
         "stages": _stages(data),
         "recorded": recorded_section(data.recorded),
+        "step_note": _step_note(data),
         "policy_note": "Point at a cell: what its other choices would cost.",
         "strip": strip_svg(plan, interactive=True),
         "curve_note": _curve_note(data),
@@ -301,6 +302,13 @@ def _stages_note(plan: Plan) -> str:
         return ""
     both = f"Stage {tight} has the least room"
     return f"{both} and works longest." if tight == slow else f"{both}, stage {slow} works longest."
+
+
+def _step_note(data: ReportData) -> str:
+    drawn, whole = data.timeline.num_microbatches, data.plan.schedule.num_microbatches
+    if drawn == whole:
+        return ""
+    return f"The middle of a step repeats: {drawn} of {whole:,} microbatches are drawn."
 
 
 def _stages(data: ReportData) -> str:
