@@ -6,7 +6,6 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar
 
 from rich.console import Group
 from rich.text import Text
@@ -40,7 +39,6 @@ class EstimateCommand(Command):
     """Makes a profile without a device and prints it."""
 
     name = "estimate"
-    help: ClassVar[str | None] = "profile a job without a device: modelled figures"
     description = "Arguments after -- are flags of pretrain_gpt.py."
     takes_megatron_flags = True
 

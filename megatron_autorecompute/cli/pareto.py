@@ -29,7 +29,6 @@ class ParetoCommand(Command):
     """Solves for many budgets and prints the curve."""
 
     name = "pareto"
-    help = "time of the step against the budget"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the flags of the problem, and the number of budgets."""

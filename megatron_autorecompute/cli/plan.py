@@ -30,7 +30,6 @@ class PlanCommand(Command):
     """Solves, writes the plan and prints it."""
 
     name = "plan"
-    help = "solve a profile for a budget"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the flags of the problem, the budget, further searches, and the output file."""

@@ -133,7 +133,5 @@ def _device(profile: Profile) -> Device | None:
 
 def _num_gpus(profile: Profile, replica_gpus: int) -> int | None:
     """GPUs of the whole job; None if not known or no multiple of a replica's."""
-    known = profile.model.facts.get("num_gpus", profile.fingerprint.get("world_size"))
-    with suppress(TypeError, ValueError):
-        return int(known) if int(known) % replica_gpus == 0 else None
-    return None
+    known = str(profile.model.facts.get("num_gpus", profile.fingerprint.get("world_size")))
+    return int(known) if known.isdecimal() and int(known) % replica_gpus == 0 else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import (
     add_json,
-    print_result,
     progress_bars,
     quiet_upstream,
 )
@@ -20,7 +20,6 @@ class VerifyCommand(Command):
     """Runs Megatron's schedule under a plan, on meta tensors."""
 
     name = "verify"
-    help = "check a plan's peaks against Megatron's own schedule, without a device"
     description = "Ends with 10 where a stage exceeds its budget or differs by more than 0.5%%."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -38,11 +37,32 @@ def print_verified(args: Namespace, plan: Plan) -> None:
 
     Raises VerificationError if a stage exceeds its budget or differs from the prediction.
     """
-    with quiet_upstream(), progress_bars() as bars:
+    with quiet_upstream():
         from megatron_autorecompute.meta import verify  # loads torch and Megatron
 
-        task = bars.add_task("Megatron's schedule, stage by stage", total=plan.layout.num_stages)
-        checks = verify.verify(plan, lambda _: bars.advance(task))
-    data = [asdict(check) | {"error": check.error, "fits": check.fits} for check in checks]
-    print_result(args, json.dumps(data, indent=1), verify.table(checks))
-    verify.require_verified(checks)
+        unit, piped = verify.unit_of(plan), not args.json and not sys.stdout.isatty()
+        lines: list[str] = []
+
+        def say(text: str) -> None:
+            lines.append(text)
+            if piped:  # a log shows every stage as soon as it is done
+                print(text, flush=True)
+
+        with progress_bars() as bars:
+            task = bars.add_task("Megatron's own schedule", total=plan.layout.num_stages)
+
+            def done(check: verify.StageCheck) -> None:
+                if not lines:
+                    say(verify.header(unit))
+                say(verify.line(check, unit))
+                bars.advance(task)
+
+            checks = verify.verify(plan, done)
+        if args.json:
+            data = [asdict(each) | {"error": each.error, "fits": each.fits} for each in checks]
+            print(json.dumps(data, indent=1))
+        elif not piped:
+            print("\n".join(lines))
+        verify.require_verified(checks)
+        if not args.json:
+            print(verify.verdict(checks))

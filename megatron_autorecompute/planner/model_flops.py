@@ -72,7 +72,7 @@ def _latent_attention(config: Mapping[str, Any], seq_length: int) -> float:
     query = hidden * queries if query_rank is None else query_rank * (hidden + queries + 1)
     keys_and_values = rank * (hidden + heads * (plain + value) + 1) + hidden * rotary
     projections = query + keys_and_values + heads * value * hidden
-    return projections + seq_length * (queries + heads * value) / 2
+    return float(projections + seq_length * (queries + heads * value) / 2)
 
 
 def _mlps(config: Mapping[str, Any], depths: int) -> float:

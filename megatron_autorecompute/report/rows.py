@@ -43,7 +43,9 @@ class Rows:
     gap: int = 2
     """Blanks between two columns."""
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
         if self.least_width() <= options.max_width:
             yield self._table()
         else:

@@ -293,7 +293,9 @@ def stages_explained(plan: Plan) -> RenderableType:
     unit = unit_for(cost.peak_high_bytes for cost in plan.cost.stages)
     columns = (*PEAK_COLUMNS, Column(f"peak\n{unit.name}"))
     parts: list[RenderableType] = [
-        Rows(columns, [(str(cost.stage), *map(unit.text, _parts(cost))) for cost in plan.cost.stages])
+        Rows(
+            columns, [(str(cost.stage), *map(unit.text, _parts(cost))) for cost in plan.cost.stages]
+        )
     ]
     for evidence, cost in zip(plan.evidence, plan.cost.stages, strict=True):
         parts.append(
@@ -346,7 +348,9 @@ def neighbours_view(
     ]
     evidence = plan.evidence[stage]
     title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
-    return Group(Text(title), Rows(columns, cells), Text(f"The stage is bound by {evidence.binding}."))
+    return Group(
+        Text(title), Rows(columns, cells), Text(f"The stage is bound by {evidence.binding}.")
+    )
 
 
 def neighbour_rows(
