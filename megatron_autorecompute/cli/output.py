@@ -63,7 +63,10 @@ def print_plan(args: Namespace, plan: Plan) -> None:
     print_result(args, plan.to_json(), view)
     if not args.json:
         for line in lines:
-            print(line)  # not through rich: a wrapped line cannot be pasted
+            if line.startswith(("--", "cfg.")):
+                print(line)  # not through rich: a wrapped line cannot be pasted
+            else:
+                console().print(line, markup=False)
 
 
 def progress_bars() -> Progress:

@@ -69,7 +69,7 @@ def job_lines(plan: Plan) -> list[str]:
     if not (isinstance(job, dict) and job.keys() >= JOB and isinstance(job["config"], dict)):
         raise ProfileError(
             f"model.facts.job of the plan's profile is no job description: {job!r:.80}. Profile "
-            "the job again, or take the field out; then nothing is printed to be pasted."
+            "the job again, or take the field out."
         )
     fields = None
     if not job["lora_rank"]:  # after frozen layers Megatron's own recompute can lose gradients
