@@ -1,4 +1,4 @@
-"""Megatron's own recompute fields: a choice, a strategy or a policy said in them, and back.
+"""Converts choices, strategies and policies to Megatron's own recompute fields, and back.
 
 A policy that they can express runs without this package. `compat.rules.check_allowed` checks
 whether a model allows a choice; this module does not.
@@ -21,12 +21,12 @@ NO_RECOMPUTE: dict[str, Any] = {
     "recompute_num_layers": None,
     "recompute_modules": None,
 }
-"""All of Megatron's own recompute fields, with the values that ask for nothing."""
+"""All of Megatron's own recompute fields, with the values for no recompute."""
 RUNS_FOREVER = "Megatron's own recompute of mlp never ends where linear layers have biases"
 
 
 def of_strategy(strategy: MegatronStrategy) -> dict[str, Any]:
-    """The fields that ask for it, without those that it leaves alone."""
+    """The fields that a strategy sets, without fields that keep their defaults."""
     if strategy.method in ("block", "uniform"):
         return {
             "recompute_granularity": "full",
@@ -39,7 +39,7 @@ def of_strategy(strategy: MegatronStrategy) -> dict[str, Any]:
 
 
 def of_choice(choice: LayerPolicy) -> dict[str, Any]:
-    """All fields, for a model each of whose layers does this."""
+    """All fields, for a model whose layers all have this choice."""
     strategy = MegatronStrategy("selective", choice.modules)
     if choice.granularity == "full":
         strategy = MegatronStrategy("uniform", (), choice.group)
@@ -47,7 +47,7 @@ def of_choice(choice: LayerPolicy) -> dict[str, Any]:
 
 
 def strategy_of(config: Any) -> MegatronStrategy | None:
-    """What the fields of a config ask for; None where that is nothing."""
+    """The strategy in a config's recompute fields; None for no recompute."""
     if config.recompute_granularity == "selective":
         return MegatronStrategy("selective", tuple(config.recompute_modules or ["core_attn"]))
     if config.recompute_granularity == "full":
@@ -58,11 +58,11 @@ def strategy_of(config: Any) -> MegatronStrategy | None:
 def of_policy(
     policy: RecomputePolicy, chunks: Sequence[Sequence[int]], *, linear_bias: bool
 ) -> dict[str, Any] | None:
-    """All fields, or None where they cannot say the policy or cannot run it.
+    """All fields, or None if they cannot express the policy or Megatron cannot run it.
 
     Args:
         policy: one choice for every layer.
-        chunks: decoder layers of every pipeline chunk, which `uniform` and `block` count in.
+        chunks: decoder layers of every pipeline chunk; `uniform` and `block` count within a chunk.
         linear_bias: Megatron's add_bias_linear.
     """
     strategy = _strategy_like(policy, chunks)
@@ -74,7 +74,7 @@ def of_policy(
 def _strategy_like(
     policy: RecomputePolicy, chunks: Sequence[Sequence[int]]
 ) -> MegatronStrategy | None:
-    """Megatron's setting that makes every layer do what the policy says, if there is one."""
+    """Megatron's strategy with the same choice for every layer as the policy, or None."""
     first = policy.layers[0]
     if first.granularity == "selective":
         return (
@@ -91,12 +91,12 @@ def _strategy_like(
 
 
 def runs_forever(choice: LayerPolicy, linear_bias: bool) -> bool:
-    """Whether Megatron's own code never returns from a choice's backward, where ours does."""
+    """Whether a choice's backward never ends in Megatron's own code; it does end in ours."""
     return "mlp" in choice.modules and linear_bias
 
 
 def has_linear_bias(profile: Profile) -> bool:
-    """Megatron's add_bias_linear of the profile's model, where the profile says what that is."""
+    """Megatron's add_bias_linear of the profile's model; False if the profile does not say."""
     config = profile.model.facts.get("transformer_config")
     # Facts are the fields that differ from their defaults, and the default is True.
     return isinstance(config, dict) and bool(config.get("add_bias_linear", True))

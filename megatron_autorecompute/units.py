@@ -12,7 +12,7 @@ MOST_GIB = 1 << 20
 
 
 def gib(size_bytes: float) -> str:
-    """Bytes as GiB with two decimals; what is small, as in a model for trying out, with more."""
+    """Bytes as GiB with two decimals, or with more decimals for small figures."""
     value = size_bytes / GIB
     return f"{value:.3g}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
 

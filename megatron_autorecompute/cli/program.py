@@ -27,6 +27,7 @@ COMMANDS: dict[str, str | None] = {
     "pareto": "time of the step against the budget",
     "verify": "check a plan's peaks against Megatron's own schedule, without a device",
     "report": "look at a plan: one HTML file that opens offline",
+    "compare": "run Megatron's own strategies and ours on this machine, and print the table",
     "profile": None,
 }
 """Every command and its line in `--help`, in that order; None: it is not listed. The command is the
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parsed(arguments: Sequence[str]) -> Namespace:
     words = list(arguments)
+    if words[:1] == ["compare"]:  # which has a parser of its own
+        return Namespace(command=command_of("compare"), flags=words[1:])
     cut = words.index("--") if "--" in words else len(words)
     reader = parser(next((word for word in words[:cut] if word in COMMANDS), None))
     args = reader.parse_args(words[:cut])

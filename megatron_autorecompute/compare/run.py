@@ -113,12 +113,12 @@ def _refused(options: Any, name: str, rule: str) -> OptionError:
 # --- the parent -----------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "compare_policies") -> int:
     """Run the comparison and print its table; the exit code is 0, or that of the error."""
     console = Console()
     try:
         with needed("The comparison"):
-            settings = parse(arguments)
+            settings = parse(arguments, prog)
             comparison = run(settings, console)
     except AutorecomputeError as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
@@ -130,9 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str] | None) -> Settings:
+def parse(arguments: Sequence[str] | None, prog: str = "compare_policies") -> Settings:
     """The settings from the command line; defaults depend on whether there is a GPU."""
-    parser = argparse.ArgumentParser(prog="compare_policies", description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     add_flags(parser, Settings)
     add_flags(parser, Shape, _default_shape())
     parsed = parser.parse_args(arguments)

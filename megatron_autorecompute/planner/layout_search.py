@@ -12,7 +12,7 @@ from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
+class SearchResult:
     """One candidate, solved."""
 
     planner: Planner
@@ -23,7 +23,7 @@ class Alternative:
     """One sentence on what it gains."""
 
 
-def search_layout(planner: Planner, budget: Budget) -> Alternative:
+def search_layout(planner: Planner, budget: Budget) -> SearchResult:
     """The contiguous layers per stage with the fastest step, the planner's own layout included.
 
     With one chunk per stage it considers every partition; the result is exact for `sum t_s + (m -
@@ -49,7 +49,9 @@ def search_layout(planner: Planner, budget: Budget) -> Alternative:
     if best is None:
         planner.solve(budget)  # raises with the reason
         raise AssertionError("an infeasible layout was solved")
-    return Alternative(chosen, best, layout_flags(planner, chosen), _layout_note(chosen, best, now))
+    return SearchResult(
+        chosen, best, layout_flags(planner, chosen), _layout_note(chosen, best, now)
+    )
 
 
 def _least_ms(planner: Planner, layout: Layout) -> float:

@@ -96,8 +96,8 @@ def decisive_moments(
 
 
 def _maximal(positions: Sequence[int], counts: Ints) -> Ints:
-    """Those whose counts no other's reach in every column, in order."""
-    # By descending total: what comes first exceeds, and is not exceeded by, what comes after it.
+    """The positions, in order, whose counts no other position reaches in every column."""
+    # By descending total: a later position cannot exceed an earlier one in every column.
     rest = np.array(sorted(positions, key=lambda at: -counts[at].sum()))
     kept = []
     while len(rest):
@@ -107,7 +107,7 @@ def _maximal(positions: Sequence[int], counts: Ints) -> Ints:
 
 
 def _without_passages(positions: Ints, counts: Ints) -> list[int]:
-    """Those that are not between their two neighbours."""
+    """The positions whose counts are not at most the mean of their two neighbours' counts."""
     rows = counts[positions]
     between = np.zeros(len(rows), np.bool_)
     between[1:-1] = np.all(2 * rows[1:-1] <= rows[:-2] + rows[2:], axis=1)

@@ -41,7 +41,7 @@ def replay_ms(
     forward_ms: Sequence[Sequence[float]] | Floats,
     backward_ms: Sequence[Sequence[float]] | Floats,
 ) -> float:
-    """When a step's last event ends: each starts when its stage is free and its input has arrived.
+    """Milliseconds of a step: every event starts when its stage is free and its input has arrived.
 
     Args:
         schedule: the order of events.

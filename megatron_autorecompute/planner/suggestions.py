@@ -49,9 +49,9 @@ def cheapest_changes(planner: Planner, budget: Budget, most: int = 3) -> tuple[C
     forward twice.
     """
     found: list[Change] = []
-    for attempt in (_smaller_micro_batch, _full_recompute, _other_layout, _more_stages, _more_tp):
+    for proposal in (_smaller_micro_batch, _full_recompute, _other_layout, _more_stages, _more_tp):
         try:
-            change = attempt(planner, budget)
+            change = proposal(planner, budget)
         except (InfeasibleError, PipelineError, ProfileError, PolicyError):
             continue  # this change does not fit, or the profile does not say
         if change is not None:

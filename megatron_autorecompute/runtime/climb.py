@@ -1,4 +1,4 @@
-"""From a measured profile to the plan that uses the whole budget, in as few steps as it takes."""
+"""Climbs from a measured profile to a plan for the whole budget, within a few steps."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron_autorecompute.runtime.plan_in_force import PlanInForce, Step
 def climb(
     profile: Profile, decisions: Decisions, in_force: PlanInForce
 ) -> Generator[Step, None, Plan]:
-    """Half of the slack first, corrected by what is seen, then all of it.
+    """Run a plan for half of the slack, correct the prediction, then a plan for all of it.
 
-    Ends with the plan that is in force: one that kept its budgets for a step, or the next one down
-    from one whose step was lost.
+    Returns the plan in force: one that kept its budgets for a step, or, if a step was lost, the
+    next plan down.
 
     Raises:
         InfeasibleError: even the leanest policy needs more than the budget.
-        LostStepsError: one step after the other ran out of memory.
+        LostStepsError: several steps in a row ran out of memory.
     """
     budgets, lean = decisions.budgets(profile), decisions.lean_peaks(profile)
-    # Where even the leanest policy needs more than the budget, solving for it says so.
+    # If even the leanest policy exceeds the budget, solving raises the error.
     halfway = [min(high, (low + high + 1) // 2) for low, high in zip(lean, budgets, strict=True)]
     first = (halfway, "a plan for half of the slack"), (budgets, "a plan for all of the slack")
     for goal, what in itertools.chain(first, itertools.repeat((budgets, "a corrected plan"))):

@@ -247,8 +247,8 @@ def applying_init(original: Callable[..., None]) -> Callable[..., None]:
         if value == "auto" and not _auto_is_claimed():
             raise ApplyError(
                 "recompute_policy='auto', but nothing in this program measures and decides: start "
-                "it with python -m megatron_autorecompute.pretrain or scripts/bridge_pretrain.py, "
-                "or give a policy or @PLAN."
+                "it with python -m megatron_autorecompute.pretrain (Megatron Bridge: "
+                "megatron_autorecompute.bridge_pretrain), or give a policy or @PLAN."
             )
         policy = policy_of(self.config)
         if policy is not None:

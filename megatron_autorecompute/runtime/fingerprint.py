@@ -53,7 +53,7 @@ SAME_STEP = (
     "layernorm_epsilon",
     "perform_initialization",
 )
-"""Fields of a model that change numbers, and neither shapes nor kernels."""
+"""Fields of a model that change results, but neither shapes nor kernels."""
 VARIABLES = (
     *("NVTE_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"),
     *("CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE"),

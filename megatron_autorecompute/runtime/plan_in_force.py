@@ -18,7 +18,7 @@ from megatron_autorecompute.units import gib
 
 logger = logging.getLogger(__name__)
 Step = AbstractContextManager[None]
-"""Around one training step."""
+"""A context around one training step."""
 
 
 class PlanInForce:
@@ -56,17 +56,17 @@ class PlanInForce:
         )
 
     def try_step(self, plan: Plan, what: str) -> Generator[Step, None, Plan | None]:
-        """Run the plan for one step; where that was lost, the next plan down, in force and saved.
+        """Run the plan for one step; if that was lost, run and save the next plan down.
 
         Raises:
-            LostStepsError: so were the steps before it, down to the leanest policy.
+            LostStepsError: the steps before it were lost too, down to the leanest policy.
         """
         self.run(plan, what)
         yield self._step(plan, reads_bytes=True)
         return self._step_down(plan) if self._was_lost() else None
 
     def one_step(self, plan: Plan, *, reads_bytes: bool) -> Generator[Step, None, Plan]:
-        """A step under the plan; where that ran short of memory, the next plan down.
+        """Run one step under the plan; returns the next plan down if it ran short of memory.
 
         Raises:
             LostStepsError: as `try_step`.
@@ -77,7 +77,7 @@ class PlanInForce:
         return plan
 
     def steps(self, plan: Plan) -> Generator[Step, None, None]:
-        """Ordinary steps for ever, each under a plan for its number of microbatches.
+        """Run steps without end, each under a plan for its number of microbatches.
 
         Raises:
             LostStepsError: as `try_step`.
@@ -88,7 +88,7 @@ class PlanInForce:
             plan = yield from self.one_step(plan, reads_bytes=self._memory.is_cheap)
 
     def _solved_again(self, plan: Plan) -> Plan:
-        """For the microbatches of the next step."""
+        """The plan, solved again for the microbatches of the next step."""
         plan = self._decisions.solved(plan.profile, plan.budget_bytes, plan.notes)
         self.run(plan, f"a plan for {plan.schedule.num_microbatches} microbatches")
         self._store.save(plan)

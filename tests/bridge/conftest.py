@@ -36,11 +36,11 @@ def bridge():
 
 @pytest.fixture
 def overridden(bridge, monkeypatch):
-    """What scripts/bridge_pretrain.py would train: a recipe's config, with overrides after it."""
+    """What the launcher would train: a recipe's config, with overrides after it."""
     from megatron.bridge import recipes
 
+    from megatron_autorecompute import bridge_pretrain
     from megatron_autorecompute.integrations import megatron_bridge
-    from scripts import bridge_pretrain
 
     def override(cfg, *overrides):
         given = []

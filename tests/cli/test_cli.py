@@ -409,8 +409,8 @@ WITHOUT_TORCH = {
     "'--gpu', 'h100-80gb', {job!r}]))",
     "launcher": "megatron_autorecompute.pretrain import main; main([{script!r}])",
     "comparison": "megatron_autorecompute.compare.run import main; sys.exit(main([]))",
-    "bridge": "runpy import run_path; sys.argv = ['', '--recipe', 'llama3_8b_pretrain_config']; "
-    "run_path({bridge!r}, run_name='__main__')",
+    "bridge": "megatron_autorecompute.bridge_pretrain import main; "
+    "main(['--recipe', 'llama3_8b_pretrain_config'])",
 }
 
 
@@ -423,7 +423,6 @@ def test_without_torch_every_entry_says_what_to_install_in_one_line(planned, tmp
         "plan": str(planned[1]),
         "job": str(ROOT / "examples" / "no_device" / "llama3-70b.yaml"),
         "script": str(script),
-        "bridge": str(ROOT / "scripts" / "bridge_pretrain.py"),
     }
     code = "import sys; sys.modules['torch'] = None; from " + WITHOUT_TORCH[entry].format(**given)
     done = subprocess.run(

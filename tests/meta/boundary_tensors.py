@@ -19,7 +19,7 @@ from megatron_autorecompute.meta.meta_step import (
 
 
 def events(step: StageStep) -> list[StepSpan]:
-    """The forwards and backwards in order: one span each, its layers taken together."""
+    """The forwards and backwards in order, with one span for all layers of each."""
     merged: list[StepSpan] = []
     for span in step.spans:
         where = Where(*span.where[:3])
@@ -33,27 +33,27 @@ def events(step: StageStep) -> list[StepSpan]:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryTensors:
-    """Pipeline tensors alive when an event begins that belong to no layer, as a count.
+    """Number of pipeline tensors that are alive when an event begins and belong to no layer.
 
-    The input of a chunk counts as its first layer's, a gradient that a layer's backward is about to
-    use as that layer's.
+    The input of a chunk belongs to its first layer, and a gradient that a layer's backward is about
+    to use to that layer.
     """
 
     phase: Literal["forward", "backward"]
     chunk: int
     extra: int
-    """Alive all through the event: earlier gradients, tensors received early or kept late."""
+    """Alive during the whole event: earlier gradients, tensors received early or kept late."""
 
 
 def boundary_tensors(config: Any, stage: int, num_microbatches: int) -> list[BoundaryTensors]:
-    """Of every event, in the order they run, over chunks that keep exactly their input.
+    """Count them at every event, on chunks that keep exactly their input.
 
-    Depends on the schedule's fields of config alone (pipeline sizes, microbatch group, p2p overlap,
-    deallocate_pipeline_outputs), so a tiny one serves: about a millisecond per event.
+    Only the schedule's fields of the config matter (pipeline sizes, microbatch group, p2p overlap,
+    deallocate_pipeline_outputs), so a tiny model is run: about a millisecond per event.
     """
     small = copy.copy(config)
     small.num_layers = config.pipeline_model_parallel_size
-    small.hidden_size = 2048  # tokens and losses round away beside a boundary tensor
+    small.hidden_size = 2048  # so large that tokens and losses are negligible
     small.sequence_parallel = False
     small.tensor_model_parallel_size = small.context_parallel_size = 1
     small.expert_model_parallel_size = small.expert_tensor_parallel_size = 1
@@ -79,7 +79,7 @@ def boundary_tensors(config: Any, stage: int, num_microbatches: int) -> list[Bou
 
 
 class InputKeeper(torch.nn.Module):
-    """A chunk whose backward needs its input and nothing else: output = input * weight."""
+    """A chunk whose backward needs only its input: output = input * weight."""
 
     def __init__(
         self,

@@ -31,8 +31,9 @@ KNOWS = {
     "meta": {"planner", "compat", "runtime"},
     "compare": {"planner", "compat", "runtime", "meta"},
     "integrations": {"planner", "compat", "runtime", "meta"},
-    "cli": {"planner", "report", "meta"},
+    "cli": {"planner", "report", "meta", "compare"},
     "pretrain": {"runtime", "integrations"},
+    "bridge_pretrain": {"runtime", "integrations"},
     "__main__": {"cli"},
     "apply": {"runtime"},
     "config": {"runtime"},
@@ -40,7 +41,7 @@ KNOWS = {
 }
 """Which folders a part may import, besides the words and itself."""
 HEAVY = {"torch", "megatron"}
-RUNS_MEGATRON = {"compat", "runtime", "meta", "compare", "integrations"}
+RUNS_MEGATRON = {"compat", "runtime", "meta", "compare", "integrations", "bridge_pretrain"}
 
 
 def strangers(name: str, source: str) -> set[str]:
