@@ -55,7 +55,7 @@ def test_every_example_is_a_job_on_1024_gpus(path):
 def test_reading_a_job_needs_no_torch():
     code = (
         "import sys; from megatron_autorecompute.cli import estimate; "
-        "from megatron_autorecompute.meta import devices, job, static; "
+        "from megatron_autorecompute.meta import devices, job, static_bytes; "
         "assert not {'torch', 'megatron'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
