@@ -28,7 +28,7 @@ from megatron_autorecompute.planner.peak_memory import Peak
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.units import GIB, Unit, gib, unit_for
+from megatron_autorecompute.units import GIB, gib
 
 TOLERANCE = 0.005
 """Largest allowed relative difference between the predicted activation peak and Megatron's."""
@@ -213,38 +213,6 @@ def verdict(checks: Sequence[StageCheck]) -> str:
         f"Verified: {stages} within budget in Megatron's own schedule; predicted peaks are at most "
         f"{abs(worst.error):.2%} from it."
     )
-
-
-COLUMNS = ("stage", "predicted {}", "Megatron {}", "  error", "total {}", "budget {}")
-"""Of the lines that `verify` prints, with the unit of bytes."""
-
-
-def unit_of(plan: Plan) -> Unit:
-    """The unit of all byte figures of a plan's checks."""
-    return unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
-
-
-def header(unit: Unit) -> str:
-    """The first line; the columns of `line` end where its do."""
-    return "  ".join(name.format(unit.name) for name in COLUMNS)
-
-
-def line(check: StageCheck, unit: Unit) -> str:
-    """One stage; the last word says what is wrong, if anything is."""
-    digits = 3 if unit.size == GIB else 1
-    total = check.static_bytes + check.megatron_bytes
-    texts = (
-        str(check.stage),
-        f"{check.predicted_bytes / unit.size:.{digits}f}",
-        f"{check.megatron_bytes / unit.size:.{digits}f}",
-        f"{check.error:+.2%}",
-        unit.text(total),
-        unit.text(check.budget_bytes),
-    )
-    widths = [len(name.format(unit.name)) for name in COLUMNS]
-    remark = "" if check.fits and check.agrees else "differs" if check.fits else "over budget"
-    row = "  ".join(text.rjust(width) for text, width in zip(texts, widths, strict=True))
-    return f"{row}  {remark}".rstrip()
 
 
 def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:

@@ -87,4 +87,4 @@ class Rows:
                 for column, text in zip(others, row[1:], strict=True)
                 if not column.folded and text
             ]
-            yield Padding(Text(", ".join(said)), (0, 0, 0, 2))
+            yield Padding(Text(", ".join(part.strip() for part in said)), (0, 0, 0, 2))

@@ -11,9 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from benchmarks.peak_fidelity import CASES, builder, config, measured_profile, shape
 from megatron_autorecompute.cli import main
+from megatron_autorecompute.cli.verify import Lines, table
 from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.errors import VerificationError
 from megatron_autorecompute.meta import verify
@@ -24,7 +26,7 @@ from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.units import MIB, unit_for
+from megatron_autorecompute.units import GIB, MIB, unit_for
 from tests.support import fresh_processes, run_ranks, tiny_config
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
@@ -140,18 +142,30 @@ def test_a_stage_runs_no_more_microbatches_than_its_peak_needs(monkeypatch, prof
 
 
 @pytest.mark.any_version
-def test_small_figures_are_in_mib_and_what_is_wrong_is_the_last_word():
+def test_small_figures_are_in_mib_and_what_is_wrong_is_the_last_word(capsys):
     sizes = {"static_bytes": MIB, "boundary_bytes": 0}
-    unit = unit_for([5 * MIB])
-    assert verify.header(unit).split()[1:5] == ["predicted", "MiB", "Megatron", "MiB"]
-    fine = StageCheck(0, 4 * MIB, 4 * MIB, MOMENT, budget_bytes=6 * MIB, **sizes)
-    assert verify.line(fine, unit).split() == ["0", "4.0", "4.0", "+0.00%", "5.0", "6.0"]
-    apart = StageCheck(1, 4 * MIB, 5 * MIB, MOMENT, budget_bytes=6 * MIB, **sizes)
-    assert verify.line(apart, unit).endswith("  differs")
-    over = StageCheck(2, 4 * MIB, 4 * MIB, MOMENT, budget_bytes=4 * MIB, **sizes)
-    assert verify.line(over, unit).endswith("  over budget")
-    widths = {len(verify.line(check, unit)) for check in (fine,)} | {len(verify.header(unit))}
-    assert len(widths) == 1
+    lines = Lines(unit_for([5 * MIB]))
+    lines.say(StageCheck(0, 4 * MIB, 4 * MIB, MOMENT, budget_bytes=6 * MIB, **sizes))
+    lines.say(StageCheck(1, 4 * MIB, 5 * MIB, MOMENT, budget_bytes=6 * MIB, **sizes))
+    lines.say(StageCheck(2, 4 * MIB, 4 * MIB, MOMENT, budget_bytes=4 * MIB, **sizes))
+    header, fine, apart, over = capsys.readouterr().out.splitlines()
+    assert header.split()[1:5] == ["predicted", "MiB", "Megatron", "MiB"]
+    assert fine.split() == ["0", "4.0", "4.0", "+0.00%", "5.0", "6.0"]
+    assert len(fine) == len(header)
+    assert apart == f"{apart[: len(header)]}  differs"
+    assert over == f"{over[: len(header)]}  over budget"
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_table_of_a_terminal_fits_it(width):
+    sizes = {"static_bytes": GIB, "boundary_bytes": 0, "budget_bytes": 6 * GIB}
+    checks = [StageCheck(stage, 4 * GIB, 4 * GIB, MOMENT, **sizes) for stage in range(3)]
+    out = io.StringIO()
+    Console(file=out, width=width).print(table(checks, unit_for([5 * GIB])))
+    assert max(map(len, out.getvalue().splitlines())) <= width
+    assert out.getvalue().count("4.000") == 6
+    assert out.getvalue().count("+0.00%") == 3
 
 
 def test_stages_run_in_as_many_processes_as_there_are_cores(monkeypatch):
