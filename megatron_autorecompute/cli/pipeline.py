@@ -146,10 +146,13 @@ def asked_pipeline(args: Namespace, profile: Profile, known: Known) -> Asked:
     _refuse_without_effect(args, layout)
     same = layout == known.layout
     as_known = known if args.pp is None else Known()
+    group_size = args.microbatch_group_size
+    if group_size is None:
+        group_size = as_known.microbatch_group_size
     schedule = Schedule.of_layout(
         layout,
         _num_microbatches(args, layout, known),
-        microbatch_group_size=args.microbatch_group_size or as_known.microbatch_group_size,
+        microbatch_group_size=group_size,
         overlap_moe_expert_parallel_comm=args.overlap_moe_expert_parallel_comm
         or as_known.overlap_moe_expert_parallel_comm,
     )
@@ -158,7 +161,10 @@ def asked_pipeline(args: Namespace, profile: Profile, known: Known) -> Asked:
 
 
 def _layout(args: Namespace, profile: Profile, known: Known) -> Layout:
-    split = {name: getattr(args, name) for name in SPLIT if getattr(args, name)}
+    given = {name: getattr(args, name) for name in SPLIT}
+    split = {
+        name: value for name, value in given.items() if value is not None and value is not False
+    }
     pp = args.pp
     if pp is None and known.layout is not None:
         if not split:
@@ -167,7 +173,10 @@ def _layout(args: Namespace, profile: Profile, known: Known) -> Layout:
         if "pipeline_model_parallel_layout" not in split:
             split.setdefault("vp", known.layout.num_chunks)
     return Layout.from_flags(
-        profile.model.num_layers, pp or 1, mtp_num_layers=profile.model.mtp_num_layers, **split
+        profile.model.num_layers,
+        1 if pp is None else pp,
+        mtp_num_layers=profile.model.mtp_num_layers,
+        **split,
     )
 
 
@@ -192,7 +201,7 @@ def _refuse_without_effect(args: Namespace, layout: Layout) -> None:
     account = [name for name in SPLIT if name.startswith("account") and getattr(args, name)]
     if account and layout.num_stages == 1:
         raise without_effect(_flag(account[0]), "--pp 1", "one stage has all layers")
-    if args.microbatch_group_size and layout.num_chunks == 1:
+    if args.microbatch_group_size is not None and layout.num_chunks == 1:
         raise without_effect(
             "--microbatch-group-size",
             "one chunk per stage (--vp 1)",

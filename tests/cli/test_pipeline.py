@@ -184,6 +184,22 @@ def test_the_profile_in_a_plan_file_without_layout_is_still_read(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["--pp", "0"],
+        ["--vp", "0"],
+        ["--num-microbatches", "0"],
+        ["--microbatch-group-size", "0"],
+        ["--num-layers-in-first-pipeline-stage", "0"],
+        ["--pipeline-model-parallel-layout", ""],
+    ],
+)
+def test_nothing_is_not_taken_for_not_given(estimated, words, capsys):
+    code, _ = refusal(estimated, *words, *BUDGET, capsys=capsys)
+    assert code == 8
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (["--pp", "1", "--account-for-loss-in-pipeline-split"], ("--account-for-loss", "--pp 1")),
