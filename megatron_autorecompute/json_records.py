@@ -104,6 +104,15 @@ def read_text(path: str | Path) -> str:
     return data.decode("utf-8")
 
 
+def has_fields(text: str, *names: str) -> bool:
+    """Whether a text is a JSON object with fields of these names."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and data.keys() >= set(names)
+
+
 def digest(data: Any) -> str:
     """SHA-256 of plain JSON data, independent of key order and whitespace."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))

@@ -27,7 +27,6 @@ class ReportCommand(Command):
     """Writes the file."""
 
     name = "report"
-    help = "look at a plan: one HTML file that opens offline"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the plan's file, and the page's."""

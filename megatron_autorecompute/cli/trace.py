@@ -20,7 +20,6 @@ class TraceCommand(Command):
     """Writes the events."""
 
     name = "trace"
-    help = "a plan's step as a trace for Perfetto or chrome://tracing"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the plan's file, and the trace's."""
