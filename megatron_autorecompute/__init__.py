@@ -6,12 +6,12 @@ Importing this package imports neither torch nor megatron and changes nothing. I
 - `Profile`: what each choice costs, read from a file or measured.
 - `Layout`, `Schedule`: which pipeline stage holds which layers, and in which order they run.
 - `solve(profile, layout, schedule, budget)`: the fastest policy that fits, and the proof.
-- `Plan`: a policy with everything that speaks for it, as one file.
+- `Plan`: a policy with its predicted cost, the proof and the profile, as one file.
 - `apply(policy, model)`: make a built model recompute as a policy says. This one needs torch and
   megatron-core.
 
-docs/api.md has an example, and what is reached by longer names. All that is raised on purpose is an
-`errors.AutorecomputeError`.
+docs/api.md has an example and lists the modules for further use. Every error that is raised on
+purpose is an `errors.AutorecomputeError`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""`apply` and `in_force` by their public address, which is callable: importing a submodule binds
-the package's name `apply` to it."""
+"""Public home of `apply` and `in_force`.
+
+The module itself is callable, because importing it binds the package's name `apply` to it.
+"""
 
 import sys
 from collections.abc import Sequence

@@ -32,36 +32,36 @@ class UnsupportedVersionError(AutorecomputeError):
 
 
 class ApplyError(AutorecomputeError):
-    """A policy cannot be applied: already held, ranks disagree, or a step auto cannot measure."""
+    """A policy is already in force, ranks have different ones, or auto cannot measure a step."""
 
     exit_code = 6
 
 
 class MachineError(AutorecomputeError):
-    """The machine lacks something the command needs: a port, a compiler, a device."""
+    """The machine lacks something: a package, a compiler, a device, a file; or a rank died."""
 
     exit_code = 7
 
 
 class PipelineError(AutorecomputeError):
-    """A layout, schedule or its times are such as Megatron itself would refuse or cannot be."""
+    """A layout or schedule that Megatron itself refuses, or times that are impossible."""
 
     exit_code = 8
 
 
 class OptionError(AutorecomputeError):
-    """Command-line options contradict each other or cannot be meant."""
+    """Command-line options contradict each other, or a value is impossible."""
 
     exit_code = 9
 
 
 class VerificationError(AutorecomputeError):
-    """Megatron's own schedule needs more than a plan's budget, or other bytes than predicted."""
+    """Megatron's own schedule exceeds a plan's budget or differs from its predicted bytes."""
 
     exit_code = 10
 
 
 class LostStepsError(AutorecomputeError):
-    """Steps run out of memory one after another, whatever is recomputed."""
+    """Several steps in a row ran out of memory, the last one under the leanest policy."""
 
     exit_code = 13

@@ -1,4 +1,4 @@
-"""Command-line flags from dataclass fields: name, default and help are written once, there."""
+"""Command-line flags made from dataclass fields, which have their name, default and help."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ def option(default: Any, help: str, *, formerly: str | None = None) -> Any:
     Args:
         default: of the field and the flag.
         help: one sentence for people.
-        formerly: the flag's name before, which goes on working.
+        formerly: an old name of the flag, which still works.
     """
     return dataclasses.field(default=default, metadata={"help": help, "formerly": formerly})
 
 
 def add_flags(parser: argparse.ArgumentParser, options: type, defaults: Any = None) -> None:
-    """Give the parser a flag for every field made with `option`, in a group of its own."""
+    """Give the parser a flag for every field made with `option`, in one argument group.
+
+    Args:
+        parser: gets the group, titled with the first line of the dataclass's docstring.
+        options: the dataclass.
+        defaults: an instance whose values replace the fields' own defaults.
+    """
     group = parser.add_argument_group((options.__doc__ or "").splitlines()[0].rstrip("."))
     types = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
@@ -46,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type, defaults: Any = No
 
 
 class _OldSpelling(argparse.Action):
-    """Does what another flag does, and says on standard error that this is the one to give."""
+    """Does what the renamed flag does, and prints the new name on standard error."""
 
     def __init__(self, *, now: argparse.Action, **settings: Any) -> None:
         reader: Any = now.type
@@ -70,11 +76,11 @@ class _OldSpelling(argparse.Action):
 
 
 def add_old_spelling(parser: argparse._ActionsContainer, old: str, now: argparse.Action) -> None:
-    """Let `old`, a flag's name before, do what the flag does, with a note on standard error.
+    """Accept `old`, a flag's old name, and print the new name on standard error.
 
     Args:
-        parser: or a group of it, which the flag was added to.
-        old: such as `--allow`; not shown by `--help`.
+        parser: the parser, or argument group, that the flag was added to.
+        old: such as `--allow`; `--help` does not show it.
         now: the flag, as `add_argument` returned it.
     """
     switched = isinstance(now, argparse.BooleanOptionalAction)
@@ -85,13 +91,13 @@ def add_old_spelling(parser: argparse._ActionsContainer, old: str, now: argparse
 
 
 def say_renamed(old: str, new: str) -> None:
-    """Say on standard error, once for all ranks of a job, what something is called now."""
+    """Print the new name of something on standard error, in a job on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
         print(f"{old}: its name is {new} now; the old one still works.", file=sys.stderr)
 
 
 def from_flags(options: type[Options], parsed: argparse.Namespace, **others: Any) -> Options:
-    """The dataclass with what was given on the command line, and `others` for the other fields."""
+    """Make the dataclass from parsed flags, and from `others` for its other fields."""
     made = dataclasses.fields(options)  # type: ignore[arg-type]  # a dataclass type, as all callers pass
     fields = (field.name for field in made if "help" in field.metadata)
     return options(**{name: getattr(parsed, name) for name in fields}, **others)

@@ -1,4 +1,4 @@
-"""Packages of the runtime half: where one is missing, a line that says what to install."""
+"""Optional packages (torch, Megatron): if one is missing, an error says what to install."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ INSTALL = {
     "megatron.bridge": "pip install 'megatron-autorecompute[megatron,bridge]'",
     "triton": "pip install triton (torch's wheels without CUDA come without it)",
 }
-"""By what was imported; modules inside a package are of the nearest one here around them."""
+"""What to run, by package. A module belongs to the innermost package listed here."""
 
 
 @contextmanager
 def needed(by: str) -> Iterator[None]:
-    """Around whatever imports torch or Megatron.
+    """Surround code that imports torch or Megatron.
 
     Args:
-        by: what asks for them.
+        by: subject of the error message, such as "The launcher".
 
     Raises:
         MachineError: one of them is not installed.
@@ -39,7 +39,7 @@ def needed(by: str) -> Iterator[None]:
 
 
 def _install(module: str) -> str | None:
-    """What installs a module; None where nobody here needs it."""
+    """The command that installs a module; None if this package does not use it."""
     parts = module.split(".")
     around = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
     return next((INSTALL[name] for name in around if name in INSTALL), None)

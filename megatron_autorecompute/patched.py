@@ -1,4 +1,4 @@
-"""Attributes and environment variables that are something else for a while."""
+"""Attributes and environment variables with another value inside a `with` block."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ABSENT = object()
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` within, and then what it was: absent where owner itself had none."""
-    # Not getattr(): a class may inherit it, and a static method comes back as the same descriptor.
+    """Set `owner.name` to `value` in the block; afterwards owner is as it was before."""
+    # Not getattr(): a class may inherit the attribute, and a static method must stay a descriptor.
     held = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)
     try:
@@ -27,7 +27,7 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def patched_environ(values: Mapping[str, str]) -> Iterator[None]:
-    """The process has these environment variables within, and then those it had."""
+    """Set these environment variables in the block, and restore the old ones afterwards."""
     held = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,8 +1,8 @@
 """What every layer recomputes: `LayerPolicy` for one layer, `RecomputePolicy` for all of them.
 
 Layer indices are 0-based and global over the whole model; multi-token-prediction depth d is layer
-`num_layers + d`. This module knows the words and the grammar, not the model: which module names
-exist and which choices are allowed is asked of the installed Megatron (see `compat`).
+`num_layers + d`. This module checks the grammar only. `compat` asks the installed Megatron which
+module names exist and which choices a model allows.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ FULL = LayerPolicy("full")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive layers with the same policy; a run of `full/g` is `count // g` checkpoints."""
+    """Consecutive layers with the same choice; a run of `full/g` is `count // g` checkpoints."""
 
     start: int
     count: int
@@ -125,9 +125,9 @@ class RecomputePolicy:
         Args:
             text: the grammar in `GRAMMAR`; `@FILE` reads a policy file or a plan file.
             num_layers: layers the policy must cover, multi-token-prediction depths included.
-            layout: layer indices of every pipeline chunk, which `megatron:block/N` and
-                `megatron:uniform/N` count in; one chunk of all layers when not given. Layers it
-                leaves out are multi-token-prediction depths.
+            layout: layer indices of every pipeline chunk. `megatron:block/N` and
+                `megatron:uniform/N` count within a chunk. Without it there is one chunk of all
+                layers. Layers that it leaves out are multi-token-prediction depths.
 
         Raises:
             PolicyError: unreadable text, or a count that does not match `num_layers`.
@@ -142,7 +142,7 @@ class RecomputePolicy:
         runs = [_parse_run(part, text) for part in re.split(r",(?![^\[]*\])", text)]
         if len(runs) == 1 and runs[0][1] is None:
             return cls((runs[0][0],) * num_layers)
-        # Before any list is made: a count may be a slip of the hand that no memory holds.
+        # Checked before the list is made: a mistyped count could exceed all memory.
         _check_length(sum(_count(count) for _, count in runs), num_layers, text)
         return cls(tuple(choice for choice, count in runs for _ in range(_count(count))))
 
@@ -184,7 +184,7 @@ class RecomputePolicy:
         """Read a JSON file (a policy or a plan) or a text file in the policy grammar.
 
         Raises:
-            PolicyError: the file cannot be read, or what is in it is no policy of this size.
+            PolicyError: the file cannot be read, or contains no policy for `num_layers` layers.
         """
         try:
             text = Path(path).read_text()
@@ -209,7 +209,7 @@ class RecomputePolicy:
         return [str(layer) for layer in self.layers]
 
     def digest(self) -> str:
-        """Twelve hex digits that differ when the policy differs; what ranks compare."""
+        """Twelve hex digits that identify the policy; ranks compare them."""
         return hashlib.sha256(self.format().encode()).hexdigest()[:12]
 
     def runs(self) -> tuple[Run, ...]:
@@ -217,7 +217,15 @@ class RecomputePolicy:
         return tuple(_runs(self.layers))
 
     def checked_length(self, num_layers: int, asked: str) -> RecomputePolicy:
-        """This policy when it covers `num_layers` layers, otherwise `PolicyError`."""
+        """This policy, if it covers `num_layers` layers.
+
+        Args:
+            num_layers: of the model, multi-token-prediction depths included.
+            asked: what the error message calls this policy.
+
+        Raises:
+            PolicyError: it covers another number of layers.
+        """
         _check_length(len(self.layers), num_layers, asked)
         return self
 
@@ -244,11 +252,11 @@ class MegatronStrategy:
     """One of Megatron's own settings for all layers; `str()` gives the text that `parse` reads."""
 
     method: Literal["none", "selective", "block", "uniform"]
-    """No recompute, modules of every layer, or Megatron's `recompute_method`."""
+    """none, selective (the same modules on every layer), or Megatron's `recompute_method`."""
     modules: tuple[str, ...] = ()
-    """Of selective; none of them is no recompute."""
+    """Modules of selective; an empty tuple recomputes nothing."""
     recompute_num_layers: int = 0
-    """Of block and uniform."""
+    """N of block and uniform; else 0."""
 
     @classmethod
     def parse(cls, text: str) -> MegatronStrategy:
@@ -282,14 +290,14 @@ class MegatronStrategy:
     def policy(
         self, num_layers: int, layout: Sequence[Sequence[int]] | None = None
     ) -> RecomputePolicy:
-        """What every layer does, counted the way Megatron's block does: afresh in every chunk.
+        """A choice for every layer; like Megatron, it counts layers afresh in every chunk.
 
         Args:
             num_layers: layers of the model, multi-token-prediction depths included.
             layout: as `RecomputePolicy.parse` takes it.
 
         Raises:
-            PolicyError: Megatron has no such setting with multi-token prediction.
+            PolicyError: Megatron refuses this setting with multi-token prediction.
         """
         chunks = layout or [range(num_layers)]
         chosen = dict.fromkeys(range(num_layers), NONE)

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m megatron_autorecompute.pretrain \\
         path/to/pretrain_gpt.py <its usual flags> --recompute-policy auto
 
-Everything after the script's path is the script's own command line. What is put in place at run
-time, and where, is `integrations.megatron_lm`.
+Everything after the script's path is the script's own command line. `integrations.megatron_lm` says
+what is changed in Megatron at run time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     try:
         script = _script(command)
-        # As `python script.py` does, which follows links; the checkout's own megatron comes before
-        # an installed one.
+        # As `python script.py` does, which follows links: the checkout's own megatron then comes
+        # before an installed one.
         sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
         with needed("The launcher"):
             _prepare_device(command)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Our own flags alone, for their help; with a script it is Megatron that parses."""
+    """A parser of our own flags, only for `--help`; in a job Megatron parses them."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_autorecompute.pretrain",
         usage="%(prog)s SCRIPT [flags of the script] [the flags below]",

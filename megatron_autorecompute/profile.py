@@ -1,18 +1,17 @@
 """What each recompute choice costs on each kind of layer: records only, no measuring.
 
-Definitions, the same for every record. Let *base* be all live bytes that do not belong to the
-layer: parameters, other layers' held bytes, and so on. A layer's input hidden state belongs to the
-layer, whoever saves it; its output belongs to the next one.
+Definitions, the same for every record. *Base* is all live bytes that do not belong to the layer:
+parameters, other layers' held bytes, and so on. A layer's input hidden state belongs to the layer,
+whichever module saves it; its output belongs to the next layer.
 
-- held_bytes: what stays from the end of the layer's forward to the start of its backward, input
-  included, output excluded unless the layer itself saves it.
-- forward_transient_bytes: max over the layer's forward of (live - base) - held_bytes, output
-  included.
-- backward_transient_bytes: max over the layer's backward of (live - base) - held_bytes, incoming
-  and outgoing gradient and everything recomputed included.
+- held_bytes: bytes that stay from the end of the layer's forward to the start of its backward,
+  with the input, and without the output unless the layer itself saves it.
+- forward_transient_bytes: max over the layer's forward of (live - base) - held_bytes. It includes
+  the output.
+- backward_transient_bytes: max over the layer's backward of (live - base) - held_bytes. It includes
+  the incoming and outgoing gradient and everything recomputed.
 
-This module does not know where the numbers come from, nor what a policy made of them costs:
-that is `planner.policy_cost`.
+`runtime.measurement` measures these numbers; `planner.policy_cost` computes what a policy costs.
 """
 
 from __future__ import annotations
@@ -32,18 +31,17 @@ from megatron_autorecompute.work_order import contains, ordered_ms
 
 SCHEMA_VERSION = 1
 
-# Beyond every device and model there is, and so low that the planner's sums stay within 64 bits.
+# Above every existing device and model, and so low that the planner's sums stay within 64 bits.
 MOST_BYTES = 1 << 44  # 16 TiB
 MOST_MS = 1e6
 MOST_LAYERS = 1 << 12
 ROUNDING = 1e-3
-"""By this share a choice may seem cheaper than one whose work it contains: figures are rounded."""
+"""A choice may be cheaper by this share than one whose work it contains: figures are rounded."""
 
 MEASURED = "measured"
 """`ChoiceRecord.source` of what ran on a device."""
 IMBALANCE_PERCENTILE = 99.0
-"""What layers with experts are planned for where nobody says: by auto, and where a profile states
-imbalance."""
+"""The default percentile for layers with experts: in auto, and if a profile states imbalance."""
 
 Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 SignedBytes = Annotated[int, Field(ge=-MOST_BYTES, le=MOST_BYTES)]
@@ -73,7 +71,7 @@ Choice = Annotated[str, AfterValidator(_choice)]
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """The three byte figures of a layer under a choice; see above."""
+    """The three byte figures of a layer under a choice, as the module docstring defines them."""
 
     held: int
     forward_transient: int
@@ -81,19 +79,19 @@ class LayerBytes:
 
     @classmethod
     def of(cls, record: ChoiceRecord | BytesAt) -> LayerBytes:
-        """Those of a record."""
+        """The figures of a record."""
         return cls(
             record.held_bytes, record.forward_transient_bytes, record.backward_transient_bytes
         )
 
     def each(self, change: Callable[[int], int]) -> LayerBytes:
-        """All three changed alike."""
+        """The same change applied to all three."""
         return LayerBytes(
             change(self.held), change(self.forward_transient), change(self.backward_transient)
         )
 
     def into(self, record: _HasBytes) -> _HasBytes:
-        """A record with these figures instead of its own."""
+        """The record with these figures in place of its own."""
         return replace(
             record,
             held_bytes=self.held,
@@ -112,7 +110,7 @@ class BytesAt:
     """What a layer with experts needs at a percentile of uneven routing."""
 
     percentile: Percentile
-    """Of the microbatches on the rank that needs most there, in percent."""
+    """Of the microbatches on the rank that needs most, in percent."""
     held_bytes: Bytes
     """As in the record."""
     forward_transient_bytes: Bytes
@@ -143,25 +141,27 @@ class ChoiceRecord:
     uncertainty_bytes: Bytes = 0
     """Each of the three byte figures may be higher or lower by this much."""
     input_kept: bool = True
-    """Whether held_bytes counts the layer's input. False where nothing saves it, so that it is let
-    go; a chunk's first layer then holds `Profile.boundary_bytes` more: what was sent stays."""
+    """Whether held_bytes contains the layer's input. False if nothing saves the input, so that it
+    is freed. The first layer of a chunk then holds `Profile.boundary_bytes` more, because the
+    schedule keeps the input that it received."""
     source: str = MEASURED
-    """Where the figures come from: measured, counted, assumed, or in words."""
+    """Where the figures come from: measured, counted, assumed, or a description."""
     percentiles: tuple[BytesAt, ...] = ()
-    """Measured MoE layers: the three byte figures at percentiles; above they are the most seen."""
+    """Measured MoE layers: the byte figures at percentiles; the fields above are the maximum."""
 
     @property
     def policy(self) -> LayerPolicy:
-        """The choice as a value; `choice` is how files have it."""
+        """`choice`, parsed."""
         return LayerPolicy.parse(self.choice)
 
     @property
     def knows_routing(self) -> bool:
-        """Whether its bytes were measured at percentiles: no factor that is stated applies."""
+        """Whether bytes were measured at percentiles; stated imbalance factors do not apply
+        then."""
         return bool(self.percentiles) and self.source == MEASURED
 
     def at_percentile(self, percentile: float | None) -> ChoiceRecord:
-        """With the bytes of the nearest recorded percentile at or above; as it is without one."""
+        """The record with the bytes of the nearest percentile at or above; unchanged if none is."""
         points = sorted(self.percentiles, key=lambda point: point.percentile)
         above = [p for p in points if percentile is not None and p.percentile >= percentile]
         if not above:
@@ -179,13 +179,13 @@ class Imbalance:
     percentile: Percentile
     """Of the microbatches on the fullest rank, in percent."""
     factor: Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
-    """Multiplies held and transient bytes of the kind's records, but for those measured at
-    `percentiles`; 1 is what the records say."""
+    """Multiplies held and transient bytes of the kind's records; 1 changes nothing. Records with
+    measured `percentiles` are not multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
 class StaticBytes:
-    """Bytes that live through the whole step, by what they are."""
+    """Bytes that live through the whole step."""
 
     parameter_bytes: Bytes = 0
     """Weights as the forward uses them."""
@@ -212,18 +212,17 @@ class LayerKind:
     """Layers of equal structure, shapes and config: measured once, planned together."""
 
     name: str
-    """For people: dense, moe, mtp, ..."""
+    """A label: dense, moe, mtp, ..."""
     layers: tuple[Index, ...]
     """0-based global indices; MTP depth d is num_layers + d."""
     choices: tuple[ChoiceRecord, ...]
     """One record per choice that may be planned."""
     inert: dict[Choice, Choice] = field(default_factory=dict)
-    """Choice that changes nothing here, and the choice it equals; never planned."""
+    """Choices that save nothing on this kind, and the choice that each equals; never planned."""
     imbalance: tuple[Imbalance, ...] = ()
     """MoE only. Without an entry for the percentile asked for, the factor is 1."""
     static: StaticBytes | None = None
-    """Static bytes of one such layer; needed only when a layout other than the measured one
-    is planned."""
+    """Static bytes of one such layer; needed only to plan layouts that were not measured."""
 
     def __post_init__(self) -> None:
         names = [record.choice for record in self.choices]
@@ -240,30 +239,30 @@ class LayerKind:
         _check_order(self)
 
     def record(self, choice: LayerPolicy | str) -> ChoiceRecord | None:
-        """The record of a choice, or of its text, through `inert`; None where none was measured."""
+        """The record of a choice (or its text), or of the choice it equals; None without one."""
         name = self.inert.get(str(choice), str(choice))
         return next((record for record in self.choices if record.choice == name), None)
 
     @property
     def equals(self) -> dict[LayerPolicy, LayerPolicy]:
-        """`inert` as values."""
+        """`inert`, parsed."""
         return {LayerPolicy.parse(a): LayerPolicy.parse(b) for a, b in self.inert.items()}
 
     @property
     def knows_imbalance(self) -> bool:
-        """Whether there is anything recorded for any percentile."""
+        """Whether imbalance is stated or measured for any percentile."""
         return bool(self.imbalance) or any(record.knows_routing for record in self.choices)
 
     def imbalance_factor(self, percentile: float | None) -> float:
-        """Multiplier on bytes at a percentile: that of `imbalance_at`, 1 for None.
+        """Multiplier on bytes at a percentile: the factor of `imbalance_at`; 1 for None.
 
-        Records that know the routing themselves are not multiplied.
+        It does not apply to records whose `knows_routing` is true.
         """
         point = None if percentile is None else self.imbalance_at(percentile)
         return 1.0 if point is None else point.factor
 
     def imbalance_at(self, percentile: float) -> Imbalance | None:
-        """The nearest stated point at or above a percentile, or the highest; None without any."""
+        """The nearest stated point at or above a percentile, else the highest; None if none is."""
         points = sorted(self.imbalance, key=lambda point: point.percentile)
         return next(
             (p for p in points if p.percentile >= percentile), points[-1] if points else None
@@ -272,12 +271,12 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOverhead:
-    """What is alive besides static bytes, layers, and the boundary tensors `p2p_tensors` counts."""
+    """Bytes alive besides static bytes, layers, and the boundary tensors of `p2p_tensors`."""
 
     forward_bytes: Bytes
-    """Live while a layer's forward runs, at most: masks, token ids, what `forward_step` keeps."""
+    """The most alive in a forward: masks, token ids, what `forward_step` keeps."""
     backward_bytes: Bytes
-    """Live while a layer's backward runs, at most."""
+    """The most alive in a backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,32 +290,32 @@ class StageRecord:
     optimizer_step_peak_bytes: Bytes = 0
     """Highest during the optimizer step, on top of static, when no activation is alive."""
     overhead: ScheduleOverhead | None = None
-    """Measured; None is nothing. Boundary tensors are counted for any schedule without it."""
+    """Measured bytes besides layers; None counts as 0. Boundary tensors are counted separately."""
     residual_bytes: SignedBytes = 0
     """Measured minus predicted activation peak; added to the prediction. May be negative."""
     uncertainty_bytes: Bytes = 0
-    """Half the width of what the residual leaves open."""
+    """The residual may be higher or lower by this much."""
     residual_ms: SignedMilliseconds = 0.0
     """Measured minus predicted time of one microbatch on this stage. May be negative."""
     available_bytes: Bytes | None = None
     """Device memory less what lies outside torch, on the rank with the least; None: no device."""
     fragmentation_bytes: Bytes = 0
-    """What the allocator reserved beyond what it allocated, on the rank with the most."""
+    """Most bytes reserved less most bytes allocated, on the rank where this is largest."""
     others_bytes: Bytes | None = None
-    """Allocated beside model and optimizer when the job began, as a reference model is, on the rank
-    with the most; None: not read. It is in residual_bytes."""
+    """Allocated when the job began, other than model and optimizer (for example a reference model),
+    on the rank with the most; None: not read. Already part of residual_bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
     """One training step as Megatron's own timers and torch's own statistics saw it on one rank.
 
-    A timer's time is what Megatron logs for the step: by the wall clock, all microbatches together,
-    the device synchronised before and after. None: that timer did not run, or there is no CUDA.
+    Times are what Megatron logs for the step: wall-clock time of all microbatches, with the device
+    synchronised before and after. None: that timer did not run, or, for bytes, there is no CUDA.
     """
 
     rank: Annotated[int, Field(ge=0, le=1 << 24)]
-    """In the whole job."""
+    """Its number in the whole job."""
     stage: Index
     """Its pipeline stage."""
     forward_compute_ms: StepMilliseconds | None = None
@@ -328,19 +327,19 @@ class RankStep:
     max_memory_allocated_bytes: Bytes | None = None
     """`torch.cuda.max_memory_allocated` of the step."""
     max_memory_reserved_bytes: Bytes | None = None
-    """`torch.cuda.max_memory_reserved` of the step; too low where the allocator gave memory back
-    in the middle of it."""
+    """`torch.cuda.max_memory_reserved` of the step; too low if the allocator returned memory in the
+    middle of the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One whole measuring step, to hold beside the sum of its layers. Nothing is planned from it.
+    """One whole measuring step, to compare with the sum of its layers. Plans do not depend on it.
 
-    Of all measuring steps whose times were taken, the one of median forward and backward time.
+    It is the measuring step with the median forward plus backward time.
     """
 
     iteration: Positive
-    """As Megatron logs it; where the job says none, counted from its start."""
+    """As Megatron logs it; counted from the start of a job that has no iteration number."""
     recompute_policy: str
     """What ran, as `RecomputePolicy.parse` reads it."""
     num_microbatches: Positive
@@ -354,14 +353,14 @@ class Model:
     """Which model the shard belongs to."""
 
     name: str
-    """For people."""
+    """A label."""
     num_layers: Index
     """Layers of the whole model, MTP excluded."""
     mtp_num_layers: Index = 0
     """MTP depths; depth d is layer num_layers + d."""
     encoder_layers: Index = 0
-    """Of num_layers, those of an encoder (T5's), which come first. Megatron's own settings count in
-    encoder and decoder afresh; a checkpoint goes around several layers in the encoder only."""
+    """How many of num_layers belong to an encoder (T5); these come first. Megatron's own settings
+    count afresh in encoder and decoder. Only the encoder may have checkpoints of several layers."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Anything worth knowing: hidden_size, num_attention_heads, ..."""
 
@@ -385,7 +384,7 @@ class Parallelism:
     sequence_parallel: bool = False
     """Whether activations between layers are split over tp."""
     dtype: str = "bfloat16"
-    """Of the hidden states."""
+    """dtype of the hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,36 +394,36 @@ class Profile:
     model: Model
     """Which model."""
     parallelism: Parallelism
-    """At which shapes."""
+    """The shapes at which it was measured."""
     kinds: tuple[LayerKind, ...]
     """Every layer belongs to exactly one kind."""
     embedding: ChoiceRecord
     """Pseudo-layer in front of the first layer; its choice is none."""
     head: ChoiceRecord
     """Pseudo-layer after the last layer (final norm, output layer, loss); its choice is none. With
-    MTP depths it comes after the last of them, with every depth's loss, without the final norm."""
+    MTP depths it comes after the last depth, contains every depth's loss, and not the final
+    norm."""
     boundary_bytes: Bytes
     """One tensor between two stages: sequence * micro-batch * hidden * element size, per rank."""
     stages: tuple[StageRecord, ...] = ()
     """Stage facts, first stage first, for the layout they were measured at; may be empty."""
     measured_step: MeasuredStep | None = None
-    """What Megatron's timers and torch's memory statistics said while measuring; None: nobody
-    asked them."""
+    """A whole step in Megatron's timers and torch's memory statistics; None: not recorded."""
     embedding_static: StaticBytes | None = None
     """Static bytes of the embedding, for planning other layouts."""
     head_static: StaticBytes | None = None
     """Static bytes of final norm and output layer, for planning other layouts."""
     final_norm: ChoiceRecord | None = None
-    """Only with MTP depths: pseudo-layer after the last decoder layer, and in its chunk, where the
-    depths may be in another; its choice is none."""
+    """Only with MTP depths: pseudo-layer after the last decoder layer, in the same chunk (the
+    depths may be in another chunk); its choice is none."""
     deallocate_pipeline_outputs: bool = True
     """Megatron's setting of that name: outputs sent on are freed at once."""
     overlap_p2p_comm: bool = True
     """Megatron's setting of that name, for interleaved schedules: tensors are received early."""
     fingerprint: dict[str, str] = field(default_factory=dict)
-    """Versions, device, config digest: a plan is used again only where all of it is equal."""
+    """Versions, device, settings: a plan is used again only if all of them are equal."""
     assumptions: tuple[str, ...] = ()
-    """One sentence each; printed with every result that rests on the profile."""
+    """One sentence each; printed with every result made from the profile."""
     schema_version: Version = SCHEMA_VERSION
     """Major version of this schema; added fields do not raise it."""
 
@@ -444,9 +443,9 @@ class Profile:
 
     @property
     def stated_percentile(self) -> float | None:
-        """What is planned for unasked: IMBALANCE_PERCENTILE where a kind states imbalance.
+        """The percentile to plan for by default: IMBALANCE_PERCENTILE if a kind states imbalance.
 
-        None elsewhere, which takes records as they are: measured ones are the most that was seen.
+        Otherwise None, which takes records as they are: measured ones at their maximum.
         """
         return IMBALANCE_PERCENTILE if any(kind.imbalance for kind in self.kinds) else None
 
@@ -479,13 +478,13 @@ def scaled_bytes(count_bytes: int, factor: float) -> int:
 
 
 def in_order(records: Sequence[ChoiceRecord], weights: Sequence[float]) -> tuple[ChoiceRecord, ...]:
-    """One kind's records with the nearest times in which doing more is never faster.
+    """One kind's records with the nearest times in which more work is never faster.
 
-    A time that had to be moved is uncertain by as much.
+    A record's `spread_ms` is at least the distance by which its time was moved.
 
     Args:
-        records: of single layers, each of another choice.
-        weights: how much each one's times are to be believed; numbers of samples.
+        records: one for each choice, all of single layers.
+        weights: of each record's times, above 0; for example the number of samples.
     """
     choices = [record.policy for record in records]
     forward_ms = [record.forward_ms for record in records]
@@ -505,7 +504,7 @@ def _with_times(record: ChoiceRecord, forward_ms: float, backward_ms: float) -> 
 
 
 def _check_order(kind: LayerKind) -> None:
-    """Refuse times by which doing more takes less: a planner would recompute for nothing."""
+    """Refuse a choice that is faster than one it contains: a planner would recompute needlessly."""
     choices = [record.policy for record in kind.choices]
     layer_ms = [
         (record.forward_ms + record.backward_ms) / choice.group
@@ -523,7 +522,7 @@ def _check_order(kind: LayerKind) -> None:
 
 
 def _check_step(profile: Profile, step: MeasuredStep) -> None:
-    """Refuse a step that cannot be held beside the sum of its layers."""
+    """Refuse a step that cannot be compared with the sum of its layers."""
     policy = RecomputePolicy.parse(step.recompute_policy, num_layers=profile.num_layers)
     if not covers(profile.kinds, policy):
         raise ValueError("measured_step.recompute_policy has a choice of which there is no record")
@@ -536,7 +535,7 @@ def _check_step(profile: Profile, step: MeasuredStep) -> None:
 
 
 def covers(kinds: Sequence[LayerKind], policy: RecomputePolicy) -> bool:
-    """Whether there is a record for what every layer does under a policy."""
+    """Whether there is a record for every layer's choice under a policy."""
     return all(
         kind.record(policy.layers[index]) is not None for kind in kinds for index in kind.layers
     )
@@ -545,7 +544,13 @@ def covers(kinds: Sequence[LayerKind], policy: RecomputePolicy) -> bool:
 def with_missed_bytes(
     profile: Profile, predicted_bytes: Sequence[int], seen_bytes: Sequence[int]
 ) -> Profile:
-    """The profile with what a prediction missed of each stage's peak added to that stage."""
+    """The profile with each stage's residual raised by what a prediction missed of its peak.
+
+    Args:
+        profile: to correct; its stages are those of the prediction.
+        predicted_bytes: peak of every stage, as predicted.
+        seen_bytes: peak of every stage, as measured; a lower one changes nothing.
+    """
     stages = tuple(
         replace(stage, residual_bytes=stage.residual_bytes + max(0, seen - said))
         for stage, said, seen in zip(profile.stages, predicted_bytes, seen_bytes, strict=True)

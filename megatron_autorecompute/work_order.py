@@ -1,9 +1,9 @@
-"""Which choices do all the work of which others, and times in which doing more is never faster.
+"""Which choices contain the work of others, and times in which more work is never faster.
 
-Recompute only ever adds operations to a layer's backward: a choice that reruns all that another
-reruns, and more, takes longer. Measured times say so up to their noise only, and a planner that
-believes them would recompute where memory is free. This module knows neither what a time was
-measured on nor what a plan is made of it.
+Recompute only adds operations to a layer's backward: a choice that recomputes the same as another
+choice, and more, takes longer. Measured times are noisy and may say the opposite; a planner that
+believed them would recompute where memory is free. This module depends neither on how times are
+measured nor on how plans use them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 
 from megatron_autorecompute.policy import LayerPolicy
 
@@ -22,17 +21,17 @@ Pairs = Sequence[tuple[int, int]]
 """(lower, upper) positions."""
 
 RERUN_WITH = {"moe": ("moe_act", "shared_experts")}
-"""Modules that a larger one reruns with itself."""
+"""Modules that lie inside another module, by the outer one: they are recomputed with it."""
 GAP_MS = 1e-6
-"""What a choice takes at least on top of one whose work it contains: far below what any clock
-resolves, and enough for a planner to whom equal times are equal to leave the work undone."""
+"""The least time, in ms, by which a choice takes longer than one whose work it contains. It is far
+below the resolution of any clock, and enough for a planner to prefer the choice with less work."""
 
 
 def contains(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
-    """Whether a layer at `larger` reruns all that it reruns at `smaller`, and more.
+    """Whether a layer recomputes at `larger` all that it recomputes at `smaller`, and more.
 
-    Every choice contains none, full every set of modules, and a set its subsets. How many layers
-    share a checkpoint changes nothing about what each of them reruns.
+    Every choice contains none, full contains every set of modules, and a set contains its subsets.
+    The number of layers that share a checkpoint makes no difference.
     """
     if "full" in (larger.granularity, smaller.granularity):
         return smaller.granularity != "full"
@@ -40,7 +39,7 @@ def contains(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
 
 
 def reruns(choice: LayerPolicy) -> frozenset[str]:
-    """The modules that run again, those within others by their own names, too."""
+    """The modules that a choice recomputes, including modules that lie inside them."""
     within = (RERUN_WITH.get(module, ()) for module in choice.modules)
     return frozenset(choice.modules).union(*within)
 
@@ -51,17 +50,20 @@ def ordered_ms(
     backward_ms: Sequence[float],
     weights: Sequence[float],
 ) -> tuple[list[float], list[float]]:
-    """The nearest times of one layer in which a choice takes longer than any that it contains.
+    """The nearest times of one layer in which a choice takes longer than all choices it contains.
 
-    Isotonic regression twice: of the backward, and of forward and backward together. Forward alone
-    is not ordered: a checkpoint's forward saves nothing for the backward, and can be the faster.
-    What is in order comes back as it is.
+    Runs isotonic regression twice: on the backward, and on forward plus backward. Forward alone is
+    not ordered, because a checkpoint's forward saves nothing for the backward and can be faster.
+    Times that are in order already are returned unchanged.
 
     Args:
-        choices: whose times they are.
-        forward_ms: of one layer for one microbatch.
-        backward_ms: the same, recompute included.
-        weights: how much each choice's times are to be believed; numbers of samples.
+        choices: the choices of the layer; the other lists have one entry for each.
+        forward_ms: forward of one layer for one microbatch.
+        backward_ms: its backward, recompute included.
+        weights: of each choice's times, above 0; for example the number of samples.
+
+    Returns:
+        The forward and the backward times, in ms, in the order of `choices`.
     """
     forward, backward = np.array(forward_ms, np.float64), np.array(backward_ms, np.float64)
     order = _order(choices)
@@ -71,17 +73,26 @@ def ordered_ms(
     total = forward + backward
     both = isotonic(total - least, shares, order) - (total - least)
     backward += later
-    backward += max(0.0, -backward.min())  # by GAP_MS, where nothing takes any time
+    backward += max(0.0, -backward.min())  # a shift of about GAP_MS, if all times are 0
     # Regression keeps sums above their parts: forward is below 0 by rounding alone.
     return np.maximum(forward + (both - later), 0.0).tolist(), backward.tolist()
 
 
 def isotonic(values: Floats, weights: Floats, order: Pairs) -> Floats:
-    """The nearest values, by weighted squares, of which no upper is below its lower.
+    """The values nearest by weighted least squares in which no upper is below its lower.
 
-    Scikit-learn and SciPy do this where all values stand in one line. Here a block of values is cut
-    where an upper part of it lies above its mean by most, until no part does: Luss and Rosset 2014,
-    "Generalized isotonic regression", section 2. Values that are in order come back as they are.
+    Scikit-learn and SciPy need a total order; here it is partial. A block of values is split into
+    the upper part whose excess over the block's mean is largest, and the rest, until no such part
+    exists: Luss and Rosset 2014, "Generalized isotonic regression", section 2. Values that are in
+    order already are returned unchanged.
+
+    Args:
+        values: shape (n,).
+        weights: shape (n,), above 0.
+        order: pairs of positions in `values`.
+
+    Returns:
+        Shape (n,).
     """
     found = values.copy()
     waiting = [np.arange(len(values))]
@@ -99,12 +110,14 @@ def isotonic(values: Floats, weights: Floats, order: Pairs) -> Floats:
 
 
 def _upper_part(excess: Floats, block: NDArray[np.int64], order: Pairs) -> NDArray[np.bool_]:
-    """Of a block the part, with all above it, whose excess is largest; none where it is nothing."""
+    """Of a block the upper part with the largest summed excess, as a mask; empty if that is 0."""
+    from scipy.optimize import linprog  # 0.2 s to import, and needed for noisy times alone
+
     where = {int(position): number for number, position in enumerate(block)}
     inside = [(where[a], where[b]) for a, b in order if a in where and b in where]
     if not inside:
         return excess > 0
-    # [z(upper) >= z(lower)]: who is in the part brings all above along.
+    # z(upper) >= z(lower): a position in the part brings along all positions above it.
     rows = np.zeros((len(inside), len(block)))
     for row, (lower, upper) in zip(rows, inside, strict=True):
         row[lower], row[upper] = 1.0, -1.0
@@ -120,7 +133,7 @@ def _order(choices: Sequence[LayerPolicy]) -> list[tuple[int, int]]:
 
 
 def _heights(count: int, order: Pairs) -> list[int]:
-    """For every position how many others lie below it, each below the next, at most."""
+    """For every position the length of the longest chain of positions below it."""
     below = [[lower for lower, upper in order if upper == position] for position in range(count)]
     heights: dict[int, int] = {}
     for position in sorted(range(count), key=lambda position: len(below[position])):

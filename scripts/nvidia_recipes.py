@@ -432,12 +432,12 @@ def dimensions() -> str:
 INTRODUCTION = """# NVIDIA's hand-tuned recipes, seen from a laptop
 
 Written by `python scripts/nvidia_recipes.py` from `benchmarks/data/nvidia_tuned_recipes.csv`.
-**Nothing on this page but the column "measured GB" is measured.** Bytes are those of Megatron's
-code on meta tensors, times a roofline at assumed shares of the device's peaks; see
-[no-device.md](no-device.md) for all assumptions. Steps compare choices on the same basis; they
-do not predict throughput.
+**Nothing on this page is measured, except the column "measured GB".** Bytes come from Megatron's
+code on meta tensors, times from a roofline at assumed shares of the device's peaks;
+[no-device.md](no-device.md) has all assumptions. Use the step times to compare choices, not to
+predict throughput.
 
-Assumed for every recipe besides: gradients in bf16 (`grad_reduce_in_fp32=False`, as Bridge's
+Also assumed for every recipe: gradients in bf16 (`grad_reduce_in_fp32=False`, as Bridge's
 performance recipes set it), bf16 Adam moments for DeepSeek-V3 and Moonlight (their recipes'
 precision-aware optimizer), even routing, no bytes for CUDA graphs' pools and DeepEP's or
 HybridEP's buffers, LoRA of rank 16 on all linear layers for PEFT, quantised weights kept twice
@@ -448,7 +448,7 @@ DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here
 sources, `tests/meta/test_job.py` with the column `model_dims_public` of the table.
 """
 MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100 80 GB, in GB of 10^9 bytes,
-beside what this model predicts for the first and for the last pipeline stage. The reports give no
+beside this model's predictions for the first and the last pipeline stage. The reports give no
 figure for weights, gradients or optimizer state.
 """
 MEASURED_EXPLAINED = """None of what follows was verified on a device:
@@ -461,18 +461,19 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
   state for each of the 2.00e9 in this rank's shard, 0.1 GB of buffers. The schedule's own peak is
   predicted 6 GB lower. Not explained: why the first two figures are 0.7 GB higher. If the schedule
   set them, its activations would take 14 GB where this model has 8; uneven routing could do that.
-- **Llama3-70B.** The figures are taken as the last pipeline rank's, for three reasons. Megatron
-  Bridge wrote its memory metrics on the last rank alone when these runs were made (its issue 3167
-  and pull request 3645, which changed that a month later). Two of the runs with 58.8 and 59.6 GB
-  are marked "OOM on rank 0", on cards of 80 GB. And twice as many chunks made the figure grow by
-  1.4 GB, as in this model's last stage (68 to 74 layers of microbatches in flight), while its first
-  stage needs less (92 to 86). What the schedule sets is then within 1%. The three rows whose peak
-  is the optimizer step here are 5.3 and 6.8 GB too low. The tensors that may be missing are those
-  of Transformer Engine's CUDA graphs over the MLP: their private pools stay taken in the optimizer
-  step. At tp 8 the MLP's input, output, quantised input, fc1 output and quantised activation, 22.5
-  bytes for each of 4.2e6 elements of 68 layers, are 6.4 GB; with `mlp` recomputed at tp 4, its
-  input and output and their gradients are 4.6 GB. Against it: without recompute at tp 4 they would
-  be 12.8 GB, and the optimizer step 63 GB, where 58.8 was measured.
+- **Llama3-70B.** The figures are read as those of the last pipeline rank, for three reasons.
+  Megatron Bridge wrote its memory metrics on the last rank alone when these runs were made (its
+  issue 3167 and pull request 3645, which changed that a month later). Two of the runs with 58.8
+  and 59.6 GB are marked "OOM on rank 0", on cards of 80 GB. And twice as many chunks made the
+  figure grow by 1.4 GB, as in this model's last stage (68 to 74 layers of microbatches in
+  flight), while its first stage needs less (92 to 86). Read so, peaks within the schedule are
+  within 1%. The three rows whose peak is the optimizer step here are 5.3 and 6.8 GB too low. The
+  tensors that may be missing are those of Transformer Engine's CUDA graphs over the MLP: their
+  private pools stay taken in the optimizer step. At tp 8 the MLP's input, output, quantised
+  input, fc1 output and quantised activation, 22.5 bytes for each of 4.2e6 elements of 68 layers,
+  are 6.4 GB; with `mlp` recomputed at tp 4, its input and output and their gradients are 4.6 GB.
+  Against it: without recompute at tp 4 they would be 12.8 GB, and the optimizer step 63 GB, where
+  58.8 was measured.
 """
 
 

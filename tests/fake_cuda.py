@@ -13,52 +13,76 @@ import torch
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 
 
-class Device(LiveBytes):
-    """Counts everything made in its context.
+class Device:
+    """Tells what its counters show of the bytes that `live` counts.
 
     total_bytes: of the device. lost_bytes: what the allocator reserves beyond what is allocated.
     """
 
-    def __init__(self, total_bytes, lost_bytes=0):
-        super().__init__()
-        self.total_bytes, self.lost_bytes = total_bytes, lost_bytes
-        self.outside_bytes = 0
-        self.reserved_bytes = self.peak_reserved_bytes = lost_bytes
+    def __init__(self, live, total_bytes, lost_bytes=0):
+        self._live, self._lost_bytes = live, lost_bytes
+        self.total_bytes, self.outside_bytes = total_bytes, 0
         self.retries = self.resets = 0
-        self.most_bytes = 0
-        """As `peak_bytes`, but for tests to reset and for nobody else."""
+        self._peak_bytes = self._most_bytes = 0
+        self._reserved_bytes = self._peak_reserved_bytes = lost_bytes
 
-    def _count(self, change_bytes):
-        super()._count(change_bytes)
-        self.most_bytes = max(self.most_bytes, self.current_bytes)
-        self.reserved_bytes = max(self.reserved_bytes, self.current_bytes + self.lost_bytes)
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+    def _look(self):
+        """Take note of the most since the last look."""
+        most_bytes = self._live.peak_bytes
+        self._live.reset_peak()
+        self._peak_bytes = max(self._peak_bytes, most_bytes)
+        self._most_bytes = max(self._most_bytes, most_bytes)
+        self._reserved_bytes = max(self._reserved_bytes, most_bytes + self._lost_bytes)
+        self._peak_reserved_bytes = max(self._peak_reserved_bytes, self._reserved_bytes)
+
+    def most_bytes(self):
+        """The most that was allocated since this was last asked; nobody but tests asks."""
+        self._look()
+        most_bytes, self._most_bytes = self._most_bytes, self._live.current_bytes
+        return most_bytes
+
+    def allocated_bytes(self):
+        return self._live.current_bytes
+
+    def peak_bytes(self):
+        self._look()
+        return self._peak_bytes
+
+    def reserved_bytes(self):
+        self._look()
+        return self._reserved_bytes
+
+    def peak_reserved_bytes(self):
+        self._look()
+        return self._peak_reserved_bytes
 
     def reset_statistics(self):
+        self._look()
         self.resets += 1
-        self.reset_peak()
-        self.peak_reserved_bytes = self.reserved_bytes
+        self._peak_bytes, self._peak_reserved_bytes = self._live.current_bytes, self._reserved_bytes
 
     def give_back(self):
-        self.reserved_bytes = self.current_bytes + self.lost_bytes
+        self._look()
+        self._reserved_bytes = self._live.current_bytes + self._lost_bytes
 
     def free_bytes(self):
-        return self.total_bytes - self.outside_bytes - self.reserved_bytes
+        return self.total_bytes - self.outside_bytes - self.reserved_bytes()
 
 
 @contextmanager
 def fake_cuda(total_bytes, lost_bytes=0):
-    device = Device(total_bytes, lost_bytes)
-    counters = {
-        "memory_allocated": lambda: device.current_bytes,
-        "max_memory_allocated": lambda: device.peak_bytes,
-        "memory_reserved": lambda: device.reserved_bytes,
-        "max_memory_reserved": lambda: device.peak_reserved_bytes,
-        "reset_peak_memory_stats": device.reset_statistics,
-        "empty_cache": device.give_back,
-        "mem_get_info": lambda: (device.free_bytes(), device.total_bytes),
-        "memory_stats": lambda: {"num_alloc_retries": device.retries, "num_ooms": 0},
-        "get_device_name": lambda: "a fake device",
-    }
-    with mock.patch.multiple(torch.cuda, **counters), device:
-        yield device
+    with LiveBytes() as live:
+        device = Device(live, total_bytes, lost_bytes)
+        counters = {
+            "memory_allocated": device.allocated_bytes,
+            "max_memory_allocated": device.peak_bytes,
+            "memory_reserved": device.reserved_bytes,
+            "max_memory_reserved": device.peak_reserved_bytes,
+            "reset_peak_memory_stats": device.reset_statistics,
+            "empty_cache": device.give_back,
+            "mem_get_info": lambda: (device.free_bytes(), device.total_bytes),
+            "memory_stats": lambda: {"num_alloc_retries": device.retries, "num_ooms": 0},
+            "get_device_name": lambda: "a fake device",
+        }
+        with mock.patch.multiple(torch.cuda, **counters):
+            yield device

@@ -1,6 +1,6 @@
 """DeepSeek-V3 (MLA, 3 dense and 58 expert layers, one prediction depth) on 1,024 GPUs.
 
-    torchrun --nnodes 128 --nproc-per-node 8 scripts/bridge_pretrain.py \\
+    torchrun --nnodes 128 --nproc-per-node 8 -m megatron_autorecompute.bridge_pretrain \\
         --recipe examples/bridge/deepseek_v3.py:deepseek_v3_pretrain
 
 NVIDIA's recipe for these 1,024 H100 recomputes mla_up_proj and mlp in every layer, though only

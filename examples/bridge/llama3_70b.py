@@ -1,6 +1,6 @@
 """Llama3-70B on 64 GPUs: TP4, PP4 with 5 chunks a stage, CP2.
 
-    torchrun --nnodes 8 --nproc-per-node 8 scripts/bridge_pretrain.py \\
+    torchrun --nnodes 8 --nproc-per-node 8 -m megatron_autorecompute.bridge_pretrain \\
         --recipe examples/bridge/llama3_70b.py:llama3_70b_pretrain
 
 The first pipeline stage holds the most microbatches and the last holds the loss: every stage gets

@@ -1,6 +1,6 @@
 """Llama3-8B on one node of eight 80 GB GPUs, with the policy that fits this very node.
 
-    torchrun --nproc-per-node 8 scripts/bridge_pretrain.py \\
+    torchrun --nproc-per-node 8 -m megatron_autorecompute.bridge_pretrain \\
         --recipe examples/bridge/llama3_8b.py:llama3_8b_pretrain
 
 NVIDIA's own recipe for these eight H100 in fp8 recomputes the first 5 of 32 layers (full/block/5),

@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B, 128 experts in every layer, on 8 GPUs: TP4, PP2, EP4.
 
-    torchrun --nproc-per-node 8 scripts/bridge_pretrain.py \\
+    torchrun --nproc-per-node 8 -m megatron_autorecompute.bridge_pretrain \\
         --recipe examples/bridge/qwen3_30b_a3b.py:qwen3_30b_a3b_pretrain
 
 Bridge's recipe recomputes every layer (full/uniform/1). The bytes of an expert layer depend on the

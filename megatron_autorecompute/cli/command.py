@@ -1,4 +1,4 @@
-"""What every command of the command line is made of."""
+"""The base class of all commands."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import ClassVar
 
 
 class Command(ABC):
-    """One verb of `megatron-autorecompute`: the flags it takes, and what it does with them."""
+    """One command of `megatron-autorecompute`: its flags, and what it does with them."""
 
     name: ClassVar[str]
-    """The verb."""
-    help: ClassVar[str | None]
-    """One line, for the list of commands; None: it is not listed."""
+    """The command's name."""
     description: ClassVar[str | None] = None
-    """What `--help` of the command says above its flags."""
+    """Text of the command's `--help`, above its flags."""
     takes_megatron_flags: ClassVar[bool] = False
     """Whether flags of pretrain_gpt.py may follow `--`; `run` finds them in `megatron_flags`."""
 
@@ -25,4 +23,4 @@ class Command(ABC):
 
     @abstractmethod
     def run(self, args: Namespace) -> None:
-        """Do it, and print the result; raises an AutorecomputeError, which ends the program."""
+        """Run the command and print the result; an AutorecomputeError ends the program."""

@@ -1,18 +1,28 @@
-"""`megatron-autorecompute estimate`: a job in, a profile and what it rests on out."""
+"""`megatron-autorecompute estimate`: makes a profile of a job, without a device."""
 
 from __future__ import annotations
 
-import json
+import os
+import shlex
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.output import add_json, print_result, quiet_upstream
+from megatron_autorecompute.cli.output import (
+    add_json,
+    add_verbose,
+    console,
+    output_file,
+    print_result,
+    quiet_upstream,
+    refuse_ignored,
+    without_effect,
+)
 from megatron_autorecompute.cli.profile_view import profile_view
 from megatron_autorecompute.cli.values import at_least, file, number_of_gib
 from megatron_autorecompute.errors import OptionError
@@ -20,21 +30,23 @@ from megatron_autorecompute.meta.devices import Device, Efficiency, device
 from megatron_autorecompute.meta.job import Job, load_job
 from megatron_autorecompute.meta.measured import with_measured
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.report.terminal import gib
-from megatron_autorecompute.units import GIB
+from megatron_autorecompute.units import GIB, gib
 
 RESERVE_GIB = 2.0
-"""CUDA's context and NCCL's buffers, outside torch."""
+"""Assumed GiB of CUDA's context and NCCL's buffers, outside torch."""
 RESERVE_SHARE = 0.05
-"""Of the device's memory, for fragmentation of torch's allocator."""
+"""Assumed share of the device's memory for fragmentation of torch's allocator."""
+
+
+DEFAULT_OUTPUT = Path("profile.json")
+"""Written without `-o`, but never over a file."""
 
 
 class EstimateCommand(Command):
     """Makes a profile without a device and prints it."""
 
     name = "estimate"
-    help: ClassVar[str | None] = "profile a job without a device: modelled figures"
-    description = "Everything after -- is read as flags of pretrain_gpt.py."
+    description = "Arguments after -- are flags of pretrain_gpt.py."
     takes_megatron_flags = True
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -49,30 +61,37 @@ class EstimateCommand(Command):
             "--reserve-gib",
             type=number_of_gib,
             metavar="GIB",
-            help="kept back (default: 2 and 5%% of all)",
+            help="memory kept free (default: 2 GiB and 5%% of the device)",
         )
-        parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="shares of the peaks")
+        parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="assumed shares")
         parser.add_argument(
-            "--measured", metavar="P.json", help="records measured of the same layers"
+            "--measured", metavar="P.json", help="measured profile of the same layers"
         )
         parser.add_argument(
             "--sensitivity", action="store_true", help="plan with each share moved 20%%"
         )
         parser.add_argument(
-            "-o", "--output", type=file, default=Path("profile.json"), metavar="P.json"
+            "-o",
+            "--output",
+            type=file,
+            metavar="P.json",
+            help=f"default: {DEFAULT_OUTPUT}, unless there is one; - prints it",
         )
         add_json(parser)
+        add_verbose(parser)
 
     def run(self, args: Namespace) -> None:
-        """Make the profile, print it, and say how to go on.
+        """Make the profile, print it, and print the next command.
 
-        Raises OptionError for what cannot be meant.
+        Raises OptionError for contradictory or impossible options.
         """
         with quiet_upstream():
             _estimate(args)
 
 
 def _estimate(args: Namespace) -> None:
+    refuse_ignored(args)
+    _refuse_without_effect(args)
     job, gpu, efficiency = read_job(args), device(args.gpu), read_efficiency(args.efficiency)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib)
     if args.measured and args.sensitivity:
@@ -81,9 +100,9 @@ def _estimate(args: Namespace) -> None:
             "Leave one of them out."
         )
     measured = Profile.load(args.measured) if args.measured else None
-    console = Console(highlight=False, stderr=True)
-    with console.status(f"{job.name}: starting") as status:
-        # Torch and Megatron, needed here alone.
+    output = _profile_file(args)
+    with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
+        # Loads torch and Megatron, which only this needs.
         from megatron_autorecompute.meta.profiling import profile_job
         from megatron_autorecompute.meta.sensitivity import sensitivity
 
@@ -93,12 +112,50 @@ def _estimate(args: Namespace) -> None:
         lines = []
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
-    profile.save(args.output)
-    view = Group(profile_view(job, profile, kept_back(args.reserve_gib)), *map(Text, lines))
-    print_result(args, profile.to_json(), view)
-    if not args.json:
+    budget = (
+        f"Budget {gib(budget_bytes)} GiB: the device's memory less {kept_back(args.reserve_gib)}."
+    )
+    view = Group(
+        profile_view(profile, args.verbose, f" on {job.num_gpus} GPUs"),
+        *map(Text, [budget, *lines]),
+    )
+    try:
+        if output is not None:
+            profile.save(output)
+    finally:
+        print_result(args, profile.to_json(), view)
+    if output is not None and not args.json:
         # Not through rich: a wrapped command cannot be pasted.
-        print(f"Written to {args.output}. Next:\n{plan_command(job, args.output, budget_bytes)}")
+        print(
+            streams.printable(f"Written to {output}. Next:\n{plan_command(output, budget_bytes)}")
+        )
+
+
+def _profile_file(args: Namespace) -> Path | None:
+    """Where the profile is written; None for standard output.
+
+    Raises OptionError if a file is there that was not named, ProfileError if it cannot be written.
+    """
+    if args.output is None:
+        args.output = DEFAULT_OUTPUT
+        if os.path.lexists(DEFAULT_OUTPUT):
+            raise OptionError(
+                f"{DEFAULT_OUTPUT} is there already, and without -o no file is replaced. Give "
+                "-o FILE."
+            )
+    return output_file(args)
+
+
+def _refuse_without_effect(args: Namespace) -> None:
+    """Raises OptionError for options that others leave without effect."""
+    if args.num_gpus is not None and args.job is not None:
+        raise without_effect("--num-gpus", str(args.job), "the file says how many GPUs")
+    for option, given in (
+        ("--sensitivity", args.sensitivity),
+        ("--reserve-gib", args.reserve_gib is not None),
+    ):
+        if given and args.json:
+            raise without_effect(option, "--json", "it prints the profile, which lacks this")
 
 
 def read_job(args: Namespace) -> Job:
@@ -141,14 +198,14 @@ def read_efficiency(text: str | None) -> Efficiency:
 
 
 def reserve_bytes(gpu: Device, reserve_gib: float | None) -> int:
-    """What is kept back of a device's memory."""
+    """Bytes of a device's memory that are kept back."""
     if reserve_gib is not None:
         return round(reserve_gib * GIB)
     return round(RESERVE_GIB * GIB + RESERVE_SHARE * gpu.memory_bytes)
 
 
 def kept_back(reserve_gib: float | None) -> str:
-    """The same in words."""
+    """The reserve in words."""
     if reserve_gib is not None:
         return f"{reserve_gib:g} GiB as asked"
     return (
@@ -158,7 +215,7 @@ def kept_back(reserve_gib: float | None) -> str:
 
 
 def default_budget_bytes(gpu: Device, reserve_gib: float | None) -> int:
-    """What torch may allocate; raises OptionError where the reserve leaves nothing."""
+    """Bytes that torch may allocate; raises OptionError if the reserve leaves nothing."""
     budget = gpu.memory_bytes - reserve_bytes(gpu, reserve_gib)
     if budget <= 0:
         raise OptionError(
@@ -168,28 +225,9 @@ def default_budget_bytes(gpu: Device, reserve_gib: float | None) -> int:
     return budget
 
 
-def plan_command(job: Job, path: Path, budget_bytes: int) -> str:
-    """The command that plans this job on its own layout."""
-    words = [f"megatron-autorecompute plan --profile {path} --budget-gib {gib(budget_bytes)}"]
-    words.append(f"--pp {job.size('pipeline')} --num-microbatches {job.num_microbatches}")
-    for flag, name in (
-        ("--vp", "virtual_pipeline_model_parallel_size"),
-        ("--microbatch-group-size", "microbatch_group_size_per_vp_stage"),
-        ("--num-layers-in-first-pipeline-stage", "num_layers_in_first_pipeline_stage"),
-        ("--num-layers-in-last-pipeline-stage", "num_layers_in_last_pipeline_stage"),
-        ("--pipeline-model-parallel-layout", "pipeline_model_parallel_layout"),
-    ):
-        if job.config.get(name):
-            words.append(f"{flag} {_quoted(job.config[name])}")
-    for name in (
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-        "overlap_moe_expert_parallel_comm",
-    ):
-        if job.config.get(name):
-            words.append("--" + name.replace("_", "-"))
-    return " ".join(words)
-
-
-def _quoted(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str) else str(value)
+def plan_command(path: Path, budget_bytes: int) -> str:
+    """The `plan` command for the job's own pipeline, which the profile knows."""
+    return (
+        f"megatron-autorecompute plan --profile {shlex.quote(str(path))} "
+        f"--budget-gib {gib(budget_bytes)}"
+    )

@@ -1,4 +1,4 @@
-"""`megatron-autorecompute explain`: why a plan chose what it chose."""
+"""`megatron-autorecompute explain`: why a plan made its choices."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from megatron_autorecompute.report import terminal
 
 
 class ExplainCommand(Command):
-    """Prints what binds every stage, or what else one layer could have."""
+    """Prints the binding moment of every stage, or the cost of one layer's other choices."""
 
     name = "explain"
-    help = "why a plan chose what it chose"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the plan's file, and the layer that is asked about."""
+        """Add the plan's file and the layer."""
         parser.add_argument("plan", metavar="PLAN.json")
         parser.add_argument(
             "--layer", type=int, metavar="I", help="0-based: what else it could have"
@@ -28,7 +27,7 @@ class ExplainCommand(Command):
         add_json(parser)
 
     def run(self, args: Namespace) -> None:
-        """Print it; raises ProfileError for a file that is no plan, PolicyError for no layer."""
+        """Print it; raises ProfileError for a file that is no plan, PolicyError for a bad layer."""
         plan = Plan.load(args.plan)
         if args.layer is None:
             _explain_stages(args, plan)

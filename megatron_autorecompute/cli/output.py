@@ -1,16 +1,23 @@
-"""How commands print: JSON or a view, and progress where somebody watches."""
+"""How commands print: JSON or a view, and progress on a terminal."""
 
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megatron_autorecompute import json_records
+from megatron_autorecompute.cli import streams
+from megatron_autorecompute.cli.throughput import throughput_words
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.planner.launch_lines import launch_lines
 from megatron_autorecompute.planner.plan import Plan
@@ -18,36 +25,87 @@ from megatron_autorecompute.report import terminal
 
 
 def add_json(parser: ArgumentParser) -> None:
-    """Let a command take `--json`."""
+    """Add the flag `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
+def add_verbose(parser: ArgumentParser) -> None:
+    """Add the flag `-v`, of commands that also have `--json`."""
+    parser.add_argument("-v", "--verbose", action="store_true", help="list every assumption")
+
+
+def refuse_ignored(args: Namespace) -> None:
+    """Raise OptionError for -v beside --json."""
+    if args.json and args.verbose:
+        raise without_effect("-v", "--json", "JSON has every assumption")
+
+
+def without_effect(option: str, beside: str, why: str) -> OptionError:
+    """The error for an option that would be ignored because of another."""
+    return OptionError(f"{option} has no effect with {beside}: {why}. Leave one of them out.")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where a command prints; where NO_COLOR is set, without bold too (https://no-color.org)."""
+    plain: dict[str, Any] = {"color_system": None} if os.environ.get("NO_COLOR") else {}
+    return Console(highlight=False, stderr=stderr, **plain)
+
+
 def print_result(args: Namespace, data: str, view: RenderableType) -> None:
-    """Print the data, which is JSON, where it was asked for, else the view."""
+    """Print the data (JSON) if `--json` was given, else the view."""
     if args.json:
         print(data.rstrip("\n"))
     else:
-        Console(highlight=False).print(view)
+        # Names in a file are no markup, and move no cursor.
+        console().print(streams.Printable(view))
+
+
+def output_file(args: Namespace) -> Path | None:
+    """The file that `-o` names, which can be written; None for none.
+
+    Standard output is no such file: the JSON is printed there, as with `--json`.
+
+    Raises: ProfileError if the file cannot be written.
+    """
+    if args.output is None:
+        return None
+    if streams.is_standard_output(args.output):
+        args.json = True
+        return None
+    json_records.check_writable(args.output)
+    return Path(args.output)
 
 
 def print_plan(args: Namespace, plan: Plan) -> None:
-    """Print a plan, and what to paste into the job's launch."""
+    """Print a plan, and the text to paste into the job's launch."""
     lines = launch_lines(plan)
-    print_result(args, plan.to_json(), terminal.plan_view(plan))
+    view = terminal.plan_view(plan, throughput_words(plan), verbose=args.verbose)
+    print_result(args, plan.to_json(), view)
     if not args.json:
         for line in lines:
-            print(line)  # not through rich: a wrapped line cannot be pasted
+            text = streams.printable(line)
+            if line.startswith(("--", "cfg.")):
+                print(text)  # not through rich: a wrapped line cannot be pasted
+            else:
+                console().print(text, markup=False)
 
 
 def progress_bars() -> Progress:
-    """Bars on standard error while it is a terminal, gone when they are done."""
-    console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
+    """Progress bars on standard error, if it is a terminal; they disappear when done."""
+    where = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(
+        *columns,
+        console=where,
+        transient=True,
+        disable=not where.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),
+    )
 
 
 @contextmanager
 def quiet_upstream() -> Iterator[None]:
-    """Without what torch and megatron-core warn of on machines without CUDA, TE and Apex."""
+    """Suppress warnings of torch and megatron-core about missing CUDA, TE and Apex."""
     for_processes = {"PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore")}
     with warnings.catch_warnings(), patched_environ(for_processes):
         warnings.filterwarnings("ignore", module=r"(torch|megatron)\.")

@@ -9,20 +9,19 @@ from megatron_autorecompute.options import say_renamed
 
 
 class ProfileCommand(EstimateCommand):
-    """Does what `estimate` does, and says so."""
+    """Does what `estimate` does, and prints the new name."""
 
     name = "profile"
-    help = None
     description = "The former name of estimate."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the flag that this name cannot do without, and those of `estimate`."""
+        """Add --no-device, which this name requires, and the flags of `estimate`."""
         parser.add_argument(
             "--no-device", action="store_true", required=True, help="as estimate, without a device"
         )
         super().add_arguments(parser)
 
     def run(self, args: Namespace) -> None:
-        """Say what it is called now, and do it."""
+        """Print the new name, and run `estimate`."""
         say_renamed("profile --no-device", "estimate")
         super().run(args)

@@ -1,59 +1,68 @@
 """The program `megatron-autorecompute`: a list of commands; only `main` prints errors.
 
-Exit codes: 0 done, 2 wrong usage (argparse) or policy, otherwise the `exit_code` of the error's
-class in `errors`.
+A command's module is imported when the command is named, so that `--help` shows in no time. Exit
+codes: 0 done, 2 wrong usage (argparse) or policy, otherwise the `exit_code` of the error's class in
+`errors`.
 """
 
 from __future__ import annotations
 
-import os
+import importlib
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from megatron_autorecompute import __version__
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.estimate import EstimateCommand
-from megatron_autorecompute.cli.explain import ExplainCommand
-from megatron_autorecompute.cli.pareto import ParetoCommand
-from megatron_autorecompute.cli.plan import PlanCommand
-from megatron_autorecompute.cli.profile import ProfileCommand
-from megatron_autorecompute.cli.report import ReportCommand
-from megatron_autorecompute.cli.show import ShowCommand
-from megatron_autorecompute.cli.verify import VerifyCommand
 from megatron_autorecompute.errors import AutorecomputeError, MachineError
 from megatron_autorecompute.packages import needed
 
-COMMANDS: tuple[Command, ...] = (
-    EstimateCommand(),
-    PlanCommand(),
-    ShowCommand(),
-    ExplainCommand(),
-    ParetoCommand(),
-    VerifyCommand(),
-    ReportCommand(),
-    ProfileCommand(),
-)
-"""In the order of `--help`."""
+PROGRAM = "megatron-autorecompute"
+COMMANDS: dict[str, str | None] = {
+    "estimate": "profile a job without a device: modelled figures",
+    "plan": "solve a profile for a budget",
+    "show": "print a plan, stage by stage, or a profile",
+    "explain": "why a plan chose what it chose",
+    "pareto": "time of the step against the budget",
+    "verify": "check a plan's peaks against Megatron's own schedule, without a device",
+    "report": "look at a plan: one HTML file that opens offline",
+    "trace": "a plan's step as a trace for Perfetto or chrome://tracing",
+    "compare": "run Megatron's own strategies and ours on this machine, and print the table",
+    "profile": None,
+}
+"""Every command and its line in `--help`, in that order; None: it is not listed. The command is the
+class `NameCommand` in the module of its name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    args = _parsed(sys.argv[1:] if arguments is None else arguments)
+    streams.prepare()
+    name = PROGRAM
     try:
-        return _run(args)
+        args = _parsed(sys.argv[1:] if arguments is None else arguments)
+        name = f"{PROGRAM} {args.command.name}"
+        _run(args)
     except AutorecomputeError as error:
-        print(f"megatron-autorecompute {args.command.name}: {error}", file=sys.stderr)
+        streams.say(f"{name}: {error}")
         return error.exit_code
+    except BrokenPipeError:  # the reader has seen enough
+        return 1
     except KeyboardInterrupt:
-        print(f"megatron-autorecompute {args.command.name}: interrupted", file=sys.stderr)
+        streams.say(f"{name}: interrupted")
         return 130
+    finally:
+        streams.give_up()
+    return 0
 
 
 def _parsed(arguments: Sequence[str]) -> Namespace:
     words = list(arguments)
+    if words[:1] == ["compare"]:  # which has a parser of its own
+        return Namespace(command=command_of("compare"), flags=words[1:])
     cut = words.index("--") if "--" in words else len(words)
-    reader = parser()
+    reader = parser(next((word for word in words[:cut] if word in COMMANDS), None))
     args = reader.parse_args(words[:cut])
     args.megatron_flags = words[cut + 1 :]
     if args.megatron_flags and not args.command.takes_megatron_flags:
@@ -61,33 +70,54 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     return args
 
 
-def parser() -> ArgumentParser:
-    """All commands and their flags; `command` of what it parses is the Command."""
-    top = ArgumentParser(
-        prog="megatron-autorecompute",
+class _Parser(ArgumentParser):
+    """Prints what was given on the command line without what a terminal would obey."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(streams.printable(message))
+
+
+def parser(name: str | None) -> ArgumentParser:
+    """All commands, and the flags of one; `command` of what it parses is the Command."""
+    top = _Parser(
+        prog=PROGRAM,
         description="Per-layer activation recompute for Megatron-Core, measured and solved.",
     )
+    top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        listed: dict[str, Any] = {} if command.help is None else {"help": command.help}
-        verb = verbs.add_parser(command.name, description=command.description, **listed)
+    for each, line in COMMANDS.items():
+        listed: dict[str, Any] = {} if line is None else {"help": line}
+        if each != name:
+            verbs.add_parser(each, **listed)
+            continue
+        command = command_of(each)
+        verb = verbs.add_parser(each, description=command.description, **listed)
         command.add_arguments(verb)
         verb.set_defaults(command=command)
     return top
 
 
-def _run(args: Namespace) -> int:
+def command_of(name: str) -> Command:
+    """A command by its name."""
+    module = importlib.import_module(f"megatron_autorecompute.cli.{name}")
+    command: Command = getattr(module, f"{name.capitalize()}Command")()
+    return command
+
+
+def _run(args: Namespace) -> None:
     try:
         with needed(args.command.name):
             args.command.run(args)
-        sys.stdout.flush()  # what cannot be written shows here, not when the interpreter ends
+        sys.stdout.flush()  # write errors show here, not when the interpreter ends
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        # The interpreter flushes standard output once more at its end; that must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return 1
         raise MachineError(
             f"The operating system refused to read or write: {error}. Where output is redirected, "
             "give it a disk with room."
         ) from error
-    return 0
+    except MemoryError as error:
+        raise MachineError(
+            "The memory of this machine is not enough for it. Ask for something smaller, or on "
+            "another machine."
+        ) from error

@@ -1,8 +1,9 @@
-"""Readers of single arguments. What cannot be meant is wrong usage, which argparse reports."""
+"""Readers of single arguments. Impossible values are wrong usage, which argparse reports."""
 
 from __future__ import annotations
 
 import math
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from megatron_autorecompute.units import GIB, MOST_GIB
 
 MOST_POINTS = 1 << 12
-"""Of a curve: more than anybody can tell apart."""
+"""Limit on the points of a curve; more cannot be told apart."""
 
 
 def number_of_gib(text: str) -> float:
@@ -59,14 +60,22 @@ def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def file(text: str) -> Path:
-    """A path that can be a file's."""
-    if not Path(text).name or Path(text).is_dir():
+    """A path that names a file; `-` is standard output."""
+    if not Path(text).name or os.path.isdir(text) or "\0" in text:
         raise ArgumentTypeError(f"{text!r} is no file name")
     return Path(text)
+
+
+def picture(text: str) -> Path:
+    """A path that names a PNG or SVG file."""
+    path = file(text)
+    if path.suffix not in (".png", ".svg"):
+        raise ArgumentTypeError(f"{text!r}: give a name that ends with .png or .svg")
+    return path
 
 
 def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        return math.nan  # within no range
+        return math.nan  # outside every range

@@ -1,1 +1,1 @@
-"""Megatron's own strategies and ours, run on this machine under one budget."""
+"""Runs Megatron's own strategies and ours on this machine, under one budget."""

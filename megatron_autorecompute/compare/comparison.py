@@ -1,6 +1,6 @@
-"""The record of a comparison: what every strategy took on one machine under one budget.
+"""The record of a comparison: time and memory of every strategy, on one machine and one budget.
 
-Records only; `compare` makes them, `report` shows them. Field by field in docs/comparison.md.
+`run` makes records and `rendering` prints them. docs/comparison.md describes every field.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ON_A_GPU = Shape(
     pipeline_stages=1,
     bf16=True,
 )
-"""The default where there is a GPU: one stage, so that a strategy may run out of memory alone."""
+"""The default on a GPU. One stage: if a strategy runs out of memory, no other rank waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class StrategyResult:
     """One strategy, measured."""
 
     name: str
-    """For people: `none`, `full`, `block/3`, `manual: block/3`, `ours`."""
+    """A label: `none`, `full`, `block/3`, `manual: block/3`, `ours`."""
 
     family: Family
-    """Its row of the table; `manual` is the best the manual search found, `tried` all it ran."""
+    """Its row of the table; `manual` is the best of the manual search, `tried` all that it ran."""
 
     policy: str
-    """What it recomputes, as policy text; the same words `--recompute-policy` takes."""
+    """The policy, as text for `--recompute-policy`."""
 
     peak_bytes: tuple[int, ...]
     """The most bytes alive on each pipeline stage during one step, static bytes included."""
@@ -66,16 +66,16 @@ class StrategyResult:
     """Every timed step, in the order run; strategies take turns."""
 
     search_s: float | None = None
-    """How long finding it took, measuring included; None where nothing is searched."""
+    """Time to find it, measuring included; None if there was no search."""
 
     predicted_peak_bytes: tuple[int, ...] = ()
-    """Per stage, what the plan said; ours only."""
+    """The plan's prediction per stage; for ours only."""
 
     predicted_step_ms: float | None = None
-    """What the plan said; ours only."""
+    """The plan's prediction; for ours only."""
 
     out_of_memory: bool = False
-    """The device ran out of memory; peaks are then what was reached."""
+    """Whether the device ran out of memory; peaks are then those reached before."""
 
     @property
     def median_ms(self) -> float | None:
@@ -93,16 +93,16 @@ class StrategyResult:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Everything one run of the comparison found out."""
+    """All results of one run of the comparison."""
 
     budget_bytes: int | None
-    """What every pipeline stage may use; None until the strategies it is set by are measured."""
+    """Bytes that each pipeline stage may use; None until none and full have been measured."""
 
     strategies: tuple[StrategyResult, ...] = ()
     """In table order, then everything else the manual search tried."""
 
     not_tried: tuple[NotTried, ...] = ()
-    """Settings that the manual search had no need to run, or could not."""
+    """Settings that the manual search did not need to run, or could not."""
 
     complete: bool = False
     """False when the run was cut short; finished strategies are still whole."""
@@ -126,7 +126,7 @@ class Comparison:
         return [strategy for strategy in self.strategies if strategy.family != "tried"]
 
     def with_result(self, result: StrategyResult) -> Comparison:
-        """This comparison with one strategy's result added, or replaced where its row is known."""
+        """The comparison with one strategy's result added, or replaced if it has one."""
         known = [(s.family == "tried", s.name) for s in self.strategies]
         kept, key = list(self.strategies), (result.family == "tried", result.name)
         if key in known:

@@ -1,8 +1,8 @@
-"""What a person would try by hand: which of Megatron's own settings are worth a step.
+"""Decides which of Megatron's own settings the manual search must run.
 
-A setting that reruns all that another one reruns, and more, takes longer: where the other one fits,
-there is no need to run it. So the search begins with what reruns least and ends early, and never
-passes over the fastest setting that fits. This module runs nothing.
+A setting that recomputes the same as another one, and more, takes longer. If the other one fits,
+there is no need to run it. So the search begins with the settings that recompute least and ends
+early, and it never skips the fastest setting that fits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_autorecompute.work_order import contains, reruns
 
 @dataclass(frozen=True, slots=True)
 class NotTried:
-    """A setting that nobody had to run."""
+    """A setting that was not run."""
 
     name: str
     """As in the table: `block/5`, `selective[core_attn+mlp]`."""
@@ -25,19 +25,19 @@ class NotTried:
 
 
 def reruns_more(larger: RecomputePolicy, smaller: RecomputePolicy) -> bool:
-    """Whether every layer reruns all that it reruns under `smaller`, and some layer more."""
+    """Whether every layer recomputes all that it does under `smaller`, and some layer more."""
     pairs = [pair for pair in zip(larger.layers, smaller.layers, strict=True) if not _equal(*pair)]
     return bool(pairs) and all(contains(*pair) for pair in pairs)
 
 
 def _equal(one: LayerPolicy, other: LayerPolicy) -> bool:
-    """Whether a layer reruns the same at both."""
+    """Whether a layer recomputes the same at both."""
     return one.granularity == other.granularity == "full" or (
         "full" not in (one.granularity, other.granularity) and reruns(one) == reruns(other)
     )
 
 
 def needless(policy: RecomputePolicy, fitting: Mapping[str, RecomputePolicy]) -> str | None:
-    """Why a setting needs no trying: the name of one that fits in `fitting` and reruns less."""
+    """Why a setting need not be run, naming one of `fitting` that recomputes less; else None."""
     smaller = next((name for name, other in fitting.items() if reruns_more(policy, other)), None)
     return None if smaller is None else f"reruns all that {smaller} reruns, which fits, and more"

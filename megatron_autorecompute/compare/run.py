@@ -1,7 +1,7 @@
-"""The comparison: Megatron's own strategies and ours, in turns, on one job under one budget.
+"""Runs the comparison: Megatron's own strategies and ours, in turns, on one job under one budget.
 
-The parent starts one process a rank and writes down what they report as it comes, so that nothing
-finished is lost. The ranks do everything alike; whatever decides is agreed between them first.
+The parent starts one process per rank and saves every result as it arrives, so that nothing
+finished is lost. All ranks do the same; they agree on figures before these decide anything.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatron_autorecompute.compare.comparison import (
     StrategyResult,
 )
 from megatron_autorecompute.compare.manual_search import NotTried, needless
+from megatron_autorecompute.compare.rendering import markdown, picture, table
 from megatron_autorecompute.errors import (
     AutorecomputeError,
     InfeasibleError,
@@ -48,7 +49,8 @@ from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import with_missed_bytes
-from megatron_autorecompute.report.comparison import markdown, picture, table
+from megatron_autorecompute.report.data import report_data
+from megatron_autorecompute.report.html import html
 from megatron_autorecompute.units import GIB, MOST_GIB
 
 WARM_UP_STEPS = 2
@@ -63,7 +65,7 @@ COUNTS = (
     "pipeline_stages",
 )
 CORRECTIONS = 3
-"""How often a plan whose measured peak exceeds the budget is corrected before giving up."""
+"""How often a plan whose measured peak exceeds the budget is corrected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Settings:
     """The training job's size."""
 
     text: str = option("LICENSE", "file to train on, its bytes as tokens")
-    output: str = option("build/compare", "folder for comparison.json, .md and .png")
+    output: str = option("build/compare", "folder for comparison.json, .md and .png, and our plan")
     budget_gib: float | None = option(None, "memory each pipeline stage may use, in GiB")
     budget_fraction: float = option(
         0.5, "where the budget stands between full (0) and none (1) when not given in GiB"
@@ -84,7 +86,7 @@ class Settings:
     timeout_s: float = option(600.0, "longest wait for a rank before the comparison gives up")
 
     def __post_init__(self) -> None:
-        """Raises OptionError for what no comparison can be run with."""
+        """Raises OptionError for settings with which no comparison can run."""
         shape = self.shape
         for options, names in ((shape, COUNTS), (self, ("rounds", "tries"))):
             for name in names:
@@ -113,13 +115,14 @@ def _refused(options: Any, name: str, rule: str) -> OptionError:
 # --- the parent -----------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "compare_policies") -> int:
     """Run the comparison and print its table; the exit code is 0, or that of the error."""
     console = Console()
     try:
         with needed("The comparison"):
-            settings = parse(arguments)
+            settings = parse(arguments, prog)
             comparison = run(settings, console)
+            write_report(Path(settings.output))
     except AutorecomputeError as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         return error.exit_code
@@ -130,9 +133,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str] | None) -> Settings:
+def write_report(folder: Path) -> None:
+    """Write the report of the folder's plan beside it. Raises: ProfileError if it cannot."""
+    plan = Plan.load(folder / "plan.json")
+    write_atomically(html(report_data(plan)), folder / "plan.html")
+
+
+def parse(arguments: Sequence[str] | None, prog: str = "compare_policies") -> Settings:
     """The settings from the command line; defaults depend on whether there is a GPU."""
-    parser = argparse.ArgumentParser(prog="compare_policies", description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     add_flags(parser, Settings)
     add_flags(parser, Shape, _default_shape())
     parsed = parser.parse_args(arguments)
@@ -149,16 +158,17 @@ def _default_shape() -> Shape:
 
 
 def show(comparison: Comparison, folder: Path, console: Console) -> None:
-    """Print the table and say where everything lies."""
+    """Print the table and the paths of the files."""
     console.print(table(comparison))
-    console.print(f"Written: {folder}/comparison.json, comparison.md, comparison.png")
+    console.print(f"Written: {folder}/comparison.json, comparison.md, comparison.png, plan.json")
+    console.print(f"Our plan as a page to open in a browser: {folder}/plan.html")
 
 
 def run(settings: Settings, console: Console) -> Comparison:
-    """Start the ranks, follow them, and write down every finished step of the way.
+    """Start the ranks, receive their results, and save every finished part.
 
     Raises:
-        AutorecomputeError: what a rank raised; what was finished lies in the output folder.
+        AutorecomputeError: a rank raised it; finished results are in the output folder.
     """
     folder = Path(settings.output)
     try:
@@ -190,7 +200,7 @@ def run(settings: Settings, console: Console) -> Comparison:
                 else:
                     text, done, total = message
                     progress.update(task, description=text, completed=done, total=total)
-    finally:  # once: drawing while ranks step would slow the steps down
+    finally:  # only once: drawing while ranks run would slow their steps down
         if comparison.rows():
             picture(comparison, folder / "comparison.png")
     return comparison
@@ -198,7 +208,7 @@ def run(settings: Settings, console: Console) -> Comparison:
 
 @contextmanager
 def _ranks(settings: Settings) -> Iterator[dict[Connection, int]]:
-    """One process a rank, all ended when the context is left."""
+    """One process per rank; all of them end with the block."""
     context = multiprocessing.get_context("spawn")
     processes, readers = [], {}
     with tempfile.TemporaryDirectory() as folder:
@@ -208,7 +218,7 @@ def _ranks(settings: Settings) -> Iterator[dict[Connection, int]]:
                 target=_rank_main, args=(writer, rank, settings, f"{folder}/store"), daemon=True
             )
             process.start()
-            writer.close()  # the child's copy alone is left, so its death ends our reading
+            writer.close()  # only the child's copy is left, so reading ends if it dies
             readers[reader] = rank
             processes.append(process)
         try:
@@ -220,13 +230,13 @@ def _ranks(settings: Settings) -> Iterator[dict[Connection, int]]:
 
 
 def _messages(readers: dict[Connection, int], timeout_s: float) -> Iterator[Any]:
-    """What ranks report until all are done; the first that fails raises here."""
+    """The ranks' messages until all are done; raises the error of the first that fails."""
     pending = dict(readers)
     while pending:
         ready = cast(list[Connection], wait(list(pending), timeout=timeout_s))
         if not ready:
             raise MachineError(
-                f"No word from ranks {sorted(pending.values())} for {timeout_s:.0f} s; a slower "
+                f"No message from ranks {sorted(pending.values())} for {timeout_s:.0f} s; a slower "
                 "machine needs a longer --timeout-s."
             )
         for reader in ready:
@@ -265,7 +275,7 @@ def _rank_main(writer: Connection, rank: int, settings: Settings, store_path: st
 def _distributed(rank: int, settings: Settings, store_path: str) -> Iterator[None]:
     """torch.distributed over a file, so that no port has to be free, and Megatron's groups."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # What Megatron says about missing Transformer Engine and Apex at import is no news here.
+    # Megatron's warnings at import about missing Transformer Engine and Apex.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     import torch
     from megatron.core import parallel_state
@@ -289,9 +299,9 @@ def _distributed(rank: int, settings: Settings, store_path: str) -> Iterator[Non
             )
         except RuntimeError as error:
             raise MachineError(
-                f"The ranks cannot reach each other on this machine: {error}. They need a free "
-                "port each on the interface in GLOO_SOCKET_IFNAME, or on the one that carries this "
-                "machine's name."
+                f"The ranks cannot reach each other on this machine: {error}. Each needs a free "
+                "port on the interface in GLOO_SOCKET_IFNAME, or on the one of this machine's host "
+                "name."
             ) from error
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
         yield
@@ -301,7 +311,7 @@ def _distributed(rank: int, settings: Settings, store_path: str) -> Iterator[Non
 def _compare(settings: Settings, tell: Callable[[Any], None]) -> None:
     from megatron_autorecompute.compare.workload import TrainingJob, Variant, read_text
 
-    # With biases, which few models have now, Megatron's own recompute of mlp would never end.
+    # With biases, which few current models have, Megatron's own recompute of mlp never ends.
     variant = Variant({"add_bias_linear": False})
     job = TrainingJob(settings.shape, read_text(Path(settings.text)), variant)
     contest = _Contest(settings, job, tell)
@@ -314,7 +324,7 @@ def _compare(settings: Settings, tell: Callable[[Any], None]) -> None:
 
 
 class _Contest:
-    """The course of a comparison on one rank."""
+    """All phases of a comparison on one rank."""
 
     def __init__(self, settings: Settings, job: Any, tell: Callable[[Any], None]) -> None:
         self.settings = settings
@@ -334,13 +344,13 @@ class _Contest:
         self.tell(self.comparison)
 
     def warm_up(self) -> None:
-        """First steps allocate what stays: optimizer state, communication, shared buffers."""
+        """Run first steps, which allocate optimizer state, communication and shared buffers."""
         for _ in range(WARM_UP_STEPS):
             self._step("warm-up")
             self.job.step()
 
     def anchors(self) -> None:
-        """Peaks of the strategies that everybody knows."""
+        """Measure the peaks of none, selective and full."""
         known: tuple[tuple[str, Family, str], ...] = (
             ("none", "none", "megatron:none"),
             ("selective", "selective", "megatron:selective[core_attn]"),
@@ -365,7 +375,7 @@ class _Contest:
         )
 
     def set_budget(self) -> None:
-        """What was asked for, or a fraction of the way from full to none."""
+        """Set the budget: as given, or a fraction of the way from full to none."""
         peaks = {s.family: max(s.peak_bytes) for s in self.comparison.strategies}
         between = peaks["full"] + self.settings.budget_fraction * (peaks["none"] - peaks["full"])
         asked = self.settings.budget_gib
@@ -380,9 +390,9 @@ class _Contest:
         self.tell(self.comparison)
 
     def manual_search(self) -> None:
-        """What a person does by hand: try the settings, time those that fit, keep the fastest.
+        """Search by hand: try the settings, time those that fit, keep the fastest.
 
-        What reruns more than a setting that fits is passed over, see `manual_search`.
+        Settings that recompute more than one that fits are skipped; see `manual_search`.
         """
         begin = time.perf_counter()
         fitting: dict[str, StrategyResult] = {}
@@ -412,7 +422,7 @@ class _Contest:
         )
 
     def _known(self, policy: str) -> StrategyResult | None:
-        """A strategy whose peaks were measured before."""
+        """The result of a policy whose peaks were already measured, or None."""
         return next((s for s in self.comparison.strategies if s.policy == policy), None)
 
     def _pass_over(self, name: str, reason: str) -> None:
@@ -437,7 +447,7 @@ class _Contest:
         return replace(result, step_ms=(*result.step_ms, *slowest))
 
     def ours(self) -> None:
-        """Measure, solve, apply; correct the plan while its measured peak is over the budget."""
+        """Measure, solve, apply; correct the plan while its measured peak exceeds the budget."""
         begin = time.perf_counter()
         profile, budget_bytes = self._profile(), self.comparison.budget_bytes or 0
         for _ in range(CORRECTIONS):
@@ -448,7 +458,7 @@ class _Contest:
         self._note(replace(result, search_s=time.perf_counter() - begin))
 
     def _profile(self) -> Any:
-        """Every choice measured: bytes in steps that read them, times in steps of their own."""
+        """A profile with every choice measured; bytes and times are read in separate steps."""
         from megatron_autorecompute.compat import model_facts, stage_layout
         from megatron_autorecompute.profile import Model, Parallelism
         from megatron_autorecompute.runtime.apply import apply
@@ -483,7 +493,7 @@ class _Contest:
             )
 
     def _planned(self, profile: Any) -> tuple[StrategyResult, tuple[int, ...]]:
-        """The best plan under this profile, and the peaks it has when run."""
+        """The best plan for this profile, run, and its measured peaks."""
         from megatron_autorecompute.runtime.ranks import on_rank_0
 
         shape = self.settings.shape
@@ -501,7 +511,7 @@ class _Contest:
         )
 
     def rounds(self) -> None:
-        """All rows of the table in turn, so that a slow moment of the machine hits all alike."""
+        """Time all rows of the table in turn, so that a slow moment of the machine hits all."""
         for number in range(self.settings.rounds):
             rows = [row for row in self.comparison.rows() if not row.out_of_memory]
             start = number % len(rows)
@@ -512,7 +522,7 @@ class _Contest:
 
 
 def _by_stage(mine: int) -> tuple[int, ...]:
-    """A figure of every pipeline stage; one rank is one stage here."""
+    """A figure for every pipeline stage; here every stage has one rank."""
     from megatron_autorecompute.runtime.ranks import all_gather
 
     return tuple(all_gather(mine))

@@ -1,14 +1,14 @@
 """A real Megatron training job of a given size: GPTModel, DDP, optimizer, its own schedule.
 
-What the comparison and the benchmarks run. Strategies are switched on one model: recompute changes
-no result, and one model is all that fits where memory is what is compared.
+The comparison and the benchmarks run it. Strategies are switched on one model: recompute changes no
+result, and several models would not fit in memory.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.compat import (
     layer_modules,
@@ -39,8 +40,8 @@ from megatron_autorecompute.compat import (
     versions,
 )
 from megatron_autorecompute.errors import MachineError
-from megatron_autorecompute.planner.megatron_strategies import RUNS_FOREVER, runs_forever
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.patched import patched
+from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import StaticBytes
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
@@ -54,21 +55,21 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Which GPT: the plain one of unfused layers where nothing is said."""
+    """Which GPT is trained; by default the plain one with unfused layers."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the TransformerConfig, over what the shape gives."""
+    """Fields of the TransformerConfig, in place of those from the shape."""
 
     spec: Callable[[TransformerConfig], ModuleSpec] = lambda config: get_gpt_layer_local_spec()
-    """What its layers are made of."""
+    """Makes the spec of its layers from the config."""
 
 
 class TrainingJob:
-    """One rank of a job; every method is called on all ranks alike.
+    """One rank of a job; every method must be called on all ranks.
 
     Args:
-        shape: the size.
-        text: what the model is trained on, bytes as tokens.
+        shape: the size of the job.
+        text: training text, whose bytes are the tokens.
         variant: another model than the plain GPT.
     """
 
@@ -93,7 +94,7 @@ class TrainingJob:
         self._batches = _batches(shape, text, next(self.chunks[0].parameters()).device)
 
     def step(self) -> float:
-        """One training step; its mean loss on the last stage, 0 elsewhere."""
+        """Run one training step; returns its mean loss on the last stage, 0 on others."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -112,14 +113,14 @@ class TrainingJob:
         return sum(float(entry["loss"]) for entry in reduced) / max(1, len(reduced))
 
     def static(self) -> StaticBytes:
-        """What this rank keeps through the whole step."""
+        """Bytes that this rank keeps through the whole step."""
         return static_bytes(self.chunks, self.optimizer)
 
     @contextmanager
     def memory(self) -> Iterator[Memory]:
-        """Where bytes are read while the context lasts: torch's allocator, or `LiveBytes` on CPU.
+        """Source of bytes in this block: torch's allocator, or `LiveBytes` on CPU.
 
-        Off CUDA static bytes are not counted in it, and steps are slower.
+        On CPU static bytes are not included, and steps are slower.
         """
         if self.on_cuda:
             yield CudaBytes()
@@ -130,7 +131,7 @@ class TrainingJob:
     def own_settings(self) -> list[str]:
         """Every setting that Megatron offers for this model and can run, as policy text.
 
-        What reruns less comes first: none, sets of modules, block/N, uniform/N.
+        Settings that recompute less come first: none, sets of modules, block/N, uniform/N.
         """
         modules = [name for name in self._modules() if name not in self.left_out()]
         sets = itertools.chain.from_iterable(
@@ -145,15 +146,17 @@ class TrainingJob:
         ]
 
     def left_out(self) -> dict[str, str]:
-        """Modules that Megatron allows here and its own code cannot recompute, and why."""
+        """Modules that Megatron allows here but cannot recompute itself, each with the reason."""
         return {
-            name: RUNS_FOREVER
+            name: megatron_fields.RUNS_FOREVER
             for name in self._modules()
-            if runs_forever(LayerPolicy("selective", (name,)), self.config.add_bias_linear)
+            if megatron_fields.runs_forever(
+                LayerPolicy("selective", (name,)), self.config.add_bias_linear
+            )
         }
 
     def _modules(self) -> list[str]:
-        """What `recompute_modules` may name for this model: whatever some layer of it has."""
+        """The modules that some layer of this model has and `recompute_modules` may name."""
         mine = {
             name
             for layer, _ in model_layers.numbered_layers(self.chunks)
@@ -164,7 +167,7 @@ class TrainingJob:
     def counted_settings(self) -> list[str]:
         """Every block/N and uniform/N that differs on the fullest stage and that Megatron can run.
 
-        Some versions run `uniform` only where every chunk is a multiple of N.
+        Some versions run `uniform` only if every chunk's layers are a multiple of N.
         """
         chunks = [len(chunk) for chunk in stage_layout.counted_chunks(self.config)]
         counts: Sequence[int] = range(1, max(chunks) + 1)
@@ -182,11 +185,11 @@ class TrainingJob:
         )
 
     def peak_bytes(self) -> tuple[int, bool]:
-        """The most bytes alive on this rank during one step, static ones included.
+        """The most bytes alive on this rank during one step, static bytes included.
 
-        Returns them with whether the device ran out of memory on the way.
+        The second value tells whether the device ran out of memory in that step.
 
-        Raises: MachineError when it did and there are other pipeline stages, which wait for this.
+        Raises: MachineError if it did and there are other pipeline stages, which wait for this one.
         """
         out_of_memory = False
         with self.memory() as memory:
@@ -201,7 +204,7 @@ class TrainingJob:
                     ) from error
                 out_of_memory = True
             peak = memory.peak_bytes
-        if out_of_memory:  # here what the step held is let go
+        if out_of_memory:  # what the step held is freed here
             lost_step.leave_interrupted_checkpoint()
             if self.on_cuda:
                 torch.cuda.empty_cache()
@@ -223,23 +226,18 @@ class TrainingJob:
 
     @contextmanager
     def _megatron_strategy(self, text: str) -> Iterator[None]:
-        name, _, count = text.removeprefix("megatron:").partition("/")
-        policy = self.policy(text)
+        strategy, policy = MegatronStrategy.parse(text), self.policy(text)
         rules.check_allowed(self.config, policy)
-        if name in ("uniform", "block"):
-            self.config.recompute_granularity = "full"
-            self.config.recompute_method = name
-            self.config.recompute_num_layers = int(count)
-        else:
-            for layer, index in model_layers.numbered_layers(self.chunks):
-                layer_modules.set_modules(layer, policy.layers[index].modules)
-        try:
+        layers = model_layers.numbered_layers(self.chunks)
+        with ExitStack() as undo:
+            if strategy.method in ("uniform", "block"):
+                for name, value in megatron_fields.of_strategy(strategy).items():
+                    undo.enter_context(patched(self.config, name, value))
+            else:
+                for layer, index in layers:
+                    layer_modules.set_modules(layer, policy.layers[index].modules)
+                    undo.callback(layer_modules.set_modules, layer, ())
             yield
-        finally:
-            self.config.recompute_granularity = None
-            self.config.recompute_method = self.config.recompute_num_layers = None
-            for layer, _ in model_layers.numbered_layers(self.chunks):
-                layer_modules.set_modules(layer, ())
 
 
 def _config(shape: Shape, variant: Variant) -> TransformerConfig:
@@ -255,7 +253,7 @@ def _config(shape: Shape, variant: Variant) -> TransformerConfig:
         "pipeline_dtype": dtype,
         "params_dtype": dtype,
         "bf16": shape.bf16,
-        # gloo knows no batched point-to-point calls; NCCL wants them.
+        # gloo has no batched point-to-point calls; NCCL needs them.
         "batch_p2p_comm": on_cuda,
         "deallocate_pipeline_outputs": True,
         "use_cpu_initialization": not on_cuda,
@@ -288,7 +286,7 @@ def _wrapped(config: TransformerConfig, model: GPTModel) -> DistributedDataParal
 
 
 def _batches(shape: Shape, text: bytes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """Consecutive windows of the text for ever: `GPTModel.forward`'s arguments, [b, s] each."""
+    """Endless consecutive windows of the text: `GPTModel.forward`'s arguments, [b, s] each."""
     window = shape.seq_length + 1
     count = shape.micro_batch_size
     if len(text) < window * count:

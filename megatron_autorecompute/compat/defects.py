@@ -1,4 +1,4 @@
-"""What Megatron's layers do wrong under recompute; each says when it can be removed."""
+"""Workarounds for defects of Megatron's layers under recompute; each says when it can go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_autorecompute.compat.untyped import Layer
 
 
 class LayersWithPaddingMask:
-    """Layers that get the padding mask Megatron forgets.
+    """Passes to layers the padding mask that Megatron forgets.
 
     Symptom: the un-checkpointed layers of `block` ignore `padding_mask`, so a MoE layer's auxiliary
     loss counts padding. Reference: `TransformerBlock._checkpointed_forward` of 0.16 and 0.17;
@@ -41,12 +41,12 @@ class LayersWithPaddingMask:
 
 
 def bias_returned_by_mlp(layer: Layer) -> torch.nn.Module | None:
-    """The MLP whose bias Parameter must not leave a checkpoint as it is, or None.
+    """The MLP whose bias Parameter must not be returned from a checkpoint, or None.
 
     Symptom: with `add_bias_linear=True`, `recompute_modules=["mlp"]` never returns from backward:
-    the checkpoint's output is the bias Parameter itself, which autograd then gives a history.
-    Reference: `TransformerLayer._forward_mlp` of 0.16 to 0.19 with `MLP.forward` returning
-    `linear_fc2`'s bias. Remove when Megatron returns a copy or adds the bias inside.
+    the checkpoint returns the bias Parameter itself, and autograd gives it a history. Reference:
+    `TransformerLayer._forward_mlp` of 0.16 to 0.19 with `MLP.forward` returning `linear_fc2`'s
+    bias. Remove when Megatron returns a copy or adds the bias inside.
     """
     mlp = getattr(layer, "mlp", None)
     bias = getattr(getattr(mlp, "linear_fc2", None), "bias", None)
@@ -54,14 +54,14 @@ def bias_returned_by_mlp(layer: Layer) -> torch.nn.Module | None:
 
 
 def graph_keepers(layer: Layer) -> list[Any]:
-    """The objects of a MoE layer that keep the router's probabilities with their graph.
+    """The objects of a MoE layer that keep the router's probabilities with their autograd graph.
 
-    Symptom: after a recomputed layer's backward its input and that input's gradient stay alive
+    Symptom: after the backward of a recomputed layer, its input and the input's gradient stay alive
     until its next forward. Reference: `self.probs` of MoEAlltoAllTokenDispatcher,
     `self.local_probs` of MoEAllGatherTokenDispatcher, `self.token_probs` and
     `self.dispatched_probs` of the flex dispatcher's `_comm_manager`, 0.16 to 0.19. Remove when
-    Megatron lets them go. Empty with EP overlap, where another microbatch's forward may be using
-    the dispatcher.
+    Megatron frees them. Empty with EP overlap, where another microbatch's forward may be using the
+    dispatcher.
     """
     if not isinstance(getattr(layer, "mlp", None), MoELayer):
         return []

@@ -1,4 +1,4 @@
-"""Which layers are equal, and what tells one kind from another."""
+"""Which layers are of one kind: a signature, and a name for the kind."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def attends_to_context(layer: Layer) -> bool:
 
 
 def has_experts(layer: Layer) -> bool:
-    """Whether what the layer holds depends on how tokens are routed."""
+    """Whether the bytes that the layer holds depend on how tokens are routed."""
     return any(isinstance(module, MoELayer) for module in layer.modules())
 
 
 def name(layer: Layer) -> str:
-    """A word for people: moe, decoder behind an encoder, dense, or the class where it is none."""
+    """A label: moe, decoder (after an encoder), dense, or else the name of the class."""
     if isinstance(getattr(layer, "mlp", None), MoELayer):
         return "moe"
     if attends_to_context(layer):

@@ -1,4 +1,4 @@
-"""Megatron's `recompute_modules` as what a single layer can be told, by its attributes."""
+"""Megatron's `recompute_modules` for a single layer: the attributes that turn them on."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MODULE_FLAGS: dict[str, tuple[str, ...]] = {
     "mla_up_proj": ("self_attention.recompute_up_proj",),
     "gdn_norm_out": ("self_attention.recompute_norm_out",),
 }
-"""Megatron's `recompute_modules` and the attributes of a layer that its forward reads for each.
-Megatron sets them once, from the config all layers share; every forward reads them afresh."""
+"""Attributes of a layer for each of Megatron's `recompute_modules`. Megatron sets them once, from
+the config that all layers share; every forward reads them again."""
 
 
 def flags(layer: Layer, module: str) -> list[tuple[Any, str]]:
-    """The (object, attribute) pairs that turn `module` on in this layer; empty where inert."""
+    """The (object, attribute) pairs that turn `module` on in this layer; empty if it is inert."""
     found = (_flag(layer, path) for path in MODULE_FLAGS[module])
     return [flag for flag in found if flag is not None]
 
@@ -44,7 +44,7 @@ def _flag(layer: Layer, path: str) -> tuple[Any, str] | None:
 
 
 def _is_inert(owner: Any, attribute: str) -> bool:
-    """Where Megatron's constructor leaves a flag False although the module was asked for."""
+    """Whether Megatron's constructor leaves the flag False although the module was asked for."""
     if attribute == "recompute_input_layernorm":
         return isinstance(owner.input_layernorm, IdentityOp)
     if attribute == "recompute_pre_mlp_layernorm":
@@ -66,7 +66,7 @@ def set_modules(layer: Layer, modules: Sequence[str]) -> None:
 
 
 def _set_saved_inputs(layer: Layer, modules: Sequence[str]) -> None:
-    """What Megatron's constructors do besides, under fp8 and fp4: TE modules whose input is
+    """Repeat what Megatron's constructors also do under fp8 and fp4: TE modules whose input is
     recomputed must save it unquantised (TransformerLayer.__init__, TEGroupedMLP.__init__)."""
     from megatron.core.extensions.transformer_engine import set_save_original_input
 

@@ -1,4 +1,4 @@
-"""A step that one rank cannot finish: where it may end early, and what it leaves behind."""
+"""A step that one rank cannot finish: whether it may end early, and what must be cleaned up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GROUPS_INSIDE_LAYERS = {
     "expert": "get_expert_model_parallel_world_size",
     "expert tensor": "get_expert_tensor_parallel_world_size",
 }
-"""Kinds of parallelism whose ranks meet inside layers, and `parallel_state`'s function for each."""
+"""Kinds of parallelism with collectives inside layers, and `parallel_state`'s function for each."""
 
 _KEPT_BETWEEN_FORWARDS = {
     "cpu_offloading": "what it has moved to the host",
@@ -32,26 +32,26 @@ _KEPT_BETWEEN_FORWARDS = {
     "moe_shared_expert_overlap": "how far the shared experts have come",
     "qk_clip": "the largest logits, by which weights are clipped after the optimizer's step",
 }
-"""Flags under which Megatron keeps something from one forward to the next that an interrupted one
-leaves half done; in which versions each exists does not matter here."""
+"""Flags under which Megatron keeps data from one forward to the next, and what it keeps; an
+interrupted forward would leave it incomplete. A flag need not exist in every version."""
 
 
 def why_no_stand_in(config: TransformerConfig) -> str | None:
-    """Why a rank that runs out of memory cannot finish its step with zeros; None where it may."""
+    """Why a rank that runs out of memory cannot finish its step with zeros; None if it can."""
     if parallel_state.model_parallel_is_initialized():
         for name, size in _GROUPS_INSIDE_LAYERS.items():
             if getattr(parallel_state, size)() > 1:
-                return f"ranks of a {name} parallel group meet inside layers"
+                return f"ranks of a {name} parallel group communicate inside layers"
     for flag, kept in _KEPT_BETWEEN_FORWARDS.items():
         if getattr(config, flag, False):
             return f"{flag} keeps {kept}"
     if config.fp8 and config.fp8_recipe == "delayed":
-        return "delayed scaling takes fp8's scales from the microbatches before"
+        return "delayed scaling takes fp8's scales from earlier microbatches"
     return None
 
 
 def leave_interrupted_checkpoint() -> None:
-    """Clear what a checkpoint left behind that an exception ended.
+    """Clear the flag that a checkpoint leaves set when an exception ends it.
 
     Symptom: `is_checkpointing()` stays true. Reference: `CheckpointFunction.forward` in
     `tensor_parallel.random` sets the flag without `finally`. Remove when it does.
@@ -61,7 +61,7 @@ def leave_interrupted_checkpoint() -> None:
 
 
 def stop_interrupted_timer(config: TransformerConfig) -> None:
-    """Stop the timer of a backward that an exception ended.
+    """Stop the timer of a backward that was ended by an exception.
 
     Symptom: "timer has already been started" in the next step, with `timing_log_level` 2.
     Reference: `backward_step` of `pipeline_parallel.schedules`, 0.16 to 0.19, stops it without
@@ -80,16 +80,16 @@ def output_shape(
     received: torch.Size | None,
     another: torch.Size,
 ) -> torch.Size | None:
-    """The shape of what a forward returns, on a rank that shares its layers with no other.
+    """The shape of a forward's output, on a rank without collectives inside its layers.
 
     Args:
         model: a bare model chunk.
-        tokens: of the microbatch, [b, s]; None on a stage that takes none.
-        received: hidden states from the stage before, [s, b, h]; None on the first.
-        another: what the forward returns for another microbatch.
+        tokens: shape of the microbatch's tokens, [b, s]; None on a stage that gets none.
+        received: shape of the hidden states from the previous stage, [s, b, h]; None on the first.
+        another: shape of the output for another microbatch.
 
     Returns:
-        None where it is not known for this model.
+        None if it is not known for this model.
     """
     if tokens is None:
         return received
@@ -101,14 +101,14 @@ def output_shape(
 
 
 def forget_lost_step(config: TransformerConfig, chunks: Sequence[Chunk]) -> None:
-    """Drop what Megatron's routers have counted for `finalize_model_grads`, which is left out."""
+    """Drop what Megatron's routers have counted for `finalize_model_grads`, which is skipped."""
     reset_model_temporary_tensors(config, list(chunks))
 
 
 def loss_groups() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The trackers of losses that are logged, each with the groups it reduces over.
 
-    Symptom: after a lost step ranks wait for ever where losses are logged. Reference:
+    Symptom: after a lost step ranks wait forever when losses are logged. Reference:
     `MTPLossLoggingHelper` and `DSAIndexerLossLoggingHelper` of 0.16 to 0.19 learn the groups in a
     forward and forget them when they log. Remove when they do not.
     """

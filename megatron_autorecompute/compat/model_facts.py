@@ -1,4 +1,4 @@
-"""What a model is built from, as facts that a profile carries, and the config built from them."""
+"""Describes how a model is built, as facts in a profile, and builds a config from the facts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = (
     "position_embedding_type",
     "share_embeddings_and_output_weights",
 )
-"""What `of_model` returns and `verify` needs to build a model again."""
+"""Names of the facts that `of_model` returns; `verify` needs them to build the model again."""
 
 _FUNCTIONS = {
     "silu": torch.nn.functional.silu,
@@ -31,12 +31,12 @@ _FUNCTIONS = {
 
 
 def of_model(chunks: Sequence[Chunk]) -> dict[str, Any]:
-    """What a GPTModel is built from, JSON-able, for `Model.facts` of a profile; see NAMES.
+    """How a GPTModel is built, as JSON values for `Model.facts` of a profile; see NAMES.
 
-    The same from every rank but one without layers, which lacks transformer_impl. Empty for other
-    models: how to build them is not known here.
+    All ranks return the same, but a rank without layers lacks transformer_impl. Empty for other
+    models, which `verify` cannot build.
     """
-    # Not above: it is built of modules that import `compat` where Megatron's sources are patched.
+    # Not at the top: if Megatron's sources are patched, its modules import `compat`.
     from megatron.core.models.gpt import GPTModel
 
     model = model_layers.unwrapped(chunks[0])
@@ -56,11 +56,11 @@ def of_model(chunks: Sequence[Chunk]) -> dict[str, Any]:
 
 
 def of_config(config: TransformerConfig) -> dict[str, Any]:
-    """The fields of a config that differ from TransformerConfig's defaults, JSON-able.
+    """The fields of a config that differ from TransformerConfig's defaults, as JSON values.
 
-    Numbers, texts, lists of these, dtypes and the usual activation functions; initialisers and a
-    running job's callbacks have no part in what a step holds, nor have fields that other packages
-    add, and recompute fields are the plan's.
+    Included are numbers, texts, lists of these, dtypes and the usual activation functions. Left out
+    are initialisers, callbacks and fields that other packages add, which do not change a step's
+    bytes, and the recompute fields, which the plan has.
     """
     config_class = (
         MLATransformerConfig if isinstance(config, MLATransformerConfig) else TransformerConfig
@@ -90,8 +90,8 @@ def _is_plain(value: Any) -> bool:
 def rebuilt_config(facts: dict[str, Any], changed: dict[str, Any]) -> TransformerConfig:
     """The config that `of_config` described, with some fields changed.
 
-    Raises ProfileError for fields the installed version does not have, and for what Megatron
-    refuses.
+    Raises ProfileError for fields that the installed version does not have, and if Megatron refuses
+    the config.
     """
     config_class = (
         MLATransformerConfig if facts.get("multi_latent_attention") else TransformerConfig

@@ -1,7 +1,6 @@
 """Which layers a model has, in blocks and in multi-token prediction, and their global indices.
 
-Indices are 0-based here as everywhere; Megatron's 1-based `layer_number` is turned into them in
-this file and nowhere else.
+Indices are 0-based here as everywhere. Only this file converts Megatron's 1-based `layer_number`.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ def constructed_types() -> tuple[type, ...]:
 def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
     """Every block of layers below `modules` (model chunks, wrapped or bare).
 
-    T5's encoder and decoder both number their layers from 1: here the decoder's follow the
-    encoder's, in the order they run.
+    T5's encoder and decoder both number their layers from 1; here the decoder's indices follow the
+    encoder's, in the order in which layers run.
 
     Raises:
-        PolicyError: two other blocks number their layers alike, or a T5Model is in stages.
+        PolicyError: two other blocks have equal layer numbers, or a T5Model has several stages.
     """
     chunks = list(modules)
     before = {id(t5.decoder): len(t5.encoder.layers) for t5 in _encoder_decoders(chunks)}
@@ -74,8 +73,8 @@ def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
     indices = [index for site in sites for index in site.layers]
     if len(set(indices)) != len(indices):
         raise PolicyError(
-            "Two blocks of this model number their layers alike: apply a policy of its own to each "
-            "block, as apply(policy, model.decoder)."
+            "Two blocks of this model have the same layer numbers: apply a separate policy to each "
+            "block, as in apply(policy, model.decoder)."
         )
     return sites
 
@@ -90,15 +89,15 @@ def _encoder_decoders(chunks: Iterable[Chunk]) -> list[T5Model]:
     for t5 in found:
         if t5.encoder is None or t5.decoder is None or parallel.pipeline_size() > 1:
             raise PolicyError(
-                f"A T5Model on {parallel.pipeline_size()} pipeline stages: one policy for its "
-                "encoder and its decoder needs both whole on one, pipeline_model_parallel_size=1, "
-                "which is all that Megatron's pretrain_t5.py takes."
+                f"A T5Model on {parallel.pipeline_size()} pipeline stages: a policy for its "
+                "encoder and decoder needs both on one stage, pipeline_model_parallel_size=1, as "
+                "does Megatron's pretrain_t5.py."
             )
     return found
 
 
 def encoder_layers(chunks: Iterable[Chunk]) -> int:
-    """How many layers of an encoder (T5's) come before the decoder's; 0 elsewhere."""
+    """How many layers an encoder (T5) has before the decoder's; 0 for other models."""
     return sum(len(t5.encoder.layers) for t5 in _encoder_decoders(chunks))
 
 
@@ -141,5 +140,5 @@ def unwrapped(chunk: Chunk) -> Chunk:
 
 
 def final_norm(block: Block) -> torch.nn.Module | None:
-    """The norm behind the last layer: `final_layernorm`, or `final_norm` of a HybridStack."""
+    """The norm after the last layer: `final_layernorm`, or `final_norm` of a HybridStack."""
     return getattr(block, "final_layernorm", None) or getattr(block, "final_norm", None)

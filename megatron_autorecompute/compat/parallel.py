@@ -1,4 +1,4 @@
-"""This rank's place among the others, and the groups it waits for."""
+"""This rank's pipeline stage, and the process groups it waits for."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def groups_inside(block: Block) -> list[Any]:
 
 
 def global_buffers() -> list[torch.Tensor]:
-    """Megatron's buffers that all layers share and that stay once made (unfused attention's)."""
+    """Megatron's buffers that all layers share and that stay once allocated (unfused attention)."""
     if not parallel_state.model_parallel_is_initialized():
         return []
     return list(parallel_state.get_global_memory_buffer().buffer.values())

@@ -16,6 +16,7 @@ import torch
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import layer_modules, versions
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.errors import MachineError, PolicyError, UnsupportedVersionError
@@ -72,7 +73,7 @@ def check_allowed(config: TransformerConfig, policy: RecomputePolicy) -> None:
 
 
 def is_allowed(config: TransformerConfig, choice: LayerPolicy) -> bool:
-    """Whether `check_allowed` has nothing against a choice."""
+    """Whether `check_allowed` accepts a choice."""
     try:
         check_allowed(config, RecomputePolicy((choice,) * choice.group))
     except PolicyError:
@@ -95,7 +96,7 @@ def _check_known(choice: LayerPolicy) -> None:
 
 
 def _check_own_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
-    """What is wrong upstream and not refused there."""
+    """Raise PolicyError for combinations that Megatron accepts but runs wrongly."""
     rules = [
         (
             "layernorm" in choice.modules and getattr(config, "fused_residual_rmsnorm", False),
@@ -108,7 +109,7 @@ def _check_own_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
         (
             choice.granularity == "full"
             and getattr(config, "fine_grained_activation_offloading", False),
-            "fine_grained_activation_offloading moves tensors a full recompute makes anew",
+            "fine_grained_activation_offloading moves tensors that full recompute makes again",
         ),
     ]
     for broken, reason in rules:
@@ -120,10 +121,8 @@ def _refusal(config: TransformerConfig, choice: LayerPolicy) -> str | None:
     """Megatron's reason against running the whole model with `choice`, or None."""
     trial = copy.copy(config)
     trial.recompute_policy = None
-    trial.recompute_granularity = None if choice.granularity == "none" else choice.granularity
-    trial.recompute_method = "uniform" if choice.granularity == "full" else None
-    trial.recompute_num_layers = choice.group if choice.granularity == "full" else None
-    trial.recompute_modules = list(choice.modules)
+    for name, value in megatron_fields.of_choice(choice).items():
+        setattr(trial, name, value)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user's own config has already warned
@@ -135,8 +134,8 @@ def _refusal(config: TransformerConfig, choice: LayerPolicy) -> str | None:
 
 
 def _own_post_init(config: TransformerConfig) -> Callable[[TransformerConfig], None]:
-    """`__post_init__` of Megatron's own class. A class derived from it has been through its own,
-    which may take an InitVar, gone since, and may not be meant to run twice."""
+    """`__post_init__` of Megatron's own class. A subclass's own has run already; it may take an
+    InitVar, which no longer exists, and may not be meant to run twice."""
     kinds = type(config).__mro__
     own: Any = next(kind for kind in kinds if kind.__module__.startswith("megatron."))
     post_init: Callable[[TransformerConfig], None] = own.__post_init__
@@ -144,12 +143,13 @@ def _own_post_init(config: TransformerConfig) -> Callable[[TransformerConfig], N
 
 
 def check_compiler(policy: RecomputePolicy) -> None:
-    """Refuse what would fail in the middle of the first step for want of TE or a compiler.
+    """Refuse modules that would fail in the first step because TE or a compiler is missing.
 
-    Symptoms, of modules whose output is discarded and recomputed: without Transformer Engine a
-    NameError, as `CheckpointWithoutOutput` takes `fp8=False` for fp8; since 0.17 a C++ extension
-    compiled at run time. Reference: `tensor_parallel.random`, `CheckpointWithoutOutput.__init__`
-    and `_get_share_storage`. Remove when the first is mended and the extension comes built.
+    Symptoms, for modules whose output is discarded and recomputed: without Transformer Engine a
+    NameError, because `CheckpointWithoutOutput` takes `fp8=False` for fp8; since 0.17 a C++
+    extension is compiled at run time. Reference: `tensor_parallel.random`,
+    `CheckpointWithoutOutput.__init__` and `_get_share_storage`. Remove when the first is fixed and
+    the extension is shipped compiled.
 
     Raises:
         MachineError: Transformer Engine, g++ (or $CXX) or ninja is missing.
@@ -188,8 +188,8 @@ def runnable_modules(layer: Layer) -> list[str]:
 def usable_modules(layer: Layer) -> list[str]:
     """Those of `runnable_modules` that keep results bit-identical.
 
-    `layernorm` on torch's RMSNorm is left out: its recompute adds gradients up in another order
-    (1e-8 to 1e-7). Say it explicitly to use it.
+    `layernorm` on torch's RMSNorm is left out: its recompute adds gradients in another order
+    (differences of 1e-8 to 1e-7). A policy may still name it.
     """
     return [
         name
@@ -208,11 +208,8 @@ def _can_be_compiled(module: str) -> bool:
 
 
 def own_recompute(config: TransformerConfig) -> str | None:
-    """Megatron's own recompute settings said as a policy, or None when there are none."""
+    """Megatron's own recompute settings as policy text, or None if there are none."""
     if getattr(config, "moe_layer_recompute", False):
         return "selective[moe]"
-    if config.recompute_granularity == "selective":
-        return f"megatron:selective[{'+'.join(config.recompute_modules or ['core_attn'])}]"
-    if config.recompute_granularity == "full":
-        return f"megatron:{config.recompute_method}/{config.recompute_num_layers}"
-    return None
+    strategy = megatron_fields.strategy_of(config)
+    return None if strategy is None else str(strategy)

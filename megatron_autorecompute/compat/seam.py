@@ -1,4 +1,4 @@
-"""Where a block's full recompute happens in Megatron, and how a block is given its own."""
+"""Where Megatron runs a block's full recompute, and how a block is made to run its policy there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_autorecompute.errors import ApplyError, UnsupportedVersionError
 
 
 def is_method() -> bool:
-    """Whether `_checkpointed_forward` is still a method (through 0.17); a free function since."""
+    """Whether `_checkpointed_forward` is a method (through 0.17); since 0.18 it is a function."""
     return hasattr(TransformerBlock, "_checkpointed_forward")
 
 
@@ -31,10 +31,10 @@ def _seam_modules() -> list[Any]:
 
 
 def checkpointed_forward(block: Block) -> Callable[..., Any]:
-    """Megatron's own checkpointed forward for `block`, taking the block as first argument.
+    """Megatron's own checkpointed forward for `block`; it takes the block as first argument.
 
     Raises:
-        UnsupportedVersionError: the sources have it in neither place.
+        UnsupportedVersionError: Megatron has it in neither of the two known places.
     """
     if is_method():
         method: Callable[..., Any] = type(block)._checkpointed_forward
@@ -46,7 +46,7 @@ def checkpointed_forward(block: Block) -> Callable[..., Any]:
             f"megatron-core {versions.installed()} has neither "
             "TransformerBlock._checkpointed_forward nor "
             "megatron.core.recompute.checkpointed_forward; tested are "
-            f" {', '.join(versions.TESTED)}."
+            f"{', '.join(versions.TESTED)}."
         ) from error
     megatrons: Callable[..., Any] = inspect.unwrap(_originals.get(transformer_block, function))
     return megatrons
@@ -55,7 +55,7 @@ def checkpointed_forward(block: Block) -> Callable[..., Any]:
 _RUNNER = "_autorecompute_runner"
 _originals: dict[Any, Callable[..., Any]] = {}
 _runners: set[weakref.ref[Runner]] = set()
-"""Those alive. Until the last one is let go of, Megatron's free functions ask for them."""
+"""Runners that are alive. While there are any, Megatron's functions are replaced."""
 
 
 class Runner:
@@ -63,7 +63,8 @@ class Runner:
 
     Args:
         run: takes the block, `segments`, and what Megatron's checkpointed forward takes.
-        segments: what else it needs; of the block at most what is copied and pickled with it.
+        segments: further arguments of `run`; they may refer to the block only through objects that
+            are copied and pickled with it.
     """
 
     def __init__(self, run: Callable[..., Any], segments: Any) -> None:
@@ -77,7 +78,7 @@ class Runner:
 
 
 class _OfBlock:
-    """Through 0.17, what stands in a block in place of the method; it does not keep the block."""
+    """Replaces the method in a block (through 0.17), with a weak reference to the block."""
 
     def __init__(self, block: Block, runner: Runner) -> None:
         self.block, self.runner = weakref.ref(block), runner
@@ -105,7 +106,7 @@ def redirect(block: Block, runner: Runner) -> None:
 
 
 def restore(block: Block) -> None:
-    """Undo `redirect`; when no block has a runner any more, Megatron's functions are its own."""
+    """Undo `redirect`; when no runner is alive any more, Megatron's functions are restored."""
     block.__dict__.pop("_checkpointed_forward", None)
     block.__dict__.pop(_RUNNER, None)
 
@@ -126,7 +127,7 @@ def _let_go(runner: weakref.ref[Runner]) -> None:
 
 
 def dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's free function, but a block that brings a runner goes through that."""
+    """Megatron's function, except that a block with a runner goes through the runner."""
 
     def checkpointed_forward(block: Block, *args: Any, **kwargs: Any) -> Any:
         runner = block.__dict__.get(_RUNNER)

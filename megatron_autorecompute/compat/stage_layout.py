@@ -1,4 +1,4 @@
-"""How many layers a policy covers and which stage holds which, from a config's own fields."""
+"""How many layers a policy covers, and which stage holds which, from a config's fields."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def pipeline_layout(config: TransformerConfig, encoder_layers: int = 0) -> Layou
         num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
         account_for_embedding_in_pipeline_split=config.account_for_embedding_in_pipeline_split,
         account_for_loss_in_pipeline_split=config.account_for_loss_in_pipeline_split,
-        # Megatron turns the text or list into an object that keeps what was given.
+        # Megatron turns the text or list into an object that keeps the original.
         pipeline_model_parallel_layout=getattr(given, "input_data", given),
     )
 
 
 def counted_chunks(config: TransformerConfig, encoder_layers: int = 0) -> list[list[int]]:
-    """The chunks that Megatron's block/N and uniform/N count in, as layer indices without MTP.
+    """Layer indices, without MTP, of the chunks within which block/N and uniform/N count.
 
-    In model order, one for every pipeline chunk, an encoder's first.
+    In model order, one list for every pipeline chunk; an encoder's come first.
     """
     chunks = pipeline_layout(config).chunk_layers()
     decoder = [

@@ -1,6 +1,6 @@
-"""What mypy is told of Megatron's modules.
+"""Types of Megatron's modules for mypy.
 
-Megatron comes without types, and torch types every attribute of a module as a tensor or a module.
+Megatron has no types, and torch types every attribute of a module as a tensor or a module.
 """
 
 from typing import Any, TypeAlias
@@ -12,4 +12,4 @@ Block: TypeAlias = Any
 """A TransformerBlock, HybridStack or MultiTokenPredictionLayer."""
 
 Layer: TypeAlias = Any
-"""What stands in a block's `layers`, or a MultiTokenPredictionLayer."""
+"""An element of a block's `layers`, or a MultiTokenPredictionLayer."""

@@ -1,4 +1,4 @@
-"""Which megatron-core is installed, and what it does otherwise than the others."""
+"""Which megatron-core is installed, and how it differs from other versions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def installed() -> Version:
 
 
 def uniform_needs_whole_groups() -> bool:
-    """Whether `uniform` reads beyond the end of a chunk that is no multiple of N (0.16)."""
+    """Whether `uniform` fails if a chunk's layers are not a multiple of N (0.16: IndexError)."""
     return installed() < Version("0.17.0")
 
 
@@ -43,7 +43,7 @@ def frees_outputs_being_sent() -> bool:
 
 
 def fused_kernels() -> ModuleType | None:
-    """What `megatron.training` compiles with nvcc where it starts, through 0.16; None since."""
+    """The module that `megatron.training` compiles with nvcc at start (0.16); None since 0.17."""
     from megatron.training import initialize
 
     return getattr(initialize, "fused_kernels", None)
@@ -57,7 +57,7 @@ def compiles_shared_storage() -> bool:
 
 
 def unbound_te_names() -> list[tuple[ModuleType, str]]:
-    """Names that a module uses and without Transformer Engine never binds, with it (0.16)."""
+    """(module, name): names that a module uses but binds only with Transformer Engine (0.16)."""
     from megatron.core.transformer.moe import moe_utils
 
     names = ["te_general_gemm"]
@@ -65,9 +65,10 @@ def unbound_te_names() -> list[tuple[ModuleType, str]]:
 
 
 def auxiliary_loss_log() -> tuple[ModuleType, str, Any]:
-    """Where the process logs auxiliary losses by layer: module, attribute, what it is when empty.
+    """Where the process logs auxiliary losses by layer: module, attribute, and its empty value.
 
-    A dictionary in moe_utils at first, an object made at its first use in moe_logging since.
+    In older versions a dictionary in moe_utils, in newer ones an object in moe_logging that is made
+    at its first use.
     """
     from megatron.core.transformer.moe import moe_utils
 
@@ -81,7 +82,7 @@ def auxiliary_loss_log() -> tuple[ModuleType, str, Any]:
 def grouped_mlp(linear_fc1: type, linear_fc2: type) -> Any:
     """What a BackendSpecProvider's `grouped_mlp_modules` returns for experts of these layers.
 
-    A pair of class and submodules through 0.17, a builder since.
+    Through 0.17 a pair of class and submodules, since 0.18 a builder.
     """
     from megatron.core.transformer.moe import experts
 
@@ -93,6 +94,6 @@ def grouped_mlp(linear_fc1: type, linear_fc2: type) -> Any:
 
 
 def qk_norm_resolver() -> ModuleType | None:
-    """The module that asks a backend for MLA's query and key norms, since 0.19; None before."""
+    """The module that asks a backend for MLA's query and key norms (since 0.19), else None."""
     name = "megatron.core.transformer.mla_qk_norm_config"
     return importlib.import_module(name) if importlib.util.find_spec(name) else None

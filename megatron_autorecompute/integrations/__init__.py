@@ -1,1 +1,1 @@
-"""Ways into other programs' training jobs, one file for each; nothing else imports these."""
+"""Connects this package to training programs, one module each."""

@@ -8,9 +8,9 @@
     megatron_bridge.set_policy(cfg.model, "auto")
     megatron_bridge.pretrain(cfg, forward_step)        # Bridge's own, with our callback
 
-`auto` is the same `AutoTuner` as in Megatron-LM; this module only tells it of the job and calls it
-around every step. Written against Bridge 0.3.1; what was read of and run with 0.6.0 is in
-docs/bridge.md. Importing this module imports neither torch nor megatron.
+`auto` is the same `AutoTuner` as in Megatron-LM; this module gives it facts about the job and calls
+it around every step. Written for Bridge 0.3.1; docs/bridge.md lists what was read and run of 0.6.0.
+Importing this module imports neither torch nor megatron.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
-from megatron_autorecompute.planner import launch_lines, megatron_strategies
-from megatron_autorecompute.planner.megatron_strategies import FIELD, NO_RECOMPUTE_FIELDS
+from megatron_autorecompute.megatron_fields import POLICY_FIELD
+from megatron_autorecompute.planner import launch_lines
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
@@ -40,18 +41,18 @@ OUTSIDE_CONFIGS = (
     ("dist", "use_tp_pp_dp_mapping"),
     ("train", "empty_unused_memory_level"),
 )
-"""Settings that change bytes or times of a step as those of the same meaning do in Megatron-LM:
+"""Settings that change bytes or times of a step; the counterpart of
 `integrations.megatron_lm.OUTSIDE_CONFIGS`."""
 
 
 def install() -> None:
     """Make `recompute_policy` a field of every Bridge model config; call before importing Bridge.
 
-    Calling it again changes nothing.
+    A second call changes nothing.
 
     Raises:
         ApplyError: Bridge was imported first, so its classes were made without the field.
-        UnsupportedVersionError: a megatron-core whose sources are not known.
+        UnsupportedVersionError: this version of megatron-core is not supported.
     """
     if "megatron.bridge" in sys.modules and not _has_field():
         raise ApplyError(
@@ -69,48 +70,46 @@ def install() -> None:
 def _has_field() -> bool:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return FIELD in TransformerConfig.__dataclass_fields__
+    return POLICY_FIELD in TransformerConfig.__dataclass_fields__
 
 
 def set_policy(model: Any, policy: str | list[str] | dict[str, Any] | None) -> None:
-    """Give a recipe's model a policy in place of the recompute settings that the recipe made.
+    """Give a recipe's model a policy, in place of the recipe's own recompute settings.
 
     Args:
         model: `cfg.model`, a provider or a ModelConfig.
         policy: "auto", a policy's text, "@FILE", a list with one choice per layer, or None.
 
     Raises:
-        ApplyError: the config's class is without the field, as `install()` was not called.
+        ApplyError: the config's class lacks the field, because `install()` was not called.
     """
     config = _core_config(model)
-    if FIELD not in type(config).__dataclass_fields__:
+    if POLICY_FIELD not in type(config).__dataclass_fields__:
         raise ApplyError(
             f"{type(config).__name__} has no field recompute_policy: call "
             "megatron_bridge.install() above the first import of megatron.bridge."
         )
-    for name, value in {**NO_RECOMPUTE_FIELDS, FIELD: policy}.items():
+    for name, value in {**megatron_fields.NO_RECOMPUTE, POLICY_FIELD: policy}.items():
         setattr(config, name, value)
 
 
 def _core_config(model: Any) -> Any:
-    """What the layers are built from: a provider is one; a ModelConfig (since 0.4) holds one."""
+    """The config that layers are built from: a provider itself, or inside a ModelConfig (0.4)."""
     return vars(model).get("transformer", model)
 
 
 # --- a policy in Megatron's own fields ------------------------------------------------------------
 
 
-def megatron_fields(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
-    """The same in Megatron's own fields, or None where they cannot say it or run it.
+def fields_of_policy(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
+    """The policy in Megatron's own fields, or None if they cannot express or run it.
 
     Args:
         policy: one choice for every layer.
-        model: `cfg.model`; its pipeline layout says what `uniform` and `block` count in.
+        model: `cfg.model`; `uniform` and `block` count in the chunks of its pipeline layout.
     """
     config = _core_config(model)
-    return megatron_strategies.megatron_fields(
-        policy, _chunks(config), linear_bias=config.add_bias_linear
-    )
+    return megatron_fields.of_policy(policy, _chunks(config), linear_bias=config.add_bias_linear)
 
 
 def _chunks(config: Any) -> list[tuple[int, ...]]:
@@ -125,13 +124,13 @@ def _chunks(config: Any) -> list[tuple[int, ...]]:
 
 
 def resolve(cfg: Any) -> RecomputePolicy | None:
-    """Check the policy in a config, and write it there in its lasting form.
+    """Check the policy in a config, and write it back in the form in which it is saved.
 
-    A policy that Megatron's own fields can say is written in these alone, so that a saved config
-    and its checkpoint load without this package. Any other becomes a list with one choice per
-    layer, so that it outlives the file it came from. With PEFT it always stays a list: Megatron's
-    own recompute can leave adapters behind frozen layers without gradients, which Bridge's
-    `maybe_enable_recompute_inputs_grad` mends for `full` only.
+    A policy that Megatron's own fields can express is written to these fields alone, so that a
+    saved config and its checkpoint load without this package. Any other becomes a list with one
+    choice per layer, so that it does not depend on the file it came from. With PEFT it always
+    becomes a list: Megatron's own recompute can leave adapters after frozen layers without
+    gradients, and Bridge's `maybe_enable_recompute_inputs_grad` mends this for `full` only.
 
     Args:
         cfg: Bridge's ConfigContainer, not yet given to Bridge's `pretrain`.
@@ -142,13 +141,13 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     Raises:
         PolicyError: it does not fit the model, Bridge or Megatron refuse it, or Megatron's own
             recompute fields are set as well.
-        OptionError: `auto` together with what it cannot measure.
+        OptionError: `auto` together with settings that it cannot measure.
     """
     from megatron_autorecompute.compat import stage_layout
     from megatron_autorecompute.runtime import config_field
 
     config = _core_config(cfg.model)
-    value = getattr(config, FIELD, None)
+    value = getattr(config, POLICY_FIELD, None)
     if value is None:
         return None
     config_field.refuse_contradiction(config)
@@ -164,19 +163,19 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     fields = _lasting_fields(policy, cfg)
     for name, value in (fields or {}).items():
         setattr(config, name, value)
-    setattr(config, FIELD, None if fields is not None else policy.to_config())
+    setattr(config, POLICY_FIELD, None if fields is not None else policy.to_config())
     return policy
 
 
 def _lasting_fields(policy: RecomputePolicy, cfg: Any) -> dict[str, Any] | None:
-    return None if cfg.peft is not None else megatron_fields(policy, cfg.model)
+    return None if cfg.peft is not None else fields_of_policy(policy, cfg.model)
 
 
 def _ask_bridge(cfg: Any, choice: LayerPolicy) -> None:
-    """Bridge's own rules (CommOverlapConfig), which look at Megatron's fields only.
+    """Check a choice against Bridge's own rules (CommOverlapConfig), which read Megatron's fields.
 
     Raises:
-        PolicyError: with Bridge's reason, where the same config without recompute has none.
+        PolicyError: with Bridge's reason, if Bridge accepts the same config without recompute.
     """
     reason = _overlap_refusal(cfg, choice)
     if reason is not None and _overlap_refusal(cfg, LayerPolicy()) is None:
@@ -187,10 +186,8 @@ def _overlap_refusal(cfg: Any, choice: LayerPolicy) -> str | None:
     if cfg.comm_overlap is None:
         return None
     trial = copy.copy(_core_config(cfg.model))
-    trial.recompute_granularity = None if choice.granularity == "none" else choice.granularity
-    trial.recompute_method = "uniform" if choice.granularity == "full" else None
-    trial.recompute_num_layers = choice.group if choice.granularity == "full" else None
-    trial.recompute_modules = list(choice.modules)
+    for name, value in megatron_fields.of_choice(choice).items():
+        setattr(trial, name, value)
     overlap = copy.copy(cfg.comm_overlap)
     overlap.data_parallel_size = overlap.data_parallel_size or 1  # known once ranks have met
     overlap.finalize()
@@ -205,13 +202,13 @@ def _overlap_refusal(cfg: Any, choice: LayerPolicy) -> str | None:
 
 
 def apply_hook(policy: RecomputePolicy) -> Callable[[list[Any]], list[Any]]:
-    """A pre-wrap hook after which the policy is in force on every bare chunk.
+    """A pre-wrap hook that puts the policy in force on every bare chunk.
 
-    Blocks built from a config with the field run it already, and this makes all ranks of a stage
-    compare it now; where a model built its blocks from a config of its own, this applies it.
+    Blocks built from a config with the field already run it; then the hook makes all ranks of a
+    stage compare it. If a model built its blocks from another config, the hook applies it.
 
     Raises (the hook):
-        ApplyError: some blocks run it and others do not, or ranks disagree.
+        ApplyError: only some blocks run it, or ranks have different policies.
         PolicyError: no block of this model can run a policy.
     """
 
@@ -256,14 +253,14 @@ def pretrain(
         options: of `auto`; without a plan path the plan goes to the folder of `checkpoint.save`.
 
     Raises:
-        AutorecomputeError: the policy or plan cannot work; before any model is built as far as
-            this can be known then.
+        AutorecomputeError: the policy or plan cannot work; if possible, raised before any model is
+            built.
     """
     from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
 
     options = options or AutoOptions()
     config = _core_config(cfg.model)
-    given = getattr(config, FIELD, None)
+    given = getattr(config, POLICY_FIELD, None)
     is_auto = given == "auto"
     refuse_plan_only_without_auto(options, given, as_field)
     _refuse_cpu(options)
@@ -272,7 +269,7 @@ def pretrain(
         with claimed(), callback(options) as tuning:
             bridge_pretrain(cfg, forward_step_func, [tuning, *callbacks])
         return
-    if policy is not None and getattr(config, FIELD) is not None:  # not in native fields
+    if policy is not None and getattr(config, POLICY_FIELD) is not None:  # not in native fields
         register(cfg.model, apply_hook(policy))
     bridge_pretrain(cfg, forward_step_func, list(callbacks))
 
@@ -287,7 +284,7 @@ def _refuse_cpu(options: AutoOptions) -> None:
 
 @contextmanager
 def claimed() -> Iterator[None]:
-    """Models built meanwhile may have `auto` in their field: somebody decides."""
+    """In this block models may be built with `auto` in their field."""
     from megatron_autorecompute.runtime import config_field
 
     config_field.claim_auto(HOLDER)
@@ -299,9 +296,9 @@ def claimed() -> Iterator[None]:
 
 @contextmanager
 def callback(options: AutoOptions) -> Iterator[Any]:
-    """A Bridge callback that runs `auto`; when the block ends, model and optimizer are left alone.
+    """A Bridge callback that runs `auto`; it releases model and optimizer when the block ends.
 
-    Where training fails within a step, that step ends with the error, as it would in a `with`.
+    If training fails within a step, the step's context ends with the error, as in a `with`.
     """
     from megatron.bridge.training.callbacks import Callback
 
@@ -355,7 +352,7 @@ def _facts(state: Any) -> Any:
 
 
 def shapes_of(cfg: Any) -> dict[str, str]:
-    """What a plan holds for that no config of Megatron-Core says, as Bridge's config has it."""
+    """Facts that a plan depends on and only Bridge's config has, not Megatron-Core's."""
     given = {
         f"{part}.{name}": getattr(getattr(cfg, part, None), name, None)
         for part, name in OUTSIDE_CONFIGS

@@ -1,9 +1,9 @@
-"""Megatron-LM's training job: the places where it meets this package, as decorators.
+"""Connects this package to a Megatron-LM training job, by decorators on Megatron's functions.
 
-Each decorator names the one upstream function it is for. The launcher (`pretrain`) puts them on at
+Each decorator names the one Megatron function it is for. The launcher (`pretrain`) applies them at
 run time with `install()`; the files under `patches/` write the same decorators into Megatron's
-sources. Both ways therefore do the same. The decorated functions have had these names, and the
-arguments used here, from core_r0.16.0 to main of August 2026.
+sources. So both ways do the same. The decorated functions have the same names and arguments from
+core_r0.16.0 to main of August 2026.
 
 Importing this module imports neither torch nor megatron: patched sources import it from within
 their own modules, before those are complete.
@@ -39,24 +39,24 @@ Function = Callable[..., Any]
 
 HOLDER = "Megatron-LM's training job"
 RANK_0_SPEAKS_S = 10.0
-"""How long other ranks leave the word to rank 0. torchrun ends them within 0.1 s of its exit."""
+"""Seconds for which other ranks let rank 0 print an error. torchrun ends them 0.1 s after it."""
 
 
 class Tuner(Protocol):
-    """What `controller.AutoTuner` gives a training job."""
+    """The interface of `controller.AutoTuner` for a training job."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Around every training step. A lost one is one that Megatron itself counts as skipped."""
+        """Surround a training step; Megatron counts a lost one as skipped."""
 
     def close(self) -> None:
-        """At the end of training."""
+        """Stop at the end of training."""
 
 
 _MARK = "_autorecompute"
 _tuner: Tuner | None = None
 _for_whole_model: str | None = None
-"""A policy for T5's encoder and decoder together, which no config can hold: its field covers the
-layers of that config, and the encoder has one of its own."""
+"""A policy for T5's encoder and decoder together. No config can have it, because encoder and
+decoder have separate configs, and the field covers the layers of one config."""
 _on_cpu = False
 OUTSIDE_CONFIGS = (
     "decoder_seq_length",
@@ -66,12 +66,12 @@ OUTSIDE_CONFIGS = (
     "use_tp_pp_dp_mapping",
     "empty_unused_memory_level",
 )
-"""Arguments that change bytes or times of a step: what a microbatch brings, how ranks are numbered,
-when the allocator's cache is emptied. Not every version has all of them."""
+"""Arguments that change bytes or times of a step: tensors of a microbatch, the numbering of ranks,
+emptying of the allocator's cache. Not every version has all of them."""
 
 
 def _decorates(original: Function) -> Callable[[Function], Function]:
-    """`functools.wraps`, with a mark that tells a decorated function."""
+    """`functools.wraps`, with a mark by which a decorated function is recognised."""
 
     def mark(wrapper: Function) -> Function:
         setattr(wrapper, _MARK, True)
@@ -99,7 +99,7 @@ def with_flags(add_megatron_arguments: Function) -> Function:
 
 
 def with_check(validate_args: Function) -> Function:
-    """For `validate_args`: refuse what cannot work before any model is built; claim `auto`."""
+    """For `validate_args`: refuse what cannot work, before a model is built, and claim `auto`."""
 
     @_decorates(validate_args)
     def wrapper(args: Namespace, *others: Any, **named: Any) -> Any:
@@ -117,9 +117,9 @@ def check(args: Namespace) -> None:
     """Check parsed and validated arguments, and claim `auto` for the models built from now on.
 
     Raises:
-        OptionError: an option of auto cannot be meant, or was given without auto; or auto was
-            given with what it cannot measure.
-        MachineError: a run without CUDA was asked for and nobody prepared it.
+        OptionError: an option of auto is impossible, or was given without auto; or auto was given
+            with settings that it cannot measure.
+        MachineError: a run without CUDA was asked for, but not prepared by the launcher.
         PolicyError: the policy does not fit the model, Megatron refuses it, or Megatron's own
             recompute settings were given as well.
     """
@@ -140,7 +140,7 @@ def check(args: Namespace) -> None:
     encoder_layers = _encoder_layers(args)
     if encoder_layers and policy != "auto":
         args.recompute_policy = None
-    # Megatron builds the same config again for the model; here its rules cost no model.
+    # Megatron builds the same config again for the model; here its rules are checked early.
     model_config = arguments.core_transformer_config_from_args(args)
     if encoder_layers and policy != "auto":
         _keep_for_whole_model(model_config, encoder_layers, policy)
@@ -150,7 +150,7 @@ def check(args: Namespace) -> None:
 
 
 def _encoder_layers(args: Namespace) -> int:
-    """Layers of T5's encoder, told by the flag that its script cannot do without; 0 elsewhere."""
+    """Layers of T5's encoder, from a flag that only T5's script requires; 0 for other models."""
     return 0 if args.decoder_seq_length is None else int(args.encoder_num_layers)
 
 
@@ -182,11 +182,11 @@ def _whole_policy(text: str, model_config: Any, encoder_layers: int) -> Any:
 
 
 def with_tuner(train: Function) -> Function:
-    """For `train`: under auto, an `AutoTuner` that lives as long as training does.
+    """For `train`: under auto, an `AutoTuner` for the whole training.
 
     Raises:
-        SystemExit: with the reason printed, when no part of this model can run a policy, or the
-            policy or plan turns out not to work.
+        SystemExit: with the reason printed, if no part of this model can run a policy, or the
+            policy or plan does not work.
     """
 
     @_decorates(train)
@@ -226,7 +226,7 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
 
 
 def with_step(train_step: Function) -> Function:
-    """For `train_step`: the tuner's context around every step; without a tuner nothing."""
+    """For `train_step`: the tuner's context around every step; no effect without a tuner."""
 
     @_decorates(train_step)
     def wrapper(*args: Any, **named: Any) -> Any:
@@ -240,20 +240,20 @@ def with_step(train_step: Function) -> Function:
 
 
 def _check_all_given(args: Namespace, model: Sequence[Any]) -> None:
-    """One error on every rank; otherwise those with a policy would wait for those without."""
+    """Raise the same error on every rank if their policies differ; otherwise they would hang."""
     from megatron_autorecompute.runtime.ranks import all_gather
 
     said = all_gather(_given(args, model))
     if len(set(said)) > 1:
         held = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
         raise ApplyError(
-            "--recompute-policy was not given alike on all ranks, which would wait for each other: "
+            "The ranks have different values of --recompute-policy and would wait for each other: "
             f"{held}. Start every rank with the same flags, and with files of the same content."
         )
 
 
 def _given(args: Namespace, model: Sequence[Any]) -> str:
-    """What this rank was given: nothing, auto, or a policy, by the digest of what it says."""
+    """What this rank was given, as text: nothing, auto, or a policy's digest."""
     from megatron_autorecompute.compat import model_layers
     from megatron_autorecompute.runtime import config_field
 
@@ -273,7 +273,7 @@ def _check_blocks(model: Sequence[Any], policy: str) -> None:
     if not any(isinstance(module, types) for chunk in model for module in chunk.modules()):
         raise ApplyError(
             f"--recompute-policy {policy} was given, but no part of this model can run a policy: "
-            f"megatron-core {versions.installed()} has layers of its own choice in "
+            f"with megatron-core {versions.installed()} a policy applies to "
             f"{', '.join(one.__name__ for one in types)}. Leave the flag out for this model."
         )
 
@@ -315,13 +315,13 @@ def _facts(args: Namespace) -> Any:
 
 
 def shapes_of(args: Namespace) -> dict[str, str]:
-    """What a plan holds for that only Megatron's arguments say, and none of its configs."""
+    """Facts that a plan depends on and only Megatron's arguments have, not its configs."""
     given = {name: getattr(args, name, None) for name in OUTSIDE_CONFIGS}
     return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _writers() -> list[Any]:
-    """Megatron's TensorBoard writer and W&B module, where this rank has them."""
+    """Megatron's TensorBoard writer and W&B module, if this rank has them."""
     from megatron.training import get_tensorboard_writer
     from megatron.training.global_vars import get_wandb_writer
 
@@ -332,7 +332,7 @@ def _writers() -> list[Any]:
 
 
 def with_policy_rules(post_init: Function) -> Function:
-    """For `TransformerConfig.__post_init__`: Megatron's own rules asked about every choice."""
+    """For `TransformerConfig.__post_init__`: checks every choice against Megatron's own rules."""
     return _lazily(post_init, "runtime.config_field", "checked_post_init")
 
 
@@ -342,15 +342,16 @@ def with_policy(init: Function) -> Function:
 
 
 def with_runner(checkpointed_forward: Function) -> Function:
-    """For `checkpointed_forward` (from 0.18 on): a block under a policy brings its own runner.
+    """For `checkpointed_forward` (from 0.18 on): a block under a policy runs its own runner.
 
-    For the patch only: without it `compat` does the same while a policy is in force.
+    Used by the patch only; without the patch `compat.seam` does the same while a policy is in
+    force.
     """
     return _lazily(checkpointed_forward, "compat.seam", "dispatching")
 
 
 def _lazily(original: Function, module: str, around: str) -> Function:
-    """`<module>.<around>(original)`, made at the first call: those modules import Megatron's."""
+    """`<module>.<around>(original)`, made at the first call: these modules import Megatron."""
     made: Function | None = None
 
     @_decorates(original)
@@ -368,11 +369,11 @@ def _lazily(original: Function, module: str, around: str) -> Function:
 
 
 def install() -> None:
-    """Decorate an untouched Megatron-LM; one that is patched or decorated stays as it is.
+    """Decorate an untouched Megatron-LM; no effect if it is already patched or decorated.
 
     Raises:
         MachineError: there is no `megatron.training` on sys.path.
-        UnsupportedVersionError: a version of megatron-core whose sources are not known.
+        UnsupportedVersionError: this version of megatron-core is not supported.
     """
     _require_training()
     from megatron.training import arguments, training
@@ -389,7 +390,7 @@ def install() -> None:
 
 
 def prepare_cpu() -> None:
-    """What `--recompute-run-on-cpu` asks for; before `install`.
+    """Prepare a run on CPU, for `--recompute-run-on-cpu`; call it before `install`.
 
     Raises:
         MachineError: CUDA is available, or there is no `megatron.training` on sys.path.
@@ -405,11 +406,11 @@ def prepare_cpu() -> None:
 
 
 def leave_together() -> None:
-    """At the end of a run without CUDA; after `prepare_cpu` only, elsewhere nothing.
+    """Destroy the process group at the end of a run on CPU; no effect without `prepare_cpu`.
 
-    Symptom: SIGABRT after "training is done" now and then: a rank that is gone closes connections
-    on which gloo's threads in other ranks still wait. Upstream: no script of Megatron-LM destroys
-    the process group. Remove when they do.
+    Symptom: an occasional SIGABRT after "training is done": a rank that has ended closes
+    connections on which gloo's threads in other ranks still wait. Upstream: no script of
+    Megatron-LM destroys the process group. Remove when they do.
     """
     import torch
 
@@ -419,7 +420,7 @@ def leave_together() -> None:
 
 
 def _skip_fused_kernels() -> None:
-    """Symptom: "unsupported operand type(s) for +: 'NoneType' and 'str'" where nvcc is looked for.
+    """Symptom: "unsupported operand type(s) for +: 'NoneType' and 'str'" in the search for nvcc.
 
     Upstream: `_compile_dependencies` of megatron/training/initialize.py compiles
     megatron/legacy/fused_kernels through 0.16. Remove when 0.16 is dropped.
@@ -435,8 +436,8 @@ def _keep_sent_outputs() -> None:
     """Symptom: with several chunks per stage gradients differ from run to run on gloo, or are NaN.
 
     Upstream: the schedule of 0.16 and 0.17 frees an output that gloo is still sending, and
-    `core_transformer_config_from_args` leaves no way to say `deallocate_pipeline_outputs=False`.
-    Remove when 0.17 is dropped.
+    `core_transformer_config_from_args` cannot set `deallocate_pipeline_outputs=False`. Remove when
+    0.17 is dropped.
     """
     from megatron.training import arguments
 
@@ -461,13 +462,13 @@ def _require_training() -> None:
         found = None
     if found is None:
         raise MachineError(
-            "There is no megatron.training here: this is what a Megatron-LM checkout has beside "
+            "There is no megatron.training on sys.path; a Megatron-LM checkout has it beside "
             "pretrain_gpt.py. Give the path of a script in a checkout, or set PYTHONPATH to one."
         )
 
 
 def _decorate(original: Function, decorator: Callable[[Function], Function]) -> None:
-    """Put the decorated function wherever Megatron imported the original one by name."""
+    """Replace the original by the decorated function in every module that imported it by name."""
     decorated, name = decorator(original), original.__name__
     for module in list(sys.modules.values()):
         if module.__name__.startswith("megatron.") and vars(module).get(name) is original:
@@ -477,7 +478,7 @@ def _decorate(original: Function, decorator: Callable[[Function], Function]) -> 
 def end(error: AutorecomputeError) -> NoReturn:
     """Print the error once and exit with its code.
 
-    Most errors come on all ranks alike: rank 0 says it, the others only if they live on.
+    Most errors are raised on all ranks: rank 0 prints it, the others only if they outlive rank 0.
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(RANK_0_SPEAKS_S)

@@ -1,12 +1,13 @@
-"""What a device can do at most, and the share of it that is assumed to be reached.
+"""Peak rates of devices, and the shares of them that operations are assumed to reach.
 
-Peaks come from `devices.json`, each with its source. The shares are assumptions, printed with every
-result; nothing here is measured.
+Peaks come from `devices.json`, which names their sources. The shares are assumptions, printed with
+every result; nothing here is measured.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -14,10 +15,13 @@ from importlib import resources
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.units import GIB
 
+_SAYS_NOTHING = re.compile(r"nvidia|gpu|sxm\d?|hbm\d?e?")
+"""Words of a GPU's name that every known device could have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the peaks that kernels reach, assumed; choices are compared on the same basis."""
+    """Assumed shares of the peaks that kernels reach; they are the same for all choices."""
 
     gemm: float = 0.6
     """Matrix products."""
@@ -40,17 +44,17 @@ class Device:
     name: str
     memory_bytes: int
     flops: Mapping[str, float]
-    """By precision: bf16, fp8, fp4; a precision the device lacks is missing."""
+    """By precision: bf16, fp8, fp4; without the precisions that the device lacks."""
     bandwidth_bytes: float
     link_bytes: float
-    """One direction, within a group of `link_domain` GPUs."""
+    """Bytes per second in one direction, within a group of `link_domain` GPUs."""
     link_domain: int
     network_bytes: float
-    """One direction, beyond."""
+    """Bytes per second in one direction, between such groups."""
     source: str
 
     def rate(self, precision: str) -> float:
-        """Peak of matrix products; raises OptionError where the device lacks the precision."""
+        """Peak of matrix products, in FLOP/s; OptionError if the device lacks the precision."""
         if precision not in self.flops:
             raise OptionError(
                 f"{self.name} has no {precision} arithmetic; it has {', '.join(self.flops)}. "
@@ -66,11 +70,19 @@ def devices() -> dict[str, Device]:
 
 
 def device(name: str) -> Device:
-    """One device; raises OptionError with the known names."""
+    """One device, by its name or by another name that can only mean it.
+
+    `h100`, `H100-SXM` and torch's `NVIDIA H100 80GB HBM3` are h100-80gb. Raises OptionError with
+    the known names for anything else, such as another form or another memory of the same chip.
+    """
     known = devices()
-    if name not in known:
-        raise OptionError(f"Unknown GPU {name!r}. Known: {', '.join(known)}.")
-    return known[name]
+    words = set(re.findall(r"[a-z0-9]+", re.sub(r"(\d) *gb\b", r"\1gb", name.lower())))
+    said = {word for word in words if not _SAYS_NOTHING.fullmatch(word)}
+    for each in known:
+        chip, memory = each.split("-")
+        if chip in said and said <= {chip, memory}:
+            return known[each]
+    raise OptionError(f"Unknown GPU {name!r}. Known: {', '.join(known)}.")
 
 
 def _device(name: str, data: Mapping[str, object]) -> Device:

@@ -1,6 +1,7 @@
 """A job from the flags of pretrain_gpt.py, read by Megatron's own parser.
 
-The wheels carry `megatron.training` from 0.17 on; without it a job is described in YAML.
+This needs `megatron.training`, which the wheels contain from 0.17 on; otherwise describe the job in
+YAML.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PRECISION_OF_RECIPE = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}
 
 
 def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
-    """The job that these flags start on so many GPUs.
+    """The job that these flags start on `num_gpus` GPUs.
 
     Raises MachineError without megatron.training, OptionError for flags that Megatron refuses.
     """
@@ -83,7 +84,7 @@ def _namespace(arguments: Any) -> Any:
     try:
         with contextlib.redirect_stderr(said):
             return arguments.parse_args()
-    except SystemExit as error:  # argparse has said why, below the usage of all flags
+    except SystemExit as error:  # argparse has printed the reason, below the usage of all flags
         reason = (
             said.getvalue().strip().rpartition("\n")[2].removeprefix("pretrain_gpt.py: error: ")
         )
@@ -91,7 +92,7 @@ def _namespace(arguments: Any) -> Any:
 
 
 def plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a TransformerConfig that can be written down and are not None."""
+    """The fields of a TransformerConfig that JSON can represent and that are not None."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name == "activation_func":

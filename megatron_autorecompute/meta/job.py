@@ -1,7 +1,7 @@
-"""What is to be trained, and on what: the job description that stands in for a launch.
+"""Describes a training job, in place of a launch script.
 
-Fields have Megatron's own names, so that what is in a launch script can be copied. This module
-reads YAML and knows neither torch nor Megatron.
+Fields have Megatron's own names, so that they can be copied from a launch script. This module reads
+YAML and imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
+from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.json_records import shown_name
+from megatron_autorecompute.meta.job_checks import MOST_RANKS, MOST_WIDTH, check_config
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.schedule import Schedule
 
-Count = Annotated[int, Field(ge=1)]
+MOST_CHARACTERS = 1 << 20
+"""Limit on a job as JSON; the longest of the examples has 2,000."""
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Percent = Annotated[str, Field(pattern=r"^(100(\.0+)?|\d{1,2}(\.\d+)?)$")]
 Factor = Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -30,10 +36,10 @@ class Job:
     """One training job; `config` holds fields of Megatron's TransformerConfig by their names."""
 
     name: str
-    """For people."""
+    """A label."""
     config: dict[str, Any]
     """num_layers, hidden_size, tensor_model_parallel_size, num_moe_experts, ..."""
-    num_gpus: Count
+    num_gpus: Ranks
     """World size."""
     seq_length: Count
     """Tokens per sample."""
@@ -42,7 +48,7 @@ class Job:
     global_batch_size: Count
     """Samples per step."""
     vocab_size: Count
-    """Before padding."""
+    """Size of the vocabulary, before padding."""
     make_vocab_size_divisible_by: Count = 128
     """Megatron pads the vocabulary to a multiple of this times tp."""
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
@@ -50,34 +56,34 @@ class Job:
     precision: Literal["bf16", "fp8", "fp8_block", "mxfp8", "nvfp4"] = "bf16"
     """Of matrix products inside layers. fp8: one scale per tensor (current or delayed)."""
     fp8_param_gather: bool = True
-    """Weights kept in fp8 only; otherwise in bf16 with quantised copies beside them."""
+    """True: weights are kept in fp8 only. False: in bf16, with quantised copies."""
     disable_parameter_transpose_cache: bool = False
-    """As the config's field of that name: fp8 weights are kept once, not rowwise and columnwise."""
+    """As the config's field of that name. True: fp8 weights are kept once, not in two layouts."""
     position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
     """As --position-embedding-type."""
     untie_embeddings_and_output_weights: bool = True
     """Whether the output layer has weights of its own."""
     accumulate_allreduce_grads_in_fp32: bool = True
-    """Main gradients in fp32 (4 bytes), otherwise in bf16 (2)."""
+    """True: main gradients in fp32 (4 bytes). False: in bf16 (2 bytes)."""
     use_distributed_optimizer: bool = True
     """Optimizer state divided over data-parallel ranks."""
     use_precision_aware_optimizer: bool = False
-    """With the three dtypes below; otherwise all three are fp32."""
+    """True: the three dtypes below are used. False: all three are fp32."""
     main_params_dtype: Dtype = "fp32"
     """fp32 beside bf16 weights takes 2 bytes with store_param_remainders."""
     store_param_remainders: bool = True
-    """Masters keep only the 2 bytes that bf16 weights lack, as OptimizerConfig's default."""
+    """Master weights keep only the 2 bytes that bf16 weights lack; OptimizerConfig's default."""
     exp_avg_dtype: Dtype = "fp32"
     """Adam's first moment."""
     exp_avg_sq_dtype: Dtype = "fp32"
     """Adam's second moment."""
-    lora_rank: Annotated[int, Field(ge=0)] = 0
-    """Over 0: base weights frozen, one adapter of this rank on every linear layer but experts'."""
+    lora_rank: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
+    """Above 0: base weights are frozen; every linear layer outside experts has such an adapter."""
     described_by: Literal["yaml", "flags", "recipe"] = "yaml"
-    """Where the job was read from, and what `plan` prints to be pasted there."""
+    """Where the job was read from; `plan` prints what to paste there."""
     moe_imbalance: dict[Percent, Factor] = field(default_factory=dict)
-    """Percentile of microbatches on the fullest rank -> factor on a MoE layer's bytes. Assumed, and
-    planned for (`Profile.stated_percentile`)."""
+    """Percentile of microbatches on the fullest rank -> factor on a MoE layer's bytes. Assumed;
+    plans use `Profile.stated_percentile`."""
 
     @property
     def data_parallel(self) -> int:
@@ -109,7 +115,7 @@ class Job:
 
     @property
     def num_microbatches(self) -> int:
-        """Of one data-parallel rank in a step."""
+        """Microbatches of one data-parallel rank in a step."""
         samples = self.micro_batch_size * self.data_parallel
         if self.global_batch_size % samples:
             raise OptionError(
@@ -136,7 +142,7 @@ class Job:
         return int(self.config.get("mtp_num_layers") or 0)
 
     def moe_pattern(self) -> tuple[bool, ...]:
-        """Which decoder layers are MoE layers, as `moe_layer_freq` says."""
+        """Which decoder layers are MoE layers, from `moe_layer_freq`."""
         freq = self.config.get("moe_layer_freq", 1)
         if not self.config.get("num_moe_experts"):
             return (False,) * self.num_layers
@@ -185,30 +191,48 @@ def load_job(path: str | Path) -> Job:
     import yaml
 
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        text = json_records.read_text(path)
+    except (OSError, ValueError) as error:
         raise OptionError(f"Cannot read the job {path}: {error}.") from error
+    try:
+        data = yaml.safe_load(text)
+    # The parser lets every error of its own out: of dates, of numbers, of the depth.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise OptionError(f"Cannot read the job {path}: {reason:.300}.") from error
     return job_from(data, str(path))
 
 
 def job_from(data: Any, source: str) -> Job:
     """Check a job given as plain data. Raises OptionError naming each bad field."""
     try:
-        job = TypeAdapter(Job).validate_json(json.dumps(data), strict=True)
+        job = TypeAdapter(Job).validate_json(_json(data, source), strict=True)
     except ValidationError as error:
         lines = "\n".join(
-            f"  {'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}"
+            f"  {'.'.join(shown_name(str(p)) for p in item['loc']) or 'the file'}: {item['msg']}"
             for item in error.errors(include_url=False)
         )
         raise OptionError(f"{source} is no job description. Correct:\n{lines}") from error
-    missing = [
-        n for n in ("num_layers", "hidden_size", "num_attention_heads") if n not in job.config
-    ]
-    if missing:
-        raise OptionError(f"{source}: config lacks {', '.join(missing)}; give Megatron's values.")
+    check_config(job.config, job.seq_length, source)
     if job.moe_imbalance and not job.config.get("num_moe_experts"):
         raise OptionError(
             f"{source}: moe_imbalance is stated, and config has no num_moe_experts. Give their "
             "number, or leave moe_imbalance out."
         )
     return job
+
+
+def _json(data: Any, source: str) -> str:
+    """The data as JSON, if it is plain and of a job's size: aliases in YAML can repeat endlessly.
+
+    Raises OptionError.
+    """
+    try:
+        parts = 0
+        for part in json.JSONEncoder().iterencode(data):
+            parts += len(part)
+            if parts > MOST_CHARACTERS:
+                raise OptionError(f"{source} is too long for a job description. Shorten it.")
+        return json.dumps(data)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"{source} is no job description: {error}.") from error

@@ -1,8 +1,8 @@
 """Stand-ins for Transformer Engine's modules and other fused kernels, for meta tensors.
 
-Each saves for its backward what the kernel it stands for saves, stated at its class with the place
-it was read from; the tests count them. Sources are named by file and function in
-NVIDIA/TransformerEngine 2.x (TE below) and NVIDIA/Megatron-LM. Nothing here computes a value.
+Each one saves for its backward the tensors that the real kernel saves. Its docstring lists them and
+names the source, by file and function in NVIDIA/TransformerEngine 2.x (TE below) or
+NVIDIA/Megatron-LM; the tests count them. No values are computed.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ PRECISIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the stand-ins have to know besides Megatron's config."""
+    """Settings of the stand-ins that are not in Megatron's config."""
 
     precision: str = "bf16"
     """A key of PRECISIONS, for the linear layers inside transformer layers."""
     lora_rank: int = 0
-    """Over 0: weights are frozen and every linear layer but those of experts has an adapter."""
+    """Above 0: weights are frozen, and every linear layer outside experts has an adapter."""
 
 
 _settings = Settings()
@@ -76,7 +76,7 @@ class _Norm(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Which communication a linear layer does in its forward; backward does the opposite."""
+    """The communication of a linear layer in forward; backward does the opposite."""
 
     group: Any
     gathers: bool = False
@@ -90,10 +90,10 @@ class _Split:
 
 
 class _Linear(torch.autograd.Function):
-    """y = norm(x) W^T. Saves: with a norm its input and statistics and the normalised input,
-    without one the input; what the weight gradient reads is quantised under fp8 and fp4 and not
-    saved where the weight is frozen. Under sequence parallelism this rank's part only; it is
-    gathered again in backward. TE pytorch/module/layernorm_linear.py and linear.py
+    """y = norm(x) W^T. Saves: with a norm its input, its statistics and the normalised input;
+    without a norm the input. The tensor that the weight gradient reads is quantised under fp8 and
+    fp4, and not saved if the weight is frozen. Under sequence parallelism only this rank's part is
+    saved; it is gathered again in backward. TE pytorch/module/layernorm_linear.py and linear.py
     (`_LayerNormLinear`, `_Linear`, their `save_for_backward` lists)."""
 
     @staticmethod
@@ -149,10 +149,10 @@ class _Linear(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Fused attention. Saves: q, k, v, out and one fp32 per head and token (log-sum-exp), each
-    in memory of its own. TE pytorch/attention/dot_product_attention/backends.py
-    (`FusedAttnFunc`, and flash_attn's `FlashAttnFunc`); k and v that are views of the projection
-    are copied first (`get_qkv_layout` makes them contiguous)."""
+    """Fused attention. Saves: q, k, v, out and one fp32 per head and token (log-sum-exp), each in
+    its own memory. TE pytorch/attention/dot_product_attention/backends.py (`FusedAttnFunc`, and
+    flash_attn's `FlashAttnFunc`); k and v that are views of the projection are copied first
+    (`get_qkv_layout` makes them contiguous)."""
 
     @staticmethod
     def forward(
@@ -207,7 +207,7 @@ class _MlaRotation(torch.autograd.Function):
 def _mla_gradients(
     dk: torch.Tensor, dv: torch.Tensor, kv_shape: Any, position_shape: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # Only shapes are asked of the two: expanded scalars take no memory.
+    # Only their shapes are used: expanded scalars take no memory.
     like_kv, like_position = (dk.new_empty(()).expand(s) for s in (kv_shape, position_shape))
     return ops.mla_rotate_backward(dk, dv, like_kv, like_position)
 
@@ -340,10 +340,10 @@ class _LinearModule(torch.nn.Module):
         return y, self.bias if self.te_return_bias else None
 
     def _adapted(self, x: torch.Tensor) -> torch.Tensor:
-        """Frozen W x + B A x. The norm runs apart, so that A sees its output
+        """Frozen W x + B A x. The norm runs separately, because A needs its output
         (`return_layernorm_output`; Bridge peft/lora_layers.py `LoRALinear`). Under sequence
-        parallelism the frozen product communicates; the adapter's own, of rank columns, does not
-        count."""
+        parallelism the communication of the frozen product counts; that of the adapter, of only
+        `lora_rank` columns, does not."""
         if self.layer_norm_weight is not None:
             x = _Norm.apply(x, self.layer_norm_weight)
         y = _Linear.apply(x, self.weight, None, self.split, self.precision)
@@ -438,9 +438,9 @@ class GroupedRowLinear(_GroupedLinear):
 class Attention(torch.nn.Module):
     """Stands for TEDotProductAttention: q [s, b, heads, width] to [s, b, heads * v width].
 
-    Under context parallelism keys and values go around a ring, and each rank's queries meet all of
-    them. Each rank does the work of the whole causal product divided by the ring's size, and holds
-    one more k and v, which are on their way (TE context_parallel.py `AttnFuncWithCPAndKVP2P`).
+    Under context parallelism keys and values go around a ring of ranks, past each rank's queries.
+    Each rank does its share of the whole causal product, and holds one more k and v, which are in
+    transfer (TE context_parallel.py `AttnFuncWithCPAndKVP2P`).
     """
 
     def __init__(self, config: Any, *, layer_number: int = 1, **_: Any) -> None:
@@ -452,7 +452,7 @@ class Attention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Masks are not read: attention is causal."""
+        """Attention is causal; masks are not read."""
         traveller = None
         if self.group is not None:
             traveller = _on_the_way(key, value, self.group)
@@ -471,7 +471,7 @@ def _on_the_way(key: torch.Tensor, value: torch.Tensor, group: Any) -> list[torc
 
 
 def _window(config: Any, layer_number: int) -> int:
-    """Keys each query sees, 0 for all; Megatron's `window_attn_skip_freq` picks the layers."""
+    """Number of keys that each query sees, 0 for all; `window_attn_skip_freq` picks the layers."""
     window = getattr(config, "window_size", None)
     skip = getattr(config, "window_attn_skip_freq", None)
     if window is None or (isinstance(skip, int) and layer_number % skip == 0):
@@ -491,7 +491,7 @@ def _tensor_group(is_expert: bool) -> Any:
 
 
 class StandIns(BackendSpecProvider):
-    """Hands Megatron's own layer specs the stand-ins where TESpecProvider hands TE's modules."""
+    """Gives stand-ins to Megatron's own layer specs, where TESpecProvider gives TE's modules."""
 
     def linear(self) -> type:
         """A linear layer that is not split."""
@@ -506,7 +506,7 @@ class StandIns(BackendSpecProvider):
         return RowLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """As TE does."""
+        """True, as for TE."""
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
@@ -626,7 +626,7 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
 
 @contextlib.contextmanager
 def stand_ins(settings: Settings) -> Iterator[None]:
-    """Megatron's layer specs "with Transformer Engine" build stand-ins meanwhile."""
+    """In this block Megatron's layer specs "with Transformer Engine" build stand-ins."""
     global _settings
     before, _settings = _settings, settings
     try:

@@ -1,7 +1,7 @@
-"""Measured records in the place of modelled ones, and modelled times scaled by what was measured.
+"""Replaces modelled records by measured ones, and scales the other modelled times accordingly.
 
-Works on two profiles alone. That both are of one device is for the user to see to: a measured
-profile names it in words of its own, which the result repeats.
+It uses only the two profiles. The user must make sure that both are of the same device: a measured
+profile names its device as text, which the result repeats.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class _Ratio:
 def with_measured(profile: Profile, measured: Profile) -> Profile:
     """The profile with the records of `measured`, where kinds are the same layers.
 
-    A kind is the same where shapes, LAYER_FIELDS, precision and its name are. Its measured choices
-    replace the modelled ones; times of its other choices are scaled by its measured over modelled
-    time, those of other kinds, embedding and head by that of all kinds together. A record is
-    measured where its `source` says so: what was modelled on another day is no measurement.
+    A kind is the same if shapes, LAYER_FIELDS, precision and its name are equal. Its measured
+    records replace the modelled ones. The times of its other choices are multiplied by its ratio of
+    measured to modelled time; those of other kinds, embedding and head by the ratio over all kinds.
+    Only records whose `source` is "measured" count.
 
-    Raises OptionError where nothing is measured, or no kind is the same, with what differs.
+    Raises OptionError if nothing is measured, or, with the differences, if no kind is the same.
     """
     kinds = _measured_kinds(measured)
     if differing := _differences(profile, measured):
@@ -70,7 +70,7 @@ def with_measured(profile: Profile, measured: Profile) -> Profile:
 
 
 def _measured_kinds(profile: Profile) -> list[LayerKind]:
-    """The kinds that have measured records, with these alone."""
+    """The kinds that have measured records, without their other records."""
     found = []
     for kind in profile.kinds:
         records = tuple(record for record in kind.choices if record.source == MEASURED)
@@ -99,8 +99,8 @@ def _facts(profile: Profile) -> dict[str, Any]:
     config = profile.model.facts.get("transformer_config")
     if config is None:
         raise OptionError(
-            "--measured: model.facts of the profile lack transformer_config, so that nobody can "
-            "tell whether its layers are the same. Profiles measured in a job have it."
+            "--measured: model.facts of the profile lack transformer_config, so its layers cannot "
+            "be compared with the job's. Profiles measured in a job have it."
         )
     job = profile.model.facts.get("job")
     narrow = job["precision"] != "bf16" if job else bool(config.get("fp8") or config.get("fp4"))
@@ -138,7 +138,7 @@ def _merged(kind: LayerKind, other: LayerKind | None, overall: _Ratio) -> LayerK
     for modelled in kind.choices:
         found = _measured_record(other, modelled.choice)
         records.append(found or _scaled(modelled, ratio))
-    # What was scaled gives way where it would be faster than a measured part of it.
+    # Scaled times are moved, not measured ones, if a choice would be faster than its part.
     weights = [1e6 if record.source == MEASURED else 1.0 for record in records]
     return replace(kind, choices=in_order(records, weights))
 

@@ -1,18 +1,18 @@
-"""Megatron's own schedule of one pipeline stage, a whole step, without a device: exact bytes.
+"""Runs a whole step of one pipeline stage by Megatron's own schedule, and counts its bytes exactly.
 
 The real model is built on meta tensors under torch's "fake" process group of the real world size,
-and Megatron's real forward_backward function runs on it, so nothing about the order of events, the
-recompute or what operations save is modelled. Live bytes agree with the same step on real tensors
-in real processes to the byte in the tests. A stage of an 80-layer, h=8192, tp=8, pp=8 model with 16
-microbatches takes a few seconds on one core, whatever the world size.
+and Megatron's real forward_backward function runs on it. So the order of events, the recompute and
+the tensors that operations save are not modelled. Live bytes agree with the same step on real
+tensors in real processes to the byte in the tests. A stage of an 80-layer, h=8192, tp=8, pp=8 model
+with 16 microbatches takes a few seconds on one core, whatever the world size.
 
-What it does not know: time, kernel-internal temporaries, the allocator's rounding and
-fragmentation, Transformer Engine's kernels, and MoE imbalance: tokens count as evenly routed.
-Gradients count as already allocated; each weight gradient exists once more while it is added, as it
-does in Megatron without ``gradient_accumulation_fusion``. CUDA-only fusions of the config run
-unfused (masked softmax, persistent LayerNorm). Refused, because it cannot run without a device:
-context parallelism (needs Transformer Engine), ``overlap_moe_expert_parallel_comm`` (its combined
-forward-backward needs CUDA streams) and MoE dispatchers other than ``alltoall``.
+It does not show times, temporaries inside kernels, the allocator's rounding and fragmentation,
+Transformer Engine's kernels, or MoE imbalance: tokens are routed evenly. Gradients count as already
+allocated; each weight gradient exists once more while it is added, as in Megatron without
+``gradient_accumulation_fusion``. CUDA-only fusions of the config run unfused (masked softmax,
+persistent LayerNorm). Refused, because it cannot run without a device: context parallelism (needs
+Transformer Engine), ``overlap_moe_expert_parallel_comm`` (its combined forward-backward needs CUDA
+streams) and MoE dispatchers other than ``alltoall``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ import functools
 import logging
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -38,22 +41,25 @@ from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 
+MOST_WORKERS = 8
+"""Processes that run stages at the same time; each needs about half a GiB of memory."""
+
 Build = Callable[[Any, bool, bool, int | None, "StepShape"], torch.nn.Module]
 """(config, pre_process, post_process, vp_stage, shape) -> one chunk, on the default device."""
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
-"""What Megatron calls `forward_step_func`; its iterator yields microbatch numbers."""
+"""Megatron's `forward_step_func`; its iterator yields microbatch numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step has besides the model's config."""
+    """Sizes of a step that are not in the model's config."""
 
     seq_length: int
     micro_batch_size: int
     num_microbatches: int
     vocab_size: int
-    """Padded as Megatron pads it: a multiple of the tensor parallel size."""
+    """Padded as in Megatron: a multiple of the tensor parallel size."""
     data_parallel_size: int = 1
     """Ranks per (tensor, context, pipeline) position; at least the expert parallel size over cp."""
 
@@ -67,10 +73,16 @@ class Where(NamedTuple):
     layer: int | None = None
     """Global 0-based layer; None outside the layers (embedding, head, before and after)."""
 
+    def __str__(self) -> str:
+        if self.phase == "between":
+            return "between forwards and backwards"
+        of = "outside layers" if self.layer is None else f"of layer {self.layer}"
+        return f"{self.phase} {of}"
+
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """One stretch of a step in one place, in bytes of activations (all that is not static)."""
+    """One part of a step in one place, with its bytes of activations (all that is not static)."""
 
     where: Where
     start_bytes: int
@@ -89,7 +101,7 @@ class StageStep:
     gradient_bytes: int
     """In the parameters' dtype; Megatron's main gradients may be wider."""
     buffer_bytes: int
-    """Module buffers, the attention mask, and what `kept_between_steps` finds."""
+    """Module buffers, the attention mask, and the tensors of `kept_between_steps`."""
     peak_bytes: int
     spans: tuple[StepSpan, ...]
 
@@ -97,18 +109,6 @@ class StageStep:
     def peak_span(self) -> StepSpan:
         """The first span in which the peak occurs."""
         return next(span for span in self.spans if span.peak_bytes == self.peak_bytes)
-
-    def events(self) -> tuple[StepSpan, ...]:
-        """The forwards and backwards in order: one span each, its layers taken together."""
-        merged: list[StepSpan] = []
-        for span in self.spans:
-            where = span.where._replace(layer=None)
-            if merged and merged[-1].where == where and where.phase != "between":
-                before = merged.pop()
-                peak_bytes = max(before.peak_bytes, span.peak_bytes)
-                span = StepSpan(where, before.start_bytes, peak_bytes)
-            merged.append(StepSpan(where, span.start_bytes, span.peak_bytes))
-        return tuple(span for span in merged if span.where.phase != "between")
 
 
 # ----------------------------------------------------------------------------- stages, on meta
@@ -123,26 +123,37 @@ def stage_steps(
     build: Build | None = None,
     max_workers: int = 1,
     done: Callable[[StageStep], None] = lambda _: None,
+    num_microbatches: Sequence[int] | None = None,
 ) -> tuple[StageStep, ...]:
     """`stage_step` for several stages (default: all) in processes that never see CUDA.
 
-    For use inside a job or on a GPU machine. The config and build must pickle; callbacks of a
-    running job in the config are left out. done: called with every stage's run in turn. Raises
-    what stage_step raises.
+    For use inside a job or on a GPU machine. `config` and `build` must be picklable; callbacks of a
+    running job are removed from the config. `done` is called with every stage's run in turn.
+    `num_microbatches` of each of all stages replaces that of `shape`. Raises the errors of
+    stage_step.
     """
-    asked = range(config.pipeline_model_parallel_size) if stages is None else stages
-    run = functools.partial(_run_stage, meta_config(config), shape, policy, build)
+    every = range(config.pipeline_model_parallel_size)
+    asked = every if stages is None else stages
+    numbers = num_microbatches or [shape.num_microbatches] * len(every)
+    shapes = [replace(shape, num_microbatches=number) for number in numbers]
+    run = functools.partial(_run_stage, meta_config(config), shapes, policy, build)
     return in_processes(run, asked, max_workers, done)
 
 
 def _run_stage(
     config: Any,
-    shape: StepShape,
+    shapes: Sequence[StepShape],
     policy: RecomputePolicy | None,
     build: Build | None,
     stage: int,
 ) -> StageStep:
-    return stage_step(config, stage, shape, policy, build)
+    return stage_step(config, stage, shapes[stage], policy, build)
+
+
+def workers(num_stages: int) -> int:
+    """Processes for so many stages: one for each core, at most MOST_WORKERS."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(num_stages, cores or 1, MOST_WORKERS))
 
 
 def in_processes(
@@ -151,21 +162,51 @@ def in_processes(
     max_workers: int = 1,
     done: Callable[[StageStep], None] = lambda _: None,
 ) -> tuple[StageStep, ...]:
-    """`run` of every stage in processes that never see CUDA; it must pickle."""
+    """Call `run`, which must be picklable, for every stage in processes that never see CUDA.
+
+    An interrupt ends these processes; it reaches only this one, wherever they are.
+
+    Raises MachineError if one of them dies.
+    """
     pool = ProcessPoolExecutor(
         max_workers, multiprocessing.get_context("spawn"), initializer=_start_process
     )
+    before = multiprocessing.active_children()
     with pool:
-        futures = [pool.submit(run, stage) for stage in stages]
-        for future in futures:
-            done(future.result())
-        return tuple(future.result() for future in futures)
+        try:
+            with _interrupts_held():
+                futures = [pool.submit(run, stage) for stage in stages]
+            for future in futures:
+                done(future.result())
+            return tuple(future.result() for future in futures)
+        except BrokenProcessPool as error:
+            raise MachineError(
+                "A process that ran a stage on meta tensors was ended from outside, perhaps for "
+                "want of memory. Try again on a machine with more."
+            ) from error
+        except BaseException:  # an interrupt, or the error of one stage
+            for process in set(multiprocessing.active_children()) - set(before):
+                process.kill()
+            raise
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """In this block SIGINT waits, and processes that start in it never see one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def _start_process() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
-    # Since 0.19 GPTModel says once a process that it is deprecated.
+    # Since 0.19 GPTModel logs once per process that it is deprecated.
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
@@ -176,14 +217,17 @@ def stage_step(
     policy: RecomputePolicy | None = None,
     build: Build | None = None,
 ) -> StageStep:
-    """One step of pipeline stage `stage` in this process; its first tensor and data parallel rank.
+    """One step of the first tensor and data parallel rank of a pipeline stage, in this process.
 
-    config: a TransformerConfig with the real parallel sizes; only a copy is changed.
-    policy: applied to the built model; without it the config's own recompute fields hold.
-    build: default build_gpt.
+    Args:
+        config: a TransformerConfig with the real parallel sizes; only a copy is changed.
+        stage: pipeline rank.
+        shape: sizes of the step.
+        policy: applied to the built model; without it the config's own recompute fields are used.
+        build: makes a chunk; default build_gpt.
 
-    Raises MachineError where CUDA is visible, torch.distributed is in use (call stage_steps) or the
-    config needs a device (module docstring), and PolicyError and ApplyError as apply() does.
+    Raises MachineError if CUDA is visible, torch.distributed is in use (call stage_steps) or the
+    config needs a device (see the module docstring); PolicyError and ApplyError as apply().
     """
     _check_runs_without_device(config)
     if torch.distributed.is_initialized():
@@ -216,7 +260,7 @@ def _check_runs_without_device(config: Any) -> None:
 
 
 def meta_config(config: Any) -> Any:
-    """A copy without weights' initialisation, CUDA-only fusions and a running job's callbacks."""
+    """A copy without weight initialisation, CUDA-only fusions and callbacks of a running job."""
     changed = copy.copy(config)
     changed.perform_initialization = False
     changed.use_cpu_initialization = False
@@ -233,7 +277,7 @@ def meta_config(config: Any) -> Any:
 
 @contextlib.contextmanager
 def fake_ranks(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
-    """This process is the first rank of a pipeline stage, among fake ranks that never answer."""
+    """In this block the process is the first rank of a pipeline stage; other ranks are fake."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -264,7 +308,7 @@ def fake_ranks(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
 
 @contextlib.contextmanager
 def applied(policy: RecomputePolicy | None, models: list[torch.nn.Module]) -> Iterator[None]:
-    """The models run a policy within; None leaves them to their config."""
+    """In this block the models run a policy; with None their config's own settings."""
     if policy is None:
         yield
         return
@@ -282,7 +326,7 @@ def build_chunks(
 ) -> list[torch.nn.Module]:
     """This rank's model chunks in training mode and in params_dtype.
 
-    Position embeddings are built in fp32 and Float16Module would cast them: so does this.
+    Position embeddings are built in fp32 and then cast, as by Float16Module.
     """
     from megatron.core import parallel_state
 
@@ -312,10 +356,11 @@ def build_gpt(
     """A GPTModel; MoE, MLA, MTP by the config.
 
     Its layers are Megatron's local ones (unfused attention), or those "with Transformer Engine",
-    which are stand-ins where `kernels.stand_ins` is in force.
+    which are stand-ins inside `kernels.stand_ins`.
 
-    Fix the keywords with functools.partial. Unfused RoPE makes a layer hold 4 sbh / tp bytes more
-    in 16-bit than learned positions: rotated q and k beside the qkv tensor that v is a view of.
+    Set the keywords with functools.partial. With unfused RoPE a layer holds 4 sbh / tp bytes more
+    in 16 bit than with learned positions: the rotated q and k, beside the qkv tensor of which v is
+    a view.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -328,7 +373,7 @@ def build_gpt(
     spec = get_gpt_decoder_block_spec(config, **engine, vp_stage=vp_stage)
     mtp_spec = None
     if config.mtp_num_layers:
-        # The depths are like the model's last layer, which may be on a stage before theirs.
+        # The depths are like the model's last layer, which may be on an earlier stage.
         last = get_gpt_decoder_layer_specs(config, **engine)[-1]
         mtp_spec = get_gpt_mtp_block_spec(config, last, **engine, vp_stage=vp_stage)
     return GPTModel(
@@ -378,11 +423,11 @@ def trace_step(
     device: torch.device,
     forward_step: ForwardStep | None = None,
 ) -> StageStep:
-    """Run one step of Megatron's schedule on built chunks and report what was alive when.
+    """Run one step of Megatron's schedule on built chunks, and record the bytes alive in each part.
 
-    Needs Megatron's parallel state. Works on CPU tensors in real ranks as well: the tests compare
-    the two. Gradients are allocated first, as static bytes, but where a parameter has a main_grad.
-    forward_step: default TokenStep; tensors in its `static` stay from step to step.
+    Needs Megatron's parallel state. Works on CPU tensors in real ranks as well; the tests compare
+    the two. Gradients are allocated first, as static bytes, except for parameters with a main_grad.
+    `forward_step` is by default a TokenStep; tensors in its `static` stay from step to step.
     """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -421,7 +466,7 @@ def trace_step(
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Where the parameter's gradient is added up, allocated now if nowhere yet."""
+    """The tensor that accumulates the parameter's gradient; allocated if there is none yet."""
     main: torch.Tensor | None = getattr(parameter, "main_grad", None)
     if main is not None:
         return main
@@ -430,14 +475,14 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 class _Recorder:
-    """Marks in the live-bytes timeline where in the step we are."""
+    """Marks the parts of the step in the live-bytes timeline."""
 
     def __init__(self, models: list[torch.nn.Module], live: LiveBytes) -> None:
         self.live = live
         self.where = Where("between")
         self.chunks = {id(model): chunk for chunk, model in enumerate(models)}
         self.forwards = [0] * len(models)
-        # By output tensor: backward_step is told neither chunk nor microbatch.
+        # By output tensor: backward_step gets neither chunk nor microbatch.
         self.outputs = WeakIdKeyDictionary()
 
     def move(self, where: Where) -> None:
@@ -450,7 +495,7 @@ class _Recorder:
             microbatch = self.forwards[chunk]
             self.forwards[chunk] += 1
 
-            def begin(*step_args: Any) -> Any:  # after set_input_tensor let the old input go
+            def begin(*step_args: Any) -> Any:  # after set_input_tensor freed the old input
                 self.move(Where("forward", chunk, microbatch))
                 return step_function(*step_args)
 
@@ -472,10 +517,10 @@ class _Recorder:
         return wrapper
 
     def watch(self, layer: torch.nn.Module, index: int) -> list[Any]:
-        """Hooks that say when the layer's forward (also a recomputed one) and backward begin.
+        """Hooks that mark the begin of the layer's forward (also a recomputed one) and backward.
 
-        A layer's backward begins when the gradient of its output is there and ends when that of its
-        input is. The hooks sit on tensors: module backward hooks would add nodes to the graph.
+        A layer's backward begins with the gradient of its output and ends with that of its input.
+        The hooks are on tensors, because module backward hooks would add nodes to the graph.
         """
 
         def enter(layer: Any, args: Any, kwargs: Any) -> None:
@@ -525,7 +570,7 @@ def _recorded(models: list[torch.nn.Module], live: LiveBytes) -> Iterator[None]:
 def kept_between_steps(
     models: Sequence[torch.nn.Module], live: LiveBytes
 ) -> Iterator[list[torch.Tensor]]:
-    """Leave out of live what Megatron keeps from step to step; yields it, complete at the end.
+    """Exclude from `live` what Megatron keeps between steps; yields a list that fills with it.
 
     Unfused attention's score buffer and the gather buffer of sequence parallelism
     (GlobalMemoryBuffer), and rotary frequencies, cached per chunk for every sequence length.
@@ -561,92 +606,3 @@ def _kept(get_tensor: Callable[..., Any], live: LiveBytes) -> Callable[..., Any]
         return tensor
 
     return wrapper
-
-
-# ---------------------------------------------------- boundary tensors, in units of one of them
-
-
-@dataclass(frozen=True, slots=True)
-class BoundaryTensors:
-    """Pipeline tensors alive when an event begins that belong to no layer, as a count.
-
-    The input of a chunk counts as its first layer's, a gradient that a layer's backward is about to
-    use as that layer's. See docs/decisions/boundary-tensors.md.
-    """
-
-    phase: Literal["forward", "backward"]
-    chunk: int
-    microbatch: int
-    extra: int
-    """Alive all through the event: earlier gradients, tensors received early or kept late."""
-    output_gradient: int
-    """1 where the gradient of the chunk's output came from another stage: it stays alive until the
-    backward ends, so every layer but the chunk's last sees one more than `extra`."""
-
-
-def boundary_tensors(config: Any, stage: int, num_microbatches: int) -> tuple[BoundaryTensors, ...]:
-    """Count them in Megatron's own schedule, run over chunks that keep exactly their input.
-
-    Depends on the schedule's fields of config alone (pipeline sizes, microbatch group, p2p overlap,
-    deallocate_pipeline_outputs), so a tiny one serves: about a millisecond per event.
-    """
-    small = copy.copy(config)
-    small.num_layers = config.pipeline_model_parallel_size
-    small.hidden_size = 2048  # tokens and losses round away beside a boundary tensor
-    small.sequence_parallel = False
-    small.tensor_model_parallel_size = small.context_parallel_size = 1
-    small.expert_model_parallel_size = small.expert_tensor_parallel_size = 1
-    small.num_moe_experts = small.mtp_num_layers = None
-    unit_bytes = 8 * small.hidden_size * small.params_dtype.itemsize
-    shape = StepShape(
-        seq_length=8, micro_batch_size=1, num_microbatches=num_microbatches, vocab_size=1
-    )
-    traced = stage_step(small, stage, shape, build=_InputKeeper)
-    num_chunks = config.virtual_pipeline_model_parallel_size or 1
-    first_of_all, last_of_all = stage == 0, stage == config.pipeline_model_parallel_size - 1
-    in_flight = 0
-    counts = []
-    for event in traced.events():
-        phase, chunk, microbatch, _ = event.where
-        assert phase != "between"
-        assert chunk is not None
-        assert microbatch is not None
-        forward = phase == "forward"
-        no_input = forward and first_of_all and chunk == 0
-        gradient = int(not forward and not (last_of_all and chunk == num_chunks - 1))
-        own = int(forward and not no_input) + gradient
-        extra = round(event.start_bytes / unit_bytes) - in_flight - own
-        counts.append(BoundaryTensors(phase, chunk, microbatch, extra, gradient))
-        in_flight += 1 if forward else -1
-    return tuple(counts)
-
-
-class _InputKeeper(torch.nn.Module):
-    """A chunk whose backward needs its input and nothing else: output = input * weight."""
-
-    def __init__(
-        self,
-        config: Any,
-        pre_process: bool,
-        post_process: bool,
-        vp_stage: int | None,
-        shape: StepShape,
-    ) -> None:
-        from megatron.core.enums import ModelType
-
-        super().__init__()
-        self.config, self.vp_stage = config, vp_stage
-        self.model_type = ModelType.encoder_or_decoder
-        self.pre_process = pre_process
-        self.size = (shape.seq_length, shape.micro_batch_size, config.hidden_size)
-        self.weight = torch.nn.Parameter(torch.ones(()))
-
-    def set_input_tensor(self, tensors: list[torch.Tensor]) -> None:
-        """Called by Megatron's forward_step with what the previous stage sent."""
-        self.input_tensor = tensors[0]
-
-    def forward(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # input_tensor stays set until the next forward, as TransformerBlock's does: one tensor more
-        # per chunk, alive after its backward.
-        source = self.weight.new_zeros(self.size) if self.pre_process else self.input_tensor
-        return source * self.weight

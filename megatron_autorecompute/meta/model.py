@@ -1,8 +1,8 @@
-"""One rank of the job's model on meta tensors: a few layers of every kind it has.
+"""Builds one rank of the job's model on meta tensors, with a few layers of every kind.
 
-Layers of one kind are equal, so measuring takes as many of each as it has choices, whatever the
-model's depth, in one pipeline stage with embedding and head. The process group is the fake one with
-all ranks of a stage; tensor, expert and context parallel sizes are the job's.
+Layers of one kind are equal, so measuring needs as many of each kind as it has choices, for any
+depth of the model. They are in one pipeline stage with embedding and head. The fake process group
+has all ranks of a stage; tensor, expert and context parallel sizes are the job's.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta import kernels, without_cuda
+from megatron_autorecompute import megatron_fields
+from megatron_autorecompute.errors import AutorecomputeError, OptionError
+from megatron_autorecompute.meta import job_checks, kernels, without_cuda
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
 from megatron_autorecompute.patched import patched_environ
@@ -29,13 +31,13 @@ LEFT_OUT = {
     **{name: False for name in ("moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap")},
     **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
     **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
-    **{name: None for name in ("recompute_granularity", "recompute_method", "recompute_modules")},
-    **{name: None for name in ("recompute_num_layers", "recompute_policy")},
+    **megatron_fields.NO_RECOMPUTE,
+    megatron_fields.POLICY_FIELD: None,
     **{name: "alltoall" for name in ("moe_token_dispatcher_type",)},
 }
-"""Fields of the config that need a device or are what is asked; the model is built without them."""
+"""Fields that the model is built without: they need a device, or are what is to be planned."""
 
-ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+ACTIVATIONS = {name: getattr(torch.nn.functional, name) for name in job_checks.ACTIVATIONS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +72,16 @@ class Shard:
 
     model: torch.nn.Module
     kind_of: dict[int, JobKind]
-    """By layer index in the built model; MTP depths follow, without a kind."""
+    """Kind by layer index in the built model; MTP depths come after these and have no entry."""
 
 
 @contextlib.contextmanager
 def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
-    """Build the shard; Megatron's parallel state is set up meanwhile.
+    """Build the shard; in this block Megatron's parallel state is set up.
 
     Args:
-        job: of which model.
-        copies: how many layers of each of its `job_kinds`.
+        job: its model is built.
+        copies: number of layers of each of its `job_kinds`.
 
     Raises OptionError for a config that Megatron refuses, and MachineError as without_cuda does.
     """
@@ -94,16 +96,45 @@ def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
 
 @contextlib.contextmanager
 def meta_megatron(job: Job) -> Iterator[None]:
-    """Megatron runs on meta tensors meanwhile, with the stand-ins that the job needs."""
+    """In this block Megatron runs on meta tensors, with the stand-ins that the job needs."""
     settings = kernels.Settings(precision=job.precision, lora_rank=job.lora_rank)
-    # Megatron warns under sequence parallelism where it is not set; nothing runs on a device here.
+    # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    with without_cuda.activate(meta=True), kernels.stand_ins(settings), quiet:
+    with without_cuda.activate(meta=True), kernels.stand_ins(settings), quiet, _refusals(job):
         yield
 
 
+@contextlib.contextmanager
+def _refusals(job: Job) -> Iterator[None]:
+    """Errors that Megatron's code has on a model are OptionError: its fields do not go together."""
+    try:
+        yield
+    except (AutorecomputeError, MemoryError):
+        raise
+    except Exception as error:
+        place = _in_megatron(error.__traceback__)
+        if place is None:
+            raise
+        reason = " ".join(str(error).split())
+        raise OptionError(
+            f"{job.name}: Megatron cannot run this model: {type(error).__name__} in {place}: "
+            f"{reason:.300}. Correct the job's fields."
+        ) from error
+
+
+def _in_megatron(traceback: TracebackType | None) -> str | None:
+    """The last line of Megatron's own code in a traceback; None if there is none."""
+    place = None
+    while traceback is not None:
+        module = str(traceback.tb_frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] == "megatron":
+            place = f"{module}, line {traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
+
+
 def step_shape(job: Job, num_microbatches: int) -> StepShape:
-    """The job's shape, with so many microbatches in a step."""
+    """The job's sizes, with `num_microbatches` in a step."""
     return StepShape(
         seq_length=job.seq_length,
         micro_batch_size=job.micro_batch_size,
@@ -116,8 +147,8 @@ def step_shape(job: Job, num_microbatches: int) -> StepShape:
 class JobStep:
     """Megatron's `forward_step_func` over one batch of tokens, the same for every microbatch.
 
-    static: what stays from step to step: tokens, positions, labels [micro-batch, sequence of one
-    rank], and the mask where attention reads one.
+    static: tensors that stay from step to step: tokens, positions, labels [micro-batch, sequence of
+    one rank], and the mask if attention reads one.
     """
 
     def __init__(self, job: Job) -> None:
@@ -139,7 +170,7 @@ class JobStep:
 
 
 def add_main_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Give trained parameters the buffer that DistributedDataParallel gives them; returns all."""
+    """Give trained parameters a main_grad, as DistributedDataParallel does; returns all of them."""
     found = []
     for parameter in parameters:
         if parameter.requires_grad:
@@ -151,7 +182,7 @@ def add_main_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]
 
 
 def _forget_gradient(parameter: torch.Tensor) -> None:
-    # DistributedDataParallel's hook adds it to main_grad and lets it go.
+    # DistributedDataParallel's hook adds it to main_grad and frees it.
     parameter.grad = None
 
 
@@ -186,7 +217,7 @@ def _freeze_ends(model: Any) -> None:
         for parameter in end.parameters() if end is not None else ():
             parameter.requires_grad_(False)
     if model.pre_process:
-        # As on every stage but the first, and as Bridge's peft/recompute.py sees to on that one.
+        # As on every stage but the first, and on the first by Bridge's peft/recompute.py.
         model.embedding.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
 
 
@@ -242,12 +273,12 @@ def _constructed(job: Job, fields: dict[str, Any]) -> Any:
         )
     try:
         return config_type(**fields)
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ValueError, TypeError) as error:
         raise OptionError(f"{job.name}: Megatron refuses this config: {error}") from error
 
 
 def _defaults(job: Job) -> dict[str, Any]:
-    """What Megatron-LM's arguments set where TransformerConfig's own default differs."""
+    """Values that Megatron-LM's arguments set, if TransformerConfig's own default differs."""
     fused = job.transformer_impl == "transformer_engine"
     return {
         "bf16": True,

@@ -1,7 +1,7 @@
-"""Fused kernels as single operations on meta tensors, with the arithmetic each of them does.
+"""Fused kernels as single operations on meta tensors, with their floating-point operations.
 
-An operation here has shapes and a cost, no result: what a device would do in one kernel is one
-operation, so that neither temporaries that never reach memory nor extra traffic are counted.
+An operation here has shapes and a cost, but no values. One kernel of a device is one operation, so
+that temporaries inside the kernel and their traffic are not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 _LIBRARY = torch.library.Library("megatron_autorecompute", "DEF")
 
 FLOPS: dict[str, Callable[..., int]] = {}
-"""Floating-point operations of an operation, from its arguments; none where it only moves bytes."""
+"""Floating-point operations by name, from the arguments; no entry if it only moves bytes."""
 
 
 def _define(schema: str, meta: Callable[..., Any], flops: Callable[..., int] | None = None) -> Any:
@@ -27,14 +27,14 @@ def _define(schema: str, meta: Callable[..., Any], flops: Callable[..., int] | N
 
 
 def _gemm_flops(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
-    # Every token meets one weight matrix, also where weight holds one for each expert.
+    # Every token is multiplied by one matrix, also if weight has one for each expert.
     return 2 * x.numel() * weight.shape[-2]
 
 
 def _attention_flops(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any
 ) -> int:
-    """Two matrix products; a causal mask skips half, a window all outside it."""
+    """Two matrix products; a causal mask skips half of them, a window everything outside it."""
     scale, window = more[-2], more[-1]
     sequence, batch, heads, width = query.shape
     keys = key.shape[0]
@@ -47,7 +47,7 @@ gemm = _define(
     lambda x, weight, precision: x.new_empty(*x.shape[:-1], weight.shape[-2]),
     _gemm_flops,
 )
-"""y = x weight^T; a weight of three dimensions is a grouped product, rows already in order."""
+"""y = x weight^T; with a weight of three dimensions a grouped product of rows in order."""
 
 gemm_data_gradient = _define(
     "gemm_data_gradient(Tensor gradient, Tensor weight, str precision) -> Tensor",
@@ -59,7 +59,7 @@ gemm_weight_gradient = _define(
     lambda gradient, x, weight, precision: None,
     lambda gradient, x, weight, *_: 2 * gradient.numel() * weight.shape[-1],
 )
-"""Added to main_grad in the product itself (gradient_accumulation_fusion): no temporary."""
+"""The product adds to main_grad itself (gradient_accumulation_fusion), without a temporary."""
 
 quantize = _define(
     "quantize(Tensor x, float element_bytes) -> Tensor",

@@ -1,7 +1,7 @@
-"""A profile without a device: the measurement of ordinary steps, on meta tensors by a model clock.
+"""Makes a profile without a device: the same measurement as in a job, on meta tensors.
 
-Bytes come from the tensors that Megatron's own code keeps alive, times from `roofline`. What is
-assumed on the way is listed in the profile and printed with every result that rests on it.
+Bytes come from the tensors that Megatron's own code keeps alive, times from `roofline`. The
+assumptions are listed in the profile and printed with every result made from it.
 """
 
 from __future__ import annotations
@@ -68,24 +68,24 @@ def profile_job(
     """Profile every choice of every kind of layer of a job, without running it.
 
     Args:
-        job: what is to be trained.
-        device: whose peaks the times are made of.
+        job: the training job.
+        device: the device whose peak rates the times are computed from.
         efficiency: assumed shares of the peaks; default `Efficiency()`.
         progress: called with a sentence before each step.
 
-    Raises OptionError, PipelineError and MachineError as reading the job and building it do.
+    Raises OptionError, PipelineError and MachineError if the job cannot be read or built.
     """
     efficiency = efficiency or Efficiency()
     job.layout(), job.schedule()  # refused before anything is built
     clock = Roofline(device, efficiency)
-    # MTP depths on another stage have a copy of the embedding's weights: with one shared by both
-    # ends of the model, its gradient from the depths waits for that of the first layer.
+    # MTP depths on another stage have a copy of the embedding's weights. On one stage both share
+    # it, and its gradient from the depths waits for that of the first layer.
     apart = job.mtp_num_layers and job.size("pipeline") > 1
     with_decoder = replace_mtp(job, 0) if apart else job
     decoder = _part(with_decoder, clock, _choices_of_kinds(with_decoder), progress)
     whole = decoder
     if apart:
-        last = [0] * (len(job_kinds(job)) - 1) + [1]  # which the depths are built like
+        last = [0] * (len(job_kinds(job)) - 1) + [1]  # the depths are built like this layer
         whole = _part(job, Roofline(device, efficiency), last, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
@@ -116,7 +116,7 @@ def replace_mtp(job: Job, depths: int) -> Job:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one shard showed, said of the whole model."""
+    """The results of one shard, in terms of the whole model."""
 
     kinds: tuple[LayerKind, ...]
     embedding: ChoiceRecord
@@ -128,7 +128,7 @@ class _Part:
 
 
 def _choices_of_kinds(job: Job) -> list[int]:
-    """How many layers of each kind show all of its choices in one step."""
+    """How many layers of each kind are needed to run all of its choices in one step."""
     with shard(job, [1] * len(job_kinds(job))) as built:
         kinds = kinds_of([built.model], every_choice)
     numbers = {layer: len(kind.choices) for kind in kinds for layer in kind.layers}
@@ -149,10 +149,10 @@ def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) 
 
 
 def _with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """Sets of modules that not every kind has, as what they come to where a kind lacks some.
+    """Add to every kind, as inert choices, the sets of modules that only other kinds have.
 
     Megatron's `recompute_modules` are one list for all layers: mlp does nothing on a MoE layer, and
-    core_attn next to nothing under fused attention.
+    core_attn almost nothing under fused attention.
     """
     modules = sorted({"core_attn"}.union(*map(_modules, kinds)))
     sizes = range(1, len(modules) + 1)
@@ -165,20 +165,20 @@ def _with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
 
 
 def _equals(kind: LayerKind, choices: Sequence[LayerPolicy]) -> dict[str, str]:
-    """What each choice that the kind has no record of comes to there, where that has one."""
+    """Choices without a record of the kind, and the choices with a record that they equal."""
     own = _modules(kind)
     inert = {}
     for choice in choices:
         here = tuple(module for module in choice.modules if module in own)
-        equal = kind.record(str(LayerPolicy("selective", here)) if here else str(NONE))
-        if equal is not None and kind.record(str(choice)) is None:
+        equal = kind.record(LayerPolicy("selective", here) if here else NONE)
+        if equal is not None and kind.record(choice) is None:
             inert[str(choice)] = equal.choice
     return inert
 
 
 def _modules(kind: LayerKind) -> set[str]:
-    names = [*(record.choice for record in kind.choices), *kind.inert]
-    return {module for name in names for module in LayerPolicy.parse(name).modules}
+    choices = [*(record.policy for record in kind.choices), *kind.equals]
+    return {module for choice in choices for module in choice.modules}
 
 
 def _measured(
@@ -206,8 +206,8 @@ def _measured(
         forwards_bytes = []
         for number, _ in enumerate(measurement.policies()):
             progress(f"{job.name}: step {number + 1} on meta tensors")
-            # In flight meanwhile, as in a pipeline: what a MoE layer's dispatcher keeps of it until
-            # the next forward is there before the one that is watched, not on top of it.
+            # One microbatch is in flight, as in a pipeline. So what a MoE layer's dispatcher keeps
+            # until the next forward exists before the watched forward, not on top of it.
             earlier = forward()
             forwards_bytes.append(live.current_bytes)
             with clock, measurement.watch(live):
@@ -243,8 +243,8 @@ def _own_embedding(model: Any) -> list[torch.nn.Parameter]:
 
 
 def every_choice(layer: Any) -> Choices:
-    """Every set of modules, since a step costs no device time; but for core_attn under fused
-    attention, which would run the kernel again to save its log-sum-exp."""
+    """All sets of modules, because a step costs no device time. Without core_attn under fused
+    attention, which would run the kernel again to save only its log-sum-exp."""
     fused = isinstance(layer.self_attention.core_attention, Attention)
     modules = [m for m in rules.usable_modules(layer) if not (fused and m == "core_attn")]
     return choices(layer, modules, MAX_CHOICES)
@@ -254,7 +254,7 @@ def every_choice(layer: Any) -> Choices:
 
 
 class _Counted:
-    """Parameters of one rank by where they are, as static bytes."""
+    """Static bytes of one rank's parameters, by their place in the model."""
 
     def __init__(self, job: Job, built: Shard) -> None:
         model: Any = built.model
@@ -267,7 +267,7 @@ class _Counted:
             self._head += self._embedding  # the last stage has a copy of the tied weights
         mtp = [_count(site.mtp) for site in model_layers.mtp_sites([model])]
         if several and mtp:
-            mtp[0] += self._embedding  # as has the stage of the MTP depths
+            mtp[0] += self._embedding  # so has the stage of the MTP depths
         layers = [
             layer for site in model_layers.block_sites([model]) for layer in site.block.layers
         ]
@@ -289,14 +289,14 @@ class _Counted:
         self.head = static_bytes(job, self._head)
 
     def with_ends_of(self, whole: _Counted) -> _Counted:
-        """This with what the shard with MTP depths knows besides."""
+        """These counts, with those of the ends from the shard that has MTP depths."""
         self.job, self.head = whole.job, whole.head
         self._layers |= whole._layers
         self._kept_bytes = whole._kept_bytes | self._kept_bytes
         return self
 
     def keep_buffers(self, tensors: list[torch.Tensor], of_one_microbatch: int) -> None:
-        """Count what stays between steps; under TE only the output layer shares buffers.
+        """Count tensors that stay between steps; with TE only the output layer shares buffers.
 
         of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch.
         """
@@ -309,12 +309,12 @@ class _Counted:
             self.head = replace(self.head, buffer_bytes=size_bytes)
 
     def layer(self, index: int) -> StaticBytes:
-        """Of one layer of the whole model."""
+        """Static bytes of one layer of the whole model."""
         static = static_bytes(self.job, self._layers[index], quantised=True)
         return replace(static, buffer_bytes=self._kept_bytes.get(index, 0))
 
     def stage(self, layers: tuple[int, ...], embedding: bool, head: bool) -> StageRecord:
-        """Of one pipeline stage."""
+        """Record of one pipeline stage."""
         parts = [self.layer(index) for index in layers]
         parts += [self.embedding] * embedding + [self.head] * head
         counts = [self._layers[index] for index in layers]
@@ -375,7 +375,7 @@ def _kind(job: Job, kind: LayerKind, built: Shard, counted: _Counted) -> LayerKi
 
 
 def _sourced(record: ChoiceRecord) -> ChoiceRecord:
-    """As modelled: no time was measured more than once, and all routing is even."""
+    """The record marked as modelled, without spread and percentiles: routing is even."""
     source = "bytes: meta step; times: roofline"
     return replace(record, source=source, spread_ms=0.0, percentiles=())
 
@@ -422,7 +422,7 @@ def _stated(imbalance: dict[str, float]) -> str:
 
 
 def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]:
-    """Every assumption between Megatron's code and the figures, one sentence each."""
+    """Every assumption behind the figures, one sentence each."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in asdict(efficiency).items())
     left_out = sorted(n for n, v in LEFT_OUT.items() if job.config.get(n) not in (None, v))
     sentences = [

@@ -16,10 +16,10 @@ from megatron_autorecompute.meta.job import Job, job_from
 def job_from_recipe(name: str, num_gpus: int | None = None) -> Job:
     """The job of a recipe function such as llama3_70b_pretrain_config.
 
-    num_gpus: recipes do not name a world size; by default the smallest that their parallel sizes
-    fill.
+    num_gpus: the world size, which recipes do not name; by default the smallest that their parallel
+    sizes fill.
 
-    Raises MachineError where Bridge is not installed or cannot read the model's public config,
+    Raises MachineError if Bridge is not installed or cannot read the model's public config,
     OptionError for an unknown recipe.
     """
     try:
@@ -31,7 +31,7 @@ def job_from_recipe(name: str, num_gpus: int | None = None) -> Job:
         ) from error
     try:
         cfg = _recipe(recipes, name)()
-    except (OSError, ValueError) as error:  # how transformers says that it cannot reach the hub
+    except (OSError, ValueError) as error:  # raised by transformers if it cannot reach the hub
         raise MachineError(
             f"The recipe {name} reads its model's public config, and that failed: {error}. Run it "
             "once where the hub can be reached, or describe the job in YAML (examples/no_device)."
@@ -74,7 +74,7 @@ def _training(cfg: Any) -> dict[str, Any]:
         "micro_batch_size": cfg.train.micro_batch_size,
         "global_batch_size": cfg.train.global_batch_size,
         "use_distributed_optimizer": bool(cfg.ddp.use_distributed_optimizer),
-        # Bridge writes the precision's setting over that of ddp.
+        # Bridge replaces the setting of ddp by that of the precision.
         "accumulate_allreduce_grads_in_fp32": (mixed or cfg.ddp).grad_reduce_in_fp32,
         "lora_rank": getattr(cfg.peft, "dim", 0),
     }

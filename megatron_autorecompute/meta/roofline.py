@@ -1,9 +1,8 @@
-"""Time of what runs, operation by operation: the larger of arithmetic and traffic at given rates.
+"""Models the time of every operation by a roofline, in a dispatch mode over meta tensors.
 
-A dispatch mode over meta tensors. An operation costs max(FLOPs / rate, bytes read and written /
-bandwidth); a collective costs its bytes over the link of its group. What it leaves out: launch
-latency, overlap of communication with arithmetic (none is assumed), caches, and how the rates
-depend on shapes.
+An operation takes max(FLOPs / rate, bytes read and written / bandwidth); a collective takes its
+bytes over the bandwidth of its group's link. Not modelled: launch latency, overlap of communication
+with arithmetic (none is assumed), caches, and the dependence of rates on shapes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _PRECISIONS = ("bf16", "fp8", "fp4")
 
 
 class Roofline(TorchDispatchMode):
-    """Adds up milliseconds and floating-point operations of all that runs under it."""
+    """Adds up the modelled time and the floating-point operations of everything in its block."""
 
     def __init__(self, device: Device, efficiency: Efficiency) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class Roofline(TorchDispatchMode):
         ranks = _group_size(args)
         if ranks < 2:
             return 0.0
-        # The largest tensor is the whole of what the group exchanges.
+        # The largest tensor is everything that the group exchanges.
         whole_bytes = max(_storages(args).values(), default=0)
         times = 2 if name.startswith("allreduce") else 1
         within = ranks <= self.device.link_domain
@@ -90,7 +89,7 @@ class Roofline(TorchDispatchMode):
 
 
 def _storages(operands: Any) -> dict[int, int]:
-    """Bytes each tensor spans, the most of those that share a storage."""
+    """By storage, the most bytes that one of the tensors spans in it."""
     found: dict[int, int] = {}
     for tensor in _tensors(operands):
         storage = tensor.untyped_storage()
@@ -100,8 +99,8 @@ def _storages(operands: Any) -> dict[int, int]:
 
 
 def _tensors(operands: Any) -> Iterator[torch.Tensor]:
-    """An operation's operands are tensors, numbers, names and lists of them; tree_iter, which knows
-    any structure, would take a third of a profile's time."""
+    """Tensors among an operation's operands, which are tensors, numbers, names and lists of them.
+    tree_iter handles any structure, but would take a third of a profile's time."""
     if isinstance(operands, torch.Tensor):
         yield operands
     elif isinstance(operands, (list, tuple)):

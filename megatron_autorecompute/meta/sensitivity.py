@@ -1,4 +1,4 @@
-"""How a plan changes when the assumed shares of a device's peaks are wrong by a fifth."""
+"""How a plan changes if the assumed shares of a device's peaks are wrong by a fifth."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def sensitivity(
     budget_bytes: int,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[str]:
-    """One sentence per share moved up or down: which layers get another choice, and what keeping
-    the plan made under the assumption would cost then.
+    """One sentence for each share moved up or down: which layers would get another choice, and what
+    it would cost to keep the original plan.
 
-    Raises InfeasibleError where nothing fits the budget.
+    Raises InfeasibleError if nothing fits the budget.
     """
     progress(f"{job.name}: planning")
     assumed = planner(job, device, efficiency).solve(budget_bytes)
@@ -49,7 +49,7 @@ def sensitivity(
 
 
 def _changed(one: RecomputePolicy, other: RecomputePolicy) -> str:
-    """Layers per choice, since layers of a kind are interchangeable."""
+    """Changes in the number of layers per choice; layers of a kind are interchangeable."""
     counts = [
         {choice: list(policy.layers).count(choice) for choice in {*one.layers, *other.layers}}
         for policy in (one, other)

@@ -1,4 +1,4 @@
-"""Bytes that live through the step, by Megatron's own rules for parameters it has counted.
+"""Bytes that live through the step, by Megatron's own rules, from numbers of parameters.
 
 Rules: `DistributedOptimizer` and `_ParamAndGradBuffer` of megatron-core (the table in Megatron-LM's
 docs/source/api-guide/dist_optimizer.md: bf16 weights with fp32 gradients take 6 + 12/d bytes), and
@@ -15,14 +15,14 @@ from megatron_autorecompute.profile import StaticBytes
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """How many of one rank's parameters there are, by how they are treated."""
+    """Numbers of one rank's parameters, by how they are sharded and trained."""
 
     dense: int = 0
     """Sharded over data and context parallel ranks."""
     expert: int = 0
     """Sharded over the ranks that hold the same experts."""
     frozen: int = 0
-    """No gradient, no state."""
+    """Without gradient and optimizer state."""
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(
@@ -38,7 +38,7 @@ class Parameters:
 def static_bytes(job: Job, parameters: Parameters, *, quantised: bool = False) -> StaticBytes:
     """Static bytes of parameters on one rank.
 
-    quantised: they are weights of layers that multiply in the job's precision.
+    quantised: whether they are weights of layers that multiply in the job's precision.
     """
     trained = parameters.dense + parameters.expert
     gradient = _gradient_bytes(job)
@@ -64,13 +64,14 @@ def expert_data_parallel(job: Job) -> int:
 
 
 def optimizer_step_bytes(job: Job, parameters: Parameters) -> int:
-    """fp32 copies that the optimizer step makes of one rank's shard, on top of static bytes.
+    """Bytes of fp32 copies that the optimizer step makes of one rank's shard, above static bytes.
 
-    Of bf16 main gradients, all at once (DistributedOptimizer `_copy_model_grads_to_main_grads`).
-    The precision-aware optimizer reads gradients as they are. Transformer Engine's FusedAdam makes
-    an fp32 copy of every state that is not fp32, for one parameter group at a time
-    (pytorch/optimizers/fused_adam.py `step`, `get_unscaled_state`, as read in 2025). Dense weights
-    are one group here and expert weights another; the few without weight decay count to these.
+    bf16 main gradients are copied all at once (DistributedOptimizer
+    `_copy_model_grads_to_main_grads`). The precision-aware optimizer reads gradients as they are,
+    but Transformer Engine's FusedAdam makes an fp32 copy of every state that is not fp32, for one
+    parameter group at a time (pytorch/optimizers/fused_adam.py `step`, `get_unscaled_state`, as
+    read in 2025). Dense weights are one group here and expert weights another; the few weights
+    without weight decay are counted in these groups.
     """
     divided = job.use_distributed_optimizer
     dense = parameters.dense // (job.data_parallel * job.size("context") if divided else 1)
@@ -82,8 +83,8 @@ def optimizer_step_bytes(job: Job, parameters: Parameters) -> int:
 
 
 def _weight_bytes(job: Job, quantised: bool) -> float:
-    """bf16: 2. Quantised: TE keeps each weight for forward and for backward (rowwise and
-    columnwise), beside bf16 where the parameters themselves are not quantised."""
+    """Bytes per weight. bf16: 2. Quantised: TE keeps each weight for forward and for backward
+    (rowwise and columnwise), and also in bf16 if the parameters themselves are not quantised."""
     if not quantised or job.precision == "bf16":
         return 2.0
     once = 0.5 + 1 / 16 if job.precision == "nvfp4" else 1.0

@@ -1,58 +1,64 @@
-"""A plan's predicted peaks against Megatron's own schedule, stage by stage, without a device.
+"""Compares a plan's predicted peaks with Megatron's own schedule, stage by stage, without a device.
 
-The model is rebuilt on meta tensors from what the profile says of it (`compat.model_facts`), so the
-check holds on any machine. Of a measured model it knows Megatron's local layers only: where they
-were Transformer Engine's, what runs here is not what was measured, and it refuses. A profile made
-without a device holds its job, which is run with the same stand-ins as there.
+The model is rebuilt on meta tensors from the facts in the profile (`compat.model_facts`), so the
+check runs on any machine. A measured model can be rebuilt with Megatron's local layers only; one
+with Transformer Engine's layers is refused, because other layers would run here. A profile made
+without a device contains its job, which is run with the same stand-ins.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.table import Table
-
 from megatron_autorecompute.compat import model_facts
 from megatron_autorecompute.errors import ProfileError, VerificationError
-from megatron_autorecompute.meta.meta_step import StageStep, StepShape, build_gpt, stage_steps
+from megatron_autorecompute.meta.meta_step import (
+    StageStep,
+    StepShape,
+    build_gpt,
+    stage_steps,
+    workers,
+)
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import Peak
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.units import GIB
+from megatron_autorecompute.units import GIB, gib
 
 TOLERANCE = 0.005
-"""How far a predicted activation peak may lie from the meta step's, as a share of it."""
-# The optimizer step is no part of the schedule, nor is what a job's own forward_step keeps.
+"""Largest allowed relative difference between the predicted activation peak and Megatron's."""
+# The schedule contains neither the optimizer step nor what a job's own forward_step keeps.
 WITHOUT_OPTIMIZER: dict[str, Any] = {"optimizer_step_peak_bytes": 0}
 COMPARABLE: dict[str, Any] = {**WITHOUT_OPTIMIZER, "overhead": None, "residual_bytes": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class StageCheck:
-    """One stage: activations at their peak, predicted and run, and what they add up to."""
+    """One stage: its activation peak, predicted and in Megatron's schedule, and its total."""
 
     stage: int
     predicted_bytes: int
-    """Activation peak by the cost model, of what a meta step has: no static bytes, no optimizer
-    step, nothing that a job's own forward_step keeps."""
+    """Activation peak by the cost model, without what a meta step lacks: static bytes, the
+    optimizer step, and what a job's own forward_step keeps."""
     megatron_bytes: int
     """The same by Megatron's own schedule."""
+    megatron_moment: str
+    """Where in that schedule: `backward of layer 11`."""
     static_bytes: int
-    """As the profile has it, with what the job was seen to keep beside layers and pipeline."""
+    """Static bytes from the profile, plus what the measured job itself kept."""
     budget_bytes: int
     boundary_bytes: int = 0
-    """One boundary tensor, by which a prediction may be too high: the gradient of a chunk's output
-    counts twice where the chunk's last layer is no checkpoint (docs/peak-fidelity.md)."""
+    """One boundary tensor. A prediction may be too high by this: the gradient of a chunk's output
+    counts twice if the chunk's last layer is no checkpoint (docs/peak-fidelity.md)."""
 
     @property
     def error(self) -> float:
-        """Predicted over run, less one."""
+        """Predicted peak divided by Megatron's, minus one."""
         return self.predicted_bytes / self.megatron_bytes - 1 if self.megatron_bytes else 0.0
 
     @property
@@ -68,42 +74,48 @@ class StageCheck:
 
 
 def verify(
-    plan: Plan, progress: Callable[[StageStep], None] = lambda _: None
+    plan: Plan, done: Callable[[StageCheck], None] = lambda _: None
 ) -> tuple[StageCheck, ...]:
-    """Run every stage of a plan on meta tensors, one process at a time.
+    """Run every stage of a plan on meta tensors, in processes of their own.
 
     Args:
-        plan: what is checked.
-        progress: called with each stage's run as it is done.
+        plan: the plan to check.
+        done: called with each stage's check, first stage first.
 
-    Raises: ProfileError where the profile does not say how to build the model, MachineError where
-    the model's code needs a device.
+    Raises: ProfileError if the profile does not say how to build the model, MachineError if the
+    model's code needs a device.
     """
     peaks = _peaks(plan, plan.schedule, **WITHOUT_OPTIMIZER)
     comparable = _peaks(plan, plan.schedule, **COMPARABLE)
-    runs = _runs(plan, _shortest(plan, comparable), progress)
     static = [
         peak.breakdown.static_bytes - kept
         for peak, kept in zip(comparable, _kept(plan), strict=True)
     ]
-    return tuple(
-        StageCheck(
-            run.stage,
-            without.bytes - static_bytes,
-            run.peak_bytes,
-            static_bytes + peak.bytes - without.bytes,
-            budget_bytes,
-            plan.profile.boundary_bytes,
+    checks: list[StageCheck] = []
+
+    def check(run: StageStep) -> None:
+        stage = len(checks)
+        static_bytes, without = static[stage], comparable[stage]
+        checks.append(
+            StageCheck(
+                stage,
+                without.bytes - static_bytes,
+                run.peak_bytes,
+                str(run.peak_span.where),
+                static_bytes + peaks[stage].bytes - without.bytes,
+                plan.budget_bytes[stage],
+                plan.profile.boundary_bytes,
+            )
         )
-        for run, peak, without, static_bytes, budget_bytes in zip(
-            runs, peaks, comparable, static, plan.budget_bytes, strict=True
-        )
-    )
+        done(checks[-1])
+
+    _run(plan, _shortest(plan, comparable), check)
+    return tuple(checks)
 
 
 def _kept(plan: Plan) -> list[int]:
-    """Static bytes of every stage that are a meta step's activations: what its layers keep of the
-    last microbatch, which only a profile made without a device states."""
+    """Static bytes of every stage that count as activations in a meta step: what layers keep of the
+    last microbatch. Only profiles made without a device have this figure."""
     if "job" not in plan.profile.model.facts:
         return [0] * plan.layout.num_stages
     kinds = [
@@ -121,29 +133,33 @@ def _peaks(plan: Plan, schedule: Schedule, **changed: Any) -> list[Peak]:
     return [stage.peak for stage in cost.stages]
 
 
-def _shortest(plan: Plan, peaks: list[Peak]) -> int:
-    """How many microbatches a step needs at least to have the whole step's predicted peaks.
+def _shortest(plan: Plan, peaks: list[Peak]) -> list[int]:
+    """For every stage the least number of microbatches with its predicted peak of the whole step.
 
-    Past the warm-up a schedule repeats itself: 256 microbatches show nothing that 24 do not.
+    After its warm-up a stage repeats itself: 256 microbatches show nothing new after 24.
     """
-    whole = [peak.bytes for peak in peaks]
-    number, most = 2 * plan.schedule.group_size, plan.schedule.num_microbatches
-    while number < most:
-        schedule = replace(plan.schedule, num_microbatches=number)
-        if [peak.bytes for peak in _peaks(plan, schedule, **COMPARABLE)] == whole:
-            return number
-        number += plan.schedule.group_size
-    return most
+    schedule = plan.schedule
+    found = [schedule.num_microbatches] * schedule.num_stages
+    interleaved = schedule.num_chunks > 1
+    number = 2 * schedule.group_size if interleaved else schedule.warmup_of_last_stage + 2
+    open_stages = set(range(schedule.num_stages))
+    while number < schedule.num_microbatches and open_stages:
+        shorter = _peaks(plan, replace(schedule, num_microbatches=number), **COMPARABLE)
+        for stage in tuple(open_stages):
+            settled = interleaved or number >= schedule.warmup(stage) + 2
+            if settled and shorter[stage].bytes == peaks[stage].bytes:
+                found[stage] = number
+                open_stages.discard(stage)
+        number += schedule.group_size if interleaved else 1
+    return found
 
 
-def _runs(
-    plan: Plan, num_microbatches: int, progress: Callable[[StageStep], None]
-) -> tuple[StageStep, ...]:
+def _run(plan: Plan, num_microbatches: list[int], done: Callable[[StageStep], None]) -> None:
     facts = plan.profile.model.facts
     if facts.get("measured"):
         raise ProfileError(
-            "The profile was made with --measured: some of its records are a device's, and what "
-            "runs here are stand-ins, whose bytes may be others. Verify the plan of a profile made "
+            "The profile was made with --measured: some of its records come from a device, but "
+            "stand-ins run here, whose bytes may differ. Verify the plan of a profile made "
             "without --measured, or on the device with --recompute-policy @PLAN."
         )
     if "job" in facts:  # made without a device
@@ -151,11 +167,18 @@ def _runs(
         from megatron_autorecompute.meta.stage_runs import run_stages
 
         job = job_from(facts["job"], "The profile's model.facts.job")
-        pipeline = _pipeline_fields(plan)
-        return run_stages(job, pipeline, num_microbatches, plan.policy, progress)
+        run_stages(job, _pipeline_fields(plan), num_microbatches, plan.policy, done)
+        return
     config, build = rebuilt(plan)
-    shape = replace(_shape(plan), num_microbatches=num_microbatches)
-    return stage_steps(config, shape, policy=plan.policy, build=build, done=progress)
+    stage_steps(
+        config,
+        _shape(plan),
+        policy=plan.policy,
+        build=build,
+        max_workers=workers(plan.layout.num_stages),
+        done=done,
+        num_microbatches=num_microbatches,
+    )
 
 
 def require_verified(checks: tuple[StageCheck, ...]) -> None:
@@ -166,37 +189,30 @@ def require_verified(checks: tuple[StageCheck, ...]) -> None:
         worst = max(over, key=lambda c: c.static_bytes + c.megatron_bytes - c.budget_bytes)
         needed_bytes = worst.static_bytes + worst.megatron_bytes
         raise VerificationError(
-            f"Stage {worst.stage} needs {needed_bytes / GIB:.2f} GiB "
-            f"in Megatron's own schedule; its budget is {worst.budget_bytes / GIB:.2f} GiB. Plan "
-            "again with a smaller budget, or measure the profile anew."
+            f"Stage {worst.stage} needs {gib(needed_bytes)} GiB "
+            f"in Megatron's own schedule at its fullest moment, {worst.megatron_moment}; its "
+            f"budget is {gib(worst.budget_bytes)} GiB. Plan again with a smaller budget, or "
+            "measure the profile again."
         )
     if apart:
         worst = max(apart, key=lambda c: abs(c.error))
         raise VerificationError(
             f"Stage {worst.stage}: {worst.predicted_bytes / GIB:.3f} GiB of activations were "
-            f"predicted, Megatron's own schedule has {worst.megatron_bytes / GIB:.3f} GiB "
-            f"({worst.error:+.1%}; at most {TOLERANCE:.1%} is allowed). The profile is not of this "
-            "model or these shapes, or a layer's record is off: measure it anew."
+            f"predicted, Megatron's own schedule has {worst.megatron_bytes / GIB:.3f} GiB at its "
+            f"fullest moment, {worst.megatron_moment} ({worst.error:+.1%}; at most {TOLERANCE:.1%} "
+            "is allowed). The profile is not of this model or these shapes, or a layer's record "
+            "is wrong: measure it again."
         )
 
 
-def table(checks: Iterable[StageCheck]) -> Table:
-    """One row per stage, in 80 columns."""
-    shown = Table(box=None)
-    for name in ("stage", "predicted GiB", "Megatron GiB", "error", "total GiB", "budget GiB", ""):
-        shown.add_column(name, justify="right")
-    for check in checks:
-        remark = "" if check.fits and check.agrees else "differs" if check.fits else "over budget"
-        sizes = (check.static_bytes + check.megatron_bytes, check.budget_bytes)
-        shown.add_row(
-            str(check.stage),
-            f"{check.predicted_bytes / GIB:.3f}",
-            f"{check.megatron_bytes / GIB:.3f}",
-            f"{check.error:+.2%}",
-            *(f"{size / GIB:.2f}" for size in sizes),
-            remark,
-        )
-    return shown
+def verdict(checks: Sequence[StageCheck]) -> str:
+    """One sentence on checks that `require_verified` lets pass."""
+    worst = max(checks, key=lambda check: abs(check.error))
+    stages = "The stage is" if len(checks) == 1 else f"All {len(checks)} stages are"
+    return (
+        f"Verified: {stages} within budget in Megatron's own schedule; predicted peaks are at most "
+        f"{abs(worst.error):.2%} from it."
+    )
 
 
 def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
@@ -212,7 +228,7 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
     if facts["transformer_impl"] != "local":
         raise ProfileError(
             f"The profile was made with transformer_impl {facts['transformer_impl']!r}; without a "
-            "device only Megatron's local layers run, whose bytes are others. Verify on the "
+            "device only Megatron's local layers run, whose bytes differ. Verify on the "
             "device with --recompute-policy @PLAN, or profile with --transformer-impl local."
         )
     config = model_facts.rebuilt_config(facts["transformer_config"], _pipeline_fields(plan))
@@ -225,7 +241,7 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
 
 
 def _pipeline_fields(plan: Plan) -> dict[str, Any]:
-    """The plan's pipeline, which need not be the measured one, as Megatron's config fields."""
+    """The plan's pipeline (perhaps not the measured one) as fields of Megatron's config."""
     layout, schedule = plan.layout, plan.schedule
     several = layout.num_chunks > 1
     fields: dict[str, Any] = {

@@ -1,13 +1,13 @@
 """What megatron-core 0.16 - 0.19 needs to run without CUDA: on CPU with gloo, or on meta tensors.
 
 Megatron-core assumes a CUDA device in a few dozen places. ``activate()`` puts a stand-in at each of
-them, ``deactivate()`` puts every original object back. Importing this module changes nothing, and
-where CUDA is available activation is refused: the real device must be used there.
+them, and ``deactivate()`` restores every original object. Importing this module changes nothing. If
+CUDA is available, activation is refused: use the real device.
 
-Numbers are not changed by it: what a run computes with recompute equals what it computes without,
-bit for bit, because the stand-ins keep one generator state per Megatron RNG stream.
+The stand-ins do not change results: a run with recompute equals one without, bit for bit, because
+they keep one generator state per Megatron RNG stream.
 
-What it cannot cover, and what a configuration has to say instead:
+Limits, and the settings that they require:
 
 * ``pipeline_dtype`` must be set, ``batch_p2p_comm=False``; two or more chunks per stage on gloo
   also need ``overlap_p2p_comm=True``: by default the losses are right and the gradients wrong.
@@ -15,9 +15,9 @@ What it cannot cover, and what a configuration has to say instead:
   ``deallocate_pipeline_outputs=False``: the output is freed while gloo still sends it.
 * no fusions (``bias_dropout_fusion``, ``masked_softmax_fusion``, ... are off by default), no
   context parallelism (needs Transformer Engine), no FP8, no grouped GEMM.
-* ``megatron.core.distributed.fsdp`` has its own RNG code, which stays untouched.
+* ``megatron.core.distributed.fsdp`` has its own RNG code, which is not replaced.
 * ``mlp`` recompute with ``add_bias_linear=True`` never returns from backward (on any device).
-* memory functions of ``torch.cuda`` answer 0 and never a made-up figure: live bytes come from
+* memory functions of ``torch.cuda`` return 0, never an invented figure: live bytes come from
   ``megatron_autorecompute.runtime.live_bytes``.
 """
 
@@ -46,27 +46,24 @@ _active: "Activation | None" = None
 
 
 class Activation:
-    """The stand-ins while they are in place; a context manager that takes them out at its end.
+    """The active stand-ins; a context manager that removes them at its end.
 
-    ``device`` is what ``torch.cuda.current_device()`` answers meanwhile: cpu or meta.
+    ``device`` is what ``torch.cuda.current_device()`` returns meanwhile: cpu or meta.
     """
 
     def __init__(self, device: torch.device, training: bool, holder: str) -> None:
         self.device = device
         self.holder = holder
-        self.originals: list[Patch] = []
-        """With None for what the owner itself did not have."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(_eager_only())
             for patches in _PATCHES + (_TRAINING if training else ()):
-                for owner, name, replacement in patches(device):
-                    self.originals.append((owner, name, vars(owner).get(name)))
-                    undo.enter_context(patched(owner, name, replacement))
+                for patch in patches(device):
+                    undo.enter_context(patched(*patch))
             undo.enter_context(_quiet_rng_warning())
             self._undo = undo.pop_all()
 
     def deactivate(self) -> None:
-        """Put every original back; calling it again does nothing."""
+        """Restore every original; a second call does nothing."""
         global _active
         self._undo.close()
         if _active is self:
@@ -82,10 +79,10 @@ class Activation:
 def activate(*, meta: bool = False, training: bool = False) -> Activation:
     """Let megatron-core run without CUDA until ``deactivate()`` of what is returned.
 
-    meta: for meta tensors (a meta step): no RNG state is kept, MoE tokens count as evenly routed.
-    training: also what ``megatron.training`` (the wheels from 0.17 on) asks of the machine.
+    meta: for meta tensors (a meta step): no RNG state is kept, MoE tokens are routed evenly.
+    training: also replace what ``megatron.training`` (in wheels from 0.17 on) needs of the machine.
 
-    Raises MachineError where CUDA is available, and when already active (naming who activated it).
+    Raises MachineError if CUDA is available, or if already active (naming who activated it).
     """
     global _active
     caller = inspect.stack(context=0)[1]
@@ -111,8 +108,8 @@ def _eager_only() -> contextlib.AbstractContextManager[object]:
     """Symptom: the first call of every `jit_fuser` function compiles for seconds and needs g++.
 
     Upstream: megatron/core/jit.py sets `jit_fuser = torch.compile`.
-    Remove when: never; compilation is of no use here. The stance works at call time, so it also
-    holds for functions decorated before activation, which TORCHDYNAMO_DISABLE does not.
+    Remove when: never; compilation is useless here. The stance works at call time, so unlike
+    TORCHDYNAMO_DISABLE it also covers functions decorated before activation.
     """
     return typing.cast(
         contextlib.AbstractContextManager[object], torch.compiler.set_stance("force_eager")
@@ -172,8 +169,8 @@ def _device_literals(device: torch.device) -> Iterator[Patch]:
     Upstream: schedules.py, finalize_model_grads.py, p2p_communication.py, optimizer.py and others.
     Remove when: those use the device of their inputs.
     """
-    # torch caches the set of factories that obey `with torch.device(...)` by identity on first use:
-    # fill it with the originals, which the replacements call.
+    # On first use torch caches, by identity, the factories that obey `with torch.device(...)`: fill
+    # this cache with the originals, which the replacements call.
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
         yield torch, name, _without_cuda_device(getattr(torch, name), device)
@@ -241,7 +238,7 @@ def _tensor_type(device: torch.device) -> Iterator[Patch]:
 
 
 class _Event:
-    """torch.cuda.Event on the host's clock: everything before it is done when it is recorded."""
+    """torch.cuda.Event on the host's clock: earlier work is already done when it is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time_s = 0.0
@@ -261,7 +258,7 @@ class _Event:
 
 
 class _Stream:
-    """torch.cuda.Stream where everything runs in program order."""
+    """torch.cuda.Stream on a machine where everything runs in program order."""
 
     cuda_stream = 0
 
@@ -464,8 +461,8 @@ def _kept_by_the_process(device: torch.device) -> Iterator[Patch]:
     """Symptom: "Tensor on device cpu is not on the expected device meta!" in a second run.
 
     Upstream: the loss scale of auxiliary losses and their log by layer belong to the process, not
-    to the model: a run finds those of the run before, on its device, for its number of layers.
-    Remove when: Megatron keeps both with the model.
+    to the model. A second run finds those of the first, on its device and with its number of
+    layers. Remove when: Megatron keeps both with the model.
     """
     from megatron_autorecompute.compat import versions
 

@@ -1,4 +1,4 @@
-"""What layouts, schedules and formulas ask of their numbers."""
+"""Checks of numbers that layouts, schedules and formulas share."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from megatron_autorecompute.errors import PipelineError
 
 
 def check_at_least(least: int, **values: int) -> None:
-    """Refuse values below the least, by name; raises PipelineError."""
+    """Raise PipelineError, with the name, if one of the values is below `least`."""
     for name, value in values.items():
         if value < least:
             raise PipelineError(f"{name} is {value}; it must be at least {least}.")
 
 
 def check_chunks(pp: int, vp: int) -> None:
-    """Refuse several chunks on a single stage; raises PipelineError."""
+    """Raise PipelineError for several chunks (vp) on a single stage (pp)."""
     if vp > 1 and pp == 1:
         raise PipelineError(
             f"Asked for {vp} chunks on a single stage: Megatron interleaves only between two or "

@@ -1,4 +1,4 @@
-"""Which chunk of a stage recomputes how much, so that the bubble is short.
+"""Shortens the bubble by moving recompute between the chunks of a stage.
 
 When two chunks of a stage exchange what they recompute, the stage is as busy as before, but in an
 interleaved schedule other stages then wait longer or shorter. This is a local search: stage by
@@ -32,11 +32,11 @@ from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 
 Split = tuple[tuple[LayerPolicy, ...], ...]
-"""What a stage does, `[chunk][position]`."""
+"""A stage's choices, `[chunk][position]`."""
 MOST_AT_ONCE = 1 << 22
 """Events replayed at once, 16 bytes each; candidates beyond them are not tried."""
 MOST_EVENTS = 1 << 27
-"""Events replayed in all, some seconds: the search ends there with what it has found."""
+"""Events replayed in total, some seconds; then the search ends with the best split so far."""
 
 
 def rearranged(
@@ -47,11 +47,14 @@ def rearranged(
     budgets: Sequence[int],
     percentile: float | None = None,
 ) -> RecomputePolicy:
-    """The policy with chunks' choices exchanged within stages; as it is where nothing is gained.
+    """Exchange choices between chunks within stages; returns `policy` itself if nothing is gained.
 
     Args:
-        policy: what to begin with; every stage's busy time stays what it is in it.
-        budgets: bytes by stage, kept at the high end of every uncertain figure.
+        profile: what every choice costs.
+        layout: which stage and chunk holds which layers.
+        schedule: the order of forwards and backwards.
+        policy: the policy to begin with; every stage's busy time stays the same.
+        budgets: bytes by stage, met by the high end of every uncertain figure.
         percentile: MoE imbalance to budget for, in percent.
     """
     if layout.num_chunks == 1:
@@ -103,12 +106,12 @@ class _Search:
         self.step = int(self._steps(0, [self.splits[0]])[0])
 
     def whole_step(self) -> int:
-        """Of all microbatches, with all stages as they are now."""
+        """Picoseconds of the whole step, with the present choices of all stages."""
         forward, backward = self.times.forward // self.unit, self.times.backward // self.unit
         return int(finished(self.schedule, forward, backward).max())
 
     def improved(self, stage: int) -> bool:
-        """Make exchanges in a stage while they shorten the step; whether one did."""
+        """Make exchanges in a stage while they shorten the step; returns whether one did."""
         found = False
         while self._exchanged(stage):
             found = True
@@ -144,7 +147,7 @@ class _Search:
                     yield _with(split, {a: _at(split[a], at, other), b: _at(split[b], at, one)})
 
     def _steps(self, stage: int, splits: Sequence[Split]) -> Ints:
-        """Time of the short step with each split in a stage, all else as it is."""
+        """Time of the short step with each of the splits in a stage, the other stages unchanged."""
         forward, backward = (
             np.repeat(times[:, :, None], len(splits), axis=2)
             for times in (self.times.forward, self.times.backward)
@@ -176,7 +179,7 @@ _UnitsOf = Callable[[Chunk, tuple[LayerPolicy, ...]], tuple[Unit, ...]]
 
 
 def _units_of(table: CostTable, num_layers: int) -> _UnitsOf:
-    """The units of a chunk under its layers' choices, each pair worked out once."""
+    """A function for the units of a chunk under its layers' choices; it computes each pair once."""
     known: dict[tuple[Chunk, tuple[LayerPolicy, ...]], tuple[Unit, ...]] = {}
 
     def units(chunk: Chunk, policies: tuple[LayerPolicy, ...]) -> tuple[Unit, ...]:

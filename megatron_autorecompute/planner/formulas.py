@@ -1,7 +1,7 @@
 """Formulas of Narayanan et al. 2021 for equal stages, equal layers and equal checkpoints.
 
-The planner replays schedules and memory instead; these are what its answers come to in the special
-cases that the paper looks at, and a first guess by hand.
+The planner does not use them: it replays schedules and memory. In the special cases of the paper
+its answers equal these formulas, which also give a first guess by hand.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megatron_autorecompute.planner.checks import check_at_least
 def one_forward_one_backward_ms(stage_ms: Sequence[float], num_microbatches: int) -> float:
     """Return `sum(stage_ms) + (num_microbatches - 1) * max(stage_ms)`: the time of a 1F1B step.
 
-    `stage_ms` is a stage's forward plus backward for one microbatch; messages are free. Exact when
-    the last stage is slowest in forward and in backward, so also for equal stages, where it is the
-    `(m + p - 1) * (t_f + t_b)` of Narayanan et al. 2021. An upper bound when all stages have the
-    same ratio of backward to forward: a slow stage s runs up to `p - 1 - s` forwards while it waits
-    for the first gradient. Neither otherwise, as the fixed order can stall stages for each other:
-    over 1,500 random sets of times the replay took 0.77 to 1.03 of it.
+    `stage_ms` is a stage's forward plus backward for one microbatch; messages are free. Exact if
+    the last stage is the slowest in forward and in backward. This includes equal stages, for which
+    it is the `(m + p - 1) * (t_f + t_b)` of Narayanan et al. 2021. An upper bound if all stages
+    have the same ratio of backward to forward: a slow stage s runs up to `p - 1 - s` forwards while
+    it waits for the first gradient. Otherwise neither, because the fixed order can make stages wait
+    for each other: over 1,500 random sets of times the replay took 0.77 to 1.03 of it.
     """
     check_at_least(1, num_microbatches=num_microbatches, num_stages=len(stage_ms))
     return sum(stage_ms) + (num_microbatches - 1) * max(stage_ms)
@@ -34,7 +34,7 @@ def micro_batch_step_ms(
     Section 3.4 of the paper.
 
     Args:
-        samples: b', of one data-parallel rank and step.
+        samples: b', samples of one data-parallel rank in one step.
         micro_batch_size: b.
         num_stages: p.
         forward_ms: t_f(b), a stage's forward of one microbatch.
@@ -48,8 +48,8 @@ def uniform_chunk_bytes(
 ) -> float:
     """`c * A_input + (l / c) * A_intermediate`: checkpoints of equal size, one microbatch.
 
-    Section 3.5 of the paper. The special case of the planner's peak where every layer is alike,
-    holds only its input under full, and nothing is transient but what a checkpoint recomputes.
+    Section 3.5 of the paper. The planner's peak equals it if all layers are alike, each holds only
+    its input under full, and only what a checkpoint recomputes is transient.
     """
     return num_chunks * input_bytes + num_layers / num_chunks * intermediate_bytes
 

@@ -1,4 +1,4 @@
-"""What to paste where a job is launched, so that it runs a policy or a plan."""
+"""Flags, or lines of a recipe, to paste so that a job runs a policy or a plan."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.planner.megatron_strategies import (
-    FIELD,
-    NO_RECOMPUTE_FIELDS,
-    megatron_fields,
+from megatron_autorecompute.megatron_fields import (
+    NO_RECOMPUTE,
+    POLICY_FIELD,
+    of_policy,
 )
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 
 JOB = {"config", "described_by", "lora_rank"}
-"""What is read of the job that a profile without a device was made for."""
+"""Keys of `model.facts.job` that are read: the job that a profile without a device is of."""
 
 
 def recipe_lines(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> list[str]:
     """Lines that set a policy in a Megatron Bridge recipe, in Megatron's own fields if given."""
     if fields is None:
-        fields = {**NO_RECOMPUTE_FIELDS, FIELD: policy.format()}
+        fields = {**NO_RECOMPUTE, POLICY_FIELD: policy.format()}
     return [f"cfg.model.{name} = {value!r}" for name, value in fields.items()]
 
 
 def flags(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> str:
-    """Flags of pretrain_gpt.py that set a policy; "" where no recompute is no flag."""
+    """Flags of pretrain_gpt.py that set a policy; "" for no recompute, which needs no flag."""
     if fields is None:
         return f"--recompute-policy {shlex.quote(policy.format())}"
     words = []
@@ -39,23 +39,50 @@ def flags(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> str:
 
 
 def launch_lines(plan: Plan) -> list[str]:
-    """What to paste where the job of a profile without a device came from; none for others."""
+    """What to paste so that a job runs the plan: for the profile's own job, if it contains one.
+
+    Otherwise the policy is given as text, which is right for any job: whether layers are frozen,
+    after which Megatron's own recompute can lose gradients, is not in a profile.
+
+    Raises: as `job_lines`.
+    """
+    lines = job_lines(plan)
+    if lines:
+        return lines
+    if all(choice.granularity == "none" for choice in plan.policy.layers):
+        return _pretrain_lines(plan, NO_RECOMPUTE)
+    return [
+        *_pretrain_lines(plan, None),
+        "In a recipe of Megatron Bridge the same text is cfg.model.recompute_policy.",
+    ]
+
+
+def job_lines(plan: Plan) -> list[str]:
+    """What to paste for the job of a profile made without a device; empty for other profiles.
+
+    Raises:
+        ProfileError: the profile's description of the job cannot be read.
+    """
     job = plan.profile.model.facts.get("job")
     if job is None:
         return []
     if not (isinstance(job, dict) and job.keys() >= JOB and isinstance(job["config"], dict)):
         raise ProfileError(
             f"model.facts.job of the plan's profile is no job description: {job!r:.80}. Profile "
-            "the job again, or take the field out; then nothing is printed to be pasted."
+            "the job again, or take the field out."
         )
     fields = None
-    if not job["lora_rank"]:  # behind frozen layers Megatron's own can leave gradients out
+    if not job["lora_rank"]:  # after frozen layers Megatron's own recompute can lose gradients
         layers = plan.layout.num_layers
         chunks = [[i for i in chunk if i < layers] for chunk in plan.layout.chunk_layers()]
         bias = bool(job["config"].get("add_bias_linear", True))
-        fields = megatron_fields(plan.policy, chunks, linear_bias=bias)
+        fields = of_policy(plan.policy, chunks, linear_bias=bias)
     if job["described_by"] == "recipe":
         return ["Put into the recipe:", *recipe_lines(plan.policy, fields)]
+    return _pretrain_lines(plan, fields)
+
+
+def _pretrain_lines(plan: Plan, fields: Mapping[str, Any] | None) -> list[str]:
     words = [flags(plan.policy, fields)]
     words += [f"{name} {shlex.quote(value)}" for name, value in plan.megatron_flags.items()]
     line = " ".join(filter(None, words))

@@ -1,4 +1,4 @@
-"""The sum of a measured step's layers, for comparison with what Megatron saw of the step."""
+"""The sum of a measured step's layers, to compare with Megatron's own figures of the step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_autorecompute.policy import RecomputePolicy
 
 @dataclass(frozen=True, slots=True)
 class LayerSums:
-    """One stage of a step, from the records of its layers, embedding and head alone.
+    """One stage of a step, added up from the records of its layers, embedding and head.
 
-    Without the stage's residuals: these are what a measured step showed above the sums.
+    The stage's residuals are left out: they are what a measured step showed above these sums.
     """
 
     forward_ms: float
@@ -26,9 +26,9 @@ class LayerSums:
 
 
 def sums_of_layers(plan: Plan) -> tuple[LayerSums, ...] | None:
-    """Of every stage in the profile's `measured_step`, under what ran in it.
+    """The sums of every stage in the profile's `measured_step`, under the policy that ran in it.
 
-    None where there is no such step, or where the plan has other layers on a stage than it had.
+    None if there is no such step, or if a stage of the plan has other layers than in that step.
     """
     profile, layout, step = plan.profile, plan.layout, plan.profile.measured_step
     stages = range(layout.num_stages)

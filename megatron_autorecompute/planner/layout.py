@@ -2,12 +2,12 @@
 
 A *stage* is a pipeline rank, a *chunk* a virtual stage on it; layer indices are 0-based and global.
 *Model order* is the order in which a microbatch passes the chunks: chunk 0 of every stage, then
-chunk 1 of every stage, and so on. Megatron places layers the same way in megatron-core 0.16.1 and
-0.19.2, so no version is asked.
+chunk 1 of every stage, and so on. megatron-core 0.16.1 and 0.19.2 place layers in the same way, so
+the version does not matter.
 
-This module knows neither bytes nor policies, and does not read hybrid layer patterns. Their
-segments are dealt round the stages as here (`select_pipeline_segment` in
-`hybrid_layer_allocation.py`), so a layout text with one t per layer of each segment says the same.
+Hybrid layer patterns are not read. Megatron deals their segments round the stages in the same order
+(`select_pipeline_segment` in `hybrid_layer_allocation.py`), so a layout text with one t for each
+layer of each segment is equivalent.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dataclasses import dataclass
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.checks import check_at_least, check_chunks
 
-_MAX_LAYOUT_LENGTH = 10_000  # a slip such as t*9999999999 must not fill the memory
+_MAX_LAYOUT_LENGTH = 10_000  # a mistyped t*9999999999 must not fill the memory
 _SYMBOL_OF_NAME = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one virtual stage holds."""
+    """What one virtual stage holds: layers, and perhaps embedding or head."""
 
     layers: tuple[int, ...]
     """Global layer indices in the order they run; MTP depth d is `num_layers + d`. May be empty."""
 
     embedding: bool = False
-    """Whether the model starts here. A chunk with MTP layers has its own copy of the embedding
-    weights besides; that is not marked."""
+    """Whether the model starts here. The copy of the embedding's weights in a chunk with MTP layers
+    does not count."""
 
     head: bool = False
     """Whether the model ends here: final norm, output layer, loss."""
@@ -42,8 +42,8 @@ class Chunk:
 class Layout:
     """Chunks of every stage, indexed `[stage][chunk]`.
 
-    Raises PipelineError where stages differ in their number of chunks, or where the layers in
-    model order are not 0, 1, 2, …
+    Raises PipelineError if stages differ in their number of chunks, or if the layers in model order
+    are not 0, 1, 2, …
     """
 
     stages: tuple[tuple[Chunk, ...], ...]
@@ -84,10 +84,10 @@ class Layout:
         return tuple(chunk.layers for chunks in zip(*self.stages, strict=True) for chunk in chunks)
 
     def counted_chunks(self, encoder_layers: int = 0) -> tuple[tuple[int, ...], ...]:
-        """Return the layers of every block that `uniform` and `block` count in, in model order.
+        """The layers of every block, in model order; `uniform` and `block` count within a block.
 
-        MTP depths are in none of them; an encoder, the first layers of the model, has blocks of its
-        own.
+        MTP depths are in no block. An encoder, the first `encoder_layers` layers of the model, has
+        its own blocks.
         """
         parts = [range(encoder_layers, self.num_layers)]
         if encoder_layers:
@@ -114,11 +114,11 @@ class Layout:
         Args:
             num_layers: decoder layers of the whole model.
             pp: number of stages.
-            vp: chunks per stage; None is what `pipeline_model_parallel_layout` says, else one.
+            vp: chunks per stage; None takes it from `pipeline_model_parallel_layout`, else 1.
 
-        Raises PipelineError for what Megatron refuses, and for the two cases where it silently
-        builds fewer layers: a first and a last number on one stage, or both together more than
-        all. Source: `get_num_layers_to_build` in `transformer_block.py`,
+        Raises PipelineError if Megatron refuses the flags, and in two cases in which Megatron
+        silently builds fewer layers: a first and a last number on a single stage, or both together
+        more than all layers. Source: `get_num_layers_to_build` in `transformer_block.py`,
         `get_transformer_layer_offset` in `transformer_layer.py`, `get_mtp_num_layers_to_build` in
         `multi_token_prediction.py`, and the checks of `TransformerConfig.__post_init__`.
         """
@@ -155,7 +155,7 @@ class Layout:
         """Read a layout such as `Et*3|(tt|)*6mL` (E embedding, t layer, m MTP depth, L loss).
 
         `|` separates chunks in model order, `*n` repeats a symbol or a parenthesis, commas are
-        ignored. Raises PipelineError for a text that Megatron refuses. Source: the class
+        ignored. Raises PipelineError if Megatron refuses the text. Source: the class
         `PipelineParallelLayerLayout` in `pipeline_parallel_layer_layout.py`.
         """
         check_at_least(1, pp=pp, vp=1 if vp is None else vp)
@@ -169,8 +169,8 @@ class Layout:
         chunks, start = [], 0
         for position, row in enumerate(rows):
             stop = start + row.count("t") + row.count("m")
-            # Megatron builds embedding and head on the first and last chunk, whatever E and L say:
-            # they can stand elsewhere only when nothing stands before E or after L.
+            # Megatron builds embedding and head on the first and last chunk, wherever E and L
+            # stand: other chunks before E or after L can only be empty.
             first, last = position == 0, position == len(rows) - 1
             chunks.append(Chunk(tuple(range(start, stop)), embedding=first, head=last))
             start = stop
@@ -200,7 +200,7 @@ def _without_one(row: str, what: str) -> str:
 def _layers_per_stage(
     num_layers: int, pp: int, first: int | None, last: int | None, embedding: bool, loss: bool
 ) -> list[int]:
-    """Return the places for layers on each stage, those that embedding and loss take included."""
+    """Return the layers of each stage; an embedding or loss that is accounted for counts as one."""
     if (first, last) == (None, None):
         return [_share(num_layers + embedding + loss, pp, "layers", "stages")] * pp
     check_at_least(
@@ -223,7 +223,7 @@ def _layers_per_stage(
 def _rows_of_stages(
     layers: Sequence[int], vp: int, mtp_num_layers: int, embedding: bool, loss: bool
 ) -> list[str]:
-    """Return the symbols of every chunk, in model order, for so many places on each stage."""
+    """Return the symbols of every chunk, in model order, from the number of layers per stage."""
     rows = ["t" * _share(n, vp, "layers of a stage", "chunks") for n in layers] * vp
     if embedding:
         rows[0] = _without_one(rows[0], "embedding")

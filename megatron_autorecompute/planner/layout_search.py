@@ -1,4 +1,4 @@
-"""The layers per stage with the fastest step."""
+"""Searches the number of layers per stage for the fastest step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
+class SearchResult:
     """One candidate, solved."""
 
     planner: Planner
     solution: Solution
     megatron_flags: Mapping[str, str]
-    """What to put in Megatron's flags to have it."""
+    """Megatron's flags that give it, name to value."""
     note: str
-    """What it gains, one sentence."""
+    """One sentence on what it gains."""
 
 
-def search_layout(planner: Planner, budget: Budget) -> Alternative:
+def search_layout(planner: Planner, budget: Budget) -> SearchResult:
     """The contiguous layers per stage with the fastest step, the planner's own layout included.
 
     One chunk per stage: every partition, exact for `sum t_s + (m - 1) max t_s` of busy times (see
@@ -50,11 +50,13 @@ def search_layout(planner: Planner, budget: Budget) -> Alternative:
     if best is None:
         planner.solve(budget)  # raises with the reason
         raise AssertionError("an infeasible layout was solved")
-    return Alternative(chosen, best, layout_flags(planner, chosen), _layout_note(chosen, best, now))
+    return SearchResult(
+        chosen, best, layout_flags(planner, chosen), _layout_note(chosen, best, now)
+    )
 
 
 def _least_ms(planner: Planner, layout: Layout) -> float:
-    """The busiest stage's time without recompute: no step of this layout is faster."""
+    """Time of the busiest stage without recompute: a lower bound on the step of this layout."""
     table = CostTable(planner.profile)
     stages = [[layer for chunk in stage for layer in chunk.layers] for stage in layout.stages]
     busiest = max(sum(_fastest_ps(table, layer) for layer in layers) for layers in stages)
@@ -77,7 +79,7 @@ def _layout_note(chosen: Planner, best: Solution, now_ms: float | None) -> str:
 
 
 def uneven_layouts(planner: Planner) -> Iterator[Layout]:
-    """Every layout that num_layers_in_first/last_pipeline_stage give with as many stages."""
+    """Every layout with as many stages that num_layers_in_first/last_pipeline_stage can give."""
     model, shape = planner.profile.model, planner.layout
     for first in range(shape.num_chunks, model.num_layers, shape.num_chunks):
         for last in range(shape.num_chunks, model.num_layers - first + 1, shape.num_chunks):
@@ -90,12 +92,12 @@ def uneven_layouts(planner: Planner) -> Iterator[Layout]:
                     num_layers_in_first_pipeline_stage=first,
                     num_layers_in_last_pipeline_stage=last,
                 )
-            except PipelineError:  # layers in between do not divide: no layout of Megatron's
+            except PipelineError:  # layers in between do not divide: Megatron refuses it
                 continue
 
 
 def layout_flags(asked: Planner, chosen: Planner) -> dict[str, str]:
-    """Megatron's flags that give the layout, read back to be sure."""
+    """Megatron's flags that give the chosen layout; parsed again as a check."""
     if chosen is asked:
         return {}
     layout, model = chosen.layout, chosen.profile.model
@@ -147,7 +149,7 @@ def _best_partition(planner: Planner, budget: Budget) -> Layout | None:
 
 
 class _StageTimes:
-    """Least time of every (stage, first layer, number of layers) that can matter."""
+    """Least time of every (stage, first layer, number of layers) that can be part of the best."""
 
     def __init__(self, planner: Planner, budget: Budget) -> None:
         self.planner = planner
@@ -174,7 +176,7 @@ class _StageTimes:
             return None
         profile = self.planner.profile
         names = tuple(profile.kind_of(i).name for i in range(start, start + size))
-        # A stage as it was measured is not what the same number of other layers adds up to.
+        # A measured stage differs from the sum over as many other layers.
         stages = profile.stages if len(profile.stages) == self.planner.layout.num_stages else ()
         own = tuple(range(start, start + size))
         key = (stage, names, bool(stages) and tuple(sorted(stages[stage].layers)) == own)
@@ -185,7 +187,7 @@ class _StageTimes:
         return self.known[key]
 
     def _with_stage(self, stage: int, start: int, size: int) -> Layout:
-        """Any layout with these layers on this stage; the rest is put on its neighbours."""
+        """Some layout with these layers on this stage; its neighbours get the other layers."""
         p = self.planner.layout.num_stages
         sizes = [0] * p
         sizes[stage] = size

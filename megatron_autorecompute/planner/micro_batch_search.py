@@ -1,4 +1,4 @@
-"""The micro-batch size with the fastest step."""
+"""Searches the micro-batch size for the fastest step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.layout_search import Alternative
+from megatron_autorecompute.planner.layout_search import SearchResult
 from megatron_autorecompute.planner.planner import Budget, Planner, Solution
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import Profile
@@ -14,11 +14,12 @@ from megatron_autorecompute.profile import Profile
 
 def search_micro_batch(
     planners: Sequence[Planner], budget: Budget
-) -> tuple[Alternative, tuple[str, ...]]:
+) -> tuple[SearchResult, tuple[str, ...]]:
     """The micro-batch size with the fastest step, from one planner per profile.
 
-    The first planner is the one asked for; every planner's schedule must run the same number of
-    samples per step (see `same_samples`). Returns the best and one sentence for each.
+    The first planner is the one that was asked for. Every planner's schedule must run the same
+    number of samples per step (see `same_samples`). Returns the best, and one sentence for each
+    planner.
     Raises: InfeasibleError when none fits.
     """
     solved = [(planner, planner.try_solve(budget)) for planner in planners]
@@ -28,7 +29,7 @@ def search_micro_batch(
     planner, solution = min(fitting, key=lambda pair: pair[1].cost.step_ms)
     notes = tuple(_micro_batch_note(p, s) for p, s in solved)
     size = planner.profile.parallelism.micro_batch_size
-    return Alternative(planner, solution, {"--micro-batch-size": str(size)}, notes[0]), notes
+    return SearchResult(planner, solution, {"--micro-batch-size": str(size)}, notes[0]), notes
 
 
 def _micro_batch_note(planner: Planner, solution: Solution | None) -> str:
@@ -40,7 +41,7 @@ def _micro_batch_note(planner: Planner, solution: Solution | None) -> str:
 def same_samples(schedule: Schedule, asked: Profile, other: Profile) -> Schedule:
     """The schedule with as many samples per step at the other profile's micro-batch size.
 
-    Raises: PipelineError when the samples do not divide.
+    Raises: PipelineError when the samples are not a multiple of the other micro-batch size.
     """
     samples = schedule.num_microbatches * asked.parallelism.micro_batch_size
     size = other.parallelism.micro_batch_size

@@ -1,6 +1,6 @@
-"""Step time and peaks of many policies of one problem: `Planner.evaluate`, without its details.
+"""Step time and peaks of many policies of one planner: `Planner.evaluate` without its details.
 
-What a chunk costs is computed once for every set of choices it is given, and all steps are replayed
+A chunk's cost is computed once for each combination of choices, and all steps are replayed
 together: a thousand policies of 126 layers take seconds.
 """
 
@@ -26,7 +26,7 @@ _AT_ONCE = 64  # replayed together; more would only take memory
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy comes to."""
+    """Time and peaks of one policy."""
 
     step_ms: float
     """Time of the step."""
@@ -47,7 +47,7 @@ class _ChunkCost:
 
 
 class Outcomes:
-    """Answers for one planner's problem."""
+    """Evaluates policies for one planner's profile, layout and schedule."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
@@ -60,10 +60,9 @@ class Outcomes:
         policies: Sequence[RecomputePolicy],
         progress: Callable[[float], None] = lambda _: None,
     ) -> list[Outcome]:
-        """One outcome each; `progress` is told the share that is done.
+        """One outcome for each policy; calls `progress` with the share that is done, 0 to 1.
 
-        Raises: ProfileError where the profile lacks a record, PolicyError where a group spans two
-        chunks.
+        Raises: ProfileError if the profile lacks a record, PolicyError if a group spans two chunks.
         """
         if not policies:
             return []
@@ -91,7 +90,7 @@ class Outcomes:
             self._stage(stage, policy)
 
     def _steps_ms(self, times: Ints, progress: Callable[[float], None]) -> list[float]:
-        """Every different set of times once."""
+        """Step times of all policies, in ms; equal sets of chunk times are replayed once."""
         schedule = self._planner.schedule
         rows = times.reshape(-1, times.shape[-1])
         different, which = np.unique(rows, axis=1, return_inverse=True)
@@ -143,7 +142,7 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """A stage's moments as columns."""
+    """A stage's moments as arrays."""
 
     backward: NDArray[np.intp]
     chunk: NDArray[np.intp]

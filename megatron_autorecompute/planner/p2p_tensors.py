@@ -1,16 +1,16 @@
-"""How many boundary tensors are alive at each event of a stage and belong to no layer, by replay.
+"""Counts the boundary tensors that are alive at each event of a stage and belong to no layer.
 
 A *boundary tensor* is what one stage sends another: an output, or the gradient of an input. Most
-belong to a layer and are in its record: a received input to the first layer of its chunk, from the
-chunk's forward on; the gradient that a backward starts from to the chunk's last layer. The others
-are counted here: tensors that were received before their turn, and tensors that a variable of
-Megatron's schedule still names after their use. The variables below are those of megatron-core's
-`schedules.py`, the same in 0.16.1 and 0.19.2.
+are part of a layer's record: the received input belongs to the first layer of its chunk from the
+chunk's forward on, and the gradient that a backward starts from to the chunk's last layer. This
+module replays the schedule to count the others: tensors received before their turn, and tensors to
+which a variable of Megatron's schedule is still bound after their use. The variables below are
+those of megatron-core's `schedules.py`, the same in 0.16.1 and 0.19.2.
 
-Without `deallocate_pipeline_outputs` an output stays. While its microbatch is in flight it belongs
-to that; it counts here when the microbatch is done and a variable still names it.
+Without `deallocate_pipeline_outputs` an output stays alive. It belongs to its microbatch while that
+is in flight, and counts here if a variable is still bound to it afterwards.
 
-This module knows neither bytes nor layers. `overlap_p2p_comm_warmup_flush` is not replayed.
+`overlap_p2p_comm_warmup_flush` is not replayed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.schedule import Direction, Schedule
 
 Tensor = int | None
-"""A number for each tensor; None where Megatron has None."""
+"""A tensor's number; None if Megatron's variable is None."""
 
 
 @lru_cache(maxsize=1024)
 def extra_tensors(
     schedule: Schedule, stage: int, *, overlap_p2p: bool = True, deallocated: bool = True
 ) -> tuple[int, ...]:
-    """Boundary tensors alive all through each event of `schedule.events(stage)`.
+    """Boundary tensors that belong to no layer, at each event of `schedule.events(stage)`.
 
     Args:
         schedule: the order of events.
@@ -65,13 +65,13 @@ class Moment:
 def decisive_moments(
     schedule: Schedule, stage: int, *, overlap_p2p: bool = True, deallocated: bool = True
 ) -> tuple[Moment, ...]:
-    """The moments of which one is a stage's highest, whatever its policy.
+    """The moments that can be a stage's highest moment under some policy.
 
-    Two sorts of moments are left out. First, those of which another moment of the same direction
-    and chunk has as much in every count. Second, those between two others: bytes are linear in the
-    counts, so where every count of a moment is at most the mean of its two neighbours', one of the
-    neighbours needs as much. That is frequent, since within a group of microbatches the counts move
-    from one chunk to another in steps of one.
+    Two sorts of moments are left out. First, moments that another moment of the same direction and
+    chunk reaches in every count. Second, moments between two others: bytes are linear in the
+    counts, so if every count of a moment is at most the mean of its two neighbours' counts, one of
+    the neighbours needs as many bytes. This is frequent, because within a group of microbatches the
+    counts move from one chunk to another in steps of one.
     """
     short = schedule.shortened()
     extra = extra_tensors(short, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
@@ -96,8 +96,8 @@ def decisive_moments(
 
 
 def _maximal(positions: Sequence[int], counts: Ints) -> Ints:
-    """Those whose counts no other's reach in every column, in order."""
-    # By descending total: what comes first exceeds, and is not exceeded by, what comes after it.
+    """The positions, in order, whose counts no other position reaches in every column."""
+    # By descending total: a later position cannot exceed an earlier one in every column.
     rest = np.array(sorted(positions, key=lambda at: -counts[at].sum()))
     kept = []
     while len(rest):
@@ -107,7 +107,7 @@ def _maximal(positions: Sequence[int], counts: Ints) -> Ints:
 
 
 def _without_passages(positions: Ints, counts: Ints) -> list[int]:
-    """Those that are not between their two neighbours."""
+    """The positions whose counts are not at most the mean of their two neighbours' counts."""
     rows = counts[positions]
     between = np.zeros(len(rows), np.bool_)
     between[1:-1] = np.all(2 * rows[1:-1] <= rows[:-2] + rows[2:], axis=1)
@@ -117,10 +117,11 @@ def _without_passages(positions: Ints, counts: Ints) -> list[int]:
 def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[int, ...]:
     """1F1B, in `forward_backward_pipelining_without_interleaving`.
 
-    Nothing is left over before the first backward. After it, a forward finds: where there is a next
-    stage, the last `output_tensor_grad`, and the last output if outputs are kept; where there is a
-    stage before, the last `input_tensor_grad` and the input of the microbatch just finished. A
-    later backward finds the last `input_tensor_grad` alone: `output_tensor_grad` is its own then.
+    Before the first backward nothing is left over. After it, these are alive in a forward: if there
+    is a next stage, the last `output_tensor_grad`, and the last output if outputs are kept; if
+    there is a previous stage, the last `input_tensor_grad` and the input of the microbatch just
+    finished. In a later backward only the last `input_tensor_grad` is, because `output_tensor_grad`
+    is then its own.
     """
     after, before = int(stage < schedule.num_stages - 1), int(stage > 0)
     counts, begun = [], False
@@ -134,7 +135,7 @@ def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[int, 
 
 @dataclass
 class _Interleaved:
-    """The names that hold tensors in `forward_backward_pipelining_with_interleaving`."""
+    """The variables that hold tensors in `forward_backward_pipelining_with_interleaving`."""
 
     schedule: Schedule
     stage: int
@@ -145,9 +146,9 @@ class _Interleaved:
     bound: dict[object, Tensor] = field(default_factory=dict)
     """By name: local variables, receive buffers, and every block's `input_tensor`."""
     gradient_of: dict[Tensor, Tensor] = field(default_factory=dict)
-    """What an input has as `.grad` once its backward has run: alive as long as the input is."""
+    """The `.grad` of an input whose backward has run: alive as long as the input."""
     in_flight: set[Tensor] = field(default_factory=set)
-    """Inputs and kept outputs of microbatches whose forward has begun and backward not ended."""
+    """Inputs and kept outputs of microbatches between the start of forward and end of backward."""
     last: int = 0
 
     def __post_init__(self) -> None:
@@ -208,7 +209,7 @@ class _Interleaved:
         self._receive_gradient(k, "output_tensor_grad", stop=is_last)
 
     def _bind_output(self, output: tuple[Tensor, Tensor]) -> None:
-        """Bind `output_tensor`: the tensor if it is kept, and the input that its graph holds."""
+        """Bind `output_tensor`: the tensor, if it is kept, and the input that its graph holds."""
         self.bound["output_tensor"] = None if self.deallocated else output[0]
         self.bound["output_tensor's graph"] = output[1]
 
@@ -239,7 +240,7 @@ class _Interleaved:
         return self.gradient_of.get(own)
 
     def _count(self, gradient: Tensor) -> None:
-        """Everything alive but what belongs to microbatches in flight and to the event's layers."""
+        """Count what is alive, without microbatches in flight and the event's own layers."""
         alive = set(self.bound.values())
         for inputs, outputs, gradients in zip(self.inputs, self.outputs, self.grads, strict=True):
             alive.update(inputs[len(outputs) :], gradients)
@@ -264,7 +265,7 @@ class _Interleaved:
             self.grads[chunk].append(self.bound[name])
 
     def _expected(self, k: int, leads: bool, chunks: list[int], step: int) -> tuple[bool, int]:
-        """`recv_tensor_from_previous_stage`: whether something comes, and for which chunk."""
+        """`recv_tensor_from_previous_stage`: whether a tensor is received, and for which chunk."""
         p, end = self.schedule.num_stages, chunks[-1]
         if not leads:
             return True, chunks[(k + 1) % len(chunks)]

@@ -40,7 +40,7 @@ MOST_MS_OF_A_STAGE = float(1 << 29)
 
 
 def check_layout(profile: Profile, layout: Layout, schedule: Schedule) -> None:
-    """Refuse a layout of another model or a schedule of other stages; raises ProfileError."""
+    """Raise ProfileError if layout, schedule and profile have different layers or stages."""
     layers = layout.num_layers, layout.mtp_num_layers
     model = profile.model.num_layers, profile.model.mtp_num_layers
     if layers != model:
@@ -57,7 +57,7 @@ def check_layout(profile: Profile, layout: Layout, schedule: Schedule) -> None:
 
 
 def check_figures(profile: Profile, layout: Layout, schedule: Schedule) -> None:
-    """Refuse figures whose sums leave 64 bits, which no device and no step has.
+    """Refuse figures whose sums exceed 64 bits; no real device or step has such figures.
 
     Raises: ProfileError.
     """
@@ -85,7 +85,7 @@ def _most(kind: LayerKind) -> tuple[int, float]:
 
 
 def _most_of(record: ChoiceRecord) -> tuple[int, float]:
-    """At least what a layer can need, and its time."""
+    """An upper limit on the bytes of a layer under this choice, and its time in ms."""
     figures: list[ChoiceRecord | BytesAt] = [record, *record.percentiles]
     size = max(LayerBytes.of(each).total for each in figures)
     return size + 3 * record.uncertainty_bytes, record.forward_ms + record.backward_ms
@@ -93,7 +93,7 @@ def _most_of(record: ChoiceRecord) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class StageBase:
-    """What a stage needs whatever its policy."""
+    """What a stage needs under every policy."""
 
     static: StaticBytes
     optimizer_step_peak_bytes: int
@@ -103,10 +103,10 @@ class StageBase:
     residual_bytes: int
     """Measured minus predicted, at the asked end of its interval."""
     measured: bool
-    """Whether the profile has this very stage, or its static bytes were added up."""
+    """Whether the profile has a record of this stage; otherwise static bytes were added up."""
 
     def constant_bytes(self, direction: Direction, extra: int) -> int:
-        """Alive throughout a forward or backward with so many extra boundary tensors."""
+        """Bytes alive throughout a forward or backward, with `extra` boundary tensors."""
         overhead = self.overhead
         rest = overhead.forward_bytes if direction == "forward" else overhead.backward_bytes
         boundary = extra * self.boundary_bytes
@@ -116,9 +116,10 @@ class StageBase:
 def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nominal") -> StageBase:
     """Static bytes, overhead and residual of one stage.
 
-    A stage record is used when it was measured with exactly these layers; otherwise static bytes
-    are added up from the kinds, the embedding and the head, and there is no residual.
-    Raises: ProfileError when the profile has neither.
+    The record of a stage is used if it was measured with exactly these layers. Otherwise static
+    bytes are added up from the kinds, the embedding and the head, and there is no residual.
+
+    Raises: ProfileError when the profile has neither record nor static bytes of the kinds.
     """
     chunks = layout.stages[stage]
     layers = tuple(sorted(layer for chunk in chunks for layer in chunk.layers))
@@ -134,7 +135,7 @@ def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nom
 
 
 def stage_moments(profile: Profile, schedule: Schedule, stage: int) -> tuple[Moment, ...]:
-    """The moments that can decide a stage's peak, under the profile's settings."""
+    """The moments that can be a stage's peak, under the profile's pipeline settings."""
     return decisive_moments(
         schedule,
         stage,
@@ -164,14 +165,14 @@ def _added_static(profile: Profile, chunks: Sequence[Chunk], stage: int) -> Stat
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Bytes of one moment by what they are; they add up to the total."""
+    """Bytes of one moment by cause; they add up to the total."""
 
     static_bytes: int
     """Parameters, gradients, optimizer state, buffers."""
     in_flight_bytes: int
     """Held by layers of microbatches that wait for their backward."""
     running_bytes: int
-    """Held by the layers of the chunk that runs, up to the one that runs."""
+    """Held by the layers of the running chunk, up to the running layer."""
     transient_bytes: int
     """Of the unit that runs."""
     embedding_head_bytes: int
@@ -198,13 +199,13 @@ class Peak:
 
     bytes: int
     moment: str
-    """For people: `stage 0, backward of layer 11, microbatch 3`."""
+    """A label: `stage 0, backward of layer 11, microbatch 3`."""
     breakdown: Breakdown
 
 
 @dataclass(frozen=True)
 class ChunkColumns:
-    """One chunk's units as columns, `[unit]`."""
+    """One chunk's units as arrays of shape [unit]."""
 
     chunk: Chunk
     units: tuple[Unit, ...]
@@ -216,16 +217,17 @@ class ChunkColumns:
 
     @cached_property
     def outside_bytes(self) -> Ints:
-        """Held by each unit that is embedding or head, else 0."""
+        """Held by each unit that is the embedding or the head; 0 for layers."""
         outside = np.array([unit.name in OUTSIDE for unit in self.units])
         return np.where(outside, self.held_bytes, 0)
 
     def transient_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
-        """Transient of each unit, with the chunk's output gradient where it is not yet counted.
+        """Transient of each unit, plus the chunk's output gradient if its record does not count it.
 
-        The schedule holds that gradient until the chunk's backward ends. The last unit is given
-        this very tensor: only where the unit keeps it, too, is it counted already. Elsewhere a
-        record whose highest point comes before the gradient is let go makes it count twice.
+        The schedule holds that gradient until the chunk's backward ends. It is the incoming
+        gradient of the last unit, whose record counts it throughout only if the unit keeps it as
+        well. For other last units it is added, and counts twice if the record's highest point comes
+        before the unit frees the gradient.
         """
         if direction == "forward":
             return np.array([unit.forward_transient_bytes for unit in self.units], np.int64)
@@ -236,7 +238,7 @@ class ChunkColumns:
         return own
 
     def reach_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
-        """While each unit runs: held of the units up to it plus its transient."""
+        """For each unit while it runs: held bytes of all units up to it, plus its transient."""
         return self.held_bytes.cumsum() + self.transient_bytes(direction, boundary_bytes)
 
 
@@ -246,7 +248,7 @@ def stage_peak(
     columns: Sequence[ChunkColumns],
     moments: Sequence[Moment],
 ) -> Peak:
-    """The highest moment of a stage; the first one where several are equal."""
+    """The highest moment of a stage; the first one if several are equal."""
     held = np.array([chunk.held_bytes.sum() for chunk in columns], np.int64)
     best: tuple[int, Moment | None, int] = (
         base.static.total_bytes + base.optimizer_step_peak_bytes,

@@ -1,12 +1,12 @@
-"""The plan: a policy together with everything that speaks for it, as one file.
+"""The plan: a policy with its predicted cost, the proof and the profile, as one file.
 
-A plan contains the profile it rests on, so that it can be explained, verified and solved again
-wherever the file is. `RecomputePolicy.load` reads the same file for the policy alone. This module
-does not solve and does not print.
+A plan contains the profile it was made from, so that it can be explained, verified and solved again
+wherever the file is. `RecomputePolicy.load` reads only the policy from the same file. This module
+neither solves nor prints.
 
-What follows from policy, profile, layout, schedule and budgets is worked out again when a plan is
-read. What cannot be worked out again at once is the proof that no other policy is faster. So a file
-carries the digest of what was written; where what is read has another, the proof is let go.
+Figures that follow from policy, profile, layout, schedule and budgets are computed again when a
+plan is read. The proof that no other policy is faster would take a search. So a file contains a
+digest of what was written; if the digest does not match, the plan is read without its proof.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_autorecompute.profile import Choice, Profile, Version
 
 SCHEMA_VERSION = 1
 DIGEST = "digest"
-"""Field of a plan file beside the plan's: of everything else in the file, as it was written."""
+"""Additional field of a plan file: the digest of everything else in it, as it was written."""
 TOLERANCE = 1e-9
 """By how much a time may differ from the same sum on another machine, as a share of it. Files hold
 every digit."""
@@ -48,7 +48,7 @@ NOTHING_PROVEN = StepEvidence(None, None)
 WORKED_OUT = ("cost", "evidence", "step_evidence", "best_manual")
 """Fields of a plan that follow from the others."""
 BudgetBytes = Annotated[int, Field(gt=0, le=1 << 60)]
-# Plans had the second name before.
+# The second name is the old one.
 _OR_MOE_PERCENTILE = Field(
     gt=0, le=100, validation_alias=AliasChoices("imbalance_percentile", "moe_percentile")
 )
@@ -86,14 +86,14 @@ class ManualResult:
 class Plan:
     """A solved policy with its evidence: what `plan -o` writes. See docs/plan.md.
 
-    `Plan.load(path)` reads one and works its figures out again, `save(path)` writes one, `policy`
-    is what `apply` takes, `planner()` solves the same problem for other budgets. `make_plan` of
-    this module makes one. `_bytes` are bytes on one device, `_ms` milliseconds; lists per stage
-    start with stage 0.
+    `make_plan` makes a plan, `save(path)` writes it, and `Plan.load(path)` reads one and computes
+    its figures again. `apply` takes its `policy`; `planner()` solves the same problem for other
+    budgets. `_bytes` are bytes on one device, `_ms` milliseconds; lists per stage start with stage
+    0.
     """
 
     recompute_policy: tuple[Choice, ...]
-    """One choice per layer, what a config field takes."""
+    """One choice per layer, as a config field takes it."""
     layout: Layout
     """Which stage and chunk holds which layers."""
     schedule: Schedule
@@ -109,15 +109,15 @@ class Plan:
     step_evidence: StepEvidence = NOTHING_PROVEN
     """How far the step is from the shortest one; plans of before do not say."""
     imbalance_percentile: Annotated[float | None, _OR_MOE_PERCENTILE] = None
-    """What layers with experts are budgeted for, in percent; None is their records as they are."""
+    """Imbalance percentile that layers with experts are planned for; None: records as they are."""
     allowed: tuple[str, ...] | None = None
-    """Choices that might be used; None is every recorded one."""
+    """Choices that the plan was allowed to use; None is every recorded choice."""
     best_manual: ManualResult | None = None
     """The fastest of Megatron's own settings that fits; None when none does."""
     megatron_flags: Mapping[str, str] = field(default_factory=dict)
-    """Flags other than recompute that the plan asks for: a searched layout or micro-batch size."""
+    """Further flags that the plan needs: a searched layout or micro-batch size."""
     notes: tuple[str, ...] = ()
-    """What the searches found, one sentence each."""
+    """Sentences about what was searched or corrected."""
     schema_version: Version = SCHEMA_VERSION
     """Major version of this schema; added fields do not raise it."""
 
@@ -139,14 +139,14 @@ class Plan:
 
     @property
     def policy(self) -> RecomputePolicy:
-        """The policy as a value. Raises: PolicyError where a choice of the file is none."""
+        """The policy, parsed. Raises: PolicyError if a text is not a choice."""
         return RecomputePolicy.from_config(
             list(self.recompute_policy), num_layers=len(self.recompute_policy)
         )
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
-        """What must be equal for the plan to be used again."""
+        """Facts about the job that must be equal for the plan to be used again."""
         return self.profile.fingerprint
 
     @property
@@ -154,10 +154,6 @@ class Plan:
         """Whether the evidence says how near the optimum is: the solver did, of this very plan."""
         gaps = self.step_evidence.gap, *(evidence.gap for evidence in self.evidence)
         return None not in gaps
-
-    def changed(self, fingerprint: Mapping[str, str]) -> tuple[str, ...]:
-        """Parts of a fingerprint that differ from the plan's, one `name: was, is` each."""
-        return changes(self.fingerprint, fingerprint)
 
     def planner(self) -> Planner:
         """A planner for the plan's own profile, layout and schedule."""
@@ -176,14 +172,14 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, source: str = "The plan") -> Plan:
-        """Read, check, and work the figures out again.
+        """Read and check a plan, and compute its figures again.
 
-        Where nobody changed the text since it was written, other figures are those of another
-        version of this program: the plan gets this version's, and no proof. Of a plan that was
-        changed, or has no digest, all figures must be right, and it has no proof either.
+        If the text is as it was written and the figures differ, another version of this package
+        predicted them: the plan gets this version's figures, and no proof. If the text was changed,
+        or has no digest, all figures must be right, and the plan has no proof either.
 
-        Raises: ProfileError with the path of each bad field, or with the first figure that is
-        wrong, what it says and what was worked out.
+        Raises: ProfileError with the path of each bad field, or with the first wrong figure, its
+        value and the computed value.
         """
         plan = json_records.from_json(cls, text, source=source, major=SCHEMA_VERSION)
         data = json.loads(text)
@@ -202,7 +198,7 @@ class Plan:
 
 
 def changes(was: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    """Parts in which two fingerprints differ, one `name: was, now is` each."""
+    """Parts in which two fingerprints differ, each as `name: was, now is`."""
     pairs = [(n, was.get(n, "absent"), now.get(n, "absent")) for n in sorted({*was, *now})]
     return tuple(
         f"{name}: {before}, now {after}" for name, before, after in pairs if before != after
@@ -216,13 +212,13 @@ def make_plan(
     megatron_flags: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """Solve and put the evidence together.
+    """Solve, and make a plan of the solution.
 
     Args:
-        planner: the problem.
+        planner: profile, layout and schedule.
         budget: bytes, one for all stages or one each.
-        megatron_flags: other flags that the plan asks for, name to value.
-        notes: what the searches before it found, one sentence each.
+        megatron_flags: further flags that the plan needs, name to value.
+        notes: sentences about earlier searches.
 
     Raises: as `Planner.solve`.
     """
@@ -318,7 +314,7 @@ def _worked_out(plan: Plan, cost: PolicyCost) -> Plan:
 
 
 def _evidence(plan: Plan, cost: PolicyCost, stage: int) -> StageEvidence:
-    """What follows from the cost; the bound is believed as far as a bound can be."""
+    """A stage's evidence from its cost; the file's bound is used, at most up to the objective."""
     own, said = cost.stages[stage], plan.evidence[stage]
     residual = residual_ms(plan.profile, plan.layout, stage)
     objective_ms = sum(own.forward_ms) + sum(own.backward_ms) - residual

@@ -6,8 +6,7 @@ forwards and backwards, and by chunks. `fastest_step` begins with these choices 
 Megatron's own settings that fits, looks for a shorter step, and proves a bound on it.
 
 The budget is bytes that torch may allocate, and is met by the high end of every uncertain figure.
-This module does not measure, nor does it know devices: what lies outside torch is the caller's
-to subtract.
+The caller must subtract from the device's memory what lies outside torch.
 """
 
 from __future__ import annotations
@@ -31,6 +30,9 @@ from megatron_autorecompute.planner.megatron_strategies import (
     has_linear_bias,
     runs_forever,
 )
+from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.chunk_splits import put_together, rearranged
+from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import (
     StageBase,
     check_figures,
@@ -51,10 +53,10 @@ from megatron_autorecompute.planner.stage_search.search import Effort, StageSear
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
 from megatron_autorecompute.policy import FULL, LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.units import GIB
+from megatron_autorecompute.units import gib
 
 MOST_MODULES = 9
-"""Megatron has no more. Of a profile with more, only the recorded sets are looked at."""
+"""Megatron has no more modules. If a profile has more, only its recorded sets are tried."""
 Budget = int | Sequence[int]
 Percentile = float | None | Literal["stated"]
 
@@ -76,9 +78,9 @@ class StageEvidence:
     """(objective - bound) / objective; 0 is proven to be the least, None is not known. A stage is
     busier than it could be where that makes the step shorter."""
     peak_high_bytes: int
-    """What was kept within the budget."""
+    """High end of the predicted peak; it is within the budget."""
     binding: str
-    """The moment whose memory keeps the stage from a faster choice, or that nothing does."""
+    """The moment whose bytes rule out a faster choice, or NOTHING_BINDS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class ManualStrategy:
     """As `RecomputePolicy.parse` reads it: megatron:block/4, ..."""
     policy: RecomputePolicy | None
     cost: PolicyCost | None
-    """None where Megatron refuses the setting or the profile lacks a record; see refused."""
+    """None if Megatron refuses the setting or the profile lacks a record; see `refused`."""
     fits: bool
     refused: str = ""
 
@@ -137,15 +139,17 @@ class Planner:
     """Solves one profile, layout and schedule for any number of budgets.
 
     Args:
-        percentile: of imbalance to budget for, in percent. None takes the records as they are: of
-            measured ones the most that was seen, of others what they were made for. "stated" is
-            `Profile.stated_percentile`.
-        allowed: the choices that may be used, or their texts, `full/N` standing for all groups;
-            None allows every recorded one.
-        effort: how much work a search may be.
+        profile: what every choice costs.
+        layout: which stage and chunk holds which layers.
+        schedule: the order of forwards and backwards.
+        percentile: of imbalance to budget for, in percent. None takes the records as they are:
+            measured ones at their maximum. "stated" is `Profile.stated_percentile`.
+        allowed: the choices that may be used, or their texts; `full/N` stands for all groups. None
+            allows every recorded choice.
+        effort: how much work a search may do.
 
-    Raises: ProfileError where profile, layout and schedule do not belong together; PolicyError for
-    a text of `allowed` that is no choice.
+    Raises: ProfileError if profile, layout and schedule do not belong together; PolicyError if a
+    text of `allowed` is not a choice.
     """
 
     def __init__(
@@ -176,7 +180,7 @@ class Planner:
         layout: Layout | None = None,
         schedule: Schedule | None = None,
     ) -> Planner:
-        """The same question of another profile, layout or schedule."""
+        """A planner with another profile, layout or schedule, and the same other arguments."""
         return Planner(
             profile or self.profile,
             layout or self.layout,
@@ -187,7 +191,7 @@ class Planner:
 
     @property
     def allowed(self) -> tuple[str, ...] | None:
-        """Texts of the choices that may be used; None allows every recorded one."""
+        """Texts of the choices that may be used; None allows every recorded choice."""
         return None if self.only is None else self.only.texts()
 
     def allows(self, layer: int, choice: LayerPolicy) -> bool:
@@ -215,7 +219,7 @@ class Planner:
 
     @cached_property
     def fastest(self) -> tuple[StageChoice, ...]:
-        """Per stage, the fastest choices when memory is no limit."""
+        """Per stage, the fastest choices without a memory limit."""
         found = (search.fastest(1 << 60) for search in self.searches)
         return tuple(choice for choice in found if choice is not None)
 
@@ -224,8 +228,8 @@ class Planner:
         solved = self._solved.setdefault(stage, {})
         below = solved.get(max((b for b in solved if b <= budget_bytes), default=-1))
         above = solved.get(min((b for b in solved if b >= budget_bytes), default=-1))
-        # The optimum of a larger budget that fits this one is its optimum too; and where larger
-        # and smaller budget are equally fast, so is every one between.
+        # If the optimum of a larger budget fits this budget, it is the optimum here, too. If a
+        # larger and a smaller budget are equally fast, so is every budget between them.
         if above is not None and above.gap == 0 and above.peak_bytes <= budget_bytes:
             return above
         if above is not None and below is not None and above.time_ps == below.time_ps:
@@ -247,7 +251,7 @@ class Planner:
         return solution
 
     def try_solve(self, budget: Budget) -> Solution | None:
-        """As `solve`, but None where nothing fits: for searches that try many."""
+        """As `solve`, but returns None if nothing fits; for searches that try many problems."""
         budgets = self.budgets(budget)
         choices: list[StageChoice] = []
         for stage, budget_bytes in enumerate(budgets):
@@ -281,7 +285,7 @@ class Planner:
     def pareto(
         self, points: int = 64, progress: Callable[[float], None] = lambda _: None
     ) -> tuple[ParetoPoint, ...]:
-        """Time against budget, from the largest useful budget down to the least that fits.
+        """Step time against budget, from the largest useful budget down to the least that fits.
 
         Points are each stage's choices of the least busy time, whose step is not searched further:
         `solve` is as fast or faster, mostly in a schedule with several chunks per stage.
@@ -291,7 +295,7 @@ class Planner:
         high = max(max(choice.peak_bytes for choice in self.fastest), low)
         steps = max(points - 1, 1)
         budgets = [high - (high - low) * i // steps for i in range(points)]
-        # Halving the steps: a budget between two solved ones is quicker than any other.
+        # By halving intervals: a budget between two solved ones is solved fastest.
         stride, done = 1 << points.bit_length(), set[int]()
         while stride := stride // 2:
             for budget in budgets[::stride]:
@@ -303,7 +307,7 @@ class Planner:
         for budget in sorted(set(budgets))[1:]:
             point = self._point(budget)
             if point.step_ms > curve[-1].step_ms:
-                # As fast on every stage, yet split over its chunks so that others wait longer.
+                # As fast on every stage, but split over chunks so that other stages wait longer.
                 point = replace(curve[-1], budget_bytes=budget)
             curve.append(point)
         return tuple(reversed(curve))
@@ -356,18 +360,18 @@ class Planner:
         tightest = max(range(len(needs)), key=lambda stage: needs[stage] - budgets[stage])
         lean = RecomputePolicy(self.leanest[tightest].policies[0])
         return InfeasibleError(
-            f"Stage {tightest} needs {needs[tightest] / GIB:.2f} GiB even with its leanest "
+            f"Stage {tightest} needs {gib(needs[tightest])} GiB even with its leanest "
             f"choices ({lean.format() or 'no layers'}{', …' * (self.layout.num_chunks > 1)}); the "
-            f"budget is {budgets[tightest] / GIB:.2f} GiB. Raise the budget, or change the model's "
+            f"budget is {gib(budgets[tightest])} GiB. Raise the budget, or change the model's "
             "split."
         )
 
     def manual_strategies(self, budget: Budget) -> tuple[ManualStrategy, ...]:
         """Every setting Megatron itself offers, with its cost in this model.
 
-        none; selective with every set of recorded modules, those of all kinds together, that
-        Megatron's own code returns from; block/N and uniform/N for every N up to the longest chunk,
-        counted afresh in every chunk as `TransformerBlock` does.
+        The settings are none; selective with every set of modules that some kind has records of,
+        except sets whose backward never ends in Megatron; block/N and uniform/N for every N up to
+        the longest chunk, counted afresh in every chunk as in `TransformerBlock`.
         """
         budgets = self.budgets(budget)
         return tuple(self._manual(setting, budgets) for setting in self.manual_settings())
@@ -375,8 +379,9 @@ class Planner:
     def best_manual(self, budget: Budget) -> ManualStrategy | None:
         """The fastest of `manual_strategies` that fits; None when none does.
 
-        Settings that come to the same are evaluated once, and none that takes as long as one that
-        fits in the forward and in the backward of every chunk: its step takes as long, too.
+        Equal settings are evaluated once. A setting is skipped if in every chunk its forward and
+        its backward take at least as long as those of a setting that fits, because then its step
+        takes at least as long.
         """
         budgets = self.budgets(budget)
         fitting: list[tuple[float, ManualStrategy, Ints]] = []
@@ -389,7 +394,7 @@ class Planner:
         return min(fitting, key=itemgetter(0))[1] if fitting else None
 
     def _manual_times(self) -> Iterator[tuple[MegatronStrategy, Ints]]:
-        """Unlike settings, and forward and backward of every chunk."""
+        """Settings that differ in effect, each with forward and backward times of every chunk."""
         chunks, seen = [c for stage in self.layout.stages for c in stage], set()
         for setting in self.manual_settings():
             try:
@@ -405,7 +410,7 @@ class Planner:
                 yield setting, np.array(times, np.int64)
 
     def manual_settings(self) -> list[MegatronStrategy]:
-        """The settings of `manual_strategies`, some of which Megatron may refuse."""
+        """The settings of `manual_strategies`, including those that Megatron may refuse."""
         recorded = dict.fromkeys(
             choice
             for kind in self.profile.kinds
@@ -438,7 +443,7 @@ class Planner:
         return ManualStrategy(name, policy, cost, all(s.peak_high_bytes <= b for s, b in pairs))
 
     def manual_policy(self, setting: MegatronStrategy) -> RecomputePolicy:
-        """One of Megatron's own settings in this layout; raises PolicyError where it refuses it."""
+        """One of Megatron's own settings as a policy; raises PolicyError if Megatron refuses it."""
         policy = setting.policy(self.profile.num_layers, self._counted_chunks())
         choices = enumerate(policy.layers)
         policy = RecomputePolicy(tuple(self._table.what_runs(*pair) for pair in choices))
@@ -463,34 +468,23 @@ def solve(
         layout: which stage and chunk holds which layers; of the profile's model.
         schedule: the order of forwards and backwards; of as many stages and chunks as the layout.
         budget: bytes that torch may allocate on a device, one number for all stages or one each.
-        percentile: of uneven routing that layers with experts are planned for, in percent.
-            "stated" is what the profile says, None its records as they are.
-        allowed: texts of the only choices that may be used, such as "none" and
-            "selective[core_attn]", `full/N` standing for checkpoints around several layers; None
-            allows all that the profile has.
+        percentile: of routing imbalance that layers with experts are planned for, in percent.
+            "stated" takes percentile 99 if the profile states imbalance; None takes the records as
+            they are.
+        allowed: texts of the choices that may be used, such as "none" and "selective[core_attn]";
+            `full/N` stands for checkpoints around several layers. None allows every choice that
+            the profile has.
 
     Returns: the policy (one choice per layer), its cost (milliseconds and bytes, by stage), how far
     its step can be from the shortest one at most, and how busy its stages could be at least.
 
     Raises:
         InfeasibleError: not even the leanest choices fit; it names the tightest stage.
-        ProfileError: profile, layout and schedule do not belong together, or a record lacks.
-        PolicyError: a text of `allowed` is no choice, or there is another number of budgets.
+        ProfileError: profile, layout and schedule do not belong together, or a record is missing.
+        PolicyError: a text of `allowed` is not a choice, or the number of budgets is wrong.
     """
     planner = Planner(profile, layout, schedule, percentile=percentile, allowed=allowed)
     return planner.solve(budget)
-
-
-def manual_strategies(
-    profile: Profile,
-    layout: Layout,
-    schedule: Schedule,
-    budget: Budget,
-    *,
-    percentile: Percentile = "stated",
-) -> tuple[ManualStrategy, ...]:
-    """Megatron's own settings in the same model; see `Planner.manual_strategies`."""
-    return Planner(profile, layout, schedule, percentile=percentile).manual_strategies(budget)
 
 
 def neighbours(
@@ -507,9 +501,9 @@ def neighbours(
 def changed_at(
     planner: Planner, policy: RecomputePolicy, layer: int
 ) -> list[tuple[LayerPolicy, RecomputePolicy]]:
-    """Every other choice of one layer, with the policy that has it and is else the same.
+    """Every other choice of one layer, with the policy in which only that layer changes.
 
-    A layer inside a group leaves it; the other members then get checkpoints of their own.
+    If the layer is in a group, it leaves the group, and each other member gets its own checkpoint.
     Raises: PolicyError for a layer that does not exist.
     """
     if not 0 <= layer < len(policy.layers):

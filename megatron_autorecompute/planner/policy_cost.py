@@ -1,4 +1,4 @@
-"""Memory and time of a policy: peak of every stage, and the step. It chooses nothing."""
+"""Memory and time of a given policy: the peak of every stage, and the step."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class StageCost:
     backward_ms: tuple[float, ...]
     """Per chunk, for one microbatch, recompute included."""
     ideal_ms: float
-    """All microbatches, if every stage had the mean work and recomputed nothing."""
+    """Time of all microbatches if every stage had the mean work and recomputed nothing."""
     imbalance_ms: float
-    """What this stage's share of the model adds to ideal; may be negative."""
+    """Added because this stage's share of the model is above the mean; may be negative."""
     recompute_ms: float
-    """What the policy adds to it."""
+    """Added by recompute."""
 
     @property
     def busy_ms(self) -> float:
@@ -64,11 +64,11 @@ class PolicyCost:
 
     stages: tuple[StageCost, ...]
     step_ms: float
-    """Time of the step by dependency replay, messages free."""
+    """Time of the step, by a replay in which messages take no time."""
     bubble_ms: float
-    """Part of step_ms that the busiest stage waits."""
+    """The part of step_ms in which the busiest stage waits."""
     recompute_ms: float
-    """Part of step_ms that recompute adds: step_ms minus the replay without recompute."""
+    """The part of step_ms that recompute adds: step_ms minus a replay without recompute."""
     step_low_ms: float | None = None
     """step_ms with every layer at the fast end of its spread at once; None without spreads."""
     step_high_ms: float | None = None
@@ -90,8 +90,8 @@ def evaluate(
 ) -> PolicyCost:
     """Peak of every stage and time of the step under a policy.
 
-    Raises: ProfileError where the profile lacks a record, or layout and profile disagree;
-    PolicyError where a group spans two chunks.
+    Raises: ProfileError if the profile lacks a record, or layout and profile disagree; PolicyError
+    if a group spans two chunks.
     """
     check_layout(profile, layout, schedule)
     policy.checked_length(profile.num_layers, "The policy")
@@ -155,13 +155,13 @@ def _with_times(
 
 
 def _step_ms(schedule: Schedule, times: Times) -> float:
-    return replay_ms(schedule, times.forward / PS_PER_MS, times.backward / PS_PER_MS).total_ms
+    return replay_ms(schedule, times.forward / PS_PER_MS, times.backward / PS_PER_MS)
 
 
 def _interval_ms(
     schedule: Schedule, times: Times, units: Sequence[Sequence[tuple[Unit, ...]]]
 ) -> tuple[float | None, float | None]:
-    """The step if all layers err alike, to the fast and to the slow end; None without spreads."""
+    """The step with all layers at the fast, and at the slow, end; None without spreads."""
     spread = np.array([[sum(u.spread_ps for u in own) for own in s] for s in units], np.int64)
     if not spread.any():
         return None, None
@@ -171,7 +171,7 @@ def _interval_ms(
 
 
 def _without_recompute(table: CostTable, layout: Layout) -> list[list[tuple[Unit, ...]]]:
-    """Every layer at `none`, or, where none was not measured, at its fastest choice."""
+    """Units with every layer at `none`, or at its fastest choice if `none` has no record."""
     policy = RecomputePolicy(
         tuple(fastest_choice(table, layer) for layer in range(table.profile.num_layers))
     )

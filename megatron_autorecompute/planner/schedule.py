@@ -1,7 +1,6 @@
 """The order in which megatron-core runs forwards and backwards on every stage.
 
-The order is the same in megatron-core 0.16.1 and 0.19.2, so no version is asked. This module knows
-neither bytes, times nor policies.
+The order is the same in megatron-core 0.16.1 and 0.19.2, so the version does not matter.
 """
 
 from __future__ import annotations
@@ -18,13 +17,17 @@ from megatron_autorecompute.planner.checks import check_at_least, check_chunks
 from megatron_autorecompute.planner.layout import Layout
 
 Direction = Literal["forward", "backward"]
+MOST_MICROBATCHES = 1 << 40
+"""Limit on a step's microbatches; far from where counts of events leave 64 bits."""
+MOST_IN_GROUPS = 1 << 11
+"""Limit on the forwards of a group of microbatches in all chunks, all of which are in flight."""
 _GROUPS = 8
-"""Of microbatches, in which a schedule of many shows every moment that it has."""
+"""Groups of microbatches after which a long schedule shows no new moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing a stage does: the forward or backward of one chunk for one microbatch."""
+    """The forward or backward of one chunk for one microbatch, on one stage."""
 
     direction: Direction
     chunk: int
@@ -33,11 +36,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What fixes the order of events on every stage.
+    """The settings that determine the order of events on every stage.
 
-    One chunk per stage is 1F1B (or no pipelining, on one stage), several are interleaved 1F1B.
-    Source: `forward_backward_*`, `get_pp_rank_microbatches`, `get_schedule_table` in `schedules.py`
-    and `combined_1f1b.py` of megatron-core. Raises PipelineError for what Megatron refuses.
+    With one chunk per stage it is 1F1B (on one stage, no pipelining), with several interleaved
+    1F1B. Source: `forward_backward_*`, `get_pp_rank_microbatches`, `get_schedule_table` in
+    `schedules.py` and `combined_1f1b.py` of megatron-core. Raises PipelineError for settings that
+    Megatron refuses.
     """
 
     num_stages: int
@@ -45,7 +49,7 @@ class Schedule:
     num_microbatches: int
     microbatch_group_size: int | None = None
     """Megatron's `microbatch_group_size_per_vp_stage`: microbatches that pass one chunk before the
-    next chunk has its turn. None is `num_stages`. Without effect when there is one chunk."""
+    next chunk runs. None is `num_stages`. No effect if there is one chunk per stage."""
     overlap_moe_expert_parallel_comm: bool = False
     """One more warm-up forward, so that a forward and a backward can run side by side. Their events
     are listed forward first; each counts the other as in flight."""
@@ -75,6 +79,11 @@ class Schedule:
             num_chunks=self.num_chunks,
             num_microbatches=self.num_microbatches,
         )
+        if self.num_microbatches > MOST_MICROBATCHES:
+            raise PipelineError(
+                f"num_microbatches is {self.num_microbatches}; at most {MOST_MICROBATCHES} are "
+                "planned. Ask for fewer."
+            )
         check_chunks(self.num_stages, self.num_chunks)
         if self.num_chunks > 1:
             self._check_groups()
@@ -91,6 +100,12 @@ class Schedule:
                 f"The microbatch group size is {group}; interleaved, it must lie between the "
                 f"number of stages {p} and of microbatches {m}. Change either."
             )
+        if group * self.num_chunks > MOST_IN_GROUPS:
+            raise PipelineError(
+                f"Groups of {group} microbatches in {self.num_chunks} chunks put "
+                f"{group * self.num_chunks} in flight; at most {MOST_IN_GROUPS} are planned. "
+                "Choose a smaller group size."
+            )
         if 0 < m % group < p:
             raise PipelineError(
                 f"{m} microbatches in groups of {group} leave a last group of {m % group}, fewer "
@@ -103,7 +118,7 @@ class Schedule:
         return self.num_stages if self.microbatch_group_size is None else self.microbatch_group_size
 
     def warmup(self, stage: int) -> int:
-        """Return how many forwards the stage runs before the first forward that a backward follows.
+        """Return how many forwards the stage runs before forwards and backwards alternate.
 
         Source: `get_pp_rank_microbatches`; on one stage with EP overlap,
         `combined_1f1b_schedule_for_no_pipelining`.
@@ -114,7 +129,7 @@ class Schedule:
 
     @property
     def stride(self) -> int:
-        """By how many forwards a stage's warm-up exceeds that of the next stage."""
+        """How many more forwards a stage's warm-up has than the next stage's."""
         return 1 if self.num_chunks == 1 else 2
 
     @property
@@ -123,21 +138,21 @@ class Schedule:
         return (self.num_chunks - 1) * self.group_size + self.overlap_moe_expert_parallel_comm
 
     def shortened(self) -> Schedule:
-        """The schedule of fewer microbatches, if there are many, that has the same moments.
+        """A schedule of fewer microbatches that has the same moments; itself if there are few.
 
-        Its steady state is long enough to repeat once, and its last group is as large.
+        Its steady state is long enough to repeat once, and its last group has the same size.
         """
         v, m = self.num_chunks, self.num_microbatches
         size = self.group_size if v > 1 else 1
-        # The longest warm-up is of less than two groups of all chunks, or of a microbatch a stage.
+        # The longest warm-up is shorter than two groups of all chunks, or one microbatch per stage.
         whole = _GROUPS if v > 1 else self.num_stages + _GROUPS
         return replace(self, num_microbatches=min(m // size, whole) * size + m % size)
 
     def microbatch(self, stage: int, event: int) -> int:
-        """The microbatch here of an event of the shortened schedule, the first one of its kind."""
+        """The microbatch here of the first event that is like one of the shortened schedule."""
         short = self.shortened()
         size = self.group_size if self.num_chunks > 1 else 1
-        # It takes a few periods after the warm-up until all that is bound is of the steady state.
+        # A few periods after the warm-up pass until all bound tensors are of the steady state.
         once = short.warmup(stage) + 8 * size * self.num_chunks
         later = self.num_microbatches - short.num_microbatches if event >= once else 0
         return short.events(stage)[event].microbatch + later
@@ -153,10 +168,10 @@ class Schedule:
         )
 
     def in_flight(self, stage: int) -> NDArray[np.int32]:
-        """Return, `[event, chunk]`, the microbatches in flight while the event runs.
+        """Return the number of microbatches in flight during each event, of shape [event, chunk].
 
-        In flight: the forward is done and the backward has not begun. So the microbatch that the
-        event itself runs is not counted, neither in its forward nor in its backward.
+        In flight: the forward is done and the backward has not begun. The microbatch of the event
+        itself is therefore not counted.
         """
         backward, chunk, _ = self._order(stage)
         position = np.arange(len(chunk))

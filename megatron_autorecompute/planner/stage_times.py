@@ -1,8 +1,8 @@
 """Time of one microbatch on every stage and chunk, in whole picoseconds.
 
-The times of a stage's layers may add up to less, or more, than what was measured of the stage. The
-difference is its *residual*, and is added whatever the policy. Its forwards and backwards share it
-in proportion to the least that each can take, so that a negative residual leaves none below zero.
+The times of a stage's layers may add up to less, or more, than the measured time of the stage. The
+difference is its *residual*, which is added under every policy. It is divided over the stage's
+forwards and backwards in proportion to the least time of each, so that none becomes negative.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Times:
     """`[stage, chunk]`"""
 
     def plus(self, other: Times) -> Times:
-        """The sums; nothing falls below zero."""
+        """The sum with other times; negative results become 0."""
         return Times(
             np.maximum(self.forward + other.forward, 0),
             np.maximum(self.backward + other.backward, 0),
@@ -37,13 +37,13 @@ class Times:
 
     @property
     def busy(self) -> Ints:
-        """`[stage]` of all chunks, forward and backward."""
+        """Forward plus backward of all chunks, of shape [stage]."""
         busy: Ints = self.forward.sum(axis=1) + self.backward.sum(axis=1)
         return busy
 
 
 def times_of(units: Sequence[Sequence[tuple[Unit, ...]]]) -> Times:
-    """Of the units of every stage and chunk, `[stage][chunk]`."""
+    """Times of the units of every stage and chunk, `[stage][chunk]`."""
     return Times(
         np.array([[sum(u.forward_ps for u in own) for own in stage] for stage in units], np.int64),
         np.array([[sum(u.backward_ps for u in own) for own in stage] for stage in units], np.int64),
@@ -51,13 +51,13 @@ def times_of(units: Sequence[Sequence[tuple[Unit, ...]]]) -> Times:
 
 
 def residual_ms(profile: Profile, layout: Layout, stage: int) -> float:
-    """Measured minus predicted time of one microbatch, where this very stage was measured."""
+    """Measured minus predicted time of one microbatch; 0 if this stage was not measured."""
     measured = stage_base(profile, layout, stage).measured
     return profile.stages[stage].residual_ms if measured else 0.0
 
 
 def residual_times(table: CostTable, layout: Layout) -> Times:
-    """What is added to the times of any policy; see above."""
+    """The residuals, which are added to the times of every policy; see the module docstring."""
     shares = [_residual_of(table, layout, stage) for stage in range(layout.num_stages)]
     return Times(*(np.array(part, np.int64) for part in zip(*shares, strict=True)))
 
@@ -74,7 +74,7 @@ def _residual_of(table: CostTable, layout: Layout, stage: int) -> tuple[list[int
 
 
 def _least(table: CostTable, chunk: Chunk) -> tuple[int, int]:
-    """The least that a chunk's forward, and its backward, can take with layers by themselves."""
+    """The least time of a chunk's forward, and of its backward, without groups."""
     before, after = table.pseudo_layers(chunk)
     options = [
         [table.layer_in(chunk, layer, choice) for choice in table.choices(layer)]
@@ -88,7 +88,7 @@ def _least(table: CostTable, chunk: Chunk) -> tuple[int, int]:
 
 
 def _shared(amount: int, weights: Sequence[int]) -> list[int]:
-    """Whole parts of an amount in proportion to the weights; all to the last where they are 0."""
+    """Integer parts of an amount in proportion to the weights; the last gets all if they are 0."""
     total, given, shares = sum(weights), 0, list[int]()
     if total == 0:
         return [0] * (len(weights) - 1) + [amount]

@@ -1,7 +1,8 @@
 """How long a step takes: every event starts when its stage is free and its input has arrived.
 
-Messages take nobody's time (as with Megatron's `overlap_p2p_comm`), and what EP overlap runs side
-by side runs one after the other; optimizer and gradient reduction are not part of it.
+Messages take no time (as with Megatron's `overlap_p2p_comm`). A forward and a backward that EP
+overlap runs side by side are replayed one after the other. Optimizer and gradient reduction are not
+included.
 
 The steady state of a step repeats, so its length hardly matters. What a period of `slots` starts
 from is when each stage finished its last few slots; what it does to that is a convex function, a
@@ -28,29 +29,12 @@ MOST = 1 << 61
 _FEW_PERIODS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """How long a step's forwards and backwards take, and what each stage does meanwhile."""
-
-    total_ms: float
-    """When the last stage finishes its last event."""
-    busy_ms: tuple[float, ...]
-    """Per stage, the sum of its events."""
-    finish_ms: tuple[float, ...]
-    """Per stage, when its last event ends."""
-
-    @property
-    def idle_ms(self) -> tuple[float, ...]:
-        """Per stage, the bubble: total minus busy."""
-        return tuple(self.total_ms - busy for busy in self.busy_ms)
-
-
 def replay_ms(
     schedule: Schedule,
     forward_ms: Sequence[Sequence[float]] | Floats,
     backward_ms: Sequence[Sequence[float]] | Floats,
-) -> StepTime:
-    """Replay a step: every event starts when its stage is free and its input has arrived.
+) -> float:
+    """Milliseconds of a step: every event starts when its stage is free and its input has arrived.
 
     Args:
         schedule: the order of events.
@@ -62,13 +46,12 @@ def replay_ms(
     forward = _times(schedule, forward_ms, "forward_ms")
     backward = _times(schedule, backward_ms, "backward_ms")
     per_ms = PS_PER_MS / step_unit(schedule, float((forward + backward).sum()) * PS_PER_MS)
-    finish = finished(schedule, _rounded(forward * per_ms), _rounded(backward * per_ms)) / per_ms
-    busy = schedule.num_microbatches * (forward + backward).sum(axis=1)
-    return StepTime(float(finish.max()), tuple(busy.tolist()), tuple(finish.tolist()))
+    finish = finished(schedule, _rounded(forward * per_ms), _rounded(backward * per_ms))
+    return float(finish.max() / per_ms)
 
 
 def step_unit(schedule: Schedule, all_ps: float) -> int:
-    """The picoseconds to count a step in, so that sums stay exact: one, but for steps of weeks.
+    """The unit of time, in ps, in which sums stay exact: 1, or more for steps of weeks.
 
     `all_ps` is the time of one microbatch on all stages together.
     """
@@ -80,9 +63,9 @@ def finished(schedule: Schedule, forward: Ints, backward: Ints) -> Ints:
 
     Args:
         schedule: the order of events.
-        forward: time of one forward, `[stage, chunk, ...]`, where what follows are candidates that
-            are replayed side by side. In any unit; see `step_unit`.
-        backward: the same of one backward.
+        forward: time of one forward, of shape [stage, chunk, ...]; further dimensions are
+            candidates that are replayed together. In any unit; see `step_unit`.
+        backward: time of one backward, of the same shape and unit.
     """
     for part in parts(schedule, forward, backward):
         finish: Ints = part.after[-1]
@@ -163,7 +146,7 @@ def _repeated(
 
 
 def _ahead(run: Callable[[Ints], Ints], window: Ints, step: Ints, most: int) -> int:
-    """How many of the next `most` periods take what the last two took."""
+    """How many of the next `most` periods take as long as the last two."""
 
     def still(count: int) -> bool:
         return np.array_equal(run(window + (count - 1) * step), window + count * step)

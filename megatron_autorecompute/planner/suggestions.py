@@ -1,7 +1,7 @@
-"""What would make a plan fit, each change alone.
+"""Single changes that would make an infeasible plan fit.
 
-The policy for each change is solved exactly. What a change does to bytes and times is not measured
-but scaled or added up.
+For each change the policy is solved exactly. The effect of the change on bytes and times is not
+measured: they are scaled or added up.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megatron_autorecompute.profile import (
     StaticBytes,
 )
 
-_NEAREST_LAYOUTS = 12  # tried for an error message, which is to come within seconds
+_NEAREST_LAYOUTS = 12  # tried for an error message, which should take seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that would make an infeasible plan fit."""
+    """A change that would make an infeasible plan fit."""
 
     text: str
     step_ms: float
@@ -42,15 +42,16 @@ class Change:
 def cheapest_changes(planner: Planner, budget: Budget, most: int = 3) -> tuple[Change, ...]:
     """Up to three changes, each alone, with which a plan fits; the fastest step first.
 
-    A smaller micro-batch scales bytes and times of activations with it; twice the tensor
-    parallelism halves them and the static bytes; both are estimates that a profile at that size
-    would replace. Twice the stages and another layout add static bytes up from the kinds.
-    A full record that is missing is taken to hold one boundary tensor and to run forward twice.
+    For a smaller micro-batch, bytes and times of activations are scaled with it. For twice the
+    tensor parallelism they and the static bytes are halved. Both are estimates; a profile at that
+    size is better. For twice the stages and for another layout, static bytes are added up from the
+    kinds. If a kind has no record of full, it is assumed to hold one boundary tensor and to run
+    forward twice.
     """
     found: list[Change] = []
-    for attempt in (_smaller_micro_batch, _full_recompute, _other_layout, _more_stages, _more_tp):
+    for proposal in (_smaller_micro_batch, _full_recompute, _other_layout, _more_stages, _more_tp):
         try:
-            change = attempt(planner, budget)
+            change = proposal(planner, budget)
         except (InfeasibleError, PipelineError, ProfileError, PolicyError):
             continue  # this change does not fit, or the profile does not say
         if change is not None:
@@ -107,7 +108,7 @@ def _with_full(kind: LayerKind, boundary_bytes: int) -> LayerKind:
         forward_transient_bytes=none.forward_transient_bytes + none.held_bytes,
         backward_transient_bytes=none.held_bytes + highest,
         forward_ms=none.forward_ms,
-        # Or as slow as what it contains was measured to be.
+        # At least as slow as every choice that it contains.
         backward_ms=max(none.forward_ms + none.backward_ms, slowest_ms - none.forward_ms),
         source="assumed",
     )
@@ -115,7 +116,7 @@ def _with_full(kind: LayerKind, boundary_bytes: int) -> LayerKind:
 
 
 def _other_layout(planner: Planner, budget: Budget) -> Change | None:
-    """The nearest layout that fits; the fastest of all is `search_layout`'s, and takes longer."""
+    """The nearest layout that fits; `search_layout` finds the fastest one, and takes longer."""
     if planner.layout.num_stages == 1:
         return None
     asked = layers_per_stage(planner.layout)
@@ -213,7 +214,7 @@ def _scaled(profile: Profile, factor: float, static: float) -> Profile:
 
 
 def explained(error: InfeasibleError, planner: Planner, budget: Budget) -> InfeasibleError:
-    """The same error with the changes that would fit."""
+    """The error, with changes that would make the plan fit added to its message."""
     changes = cheapest_changes(planner, budget)
     if not changes:
         return InfeasibleError(f"{error} No change this program knows would make it fit.")

@@ -1,10 +1,10 @@
-"""What runs as one and what it costs: a profile's records for one choice of each layer.
+"""Costs of the units that a chunk runs under a policy, from a profile's records.
 
-A *unit* is what runs as one: a layer with its choice, one checkpoint around several layers, the
-embedding, or the head.
+A *unit* is a layer with its choice, one checkpoint around several layers, the embedding, the final
+norm, or the head.
 
-Times are whole picoseconds inside the planner, so that sums are exact and ties are ties; one
-picosecond is far below what any timer resolves.
+Inside the planner, times are whole picoseconds, so that sums are exact and equal times are equal. A
+picosecond is far below the resolution of any timer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_autorecompute.profile import (
 Bound = Literal["low", "nominal", "high"]
 PS_PER_MS = 10**9
 OUTSIDE = ("embedding", "final norm", "head")
-"""Names of units that are no layers."""
+"""Names of units that are not layers."""
 SIGN: dict[Bound, int] = {"low": -1, "nominal": 0, "high": 1}
 
 
@@ -42,7 +42,7 @@ class Unit:
     name: str
     """`layer 7`, `layers 4-7`, `embedding`, `final norm`, `head`, `boundary`."""
     layers: tuple[int, ...]
-    """Global layer indices; empty for what is no layer."""
+    """Global layer indices; empty for embedding, norm and head."""
     held_bytes: int
     forward_transient_bytes: int
     backward_transient_bytes: int
@@ -52,8 +52,8 @@ class Unit:
     """Half the width of the interval that `time_ps` lies in."""
     keeps_output_gradient: bool = False
     """Whether its backward holds the gradient of its output to the end, so that its transient
-    counts it throughout. A checkpoint does: it is an argument of its backward. Other layers let
-    it go once it is used."""
+    counts it throughout. A checkpoint does, because the gradient is an argument of its backward.
+    Other layers free it once it is used."""
 
     @property
     def time_ps(self) -> int:
@@ -63,7 +63,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Costs of one checkpoint around the first g of some layers, `[g - 1]` for every g."""
+    """Costs of one checkpoint around the first g of some layers; arrays have index g - 1."""
 
     held_bytes: Ints
     forward_transient_bytes: Ints
@@ -75,7 +75,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class CostTable:
-    """A profile's records as the planner uses them: imbalance applied, at one end of the interval.
+    """A profile's records as the planner uses them: with imbalance, at one end of their interval.
 
     `low` and `high` shift every byte figure by its uncertainty; a budget is met at `high`.
     """
@@ -107,7 +107,7 @@ class CostTable:
 
     @cached_property
     def _planned(self) -> dict[str, tuple[LayerPolicy, ...]]:
-        """What may be chosen, by kind: every record's own choice, groups included."""
+        """The choices that have records, by kind, groups included."""
         return {
             kind.name: tuple(self._records[kind.name])[: len(kind.choices)]
             for kind in self.profile.kinds
@@ -120,7 +120,7 @@ class CostTable:
 
     @cached_property
     def _equals(self) -> dict[str, dict[LayerPolicy, LayerPolicy]]:
-        """Inert choices and what they equal, by kind."""
+        """Inert choices and the choices that they equal, by kind."""
         return {kind.name: kind.equals for kind in self.profile.kinds}
 
     @cached_property
@@ -131,24 +131,20 @@ class CostTable:
             for name, records in self._records.items()
         }
 
-    def kind(self, layer: int) -> LayerKind:
-        """The kind of a global layer index."""
-        return self._kinds[layer]
-
     def record(self, layer: int, choice: LayerPolicy) -> ChoiceRecord | None:
-        """The shifted record of one layer's choice; None where the profile has none."""
+        """The shifted record of one layer's choice; None if the profile has none."""
         return self._records[self._kinds[layer].name].get(choice)
 
     def choices(self, layer: int) -> tuple[LayerPolicy, ...]:
-        """What one layer by itself may be given: every record but those of groups, in order."""
+        """The choices of one layer that have records, without groups, in the profile's order."""
         planned = self._planned[self._kinds[layer].name]
         return tuple(policy for policy in planned if policy.group == 1)
 
     def what_runs(self, layer: int, choice: LayerPolicy) -> LayerPolicy:
-        """What Megatron runs on a layer for a setting of all: the modules the layer's kind has.
+        """What Megatron runs on a layer when a setting is given to all layers.
 
-        A module that is in none of the kind's records is taken to be one that its layers lack, such
-        as `moe` on a dense layer: what they have is measured.
+        Modules that the layer lacks are left out, such as `moe` on a dense layer. A layer is
+        assumed to lack a module that is in none of its kind's records.
         """
         if choice.granularity != "selective" or self.record(layer, choice) is not None:
             return choice
@@ -157,7 +153,7 @@ class CostTable:
         return LayerPolicy("selective", modules) if modules else NONE
 
     def names(self, layer: int, choice: LayerPolicy) -> frozenset[LayerPolicy]:
-        """A choice and those that are inert on this layer and equal it."""
+        """A choice, and the inert choices that equal it on this layer."""
         equals = self._equals[self._kinds[layer].name]
         return frozenset([choice, *(inert for inert, other in equals.items() if other == choice)])
 
@@ -179,8 +175,8 @@ class CostTable:
         return _unit(f"layer {layer}", (layer,), record, policy == FULL)
 
     def layer_in(self, chunk: Chunk, layer: int, policy: LayerPolicy) -> Unit:
-        """Costs of a layer where it stands in a chunk. The final norm is the first MTP depth's
-        where both are in the chunk. Raises: as `layer`.
+        """Costs of a layer at its place in a chunk. If the chunk has both the final norm and the
+        first MTP depth, the norm is part of the depth. Raises: as `layer`.
         """
         first, norm = layer == chunk.layers[0], self.profile.final_norm
         if layer != self.profile.model.num_layers:
@@ -189,7 +185,7 @@ class CostTable:
         return unit if first or norm is None else _behind(self._shifted(norm, 1.0), unit)
 
     def _with_input(self, record: ChoiceRecord) -> ChoiceRecord:
-        """With the input held; in forward it was in the transient already."""
+        """The record with the input held; its forward transient already contained the input."""
         size_bytes = self.profile.boundary_bytes
         return replace(
             record,
@@ -201,7 +197,7 @@ class CostTable:
         """Units before and after a chunk's layers.
 
         A pipeline output that is not deallocated, and the input that an empty chunk passes on,
-        stay like a held tensor; as they outlive every backward of the chunk they stand first.
+        count as held. They come first, because they outlive every backward of the chunk.
         """
         boundary = ChoiceRecord("none", self.profile.boundary_bytes, 0, 0, 0.0, 0.0)
         kept = not chunk.head and not self.profile.deallocate_pipeline_outputs
@@ -218,23 +214,23 @@ class CostTable:
         return before, after
 
     def _is_cloned(self, chunk: Chunk) -> bool:
-        """Whether a chunk's layers take a copy of what was received, which stays: a decoder block
-        without layers, in front of MTP depths, returns a copy of its input."""
+        """Whether a chunk's layers get a copy of the received tensor, which itself stays alive: a
+        decoder block without layers, before MTP depths, returns a copy of its input."""
         return chunk.layers[:1] == (self.profile.model.num_layers,)
 
     def checkpoints(self, layers: Sequence[int]) -> Checkpoints:
         """Costs of checkpoints around the first g of `layers`, for each g that may be grouped.
 
         Held: the input of the first layer.
-        Forward: the members run one at a time without grad, each with its own input alive.
-        Backward: all members' forwards run again, then their backwards from last to first. When
-        member i runs, either way, what `none` holds of members 0 to i is alive, and i's transient.
-        What a checkpoint keeps besides (the incoming gradient, saved random states) is taken from
-        the record of `full`: what that has more than this sum says for one layer.
-        A measured record of `full/g` is taken instead of all this.
+        Forward: the layers run one at a time without grad, each with its own input alive.
+        Backward: all forwards run again, then the backwards from last to first. While layer i runs
+        in either direction, the held bytes of layers 0 to i under `none` are alive, and the
+        transient of layer i. A checkpoint keeps more (the incoming gradient, saved random states):
+        this is the difference between the record of `full` and the same sum for one layer.
+        A recorded `full/g` replaces all of this.
 
-        A layer that cannot be in a group ends the result: one without records of `none` and `full`,
-        an MTP depth, a decoder layer behind an encoder. It is empty where that is the first.
+        The result ends before the first layer that cannot be in a group: a layer without records of
+        `none` and `full`, an MTP depth, or a decoder layer after an encoder.
         """
         members = self._groupable(layers)
         if not members:
@@ -279,7 +275,7 @@ class CostTable:
         return found
 
     def _put_measured(self, costs: Ints, layers: Sequence[int]) -> None:
-        """Overwrite column g - 1 where the whole group is of one kind that has `full/g`."""
+        """Overwrite column g - 1 if the whole group is of one kind with a record of `full/g`."""
         kind = self._kinds[layers[0]]
         for choice in self._planned[kind.name]:
             group = choice.group
@@ -298,14 +294,14 @@ class CostTable:
     def checkpoint(self, layers: Sequence[int]) -> Unit:
         """Costs of one checkpoint around all of `layers`.
 
-        Raises: ProfileError when a member cannot be grouped for lack of records.
+        Raises: ProfileError when a layer cannot be in a group; see `checkpoints`.
         """
         costs = self.checkpoints(layers)
         if len(costs.held_bytes) < len(layers):
             lacking = layers[len(costs.held_bytes)]
             raise ProfileError(
                 f"Layers {layers[0]}-{layers[-1]} in one checkpoint: layer {lacking} is an MTP "
-                "depth, lacks a record of none or full, or is of the decoder behind an encoder, so "
+                "depth, lacks a record of none or full, or is a decoder layer after an encoder, so "
                 "the group's cost is not known. Measure both choices, or end the group before it."
             )
         held, forward, backward, *times = (int(column[-1]) for column in _columns(costs))

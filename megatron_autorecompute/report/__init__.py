@@ -1,4 +1,4 @@
-"""What a person looks at: computing (`timeline`, `data`) and rendering (all else) are apart.
+"""Presents plans: `timeline` and `data` compute, all other modules render.
 
-A renderer takes what was computed or a record (a plan, a comparison) and knows nothing else.
+A renderer needs only a plan or the computed data.
 """

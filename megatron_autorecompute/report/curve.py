@@ -34,7 +34,7 @@ class _Scale:
 
 
 def named(curve: Curve) -> list[ManualResult]:
-    """The strategies whose names are worth reading: the best that fits, and both ends."""
+    """The strategies that get a name in the picture: the best that fits, and both ends."""
     if not curve.strategies:
         return []
     fitting = [s for s in curve.strategies if s.fits]
@@ -48,7 +48,7 @@ def named(curve: Curve) -> list[ManualResult]:
 
 
 def curve_svg(curve: Curve) -> str:
-    """For a page that styles it and shows `data-tip` of what one points at."""
+    """The curve as SVG, for a page that styles it and shows `data-tip` on hover."""
     scale = _scale(curve)
     parts = [*_ground(curve, scale), *_line(curve, scale), *_points(curve, scale)]
     return (
@@ -74,7 +74,7 @@ def _scale(curve: Curve) -> _Scale:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers within an interval."""
+    """About `about` round numbers within an interval."""
     least = (high - low) / about
     power = 10 ** math.floor(math.log10(least))
     step = next(f * power for f in (1, 2, 5, 10) if f * power >= least)
@@ -112,7 +112,7 @@ def _ground(curve: Curve, scale: _Scale) -> Iterator[str]:
 
 
 def _line(curve: Curve, scale: _Scale) -> Iterator[str]:
-    """A plan holds for every budget up to where the next faster one fits: hence steps."""
+    """The line, in steps: a plan is best for all budgets up to the next faster plan's."""
     points = sorted(curve.points, key=lambda p: p.budget_bytes)
     if not points:
         return
@@ -170,7 +170,7 @@ def _names(
 
 
 def _steps(curve: Curve, scale: _Scale) -> Iterator[Box]:
-    """The line, as far as it is level."""
+    """Boxes around the level parts of the line."""
     points = sorted(curve.points, key=lambda p: p.budget_bytes)
     ends = [scale.x(p.budget_bytes) for p in points[1:]] + [_FRAME.x + _FRAME.width]
     for point, end in zip(points, ends, strict=True):

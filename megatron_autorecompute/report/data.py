@@ -1,4 +1,4 @@
-"""Everything the report of a plan shows, computed from the plan alone."""
+"""Computes everything that the report of a plan shows, from the plan."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.chunk_splits import put_together, rearranged
-from megatron_autorecompute.planner.launch_lines import flags, launch_lines, recipe_lines
+from megatron_autorecompute.planner.launch_lines import flags, job_lines, recipe_lines
 from megatron_autorecompute.planner.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.planner import Planner, changed_at
 from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
+from megatron_autorecompute.report.recorded import RecordedStep
+from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.timeline import Timeline, timeline
 
 CURVE_POINTS = 24
 
 Progress = Callable[[str, float], None]
-"""Told what is being computed, and the share of it that is done."""
+"""Called with what is being computed, and the share of it that is done (0 to 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEffect:
-    """What another choice at one layer would change, the rest of the policy as it is."""
+    """What another choice at one layer would change, the other layers unchanged."""
 
     choice: LayerPolicy
     """The other choice."""
     step_ms: float
-    """More time of the step."""
+    """Added time of the step."""
     stage_busy_ms: float
-    """More time that the layer's stage works in a step."""
+    """Added busy time of the layer's stage in a step."""
     peak_bytes: int
-    """More bytes at the stage's fullest moment, high end."""
+    """Added bytes of the stage's peak, high end."""
     fits: bool
     """Whether the stage then stays within its budget."""
 
@@ -42,25 +44,25 @@ class Curve:
     """Step time against memory."""
 
     title: str
-    """Whose it is."""
+    """Of what model or plan."""
     points: tuple[CurvePoint, ...]
     """Plans, largest budget first."""
     strategies: tuple[ManualResult, ...]
     """Megatron's own settings."""
     budget_bytes: int | None = None
-    """Of the tightest stage; None where none was asked for."""
+    """Budget of the tightest stage; None if none was given."""
     plan: CurvePoint | None = None
-    """The plan itself, at what its fullest stage needs."""
+    """The plan itself, at the peak of its fullest stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paste:
-    """Something to paste."""
+    """A text to paste into a launch."""
 
     where: str
-    """Into what."""
+    """Where to paste it."""
     text: str
-    """As it is to be pasted."""
+    """The text itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,11 @@ class ReportData:
     effects: tuple[tuple[ChoiceEffect, ...], ...]
     """Per layer, its other choices."""
     curve: Curve
-    """Time against budget, Megatron's own settings beside it."""
+    """Time against budget, with Megatron's own settings."""
     pastes: tuple[Paste, ...]
-    """The likeliest first."""
+    """What to paste, the most likely first."""
+    recorded: RecordedStep | None = None
+    """A step of one stage as torch recorded it."""
 
     @property
     def stage_of(self) -> dict[int, int]:
@@ -90,7 +94,7 @@ class ReportData:
 
 
 def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> ReportData:
-    """Replay, explain and compare a plan. Raises: ProfileError where its profile lacks a record."""
+    """Replay, explain and compare a plan. Raises: ProfileError if its profile lacks a record."""
     planner = plan.planner()
     outcomes = Outcomes(planner)
     return ReportData(
@@ -146,28 +150,20 @@ def _curve(plan: Plan, planner: Planner, outcomes: Outcomes, progress: Progress)
     return Curve(plan.profile.model.name, points, strategies, min(plan.budget_bytes), here)
 
 
-def unbeaten(strategies: Iterable[ManualResult]) -> list[ManualResult]:
-    """Those that no other is faster than in as few bytes."""
-    found: list[ManualResult] = []
-    for strategy in sorted(strategies, key=lambda s: (s.peak_high_bytes, s.step_ms)):
-        if not found or strategy.step_ms < found[-1].step_ms:
-            found.append(strategy)
-    return found
-
-
 def best_points(
     planner: Planner,
     outcomes: Outcomes,
     strategies: Iterable[ManualResult],
     known: Iterable[CurvePoint],
     progress: Callable[[float], None],
+    num_points: int = CURVE_POINTS,
 ) -> tuple[CurvePoint, ...]:
     """A policy for some budgets, largest first, among them what each strategy needs.
 
     `Planner.pareto` finds the choices of even steps quickly; their splits over chunks are
     rearranged here. A plan's step is searched further.
     """
-    even = planner.pareto(CURVE_POINTS, lambda share: progress(share / 2))
+    even = planner.pareto(num_points, lambda share: progress(share / 2))
     least, most = even[-1].budget_bytes, even[0].budget_bytes
     budgets = {point.budget_bytes for point in even}
     budgets |= {s.peak_high_bytes for s in strategies if least <= s.peak_high_bytes <= most}
@@ -194,7 +190,7 @@ def _best(planner: Planner, budget: int) -> RecomputePolicy:
 
 
 def _never_slower(points: Sequence[CurvePoint]) -> list[CurvePoint]:
-    """Largest budget first; what fits a smaller budget fits a larger one, too."""
+    """Points, largest budget first, in which a larger budget is never slower than a smaller one."""
     found: list[CurvePoint] = []
     for point in points:
         if found and found[-1].step_ms < point.step_ms:
@@ -209,7 +205,7 @@ def strategies_of(
     budgets: tuple[int, ...] | None,
     progress: Callable[[float], None],
 ) -> tuple[ManualResult, ...]:
-    """Megatron's own settings, those left out that it refuses or the profile lacks a record of."""
+    """Megatron's own settings, without those it refuses or the profile has no records for."""
     policies: dict[MegatronStrategy, RecomputePolicy] = {}
     for setting in planner.manual_settings():
         with suppress(PolicyError, ProfileError):
@@ -230,8 +226,8 @@ def strategies_of(
 
 
 def _pastes(plan: Plan) -> Iterator[Paste]:
-    """What the job's own form takes first, then every other form."""
-    likeliest = launch_lines(plan)
+    """Texts to paste: first for the form the job was described in, then for other forms."""
+    likeliest = job_lines(plan)
     policy_flag = " ".join(
         [
             flags(plan.policy, None),

@@ -1,4 +1,4 @@
-"""The report of a plan as one HTML file that needs nothing but a browser."""
+"""The report of a plan as one HTML file that opens in a browser without network."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ def html(data: ReportData) -> str:
         "cards": _cards(data),
         "stages_note": _stages_note(plan),
         "stages": _stages(data),
+        "recorded": recorded_section(data.recorded),
+        "step_note": _step_note(data),
         "policy_note": "Point at a cell: what its other choices would cost.",
         "strip": strip_svg(plan, interactive=True),
         "curve_note": _curve_note(data),
@@ -64,19 +66,20 @@ def _template(name: str) -> str:
 
 
 def packed(value: Any) -> str:
-    """JSON, compressed, as text; the same value is always the same text."""
+    """A value as compressed JSON in text form; equal values give equal texts."""
     text = json.dumps(value, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
 
 
 def page_data(data: ReportData) -> dict[str, Any]:
-    """What the page's script draws."""
+    """The data that the page's script draws."""
     plan = data.plan
     tightest = tightest_stage(plan)
     stage_of = data.stage_of
     return {
         "step": data.timeline.step_ms,
         "tightest": tightest,
+        "recorded": recorded_data(data.recorded),
         "stages": [_stage_data(plan, stage) for stage in data.timeline.stages],
         "layers": [
             {
@@ -99,7 +102,7 @@ def page_data(data: ReportData) -> dict[str, Any]:
 
 
 def _stage_data(plan: Plan, stage: StageTimeline) -> dict[str, Any]:
-    """Columns as differences from event to event: most are alike, and so compress well."""
+    """A stage's columns as differences between events; most are equal, so they compress well."""
     cost = plan.cost.stages[stage.stage]
     gap_ms = stage.start_ms - np.concatenate(([0.0], stage.end_ms[:-1]))
     return {
@@ -145,7 +148,7 @@ def tightest_stage(plan: Plan) -> int:
 
 
 def busiest_stage(plan: Plan) -> StageCost:
-    """The stage that works longest, which the others wait for."""
+    """The stage that works longest; the others wait for it."""
     return max(plan.cost.stages, key=lambda stage: stage.busy_ms)
 
 
@@ -301,6 +304,13 @@ def _stages_note(plan: Plan) -> str:
     return f"{both} and works longest." if tight == slow else f"{both}, stage {slow} works longest."
 
 
+def _step_note(data: ReportData) -> str:
+    drawn, whole = data.timeline.num_microbatches, data.plan.schedule.num_microbatches
+    if drawn == whole:
+        return ""
+    return f"The middle of a step repeats: {drawn} of {whole:,} microbatches are drawn."
+
+
 def _stages(data: ReportData) -> str:
     plan = data.plan
     tight, slow = tightest_stage(plan), busiest_stage(plan).stage
@@ -372,7 +382,7 @@ def _stage_evidence(plan: Plan) -> str:
         "bound",
         "gap",
     )
-    return _table(heads, rows, numbers=(1, 2, 4, 5, 6))
+    return _scrolling(_table(heads, rows, numbers=(1, 2, 4, 5, 6)))
 
 
 def _range(low: int, high: int) -> str:
@@ -380,7 +390,7 @@ def _range(low: int, high: int) -> str:
 
 
 def _measured(plan: Plan) -> str:
-    """What a job found on top of what was predicted."""
+    """Residuals that a job measured above the prediction, by stage."""
     stages = plan.profile.stages
     if not any(s.residual_bytes or s.residual_ms or s.uncertainty_bytes for s in stages):
         return ""
@@ -399,11 +409,12 @@ def _measured(plan: Plan) -> str:
         "open",
         "measured minus predicted, a microbatch",
     )
-    return "<h3>Measured in the job</h3>" + _table(heads, rows, numbers=(1, 2, 3))
+    table = _table(heads, rows, numbers=(1, 2, 3))
+    return "<h3>Measured in the job</h3>" + _scrolling(table)
 
 
 def _records(plan: Plan) -> str:
-    """What every choice costs, as the profile has it."""
+    """The cost of every choice, from the profile."""
     rows = [
         (
             kind.name,
@@ -430,7 +441,7 @@ def _records(plan: Plan) -> str:
     )
     return (
         "<details><summary>What every choice costs on one layer</summary>"
-        f'<div class="scroll">{_table(heads, rows, numbers=(2, 3, 4, 5, 6))}</div></details>'
+        f"{_scrolling(_table(heads, rows, numbers=(2, 3, 4, 5, 6)))}</details>"
     )
 
 
@@ -443,6 +454,11 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequenc
     head = "".join(cells("th", heads))
     body = "".join(f"<tr>{''.join(cells('td', row))}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _scrolling(table: str) -> str:
+    """A table that scrolls by itself where it is wider than the page, with the arrow keys too."""
+    return f'<div class="scroll" tabindex="0">{table}</div>'
 
 
 def _list(texts: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Where to write the names of points so that no two overlap. Knows pixels, nothing else."""
+"""Places names beside points in a picture so that no two overlap; units are pixels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIDES = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (-1, -1), (1, 1), (-1, 1))
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle from its corner with the smallest coordinates."""
+    """A rectangle; x and y are its corner with the smallest coordinates."""
 
     x: float
     y: float
@@ -25,7 +25,7 @@ class Box:
         return max(wide, 0.0) * max(high, 0.0)
 
     def within(self, other: Box) -> bool:
-        """Whether all of it lies in another."""
+        """Whether it lies completely in another box."""
         return (
             other.x <= self.x
             and other.y <= self.y
@@ -34,7 +34,7 @@ class Box:
         )
 
     def moved_into(self, other: Box) -> Box:
-        """As it is, at the nearest place within another."""
+        """The same box, moved to the nearest place within another."""
         x = min(max(self.x, other.x), other.x + other.width - self.width)
         y = min(max(self.y, other.y), other.y + other.height - self.height)
         return Box(x, y, self.width, self.height)
@@ -46,9 +46,9 @@ def placed(
     inside: Box,
     keep_free: Sequence[Box] = (),
 ) -> list[Box]:
-    """A box for each point's name, the first points first: near it, and on nothing else.
+    """A box for each point's name, near the point and overlapping nothing; earlier points go first.
 
-    Where there is no such place, the one that covers least.
+    If there is no free place, the one that covers least is used.
     """
     taken = [*keep_free, *(Box(x - 4, y - 4, 8, 8) for x, y in points)]
     found = []
@@ -66,7 +66,7 @@ def _best(candidates: list[Box], inside: Box, taken: Sequence[Box]) -> Box:
 
 
 def _around(point: tuple[float, float], size: tuple[float, float]) -> Iterator[Box]:
-    """Nearest first, so that of equally free places the nearest is taken."""
+    """Candidate boxes around a point, nearest first: among equally free places the first wins."""
     (x, y), (width, height) = point, size
     for distance in _DISTANCES:
         for right, down in _SIDES:

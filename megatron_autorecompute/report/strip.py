@@ -14,9 +14,9 @@ from megatron_autorecompute.report.words import choice_colours, ink_on, symbols,
 CELL, ROW, GAP, LABEL = 17, 19, 9, 56
 """Pixels: width and height of a cell, space between chunks, space for the stage's name."""
 BETWEEN = 15
-"""Pixels above a row, where the first layer of every chunk is named."""
+"""Pixels above a row, for the index of the first layer of every chunk."""
 MOST_CELLS = 64
-"""In a row; a longer stage goes on in the next one."""
+"""Cells in a row; a longer stage continues in the next row."""
 STYLE = """
 .strip text { font: 11px system-ui, sans-serif; fill: #333 }
 .strip .few { font-size: 9px; fill: #666 }
@@ -32,7 +32,7 @@ STYLE = """
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where something stands."""
+    """The place of a cell, in pixels."""
 
     x: int
     y: int
@@ -44,9 +44,9 @@ class _Place:
 
 
 def strip_svg(plan: Plan, *, interactive: bool = False) -> str:
-    """The whole policy with its legend, as SVG that stands by itself.
+    """The whole policy with its legend, as a self-contained SVG.
 
-    interactive: for a page that shows more about a cell than its title does.
+    interactive: for a page that shows more about a cell than its title.
     """
     parts, y, right = [], 0, 420
     for stage, chunks in enumerate(plan.layout.stages):
@@ -119,7 +119,7 @@ def _cells(
 
 
 def groups(policy: RecomputePolicy, chunks: tuple[Chunk, ...]) -> Iterator[tuple[int, ...]]:
-    """Layers of every checkpoint around several."""
+    """The layers of every checkpoint around several layers."""
     for chunk in chunks:
         for run in policy.chunk_runs(chunk.layers):
             size = run.policy.group

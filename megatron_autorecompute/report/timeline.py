@@ -1,13 +1,12 @@
-"""One step of a plan, event by event: when each runs, and what the stage then holds.
+"""One step of a plan, event by event: when each runs, and the bytes that its stage then holds.
 
-Bytes are those of `planner.peak_memory`, times those of the step's replay. Events are columns of
-arrays, not a record each: a step of 16 stages, 8 chunks and 256 microbatches has 65,536.
+Bytes come from `planner.peak_memory`, times from the step's replay. Events are entries of arrays,
+not records: a step of 16 stages, 8 chunks and 256 microbatches has 65,536.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,26 +34,30 @@ Numbers = NDArray[np.intp]
 Times = NDArray[np.float64]
 
 
+MOST_EVENTS = 1 << 18
+"""Events of a step, all stages together, up to which the whole step is drawn."""
+
+
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """What runs as one: a layer, a checkpoint around several, the embedding, the head."""
+    """Costs of one unit: a layer, a checkpoint around several, the embedding, or the head."""
 
     name: str
     """`layer 7`, `layers 4-7`, `embedding`, `head`, `boundary`."""
     layers: tuple[int, ...]
-    """Global layer indices; empty for what is no layer."""
+    """Global layer indices; empty for embedding and head."""
     held_bytes: int
-    """From its forward to its backward."""
+    """Bytes held from its forward to its backward."""
     forward_transient_bytes: int
-    """On top of it while its forward runs."""
+    """Bytes on top of held_bytes while its forward runs."""
     backward_transient_bytes: int
-    """The same in its backward, the gradient of the chunk's output included where it is kept."""
+    """The same in its backward; includes the gradient of the chunk's output if it is kept."""
     forward_ms: float
     """One microbatch."""
     backward_ms: float
     """One microbatch, recompute included."""
     recompute_ms: float
-    """Part of backward_ms that recompute adds."""
+    """The part of backward_ms that recompute adds."""
 
     @property
     def is_layer(self) -> bool:
@@ -79,7 +82,7 @@ class StageTimeline:
     stage: int
     """Its number."""
     budget_bytes: int
-    """What torch may allocate."""
+    """Bytes that torch may allocate."""
     units: tuple[tuple[UnitCost, ...], ...]
     """Of every chunk, in the order their forwards run."""
     backward: NDArray[np.bool_]
@@ -95,52 +98,44 @@ class StageTimeline:
     in_flight_bytes: Bytes
     """Held by layers for microbatches that wait for their backward."""
     outside_bytes: Bytes
-    """The same by embedding and head."""
+    """Held by embedding and head for these microbatches."""
     overhead_bytes: Bytes
-    """Boundary tensors, what the measured job kept besides, and the measured residual."""
+    """Boundary tensors, what the measured job itself kept, and the measured residual."""
     static_bytes: int
     """Parameters, gradients, optimizer state, buffers."""
     optimizer_step_peak_bytes: int
-    """On top of static_bytes after the last event."""
+    """Bytes on top of static_bytes in the optimizer step, after the last event."""
     binding: Moment | None
-    """Where the stage is fullest; None in the optimizer step."""
+    """The stage's fullest moment; None if it is the optimizer step."""
 
-    def moments(self) -> Iterator[Moment]:
-        """In the order of time: a forward passes the units from first to last."""
-        for event, (backward, chunk) in enumerate(zip(self.backward, self.chunk, strict=True)):
-            order = range(len(self.units[chunk]))
-            for unit in reversed(order) if backward else order:
-                yield Moment(event, unit)
-
-    def at(self, moment: Moment) -> Breakdown:
-        """Bytes by what they are."""
-        event = moment.event
+    def bytes_at(self, event: int, unit: int) -> Breakdown:
+        """Alive at most while a unit of an event runs."""
         units = self.units[self.chunk[event]]
-        done, unit = units[: moment.unit + 1], units[moment.unit]
-        transient = (
-            unit.backward_transient_bytes if self.backward[event] else unit.forward_transient_bytes
-        )
+        begun, running = units[: unit + 1], units[unit]
+        transients = running.forward_transient_bytes, running.backward_transient_bytes
+        outside = sum(u.held_bytes for u in begun if not u.is_layer)
         return Breakdown(
             static_bytes=self.static_bytes,
             in_flight_bytes=int(self.in_flight_bytes[event]),
-            running_bytes=sum(u.held_bytes for u in done if u.is_layer),
-            transient_bytes=transient,
-            embedding_head_bytes=int(self.outside_bytes[event])
-            + sum(u.held_bytes for u in done if not u.is_layer),
+            running_bytes=sum(u.held_bytes for u in begun if u.is_layer),
+            transient_bytes=transients[int(self.backward[event])],
+            embedding_head_bytes=int(self.outside_bytes[event]) + outside,
             overhead_bytes=int(self.overhead_bytes[event]),
         )
 
-    def span_ms(self, moment: Moment) -> tuple[float, float]:
-        """When a moment begins and ends: an event's time is its units', each by its share."""
-        event = moment.event
-        backward = bool(self.backward[event])
-        units = self.units[self.chunk[event]]
-        taken = [unit.backward_ms if backward else unit.forward_ms for unit in units]
-        earlier = taken[moment.unit + 1 :] if backward else taken[: moment.unit]
-        start, end = float(self.start_ms[event]), float(self.end_ms[event])
-        scale = (end - start) / (sum(taken) or 1.0)
-        begin = start + sum(earlier) * scale
-        return begin, begin + taken[moment.unit] * scale
+    def bytes_after(self, event: int) -> Breakdown:
+        """Alive while the stage waits after an event."""
+        units = () if self.backward[event] else self.units[self.chunk[event]]
+        layers = sum(u.held_bytes for u in units if u.is_layer)
+        outside = sum(u.held_bytes for u in units if not u.is_layer)
+        return Breakdown(
+            static_bytes=self.static_bytes,
+            in_flight_bytes=int(self.in_flight_bytes[event]) + layers,
+            running_bytes=0,
+            transient_bytes=0,
+            embedding_head_bytes=int(self.outside_bytes[event]) + outside,
+            overhead_bytes=int(self.overhead_bytes[event]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,21 +145,46 @@ class Timeline:
     stages: tuple[StageTimeline, ...]
     step_ms: float
     """When the last event ends."""
+    num_microbatches: int
+    """Of the step that is drawn: all, or as many as show every moment of a very long step."""
 
 
 def timeline(plan: Plan) -> Timeline:
-    """Replay a plan's step. Raises: ProfileError where its profile lacks a record."""
+    """Replay a plan's step; of a very long one, a step of fewer microbatches with its moments.
+
+    Raises: ProfileError if its profile lacks a record.
+    """
+    schedule = plan.schedule
+    if 2 * schedule.num_stages * schedule.num_chunks * schedule.num_microbatches > MOST_EVENTS:
+        plan = replace(plan, schedule=schedule.shortened())
     times = [[stage.forward_ms, stage.backward_ms] for stage in plan.cost.stages]
     forward, backward = ([list(pair[side]) for pair in times] for side in (0, 1))
     ends = _ends_ms(plan.schedule, forward, backward)
     stages = tuple(_stage(plan, stage, ends[stage]) for stage in range(plan.layout.num_stages))
-    return Timeline(stages, max(float(stage.end_ms.max()) for stage in stages))
+    step_ms = max(float(stage.end_ms.max()) for stage in stages)
+    return Timeline(stages, step_ms, plan.schedule.num_microbatches)
+
+
+def event_peaks(stage: StageTimeline) -> Bytes:
+    """The most bytes alive in every event of a stage."""
+    reach = np.zeros((2, len(stage.units)), np.int64)
+    for chunk, units in enumerate(stage.units):
+        held = np.cumsum([unit.held_bytes for unit in units])
+        for side in (0, 1):
+            transient = [
+                (unit.forward_transient_bytes, unit.backward_transient_bytes)[side]
+                for unit in units
+            ]
+            reach[side, chunk] = (held + transient).max() if units else 0
+    below = stage.static_bytes + stage.in_flight_bytes + stage.outside_bytes + stage.overhead_bytes
+    peaks: Bytes = below + reach[stage.backward.astype(np.intp), stage.chunk]
+    return peaks
 
 
 def _ends_ms(
     schedule: Schedule, forward_ms: list[list[float]], backward_ms: list[list[float]]
 ) -> list[Times]:
-    """When each event of each stage ends: as soon as its stage is free and its input is there."""
+    """End of each event of each stage; it starts when its stage is free and its input is there."""
     last = schedule.num_stages * schedule.num_chunks - 1
     events = [schedule.events(stage) for stage in range(schedule.num_stages)]
     ends: list[list[float]] = [[] for _ in events]

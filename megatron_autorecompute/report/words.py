@@ -1,4 +1,4 @@
-"""Numbers as people read them, and the colours that mean the same in every picture."""
+"""Formats numbers for people, and defines the colours that all pictures share."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from megatron_autorecompute.report.terminal import legend
 from megatron_autorecompute.units import GIB, MIB
 
 RECOMPUTE_RAMP = ("#fdd9bd", "#f9a05f", "#d55e00", "#8a3000")
-"""From the choice that recomputes least to the one that recomputes most, `none` apart."""
+"""Colours from the choice that recomputes least to the one that recomputes most, without none."""
 NO_RECOMPUTE = "#e9ecef"
 
 
 def size(size_bytes: float, digits: int = 2) -> str:
-    """Bytes in GiB, or in MiB where that would be less than one."""
+    """Bytes in GiB, or in MiB if it is less than one GiB."""
     if abs(size_bytes) >= GIB:
         return f"{size_bytes / GIB:,.{digits}f} GiB"
     return f"{size_bytes / MIB:,.{max(digits - 1, 0)}f} MiB"
 
 
 def duration(time_ms: float) -> str:
-    """Milliseconds, or seconds from ten of them on; three figures that mean something."""
+    """Time in ms, or in s from ten seconds on, with three significant digits."""
     value, unit = (time_ms / 1000, "s") if abs(time_ms) >= 1000 else (time_ms, "ms")
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f} {unit}"
 
 
 def percent(share: float) -> str:
-    """A share with one digit; two where one would show a zero or a whole that is none."""
+    """A share in percent with one digit, or with two if one digit would round it to 0 or 100."""
     if share == 0:
         return "0%"
     text = f"{100 * share:.1f}"
@@ -38,9 +38,9 @@ def percent(share: float) -> str:
 
 
 def choice_colours(plan: Plan) -> dict[LayerPolicy, str]:
-    """A colour for every choice of a policy: the more of a layer's time is recomputed, the darker.
+    """A colour for every choice of a policy; choices that recompute more are darker.
 
-    Only the order counts, so that choices of nearly the same cost can be told apart.
+    Only their order counts, so that choices of nearly the same cost can be told apart.
     """
     cost: dict[LayerPolicy, float] = {}
     table = CostTable(plan.profile)
@@ -64,7 +64,7 @@ def symbols(plan: Plan) -> dict[LayerPolicy, str]:
 
 
 def without_group(choice: LayerPolicy) -> LayerPolicy:
-    """The choice of one layer by itself: `full` of every group."""
+    """The choice of a single layer: `full` for every group size."""
     return FULL if choice.granularity == "full" else choice
 
 
@@ -82,7 +82,7 @@ def blend(first: str, second: str, share: float) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever can be read on a colour."""
+    """Black or white, whichever is readable on a colour."""
     red, green, blue = _channels(colour)
     return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
 

@@ -1,1 +1,1 @@
-"""What happens in a training job: policies applied, choices measured, a plan found and kept to."""
+"""The code that runs in a training job: it applies policies, measures choices, and runs plans."""

@@ -1,9 +1,9 @@
-"""Running a policy: Megatron's own checkpointed forward, one run of equal layers at a time.
+"""Runs a policy: Megatron's own checkpointed forward, for one run of equal layers at a time.
 
-Nothing of Megatron's forward is rewritten here. A block whose policy has full layers takes
-Megatron's full-recompute branch; there, each run of layers goes to Megatron's own function through
-a view of the block that shows it just these layers and the method to use on them. Selective
-modules are the attributes Megatron itself reads (see `compat`).
+Megatron's forward is not rewritten here. A block whose policy has full layers takes Megatron's
+full-recompute branch. There, each run of layers is passed to Megatron's own function with a view of
+the block, which shows only these layers and the method to use on them. Selective modules are set
+through the attributes that Megatron itself reads (see `compat`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron_autorecompute.errors import ApplyError, AutorecomputeError, Policy
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy, Run
 
 HOLDER_KEY = "_autorecompute_holder"
-"""Under this name a block, or a multi-token-prediction depth, carries the policy in force on it."""
+"""Attribute in which a block, or a multi-token-prediction depth, keeps its policy in force."""
 
 
 def live_view(original: Any, shown: dict[str, Any]) -> Any:
-    """An object that shares all state with `original`, now and later, except what is shown.
+    """An object that shares all state with `original`, now and later, except `shown` attributes.
 
-    Of a deep copy, and of a pickle, it is a view again, of what became of `original` there.
-    copy.copy and dataclasses.replace give what they give for any object: a plain one.
+    A deep copy or a pickle of it is again a view, of the copied `original`. copy.copy and
+    dataclasses.replace give a plain object of the original's class.
     """
     kind: type = type(original)
     view: Any = object.__new__(_view_type(kind, tuple(shown)))
@@ -52,14 +52,14 @@ def live_view(original: Any, shown: dict[str, Any]) -> Any:
 
 @functools.cache
 def _view_type(kind: type, names: tuple[str, ...]) -> type:
-    """A class whose objects have `names` to themselves: slots come before what `__dict__` holds."""
+    """A class whose objects have their own `names`: slots take precedence over `__dict__`."""
 
     def shown(self: Any) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
         if name in names:
-            raise AttributeError(f"{name} is said by the recompute policy in force: switch() it.")
+            raise AttributeError(f"{name} is set by the recompute policy in force: switch() it.")
         setattr(self._viewed, name, value)
 
     def plain_copy(self: Any) -> Any:
@@ -73,7 +73,7 @@ def _view_type(kind: type, names: tuple[str, ...]) -> type:
         "__module__": kind.__module__,
         "__class__": property(lambda _: kind),
         "__setattr__": set_attribute,
-        # Of a class with slots of its own: these are empty in the view.
+        # For a class with its own slots: these are empty in the view.
         "__getattr__": lambda self, name: getattr(object.__getattribute__(self, "_viewed"), name),
         "__copy__": plain_copy,
         "__reduce_ex__": lambda self, _: (live_view, (self._viewed, shown(self))),
@@ -84,8 +84,8 @@ def _view_type(kind: type, names: tuple[str, ...]) -> type:
 class AppliedPolicy:
     """A policy in force on a model, until `undo()` or the end of the `with` block.
 
-    Copies of the model (copy.deepcopy, pickle) carry a policy of their own: the one in force when
-    they were made. They know nothing of this object, nor it of them; `in_force(copy)` is theirs.
+    Copies of the model (copy.deepcopy, pickle) have their own policy: the one in force when they
+    were made. This object does not affect them; `in_force(copy)` returns theirs.
     """
 
     def __init__(self, sites: _Sites) -> None:
@@ -94,7 +94,7 @@ class AppliedPolicy:
 
     @property
     def policy(self) -> RecomputePolicy:
-        """The policy in force, or that was until it was undone."""
+        """The policy in force; after `undo`, the last one."""
         return self._held[0].policy
 
     def switch(self, policy: RecomputePolicy) -> None:
@@ -112,7 +112,7 @@ class AppliedPolicy:
             held.set(owner, policy)
 
     def undo(self) -> None:
-        """Give the model back exactly as it was; undoing twice does nothing."""
+        """Restore the model exactly as it was; a second call does nothing."""
         for owner, held, active in zip(
             self._sites.owners, self._held, self._is_active(), strict=True
         ):
@@ -150,9 +150,12 @@ def apply(
     Args:
         policy: one choice for every layer of the whole model, on every rank.
         model: this rank's model chunks, wrapped (DDP, Float16Module) or bare, or a single block.
-        holder: who applies it, for the error that a second application raises.
-        groups: of ranks that must be given the same policy, now and when it is switched; by
-            default the one of all ranks of this stage.
+        holder: name of the caller, for the error that a second `apply` raises.
+        groups: process groups whose ranks must be given the same policy, now and at every switch;
+            by default the group of all ranks of this stage.
+
+    Returns:
+        The policy in force, to switch or undo.
 
     Raises:
         PolicyError: wrong length, a group across chunks, an unknown module, or a choice that
@@ -167,9 +170,9 @@ def apply(
 def apply_at_construction(
     policy: RecomputePolicy, module: torch.nn.Module, *, holder: str
 ) -> AppliedPolicy:
-    """`apply` for a block just built: ranks compare policies in its first training, not here.
+    """`apply` for a block just built; ranks compare policies later, before they first train it.
 
-    A constructor must not wait for other ranks: not every rank builds the same blocks.
+    A constructor must not wait for other ranks, because not every rank builds the same blocks.
     """
     sites = _Sites(module)
     sites.check(policy, new=True)
@@ -181,11 +184,11 @@ def apply_at_construction(
 def in_force(model: torch.nn.Module | Sequence[torch.nn.Module]) -> AppliedPolicy | None:
     """The policy in force on a model, whoever applied it, or None.
 
-    For models that came with one: a deep copy, an unpickled model, one built from a config with
-    the field. There it is what `apply` would have returned.
+    For models that already have one: a deep copy, an unpickled model, a model built from a config
+    with the field. It is what `apply` would have returned.
 
     Raises:
-        ApplyError: its blocks have policies of their own, or some have none.
+        ApplyError: the model's blocks have different policies, or only some have one.
     """
     sites = _Sites(model)
     held = [owner.__dict__.get(HOLDER_KEY) for owner in sites.owners]
@@ -197,13 +200,13 @@ def in_force(model: torch.nn.Module | Sequence[torch.nn.Module]) -> AppliedPolic
     ):
         raise ApplyError(
             "The blocks of this model are not under one policy: ask for that of a single block, as "
-            "in_force(model.decoder)."
+            "in in_force(model.decoder)."
         )
     return AppliedPolicy(sites)
 
 
 class _Sites:
-    """The places in a model where a policy takes hold."""
+    """The blocks and multi-token-prediction depths of a model to which a policy applies."""
 
     def __init__(
         self,
@@ -223,7 +226,7 @@ class _Sites:
         self.configs = list({id(each.config): each.config for each in held}.values())
 
     def check(self, policy: RecomputePolicy, new: bool = False) -> None:
-        """Raise what speaks against running `policy` here."""
+        """Raise PolicyError or ApplyError if `policy` cannot run here."""
         for owner in self.owners:
             if new and HOLDER_KEY in owner.__dict__:
                 raise ApplyError(
@@ -237,7 +240,7 @@ class _Sites:
             if rules.own_recompute(config) is not None:
                 raise PolicyError(
                     "The model was built with Megatron's own recompute settings as well as a "
-                    "policy: leave them out; the same thing as a policy is "
+                    "policy: leave them out. As a policy they are "
                     f"{rules.own_recompute(config)!r}."
                 )
             rules.check_allowed(config, policy)
@@ -266,8 +269,8 @@ class _Sites:
 class _Held:
     """A policy in force on one multi-token-prediction depth, or on a block: `_HeldBlock`.
 
-    It lives in that module, its owner, so that a copy of the owner has a copy of this that is about
-    its own layers. It does not refer to the owner, which would then not be freed when it is let go.
+    It is stored in that module, its owner, so that a copy of the owner has a copy of it, about the
+    copied layers. It has no reference to the owner, which could otherwise not be freed at once.
     """
 
     policy: RecomputePolicy
@@ -288,7 +291,7 @@ class _Held:
         self.hooks: list[Any] = []
 
     def set(self, owner: torch.nn.Module, policy: RecomputePolicy) -> None:
-        """Put the policy in force; nothing is, so far or any more."""
+        """Put the policy in force; none may be in force at the moment."""
         self.policy = policy
         for layer, choice in self.choices():
             layer_modules.set_modules(layer, choice.modules)
@@ -299,7 +302,7 @@ class _Held:
         self.set_full(owner)
 
     def set_full(self, owner: torch.nn.Module) -> None:
-        """Send the owner into Megatron's full-recompute branch where the policy says so."""
+        """Make the owner take Megatron's full-recompute branch if the policy has full layers."""
         ((_, choice),) = self.choices()
         if choice.modules:
             self.require_gradient()
@@ -307,7 +310,7 @@ class _Held:
             owner.config = _full_config(self.config)
 
     def clear(self, owner: torch.nn.Module) -> None:
-        """Put back all that `set` has changed."""
+        """Restore everything that `set` has changed."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
@@ -316,17 +319,17 @@ class _Held:
         owner.config = self.config
 
     def choices(self) -> list[tuple[torch.nn.Module, LayerPolicy]]:
-        """Every layer with what it does."""
+        """Every layer with its choice."""
         layers = zip(self.layers, self.indices, strict=True)
         return [(layer, self.policy.layers[index]) for layer, index in layers]
 
     def compare_once(self, owner: torch.nn.Module) -> None:
-        """Let ranks that meet in the owner's layers compare policies before they first train it."""
+        """Make ranks with collectives in the owner's layers compare policies before training it."""
         self.compared = owner.register_forward_pre_hook(_compare_before_training)
         self.hooks.append(self.compared)
 
     def require_gradient(self) -> None:
-        """Let the inputs of layers with modules require a gradient; see `_require_gradient`."""
+        """Make inputs of layers with selective modules require grad; see `_require_gradient`."""
         for layer, choice in self.choices():
             if choice.modules:
                 hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)
@@ -365,9 +368,9 @@ class _HeldBlock(_Held):
 
 
 def _look_at_input(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Where a block's input requires grad, so do its layers': they need no look of their own.
+    """Check a block's input: if it requires grad, so do its layers' inputs, which need no check.
 
-    Looked at in every forward, as parameters may be frozen after a policy is in force.
+    Checked in every forward, because parameters may be frozen after a policy is in force.
     """
     hidden_states = kwargs.get("hidden_states", args[0] if args else None)
     if torch.is_grad_enabled() and not getattr(hidden_states, "requires_grad", True):
@@ -377,9 +380,10 @@ def _look_at_input(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _compare_before_training(block: torch.nn.Module, _: Any) -> None:
-    """In the first forward that a recompute may follow, and only among ranks that meet inside it.
+    """Compare policies in the first forward with gradients, among ranks with collectives inside it.
 
-    Those wait for each other there anyway. A forward that one rank may run alone stays its own.
+    These ranks wait for each other there anyway. A forward that one rank may run alone compares
+    nothing.
     """
     if block.training and torch.is_grad_enabled():
         held = block.__dict__[HOLDER_KEY]
@@ -392,17 +396,17 @@ def _check_groups(site: model_layers.BlockSite, runs: Sequence[Run]) -> None:
         if run.policy.group > 1 and layer_kinds.attends_to_context(site.block.layers[run.start]):
             raise PolicyError(
                 f"{run.policy} from layer {site.layers[run.start]}, which attends to an encoder: "
-                "gradients of the encoder's output would add up in another order, so that results "
-                "differ in their last bits. Use full there, one checkpoint a layer."
+                "gradients of the encoder's output would be added in another order, so that "
+                "results differ in their last bits. Use full there, one checkpoint per layer."
             )
 
 
 def _require_gradient(
     layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same need as a full layer's, see `_with_gradient`, for the checkpoints inside a layer.
+    """Make a layer's input require grad, for the checkpoints inside it, as `_with_gradient` does.
 
-    Symptom without it behind frozen embeddings: norms under `layernorm` and adapters under `mlp`
+    Symptom without it after frozen embeddings: norms under `layernorm` and adapters under `mlp`
     get no gradient; a frozen norm's recompute ends in "forward() missing ... argument", because
     CheckpointWithoutOutput kept its input in a context that autograd dropped.
     """
@@ -419,10 +423,11 @@ def _copy_bias(_: torch.nn.Module, __: Any, output: tuple[Any, Any]) -> tuple[An
 def _detach_after_backward(
     keepers: Sequence[Any], _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]
 ) -> None:
-    """Let `keepers` lose their graph when the gradient of the router's probabilities arrives.
+    """Detach the tensors in `keepers` when the gradient of the router's probabilities arrives.
 
-    All that uses the probabilities has run by then, forward and backward, since Megatron runs the
-    whole backward of a layer before another microbatch's recompute. See `defects.graph_keepers`.
+    Everything that uses the probabilities has run by then, forward and backward, because Megatron
+    runs the whole backward of a layer before another microbatch's recompute. See
+    `defects.graph_keepers`.
     """
 
     def detach(_: torch.Tensor) -> None:
@@ -449,18 +454,18 @@ def _full_config(config: Any, method: str = "uniform", num_layers: int = 1) -> A
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A run of layers of one block, as Megatron's checkpointed forward gets to see it."""
+    """A run of layers of one block, and the config that Megatron's checkpointed forward sees."""
 
     start: int
     count: int
     recomputes: bool
     config: Any
-    """What says how; a view of the block's."""
+    """A view of the block's config, with the method for these layers."""
 
 
 def _segment(config: Any, run: Run) -> _Segment:
     recomputes = run.policy.granularity == "full"
-    # `block` with no layer to recompute is Megatron's un-checkpointed path.
+    # `block` with 0 layers is Megatron's path without checkpoints.
     how = ("uniform", run.policy.group) if recomputes else ("block", 0)
     return _Segment(run.start, run.count, recomputes, _full_config(config, *how))
 
@@ -493,17 +498,18 @@ def _run_by_segments(
             },
         )
         output = megatron_forward(view, hidden_states=hidden_states, **kwargs)
-        # Since 0.17 the layers' outputs asked for in extract_layer_indices come along.
+        # Since 0.17 it also returns the outputs of the layers in extract_layer_indices.
         hidden_states, more = output if isinstance(output, tuple) else (output, [])
         features += more
         if kwargs.get("context") is not None:
-            # Its gradients add up from the last layer to the first, as without checkpoints.
+            # With a view, its gradients add up from the last layer to the first, as without
+            # checkpoints.
             kwargs["context"] = kwargs["context"].view_as(kwargs["context"])
     return (hidden_states, features) if kwargs.get("extract_layer_indices") else hidden_states
 
 
 def _without_modules(runs: Sequence[Run]) -> list[Run]:
-    """Merge neighbours that take the un-checkpointed path: their modules are attributes."""
+    """Merge neighbouring runs without checkpoints: their modules are attributes of the layers."""
     merged: list[Run] = []
     for run in runs:
         if run.policy.granularity != "full":
@@ -516,9 +522,10 @@ def _without_modules(runs: Sequence[Run]) -> list[Run]:
 
 
 def _layer_by_layer(runs: Sequence[Run]) -> list[Run]:
-    """Every checkpoint a run of its own.
+    """Split runs so that every checkpoint is one run.
 
-    A run of two would add up what both say of the context before what later runs say of it.
+    A run of two checkpoints would add their gradients of the encoder's output first, which changes
+    the order of the sum.
     """
     single: list[Run] = []
     for run in runs:
@@ -530,9 +537,9 @@ def _layer_by_layer(runs: Sequence[Run]) -> list[Run]:
 
 
 def _with_gradient(hidden_states: torch.Tensor, layers: Iterable[torch.nn.Module]) -> torch.Tensor:
-    """A checkpoint's input must require grad, or its parameters silently get none.
+    """Make a checkpoint's input require grad; otherwise its parameters silently get no gradient.
 
-    That is the case behind frozen embeddings (LoRA): Megatron's CheckpointFunction is reentrant.
+    Megatron's CheckpointFunction is reentrant, so this happens after frozen embeddings (LoRA).
     """
     if hidden_states.requires_grad or not any(
         parameter.requires_grad for layer in layers for parameter in layer.parameters()
@@ -545,9 +552,9 @@ def agree_on(policy: RecomputePolicy, check: Any, groups: Sequence[Any] | None =
     """Run `check` here and compare digests with other ranks: one error on every rank.
 
     Args:
-        policy: what this rank holds.
-        check: raises what speaks against it on this rank.
-        groups: of ranks to compare with; by default the one of all ranks of this stage.
+        policy: this rank's policy.
+        check: raises an error if the policy cannot run on this rank.
+        groups: process groups to compare in; by default the group of all ranks of this stage.
 
     Raises:
         ApplyError: the ranks hold different policies, or another rank refused its own.
@@ -566,7 +573,7 @@ def agree_on(policy: RecomputePolicy, check: Any, groups: Sequence[Any] | None =
             held = "; ".join(f"rank {r}: {s}" for r, s in zip(ranks, said, strict=True))
             error = ApplyError(
                 "The ranks of this pipeline stage were given different policies, and their "
-                f"collectives would wait for each other for ever: {held}. Give all the same."
+                f"collectives would wait for each other forever: {held}. Give all the same."
             )
     if error is not None:
         raise error

@@ -1,7 +1,7 @@
-"""What a user can say about `--recompute-policy auto`: one dataclass that the flags come from.
+"""Options of `--recompute-policy auto`: one dataclass, from which the flags are made.
 
-It knows nothing of Megatron: the flags are added to Megatron's parser by
-`integrations.megatron_lm`, and any other program can fill the dataclass itself.
+`integrations.megatron_lm` adds the flags to Megatron's parser; any other program can fill the
+dataclass itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLAN_FILE = "recompute-plan.json"
 class AutoOptions:
     """recompute policy auto (megatron-autorecompute).
 
-    Raises OptionError for a value that cannot be meant.
+    Raises OptionError for an impossible value.
     """
 
     recompute_memory_budget_gib: float | None = option(
@@ -38,7 +38,7 @@ class AutoOptions:
     recompute_imbalance_percentile: float = option(
         IMBALANCE_PERCENTILE,
         "plan mixture-of-experts layers for this percentile of the microbatches measured on the "
-        "fullest rank, in percent; 100 is the most that was seen",
+        "fullest rank, in percent; 100 is the maximum",
     )
     recompute_measure_steps: int = option(
         12,
@@ -67,8 +67,8 @@ class AutoOptions:
         if None not in (self.recompute_memory_budget_gib, self.recompute_memory_reserve_gib):
             raise OptionError(
                 "--recompute-memory-reserve-gib was given together with "
-                "--recompute-memory-budget-gib: the reserve is what a budget found by itself "
-                "leaves free. Leave one of them out."
+                "--recompute-memory-budget-gib: the reserve only applies if auto finds the "
+                "budget itself. Leave one of them out."
             )
         if not 0 < self.recompute_imbalance_percentile <= 100:
             raise OptionError(
@@ -82,7 +82,7 @@ class AutoOptions:
             )
 
     def with_plan_in(self, folder: str | None) -> AutoOptions:
-        """These, with the plan in the folder of the job's checkpoints where no path was given."""
+        """The options with the plan in `folder`, the job's checkpoints, if no path was given."""
         if self.recompute_plan_path is not None or folder is None:
             return self
         return replace(self, recompute_plan_path=os.path.join(folder, PLAN_FILE))
@@ -102,7 +102,7 @@ def _bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * GIB)
 
 
-# NaN compares false with everything, so both say what is wanted and not what is refused.
+# Both test the allowed range, because NaN compares false with everything.
 def _check_positive(flag: str, gib: float | None) -> None:
     if gib is not None and not 0 < gib < float("inf"):
         raise OptionError(f"{flag} {gib:g}: give a number of GiB above 0, such as 72.")

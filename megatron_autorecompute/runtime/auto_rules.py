@@ -1,4 +1,4 @@
-"""What `auto` cannot do, or what cannot do without it; asked before any model is built."""
+"""Refuses settings that `auto` cannot work with, before any model is built."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 
 Spelled = Callable[[str, Any], str]
-"""A setting as the program around writes it, from the name of its field and its value."""
+"""How a program writes a setting, from the name of its field and its value."""
 
 
 def as_flag(name: str, value: Any) -> str:
-    """As on Megatron's command line: `--cuda-graph-impl local`, or `--bf16` where it is on."""
+    """As on Megatron's command line: `--cuda-graph-impl local`, or `--bf16` for True."""
     flag = f"--{name.replace('_', '-')}"
     return flag if value is True else f"{flag} {value}"
 
@@ -26,11 +26,11 @@ def as_field(name: str, value: Any) -> str:
 def refuse_plan_only_without_auto(
     options: AutoOptions, policy: Any, spelled: Spelled = as_flag
 ) -> None:
-    """Raise OptionError where only a plan is asked for and nothing makes one.
+    """Raise OptionError for --recompute-plan-only without auto, which alone makes a plan.
 
     Args:
         options: as the user gave them.
-        policy: what stands in the config's field; None where nothing does.
+        policy: the value of the config's field; None if there is none.
         spelled: how to write settings in the error.
     """
     if options.recompute_plan_only and policy != "auto":
@@ -59,8 +59,8 @@ def refuse_unmeasurable(config: Any, spelled: Spelled = as_flag) -> None:
     if config.overlap_moe_expert_parallel_comm:
         raise OptionError(
             f"{auto} was given with {spelled('overlap_moe_expert_parallel_comm', True)}: there "
-            "Megatron runs parts of layers of two microbatches in turn, and auto, which measures "
-            "whole layers, would see none. Give a policy as text, such as "
+            "Megatron alternates between parts of layers of two microbatches, but auto measures "
+            "whole layers. Give a policy as text, such as "
             f"{spelled('recompute_policy', 'selective[layernorm]')}, or {plan} with a plan made "
             "without a device (megatron-autorecompute estimate, then plan)."
         )

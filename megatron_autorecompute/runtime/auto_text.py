@@ -1,4 +1,4 @@
-"""What `--recompute-policy auto` says on rank 0 once its plan runs. It computes nothing."""
+"""The text that `--recompute-policy auto` prints on rank 0 once its plan runs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,21 @@ from megatron_autorecompute.report.terminal import (
     measured_step_view,
     strip,
 )
-from megatron_autorecompute.units import GIB
+from megatron_autorecompute.units import gib
 
 WIDTH = 100
-"""Columns of the text; a log has no terminal to ask."""
-
-
-def gib(size_bytes: float) -> str:
-    """Bytes as GiB with three significant digits, so that a model for trying out is not 0.00."""
-    return f"{size_bytes / GIB:.3g}"
+"""Columns of the text; a log has no terminal width."""
 
 
 def plan_text(plan: Plan, measured_bytes: Sequence[int] | None, leanest_ms: float) -> str:
-    """One row per stage, what the letters mean, notes, and the step against the alternatives.
+    """One row per stage, a legend, notes, and the step's time beside the alternatives.
 
-    What the plan had to count as missed, after running short of memory, is in "predicted".
+    "predicted" contains the bytes that were added after the job ran short of memory.
 
     Args:
-        measured_bytes: peak of every stage in a step under this plan; None where none was read.
-        leanest_ms: predicted step of the leanest policy, full recompute where Megatron allows it.
+        plan: the plan that runs.
+        measured_bytes: peak of every stage in a step under this plan; None if none was read.
+        leanest_ms: predicted step of the leanest policy, full recompute if Megatron allows it.
     """
     text = io.StringIO()
     Console(file=text, width=WIDTH).print(_stages(plan, measured_bytes))

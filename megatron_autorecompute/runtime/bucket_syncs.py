@@ -1,9 +1,9 @@
 """The collectives that Megatron's DistributedDataParallel enters inside forward and backward.
 
-With --overlap-grad-reduce the gradients of a group of buckets are reduced as soon as the last of
-them is there; with --overlap-param-gather parameters are gathered when the first layer asks for
-them. A rank that leaves a forward or a backward half done owes the other ranks those that it has
-not entered: this module knows which and enters them, in the order in which a whole step does.
+With --overlap-grad-reduce the gradients of a group of buckets are reduced as soon as all of them
+are ready; with --overlap-param-gather parameters are gathered when the first layer needs them. If a
+rank leaves a forward or a backward half done, the other ranks wait in the collectives that it has
+not entered. This module enters these, in the order of a complete step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from megatron_autorecompute.runtime.temporary import Replace
 
 
 class BucketSyncs:
-    """What one model chunk reduces in its backward and gathers in its forward; made at any time
-    before a step.
+    """The gradients that one chunk reduces in backward, and the parameters it gathers in forward.
 
     Args:
-        chunk: a model chunk; one that overlaps nothing has nothing here.
-        elsewhere: a context for every collective that is entered here.
+        chunk: a model chunk; without overlap it has no such collectives.
+        elsewhere: a context around every collective that is entered here.
     """
 
     def __init__(
@@ -36,18 +35,18 @@ class BucketSyncs:
         self._chunk = chunk
         self._elsewhere = elsewhere
         groups = _groups(chunk)
-        # Until a step has shown another: that of the models whose modules run as they are listed.
+        # Until a step shows another order: that of a model whose modules run as registered.
         self._reduces, self._gathers = _Order(groups), _Order(groups[::-1])
         self._orders = [self._reduces, self._gathers] if groups else []
 
     def note(self, replace: Replace) -> None:
-        """Note what a step starts, while `replace` has the methods that start it replaced."""
+        """Replace, by `replace`, the methods that start collectives, to note what a step starts."""
         for group in _groups(self._chunk):
             replace(group, "start_grad_sync", functools.partial(self._noted, self._reduces, group))
             replace(group, "start_param_sync", functools.partial(self._noted, self._gathers, group))
 
     def gather_owed(self) -> None:
-        """Gather the parameters that a forward of this chunk would have, and has not."""
+        """Gather the parameters that a forward of this chunk has not gathered yet."""
         if not getattr(self._chunk, "remove_forward_pre_hook_handles", None):
             return  # Megatron's forward does not gather now
         for group in self._gathers.known:
@@ -55,19 +54,19 @@ class BucketSyncs:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def reduce_owed(self) -> None:
-        """Reduce the gradients that a backward of this chunk would have, and has not."""
+        """Reduce the gradients that a backward of this chunk has not reduced yet."""
         for group in self._reduces.known:
             due = group.is_last_microbatch and not group.is_first_batch
             if due and group not in self._reduces.now:
                 group.start_grad_sync(force_all_reduce=self._chunk.force_all_reduce)
 
     def finished(self) -> None:
-        """All that was entered has been waited for, in a step that was whole."""
+        """End a complete step, in which all entered collectives have been waited for."""
         for order in self._orders:
             order.close()
 
     def abandon(self) -> None:
-        """Leave a lost step, on every rank: one has not counted how often its gradients come."""
+        """Leave a lost step, on every rank: the failed one has not counted its gradients."""
         self._reduces.now.clear()
         self._gathers.now.clear()
         count_again(self._chunk)
@@ -83,9 +82,10 @@ class BucketSyncs:
 
 
 def count_again(chunk: torch.nn.Module) -> None:
-    """Have Megatron count in the next step how often each gradient comes, and reduce at its end.
+    """Make Megatron count again, in the next step, how often each gradient arrives.
 
-    It counts in the first step, and reduces in those that follow once the counts are equal.
+    Megatron counts in the first step and reduces at its end. In later steps it reduces as soon as
+    the counts are reached.
     """
     for group in _groups(chunk):
         group.is_first_batch = True
@@ -94,21 +94,21 @@ def count_again(chunk: torch.nn.Module) -> None:
 
 
 def _groups(chunk: Chunk) -> list[Any]:
-    """Megatron's groups of buckets, where it reduces them while the backward runs."""
+    """Megatron's groups of buckets, if it reduces them while the backward runs."""
     if not getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
         return []
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
 class _Order:
-    """In which order groups of buckets start a collective within a step."""
+    """The order in which groups of buckets start a collective within a step."""
 
     def __init__(self, usual: list[Any]) -> None:
         self.known = usual
         self.now: dict[Any, None] = {}
 
     def close(self) -> None:
-        """At the end of a whole step."""
+        """End a complete step: its order is the known one from now on."""
         if len(self.now) == len(self.known):
             self.known = list(self.now)
         self.now.clear()

@@ -1,7 +1,7 @@
-"""What torch may allocate on every device: given by the user, or found from what was measured.
+"""Bytes that torch may allocate on every device: given by the user, or found from measurements.
 
-The measurements hold what a budget is found from, so that another start with other options finds
-its own: with a plan file a budget is never handed on.
+A profile has the measurements from which a budget is found, so a start with other options finds its
+own. A budget is never taken over from a plan file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def budget_bytes(
 
     Args:
         options: what the user asked for.
-        available_bytes: device memory less what lies outside torch; None where there is no device.
+        available_bytes: device memory less what lies outside torch; None without a device.
         fragmentation_bytes: reserved beyond what was allocated, as measured.
 
     Raises:
@@ -41,7 +41,7 @@ def stage_budget_bytes(options: AutoOptions, stage: StageRecord) -> int:
 
 
 def reason(options: AutoOptions) -> str:
-    """What the budget rests on, in words."""
+    """How the budget was found, for error messages."""
     if options.budget_bytes is not None:
         return "given as --recompute-memory-budget-gib"
     if options.reserve_bytes is not None:

@@ -1,4 +1,4 @@
-"""Which collectives this process enters: seen where every one of them passes in Python."""
+"""Detects the collectives that this process enters, at torch's process groups in Python."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from megatron_autorecompute.patched import patched
 
 _ENTER = ("all", "reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv")
-"""What the names of a process group's methods have in them that enter a collective. Not seen are
-those entered from C++: functional collectives, and what transports of other libraries do."""
+"""Parts of the names of a process group's methods that enter a collective. Collectives entered from
+C++ are not seen: functional collectives, and those of other libraries' transports."""
 
 
 class Meetings:
@@ -31,7 +31,7 @@ class Meetings:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at every call of a process group's methods meanwhile."""
+        """Watch every call of a process group's methods in the block."""
         entering = [name for name in vars(ProcessGroup) if any(part in name for part in _ENTER)]
         with ExitStack() as undo:
             for name in entering:
@@ -41,7 +41,7 @@ class Meetings:
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """Around collectives that are entered inside, and do not belong there."""
+        """Do not count collectives in the block, although `inside` is set."""
         was, self.inside = self.inside, False
         try:
             yield

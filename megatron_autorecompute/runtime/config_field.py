@@ -1,8 +1,8 @@
 """The config field: `TransformerConfig(recompute_policy=…)` after an explicit `install()`.
 
-Only str, list, dict and None live in the field, as Megatron Bridge serialises nothing else. With
-None everything is exactly Megatron's. With a policy, the config asks Megatron's own rules about
-every choice, and the blocks built from it run the policy from their first forward on.
+The field holds str, list, dict or None, because Megatron Bridge serialises nothing else. With None
+everything is exactly as in Megatron. With a policy, the config checks every choice against
+Megatron's own rules, and the blocks built from it run the policy from their first forward on.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute.compat import model_layers, rules, stage_layout, versions
 from megatron_autorecompute.errors import ApplyError, PolicyError
+from megatron_autorecompute.megatron_fields import POLICY_FIELD
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import GRAMMAR, RecomputePolicy
 from megatron_autorecompute.runtime.apply import apply_at_construction
 
-FIELD = "recompute_policy"
 _HELP = f"What every layer recomputes: auto measures and solves; otherwise {GRAMMAR}."
 _GENERATED = (
     "__init__",
@@ -39,7 +39,7 @@ _GENERATED = (
     "__match_args__",
     "__doc__",
 )
-"""What `@dataclass` makes from the fields, where the class has not its own."""
+"""Attributes that `@dataclass` makes from the fields, unless the class defines them itself."""
 _LAYER_SIZES = (
     "hidden_size",
     "ffn_hidden_size",
@@ -48,21 +48,21 @@ _LAYER_SIZES = (
     "num_moe_experts",
 )
 _installed = ExitStack()
-"""Puts back, last first, what `install()` has set."""
+"""Restores what `install()` has set, in reverse order."""
 
 
 def install() -> None:
     """Add the field to TransformerConfig and every subclass, and make blocks honour it.
 
-    Call it before importing what subclasses TransformerConfig at import time (Megatron Bridge).
-    Calling it again changes nothing; `uninstall()` gives back the identical classes' contents.
+    Call it before importing packages that subclass TransformerConfig at import (Megatron Bridge).
+    A second call changes nothing; `uninstall()` restores the classes exactly.
 
     Raises:
-        UnsupportedVersionError: a megatron-core whose sources are not known.
+        UnsupportedVersionError: this version of megatron-core is not supported.
     """
     versions.installed()
-    if FIELD in {field.name for field in dataclasses.fields(TransformerConfig)}:
-        return  # installed before, or in the sources by our patch
+    if POLICY_FIELD in {field.name for field in dataclasses.fields(TransformerConfig)}:
+        return  # already installed, or in the sources by our patch
     try:
         _add_field(TransformerConfig)
         for subclass in _subclasses(TransformerConfig):
@@ -76,7 +76,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install()`; models and configs made meanwhile keep what they have."""
+    """Undo `install()`; models and configs made in the meantime keep their field and policy."""
     _installed.close()
 
 
@@ -84,9 +84,9 @@ def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
     """The policy in a config's field, or None when there is none or it is still `auto`.
 
     Raises:
-        PolicyError: the field holds something else, or a policy of another length or model.
+        PolicyError: the value is not a policy, or is one of another length or model.
     """
-    value = getattr(config, FIELD, None)
+    value = getattr(config, POLICY_FIELD, None)
     if value is None or value == "auto":
         return None
     refuse_plan_of_another_model(value, config)
@@ -98,9 +98,9 @@ def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
 
 
 def refuse_plan_of_another_model(value: Any, config: TransformerConfig) -> None:
-    """Raise PolicyError where `value` is @PLAN and the plan's layers have other sizes.
+    """Raise PolicyError if `value` is @PLAN and the plan's layers have other sizes.
 
-    A policy file says nothing of them, nor need a plan from a profile written by hand.
+    Policy files have no sizes, and plans from profiles written by hand may have none.
     """
     if not isinstance(value, str) or not value.startswith("@"):
         return
@@ -109,7 +109,7 @@ def refuse_plan_of_another_model(value: Any, config: TransformerConfig) -> None:
         plan = json.loads(Path(path).read_text())
         facts = plan["profile"]["model"]["facts"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # no plan; whether it is a policy is for RecomputePolicy.load to say
+        return  # not a plan; RecomputePolicy.load checks whether it is a policy
     described = facts.get("transformer_config") or facts.get("job", {}).get("config") or facts
     other = [
         f"{name} {described[name]} (here {getattr(config, name)})"
@@ -136,19 +136,19 @@ def _set(owner: type, name: str, value: Any) -> None:
 
 
 def _add_field(cls: type) -> None:
-    # ArgumentGroupFactory takes what stands in front of None for the type, else it warns.
+    # ArgumentGroupFactory takes the type before None; in another order it warns.
     kind = str | None | list[str] | dict[str, Any]
     # ArgumentGroupFactory (megatron.training since 0.17) makes the flag from this metadata.
     flag = {"arg_names": ["--recompute-policy"], "type": str, "default": None, "help": _HELP}
     added = dataclasses.field(default=None, metadata={"argparse_meta": flag})
-    only = dataclasses.make_dataclass("_Only", [(FIELD, kind, added)])
-    _set(cls, "__annotations__", {**inspect.get_annotations(cls), FIELD: kind})
-    _set(cls, FIELD, None)
+    only = dataclasses.make_dataclass("_Only", [(POLICY_FIELD, kind, added)])
+    _set(cls, "__annotations__", {**inspect.get_annotations(cls), POLICY_FIELD: kind})
+    _set(cls, POLICY_FIELD, None)
     _give_fields(cls, {**_fields(cls), **_fields(only)})
 
 
 def _remake(cls: type) -> None:
-    """Give a dataclass the fields that its bases have by now, where `@dataclass` would put them."""
+    """Give a dataclass the fields that its bases have now, in the order `@dataclass` would."""
     if "__dataclass_fields__" not in cls.__dict__:
         return
     now: dict[str, Any] = {}
@@ -159,15 +159,16 @@ def _remake(cls: type) -> None:
 
 
 def _fields(cls: Any) -> dict[str, Any]:
-    """All fields, those for the constructor and the class alone included."""
+    """All fields, InitVar and ClassVar pseudo-fields included."""
     return cls.__dataclass_fields__
 
 
 def _give_fields(cls: type, fields: dict[str, Any]) -> None:
-    """What `@dataclass` has made of the fields there were, it makes of these; the rest stays.
+    """Replace what `@dataclass` made from the old fields by what it makes from `fields`.
 
-    What a class has written itself, options said no to or somebody has wrapped is not what would
-    have been made, and is left alone: so no option of the decorator has to be known here.
+    Methods that the class defines itself, that an option suppressed, or that somebody wrapped
+    differ from what `@dataclass` makes, and are left alone. So no option of the decorator has to be
+    known.
     """
     before, after = _made_of(_fields(cls), cls), _made_of(fields, cls)
     _set(cls, "__dataclass_fields__", fields)
@@ -178,7 +179,7 @@ def _give_fields(cls: type, fields: dict[str, Any]) -> None:
 
 
 def _made_of(fields: dict[str, Any], cls: type) -> dict[str, Any]:
-    """All that `@dataclass` can make of fields for a class of the name of `cls`."""
+    """Everything that `@dataclass` can make from fields, for a class with the name of `cls`."""
     inherited = {
         "__dataclass_fields__": fields,
         "__dataclass_params__": cls.__dict__["__dataclass_params__"],
@@ -187,13 +188,13 @@ def _made_of(fields: dict[str, Any], cls: type) -> dict[str, Any]:
         inherited["__post_init__"] = None
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     made = type(cls.__name__, (type("_Fields", (), inherited),), names)
-    # With slots, __init__ also sets what has a default and is no argument.
+    # With slots, __init__ also sets fields that have a default and are not arguments.
     options = {"slots": "__slots__" in cls.__dict__, "order": "__lt__" in cls.__dict__}
     return dict(vars(dataclasses.dataclass(made, unsafe_hash=True, **options)))
 
 
 def _code(made: Any) -> tuple[Any, Any]:
-    """Equal for functions made of equal text, and for equal values; __repr__ comes wrapped."""
+    """A key that is equal for functions of equal source, and for equal values; unwraps __repr__."""
     inner = getattr(made, "__wrapped__", None)
     return getattr(made, "__code__", made), getattr(inner, "__code__", inner)
 
@@ -204,10 +205,10 @@ def _wrap(owner: type, name: str, around: Callable[[Any], Any]) -> None:
 
 
 def checked_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`TransformerConfig.__post_init__` that also asks its rules about the field."""
+    """`TransformerConfig.__post_init__` that also checks the field against Megatron's rules."""
 
     def __post_init__(self: TransformerConfig) -> None:  # noqa: N807
-        if getattr(self, FIELD, None) is None:
+        if getattr(self, POLICY_FIELD, None) is None:
             original(self)
             return
         as_given = copy.copy(self)
@@ -221,14 +222,14 @@ def checked_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def refuse_contradiction(config: TransformerConfig) -> None:
-    """Raise PolicyError, with the translation, where Megatron's own recompute is set as well."""
+    """Raise PolicyError, with a translation, if Megatron's own recompute is set as well."""
     own = rules.own_recompute(config)
     method = config.recompute_method or config.recompute_num_layers
     if own is None and method is None:
         return
     raise PolicyError(
-        f"recompute_policy={getattr(config, FIELD)!r:.60} was given together with Megatron's own "
-        f"recompute_granularity={config.recompute_granularity!r}, "
+        f"recompute_policy={getattr(config, POLICY_FIELD)!r:.60} was given together with "
+        f"Megatron's own recompute_granularity={config.recompute_granularity!r}, "
         f"recompute_method={config.recompute_method!r}, "
         f"recompute_num_layers={config.recompute_num_layers!r}: leave one of them out. "
         f"The same as a policy is {own or 'megatron:none'!r}."
@@ -240,18 +241,18 @@ def applying_init(original: Callable[..., None]) -> Callable[..., None]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        value = getattr(self.config, FIELD, None)
+        value = getattr(self.config, POLICY_FIELD, None)
         if value is None:
             return
         if value == "auto" and not _auto_is_claimed():
             raise ApplyError(
                 "recompute_policy='auto', but nothing in this program measures and decides: start "
-                "it with python -m megatron_autorecompute.pretrain or scripts/bridge_pretrain.py, "
-                "or give a policy or @PLAN."
+                "it with python -m megatron_autorecompute.pretrain (Megatron Bridge: "
+                "megatron_autorecompute.bridge_pretrain), or give a policy or @PLAN."
             )
         policy = policy_of(self.config)
         if policy is not None:
-            apply_at_construction(policy, self, holder=f"the config field {FIELD}")
+            apply_at_construction(policy, self, holder=f"the config field {POLICY_FIELD}")
 
     return __init__
 
@@ -265,7 +266,7 @@ def claim_auto(by: str) -> None:
 
 
 def release_auto(by: str) -> None:
-    """Take a claim back."""
+    """Withdraw a claim."""
     _claims.remove(by)
 
 

@@ -1,27 +1,27 @@
 """`--recompute-policy auto` inside a job: measure, decide, agree, climb, watch.
 
-Wrap every training step in `AutoTuner.step()`. The first steps are ordinary training steps that
-are watched (`measuring`); then one rank solves, all ranks follow (`decisions`), and from there on
-nothing is measured but the peak. This module knows nothing of `megatron.training` or of Megatron
-Bridge: `JobFacts` brings what it needs of them.
+Wrap every training step in `AutoTuner.step()`. The first steps are ordinary training steps that are
+measured (`measuring`). Then one rank solves, all ranks follow (`decisions`), and from then on only
+the peak is measured. This module does not import `megatron.training` or Megatron Bridge: `JobFacts`
+has what it needs from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 import torch
 
 from megatron_autorecompute.compat import model_layers
-from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.profile import Parallelism, Profile
+from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import refuse_unmeasurable
+from megatron_autorecompute.runtime.climb import climb
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.fingerprint import fingerprint
 from megatron_autorecompute.runtime.job_facts import JobFacts
@@ -33,22 +33,20 @@ from megatron_autorecompute.runtime.step_memory import StepMemory
 from megatron_autorecompute.runtime.telling import tell
 
 __all__ = ["AutoTuner", "JobFacts"]
-Course = Generator[AbstractContextManager[None], None, Plan]
-"""One context for each training step, and the plan that runs after them."""
 
 
 class AutoTuner:
-    """Finds, applies and watches the policy of one job; every rank makes one alike.
+    """Finds, applies and watches the policy of one job; every rank makes one in the same way.
 
     Args:
         chunks: this rank's model chunks, built, without a policy.
         optimizer: Megatron's optimizer on them.
-        options: what the user asked for.
-        job: what the program knows.
+        options: the user's options.
+        job: facts from the training program.
 
     Raises:
-        AutorecomputeError: the config is one that cannot be measured, no budget can be found, the
-            plan path cannot be written.
+        AutorecomputeError: auto cannot measure this config, no budget can be found, or the plan
+            path cannot be written.
     """
 
     def __init__(
@@ -61,7 +59,6 @@ class AutoTuner:
         self.optimizer, self.options, self.job = optimizer, options, job
         refuse_unmeasurable(model_layers.unwrapped(chunks[0]).config)
         self.shard = ModelShard(chunks)
-        self.steps = 0
         self.memory = StepMemory(self.shard.chunks, optimizer, job.without_cuda, job.memory)
         self.decisions = Decisions(self.shard, self.memory, options, job)
         self.fingerprint = self._fingerprint()
@@ -69,9 +66,9 @@ class AutoTuner:
         nothing = RecomputePolicy.parse("none", num_layers=self.shard.num_layers)
         self.applied = apply(nothing, self.shard.chunks, holder="--recompute-policy auto")
         self.applied.switch(self.decisions.leanest)
-        self._in_force = PlanInForce(
-            self.decisions, optimizer, self.applied, self._store, lambda: self.steps
-        )
+        self._in_force = PlanInForce(self.decisions, optimizer, self.applied, self._store)
+        guard = self._in_force.guard
+        self._measuring = Measuring(self.decisions, optimizer, self.applied, guard)
         self._course = self._steps()
 
     def _fingerprint(self) -> dict[str, str]:
@@ -83,8 +80,13 @@ class AutoTuner:
         return fingerprint(self.shard.chunks, self.optimizer, self.shard.layout, given)
 
     @property
+    def steps(self) -> int:
+        """How many training steps are done."""
+        return self._in_force.guard.steps
+
+    @property
     def peak_bytes(self) -> int:
-        """The most this rank allocated in the last step that was read, or since its plan began."""
+        """The most bytes this rank allocated in the last measured step, or since its plan began."""
         return self.memory.peak_bytes
 
     @contextmanager
@@ -92,88 +94,25 @@ class AutoTuner:
         """Around one training step, forward to optimizer, on every rank."""
         with next(self._course):
             yield
-        self.steps += 1
         self._store.step_done()
 
     def close(self) -> None:
-        """Leave the policy in force and stop; the model keeps training with it."""
+        """Stop, and leave the policy in force on the model."""
         self._course.close()
         self._store.close()
 
     def _steps(self) -> Steps:
-        """The whole course, one context for each step."""
+        """All phases of the job, one context for each step."""
         plan = self.decisions.known_plan(self._store)
         if plan is None:
-            plan = yield from self._found()
+            ended_before = self._store.ended_measuring()
+            profile = yield from self._measuring.run(self.fingerprint, ended_before)
+            plan = yield from climb(profile, self.decisions, self._in_force)
             self._store.save(plan)
         elif not self.options.recompute_plan_only:
             self._in_force.run(plan, f"the plan in {self._store.path}")
-            plan = yield from self._carried(plan, reads_bytes=True)
+            plan = yield from self._in_force.one_step(plan, reads_bytes=True)
         tell(plan, self.decisions, self.steps)
         if self.options.recompute_plan_only:
             raise SystemExit(0)
-        yield from self._watch(plan)
-
-    def _found(self) -> Course:
-        """Measure, solve, climb."""
-        measuring = Measuring(self.decisions, self.optimizer, self.applied, self._in_force.guard)
-        ended_before = self._store.ended_measuring()
-        if ended_before:
-            self.job.say(
-                f"recompute auto: {ended_before} job(s) before this one ran out of memory while "
-                "measuring; fewer layers at once leave the leanest policy this time."
-            )
-        profile = yield from measuring.run(self.fingerprint, ended_before)
-        return (yield from self._climb(profile))
-
-    # --- climb ------------------------------------------------------------------------------------
-
-    def _climb(self, profile: Profile) -> Course:
-        """Half of the slack first, corrected by what is seen, then all of it."""
-        budgets, lean = self.decisions.budgets(profile), self.decisions.lean_peaks(profile)
-        # Where even the leanest policy needs more than the budget, solving for it says so.
-        halfway = [
-            min(high, (low + high + 1) // 2) for low, high in zip(lean, budgets, strict=True)
-        ]
-        for goal, name in ((halfway, "half of the slack"), (budgets, "all of the slack")):
-            plan = yield from self._tried(profile, goal, f"a plan for {name}")
-            if self._in_force.was_lost():
-                return self._in_force.step_down(plan)
-            profile = self.decisions.corrected(plan)
-        while self._over(plan):
-            plan = yield from self._tried(profile, budgets, "a corrected plan")
-            if self._in_force.was_lost():
-                return self._in_force.step_down(plan)
-            profile = self.decisions.corrected(plan)
-        return plan
-
-    def _tried(self, profile: Profile, budgets: Sequence[int], what: str) -> Course:
-        """One step under a plan for these budgets."""
-        plan = self.decisions.solved(profile, budgets)
-        self._in_force.run(plan, what)
-        yield self._in_force.step(plan, reads_bytes=True)
-        return plan
-
-    def _over(self, plan: Plan) -> bool:
-        seen = self.decisions.peaks()
-        return any(peak > most for peak, most in zip(seen, plan.budget_bytes, strict=True))
-
-    # --- watch ------------------------------------------------------------------------------------
-
-    def _watch(self, plan: Plan) -> Steps:
-        """Ordinary steps for ever; between them, leave a policy that runs out of memory."""
-        while True:
-            if self.job.num_microbatches() != plan.schedule.num_microbatches:
-                plan = self.decisions.solved(plan.profile, plan.budget_bytes)
-                self._in_force.run(
-                    plan, f"a plan for {plan.schedule.num_microbatches} microbatches"
-                )
-                self._store.save(plan)
-            plan = yield from self._carried(plan, reads_bytes=self.memory.is_cheap)
-
-    def _carried(self, plan: Plan, reads_bytes: bool) -> Course:
-        """One step under the plan."""
-        yield self._in_force.step(plan, reads_bytes)
-        if self._in_force.ran_short():
-            return self._in_force.step_down(plan)
-        return plan
+        yield from self._in_force.steps(plan)

@@ -1,6 +1,6 @@
-"""What a job decides of its profile: budgets, plans for them, and what a step showed to be missing.
+"""Decides from a job's profile: budgets, plans, and corrections by what a step has shown.
 
-Ranks put figures together; where something is solved one rank does, and all follow.
+All ranks combine their figures; one rank solves, and all use its plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from megatron_autorecompute.planner.policy_cost import StageCost
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile, with_missed_bytes
 from megatron_autorecompute.runtime.auto_options import AutoOptions
-from megatron_autorecompute.runtime.auto_text import gib
 from megatron_autorecompute.runtime.budget import budget_bytes, reason, stage_budget_bytes
 from megatron_autorecompute.runtime.job_facts import JobFacts
 from megatron_autorecompute.runtime.lost_steps import NOTCHES
@@ -25,19 +24,20 @@ from megatron_autorecompute.runtime.oom_guard import FINE
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.ranks import on_rank_0
 from megatron_autorecompute.runtime.step_memory import StepMemory, available_bytes
+from megatron_autorecompute.units import gib
 
 NOTICED = 0.001
-"""Of a stage's static bytes: growth of what others hold below it is not worth another plan."""
+"""Share of a stage's static bytes; if others hold less than this more, no new plan is made."""
 
 
 class Decisions:
-    """Decides for one job; every rank makes one alike.
+    """Decides for one job; every rank makes one in the same way.
 
     Args:
         shard: this rank's model.
         memory: what this rank allocated.
-        options: what the user asked for.
-        job: what the program knows.
+        options: the user's options.
+        job: facts from the training program.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Decisions:
             budget_bytes(options, available_bytes=None, fragmentation_bytes=0)
 
     def planner(self, profile: Profile) -> Planner:
-        """Of the profile, for the microbatches of the next step."""
+        """A planner for the profile and the microbatches of the next step."""
         return Planner(
             profile,
             self.shard.layout,
@@ -57,13 +57,13 @@ class Decisions:
             percentile=self.options.recompute_imbalance_percentile,
         )
 
-    def solved(self, profile: Profile, budgets: Sequence[int]) -> Plan:
-        """One rank solves, all get the same plan, or the same error."""
+    def solved(self, profile: Profile, budgets: Sequence[int], notes: Sequence[str] = ()) -> Plan:
+        """A plan for these budgets (bytes by stage); one rank solves, all get its plan or error."""
         planner = self.planner(profile)
-        return on_rank_0(lambda: make_plan(planner, budgets))
+        return on_rank_0(lambda: make_plan(planner, budgets, notes=notes))
 
     def lean_peaks(self, profile: Profile) -> list[int]:
-        """What every stage needs at most under its leanest choices."""
+        """Predicted peak bytes of every stage under its leanest choices, high end."""
         return [cost.peak_high_bytes for cost in self._lean_costs(profile)]
 
     def _lean_costs(self, profile: Profile) -> Sequence[StageCost]:
@@ -72,7 +72,7 @@ class Decisions:
     # --- the plan file ----------------------------------------------------------------------------
 
     def known_plan(self, store: PlanStore) -> Plan | None:
-        """The plan file's plan when it is of this very job, solved again for what is asked now."""
+        """The stored plan, if it is of this job; solved again if budgets or the like changed."""
         plan = store.known()
         if plan is None:
             return None
@@ -102,24 +102,24 @@ class Decisions:
         self.job.say(
             f"recompute auto: the plan in {store.path} {why}; solved again from its measurements."
         )
-        plan = self.solved(profile, budgets)
+        plan = self.solved(profile, budgets, plan.notes)
         store.save(plan)
         return plan
 
     # --- budgets ----------------------------------------------------------------------------------
 
     def peaks(self) -> tuple[int, ...]:
-        """The most that was allocated on every stage, as `StepMemory.peak_bytes` counts."""
+        """The most bytes allocated on every stage, as in `StepMemory.peak_bytes`."""
         return self.shard.by_stage(self.memory.peak_bytes, max)
 
     def found_budgets(self) -> tuple[int, ...]:
-        """Bytes torch may allocate on every stage, from what was measured so far."""
+        """Bytes that torch may allocate on every stage, from the measurements so far."""
         available = None if self.job.without_cuda else available_bytes()
         mine = budget_bytes(self.options, available, self.memory.fragmentation_bytes)
         return self.shard.by_stage(mine, min)
 
     def budgets(self, profile: Profile) -> tuple[int, ...]:
-        """Bytes torch may allocate on every stage that was measured, of what is free today."""
+        """Bytes that torch may allocate on every stage, from a profile and the memory free now."""
         stage = profile.stages[self.shard.stage]
         if stage.available_bytes is not None and not self.job.without_cuda:
             today = min(stage.available_bytes, available_bytes())
@@ -127,7 +127,7 @@ class Decisions:
         return self.shard.by_stage(stage_budget_bytes(self.options, stage), min)
 
     def check_leanest_fits(self, step: int) -> None:
-        """After a step under the leanest policy: whether there is any use in measuring others.
+        """After a step under the leanest policy, check that it is within the budget.
 
         Raises:
             InfeasibleError: some stage needed more than its budget.
@@ -147,14 +147,14 @@ class Decisions:
     # --- what a profile misses --------------------------------------------------------------------
 
     def with_others(self, profile: Profile, lean: Sequence[int]) -> Profile:
-        """The profile with what budgets are found from, and with what others hold.
+        """The profile with the figures from which budgets are found, and with what others hold.
 
-        Whatever lives on the device beside the model, as a reference model does, shows as bytes
-        that the leanest policy does not explain.
+        Other tensors on the device, such as a reference model, show as bytes that the prediction
+        for the leanest policy does not explain.
 
         Args:
             profile: as measured.
-            lean: the peak that every stage had under the leanest policy.
+            lean: peak bytes of every stage, measured under the leanest policy.
         """
         available = 0 if self.job.without_cuda else available_bytes()
         least = self.shard.by_stage(available, min)
@@ -176,12 +176,12 @@ class Decisions:
         return replace(profile, stages=tuple(stages))
 
     def _others(self) -> tuple[int, ...]:
-        """What was allocated on every stage beside model and optimizer when this job began."""
+        """Bytes on every stage, other than model and optimizer, when this job began."""
         return self.shard.by_stage(self.memory.others_bytes or 0, max)
 
     def _with_others_of_today(self, profile: Profile) -> tuple[Profile, int]:
-        """A stored profile with what others hold in this job beyond what they held in that one, and
-        the most that is on any stage; little more is not counted."""
+        """A stored profile with the bytes that others hold in this job beyond those in the old job,
+        and the most that this is on any stage. Small differences are not counted (NOTICED)."""
         stages, most = [], 0
         for stage, held in zip(profile.stages, self._others(), strict=True):
             known = held if stage.others_bytes is None else stage.others_bytes
@@ -193,17 +193,30 @@ class Decisions:
             most = max(most, more)
         return replace(profile, stages=tuple(stages)), most
 
+    def are_kept(self, plan: Plan) -> bool:
+        """Whether every stage kept the plan's budgets in the step that was read last."""
+        return all(p <= most for p, most in zip(self.peaks(), plan.budget_bytes, strict=True))
+
     def corrected(self, plan: Plan) -> Profile:
-        """The plan's profile with what it missed of each stage's peak added to that stage."""
+        """The plan's profile; bytes that it missed of a stage's peak are added to that stage."""
         predicted = [cost.peak.bytes for cost in plan.cost.stages]
         return with_missed_bytes(plan.profile, predicted, self.peaks())
 
     def less(self, plan: Plan, outcomes: Sequence[int], notches: int, step: int) -> Plan | None:
-        """The best plan with less for the stages that ran short; alike on every rank.
+        """The best plan that needs less on the stages that ran short; the same on every rank.
 
         A notch is a part of the way from the stage's peak to what its leanest policy needs. The
-        budget stays what was asked for; what the prediction evidently misses is added to the
-        stage, so that a restart, and a plan for other microbatches, count it too.
+        budget stays the same. Instead, bytes are added to the stage's residual, so that a restart,
+        and a plan for other microbatches, count them too.
+
+        Args:
+            plan: the plan that ran short.
+            outcomes: of every stage: FINE, SHORT or FAILED.
+            notches: how many notches to go down.
+            step: number of the training step, for the plan's notes.
+
+        Returns:
+            None if no stage that ran short can go lower.
         """
         lean = self.lean_peaks(plan.profile)
         stages, notes = list(plan.profile.stages), list(plan.notes)
@@ -225,5 +238,5 @@ class Decisions:
 
 
 def _shown(figure: Any) -> str:
-    """A figure for people; budgets of all stages in GiB, once where they are equal."""
+    """A figure as text; budgets of all stages in GiB, equal ones once."""
     return " ".join(dict.fromkeys(map(gib, figure))) if isinstance(figure, tuple) else str(figure)

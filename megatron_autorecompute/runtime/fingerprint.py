@@ -1,8 +1,9 @@
-"""What a job's measurements hold for, as text: equal on all ranks and at every start of the job.
+"""Everything that a job's measurements depend on, as text: the same on every rank and start.
 
-Everything is in it that can change the bytes or times of a layer, whatever its type. What needs
-only a new solve is not: budget, reserve, microbatches, percentile. Nor is what the running job
-hangs into its configs (timers, callbacks), and what changes numbers but neither bytes nor times.
+It contains all settings that can change the bytes or times of a layer, whatever their type. It does
+not contain settings that need only a new solve (budget, reserve, microbatches, percentile), objects
+that the running job puts into its configs (timers, callbacks), or settings that change results but
+neither bytes nor times.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_autorecompute.planner.layout import Chunk, Layout
 from megatron_autorecompute.runtime.ranks import all_gather
 
 NOT_OF_A_STEP = ("_", "recompute_", "inference_", "config_logger_dir")
-"""How fields begin that are private, the plan's own, of inference, or where a log goes."""
+"""Prefixes of fields that are left out: private, recompute, inference, and the log folder."""
 NUMBERS_ONLY = (
     "lr",
     "min_lr",
@@ -41,21 +42,31 @@ NUMBERS_ONLY = (
     "min_loss_scale",
     "loss_scale_window",
     "hysteresis",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
 )
-"""Fields of an optimizer that say how far a step goes: what a restart often changes."""
+"""Fields of an optimizer that set the size of its steps; a restart often changes them."""
+SAME_STEP = (
+    "init_method_std",
+    "embedding_init_method_std",
+    "layernorm_epsilon",
+    "perform_initialization",
+)
+"""Fields of a model that change results, but neither shapes nor kernels."""
 VARIABLES = (
     *("NVTE_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"),
     *("CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE"),
     *("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"),
 )
-"""How environment variables begin that choose or fuse kernels, say which of them overlap, how large
-their workspaces are, or how the allocator splits memory."""
+"""Prefixes of environment variables that choose or fuse kernels, let them overlap, set the size of
+their workspaces, or change how the allocator splits memory."""
 KERNELS = {
     "transformer-engine": "transformer_engine",
     "flash-attn": "flash_attn",
     "triton": "triton",
 }
-"""Packages whose kernels a step may run, and the modules that tell their versions."""
+"""Packages whose kernels a step may run, and the modules that have their versions."""
 
 
 def fingerprint(
@@ -64,17 +75,17 @@ def fingerprint(
     layout: Layout,
     given: Mapping[str, str],
 ) -> dict[str, str]:
-    """What must be equal for a plan to be used again, one entry for each thing that matters.
+    """The facts that must be equal for a plan to be used again, by name.
 
     Args:
         chunks: this rank's model chunks, without a policy.
         optimizer: Megatron's optimizer on them.
         layout: layers of all stages and chunks.
-        given: what else matters: shapes of a microbatch, the device.
+        given: further facts: shapes of a microbatch, the device.
     """
     first = model_layers.unwrapped(chunks[0])
     mine = {
-        **_fields(first.config),
+        **_fields(first.config, left_out=SAME_STEP),
         **_fields(getattr(chunks[0], "ddp_config", None), "ddp."),
         **_fields(getattr(optimizer, "config", None), "optimizer.", NUMBERS_ONLY),
         **dict(_attributes(first)),
@@ -96,7 +107,7 @@ def fingerprint(
 
 
 def _merged(by_rank: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Every entry once; where ranks differ, as stages do, all that they have."""
+    """Every entry once; if ranks differ, as stages do, with all of their values."""
     values: dict[str, set[str]] = {}
     for one in by_rank:
         for name, value in one.items():
@@ -105,7 +116,7 @@ def _merged(by_rank: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _fields(config: Any, prefix: str = "", left_out: Sequence[str] = ()) -> dict[str, str]:
-    """Fields of a config that differ from their defaults; a dataclass, or nothing."""
+    """Fields of a dataclass config that differ from their defaults; empty for other objects."""
     if not dataclasses.is_dataclass(config):
         return {}
     found = {}
@@ -119,7 +130,7 @@ def _fields(config: Any, prefix: str = "", left_out: Sequence[str] = ()) -> dict
 
 
 def _is_hook(field: dataclasses.Field[Any]) -> bool:
-    """Whether the job hangs something of its own in here: timers, callbacks, initialisers."""
+    """Whether the field is for objects of the running job: timers, callbacks, initialisers."""
     declared = str(field.type)
     return field.default is None and ("Callable" in declared or "ContextManager" in declared)
 
@@ -131,9 +142,9 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def rendered(value: Any) -> str:
-    """Text that is equal wherever the value means the same; never an address.
+    """Text that is equal for equal values; it never contains an address.
 
-    Tuples and lists look alike, as a config read from a file has lists.
+    Tuples and lists give the same text, because a config that is read from a file has lists.
     """
     if isinstance(value, Enum):
         return value.name
@@ -170,7 +181,7 @@ def _held(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """What a model was built with besides its config: vocabulary, position embedding, ..."""
+    """Arguments of the model's constructor besides its config: vocabulary, ..."""
     for name, value in vars(model).items():
         plain = isinstance(value, (bool, int, float, str, Enum))
         if plain and not name.startswith("_") and name != "training":
@@ -184,7 +195,7 @@ def _wrappers(chunk: untyped.Chunk) -> Iterator[str]:
 
 
 def _optimizers(optimizer: Any) -> list[str]:
-    """The kinds of optimizer, each with the one inside that holds the state."""
+    """The types of the optimizers, each with the inner optimizer that holds the state."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return sorted(
         {f"{type(p).__name__}({type(getattr(p, 'optimizer', None)).__name__})" for p in parts}
@@ -202,7 +213,7 @@ def _modules(chunks: Sequence[torch.nn.Module]) -> list[str]:
 
 
 def _layers(layout: Layout) -> str:
-    """Every stage, chunk by chunk, E embedding and L loss: `E0-3 8-11|4-7 12-15L`."""
+    """The layers of every stage and chunk, E embedding and L loss: `E0-3 8-11|4-7 12-15L`."""
     return "|".join(" ".join(map(_chunk, chunks)) for chunks in layout.stages)
 
 

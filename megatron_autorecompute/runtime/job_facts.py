@@ -1,4 +1,4 @@
-"""What the program around a training says of it: all that `controller` has to be told."""
+"""Facts about a training job that `controller` needs from the training program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_autorecompute.runtime.probe import Memory
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """What the program around says of the training job."""
+    """Facts about a training job, given by the training program."""
 
     parallelism: Parallelism
     """Shapes of a microbatch on this rank."""
@@ -25,21 +25,20 @@ class JobFacts:
     """Prints on one rank."""
 
     timers: Any | None = None
-    """Megatron's Timers, which run in measuring steps: what they say stands beside the sum of
-    layers, and what layers leave of it is the stage's residual."""
+    """Megatron's Timers, read in measuring steps. They are shown beside the sum of layers, and the
+    difference is the stage's residual."""
 
     shapes: Mapping[str, str] = field(default_factory=dict)
-    """What besides `parallelism` a plan holds for: the decoder's sequence length of T5."""
+    """Further shapes that must be equal for a plan to be used: T5's decoder sequence length."""
 
     writers: Callable[[], Sequence[Any]] = lambda: ()
     """TensorBoard and W&B writers that are on."""
 
     iteration: Callable[[], int] | None = None
-    """The step's number in the training as a whole, for the writers; None counts from the start
-    of this job."""
+    """The step's number in the whole training, for the writers; None: counted in this job."""
 
     without_cuda: bool = False
-    """Bytes come from `LiveBytes`, as there is no allocator to ask."""
+    """Whether there is no CUDA; bytes then come from `LiveBytes`."""
 
     memory: Callable[[], AbstractContextManager[Memory]] | None = None
     """Another place to read bytes from, in every step; for tests that enforce a budget."""

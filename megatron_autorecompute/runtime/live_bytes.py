@@ -1,11 +1,11 @@
 """Bytes of the tensors that are alive, at every moment, on any device and on meta tensors.
 
-Counts storages, each once whatever views it, from the operation that first returns them until the
-last reference ends. Exact for what the program keeps; three things it does not know: temporaries
-inside one operation's kernel (the CPU profiler's allocator peak is 0.7 - 1.5% higher for a GPT
-layer), the allocator's rounding and fragmentation, and storages that no operation ever returned.
-Tensors made before it starts count from the first operation that returns a view of them; name those
-that should not in `static`.
+Counts storages, each once however many views it has, from the operation that first returns it until
+its last reference ends. The count is exact for what the program keeps. It does not contain
+temporaries inside one operation's kernel (the CPU profiler's allocator peak is 0.7 - 1.5% higher
+for a GPT layer), the allocator's rounding and fragmentation, and storages that no operation
+returned. Tensors made before it starts count from the first operation that returns a view of them,
+unless they are in `static`.
 """
 
 import weakref
@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 _running: list["LiveBytes"] = []
-_storage_class: Any = torch.UntypedStorage  # mypy lets nobody set a method of a class
+_storage_class: Any = torch.UntypedStorage  # mypy does not allow setting a method of a class
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What happened under one label: bytes alive when it began, and the most during it."""
+    """The time under one label: bytes alive when it began, and the most during it."""
 
     label: Hashable
     start_bytes: int
@@ -35,12 +35,12 @@ class Span:
 class _Entry:
     storage: "weakref.ref[torch.UntypedStorage]"
     size_bytes: int
-    counted_bytes: int  # 0 while the same memory is counted under another storage
+    counted_bytes: int  # 0 while the same memory is counted for another storage
     heir: "_Entry | None" = None  # the entry that counts 0 because of this one
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages of tensors, each once whatever views it."""
+    """Bytes of the storages of tensors, each storage once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({_key(storage): storage.nbytes() for storage in storages}.values())
 
@@ -65,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
             self.exclude(tensor)
 
     def reset_peak(self) -> None:
-        """Start the peak anew from the bytes alive now."""
+        """Restart the peak from the bytes alive now."""
         self.peak_bytes = self.current_bytes
 
     def mark(self, label: Hashable) -> None:
@@ -127,7 +127,7 @@ class LiveBytes(TorchDispatchMode):
         size_bytes = storage.nbytes()
         entry = self._live.get(key)
         if entry is None:
-            # Weakly: a strong reference would keep alive what the program lets go.
+            # Weakly: a strong reference would keep storages alive.
             reference = weakref.ref(storage, lambda _: self._drop(key))
             self._live[key] = _Entry(reference, size_bytes, size_bytes)
             self._count(size_bytes)
@@ -167,9 +167,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def count_once(target: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
-    """Say, before target is filled with a copy of source, that a device would share the memory.
+    """Count target and source as one memory, as on a device; call it before source is copied.
 
-    Every running LiveBytes then counts it under source, and under target once source is gone.
+    Every running LiveBytes then counts the bytes for source, and for target once source is gone.
     """
     for tracker in _running:
         tracker._share(target, source)

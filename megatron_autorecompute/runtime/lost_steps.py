@@ -9,24 +9,24 @@ from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.oom_guard import FAILED, StepGuard
 
 NOTCHES = 16
-"""Steps in which a stage that runs short of memory goes down to its leanest policy; after a lost
-step twice as many at once as after the one before it."""
+"""Number of notches from a stage's plan down to its leanest policy. After each lost step in a row
+it goes down twice as many as after the one before."""
 LOST_IN_A_ROW = NOTCHES.bit_length() + 1
-"""So many lost steps in a row end the job: the last of them ran the leanest policy."""
+"""Lost steps in a row that end the job; the last of them ran the leanest policy."""
 
 
 def was_lost(guard: StepGuard, policy: RecomputePolicy, say: Callable[[str], None]) -> bool:
     """Whether a rank ran out of memory in the step that has just run; says so.
 
     Raises:
-        LostStepsError: so did the steps before it, down to the leanest policy.
+        LostStepsError: the steps before it were lost too, down to the leanest policy.
     """
     if guard.outcome != FAILED:
         return False
     if guard.lost_in_a_row == LOST_IN_A_ROW:
         raise LostStepsError(
             f"The last {LOST_IN_A_ROW} steps ran out of memory and were lost, the last one "
-            f"under {policy.format()}, next to which recompute can free no more. "
+            f"under {policy.format()}, and no policy needs less memory. "
             "Give the job more memory for each layer: a smaller --micro-batch-size, more "
             "tensor, context or pipeline parallel ranks, or fewer other things on the device."
         )
@@ -35,5 +35,5 @@ def was_lost(guard: StepGuard, policy: RecomputePolicy, say: Callable[[str], Non
 
 
 def notches(guard: StepGuard) -> int:
-    """How many at once: more with every step that is lost, so that they end."""
+    """How many notches to go down: twice as many after every further lost step in a row."""
     return int(min(NOTCHES, 2 ** max(0, guard.lost_in_a_row - 1)))

@@ -1,8 +1,8 @@
-"""Measuring: what each choice costs on each kind of layer, read off ordinary training steps.
+"""Measures what each choice costs on each kind of layer, in ordinary training steps.
 
-Recompute does not change what a step computes, so every step is an ordinary one. A `Measurement`
-varies the choices from step to step through `apply`, so that what is measured is what runs, and
-turns what all ranks saw into a `Profile`. It knows neither budget nor solver.
+Recompute does not change what a step computes, so measuring steps train as usual. A `Measurement`
+varies the choices from step to step through `apply`, so that what is measured is what runs. It
+turns the figures of all ranks into a `Profile`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     BytesAt,
     ChoiceRecord,
+    LayerBytes,
     LayerKind,
     Model,
     Parallelism,
@@ -51,7 +52,7 @@ PERCENTILES = (50.0, 90.0, 95.0, 99.0, 100.0)
 
 @dataclass(slots=True)
 class Samples:
-    """What was seen of one (place, choice): an entry for every layer and microbatch.
+    """Measurements of one (place, choice), with an entry for every layer and microbatch.
 
     A level is the most bytes alive that belong to the layer: held and transient together.
     """
@@ -59,21 +60,21 @@ class Samples:
     held_bytes: list[int] = field(default_factory=list)
     """Without the place's input."""
     input_bytes: list[int] = field(default_factory=list)
-    """Size of the place's input, 0 where nothing keeps it. An input that another stage sent has no
-    entry: the schedule keeps it, whatever the layer does."""
+    """Size of the place's input, 0 if nothing keeps it. An input that another stage sent has no
+    entry, because the schedule keeps it in any case."""
     forward_level_bytes: list[int] = field(default_factory=list)
     backward_level_bytes: list[int] = field(default_factory=list)
     forward_ms: list[float] = field(default_factory=list)
     backward_ms: list[float] = field(default_factory=list)
 
     def add(self, other: Samples) -> None:
-        """Take over what another rank saw."""
+        """Append the entries of another rank."""
         for name in self.__slots__:
             getattr(self, name).extend(getattr(other, name))
 
     def settled(self) -> Samples:
-        """Without the first times, where there are others: what runs for the first time on a rank
-        is compiled, tuned or loaded first, which can take a thousand times as long."""
+        """Without the first times, if there are others: on its first run on a rank, code is
+        compiled, tuned or loaded, which can take a thousand times as long."""
         forward_ms, backward_ms = self.forward_ms, self.backward_ms
         return replace(
             self,
@@ -86,22 +87,22 @@ class Samples:
         return all(getattr(self, name) for name in self.__slots__ if name != "input_bytes")
 
     def at(self, percentile: float) -> tuple[int, int, int]:
-        """Held bytes without the input, and both levels, that so many percent stay within."""
+        """Held bytes without the input, and both levels, at a percentile."""
         held, forward, backward = (
             _nearest_rank(values, percentile)
             for values in (self.held_bytes, self.forward_level_bytes, self.backward_level_bytes)
         )
         return held, forward, backward
 
-    def record(self, choice: str, boundary_bytes: int) -> ChoiceRecord:
-        """The most bytes, the median times, and half the middle half of the times as spread.
+    def record(self, choice: LayerPolicy, boundary_bytes: int) -> ChoiceRecord:
+        """The maximum of bytes, the median of times, and half their interquartile range as spread.
 
-        An input of which is not known whether the place keeps it counts as kept.
+        If it is not known whether the place keeps its input, it counts as kept.
         """
         input_bytes = max(self.input_bytes, default=boundary_bytes)
         held = max(self.held_bytes) + input_bytes
         return ChoiceRecord(
-            choice=choice,
+            choice=str(choice),
             held_bytes=held,
             forward_transient_bytes=max(0, max(self.forward_level_bytes) - held),
             backward_transient_bytes=max(0, max(self.backward_level_bytes) - held),
@@ -113,14 +114,14 @@ class Samples:
 
 
 def _nearest_rank(values: Sequence[int], percentile: float) -> int:
-    """The smallest value that so many percent of all do not exceed."""
+    """The smallest value that `percentile` percent of all values do not exceed."""
     return sorted(values)[max(0, math.ceil(len(values) * percentile / 100) - 1)]
 
 
 def _percentiles(record: ChoiceRecord, ranks: Sequence[Samples]) -> tuple[BytesAt, ...]:
-    """A record's bytes at percentiles of each rank's microbatches, on the fullest rank.
+    """A record's bytes at percentiles of the microbatches of one rank, the fullest.
 
-    Not of all ranks' together: experts that many tokens go to are always on the same rank.
+    Ranks are not pooled, because popular experts stay on their rank.
     """
     input_bytes = record.held_bytes - max(max(seen.held_bytes) for seen in ranks)
     points = []
@@ -139,8 +140,8 @@ def _half_middle_half(values: Sequence[float]) -> float:
     return (high - low) / 2
 
 
-SamplesByKey = dict[tuple[str, str], Samples]
-"""By signature of the kind, or name of the place, and choice."""
+SamplesByKey = dict[tuple[str, LayerPolicy], Samples]
+"""Keys: (signature of the kind or name of the place, choice)."""
 
 
 class Measurement:
@@ -151,12 +152,12 @@ class Measurement:
                 training_step()
         profile = measurement.profile(...)
 
-    Every rank does the same; bytes and times are put together in `profile`.
+    Every rank does the same; `profile` combines the bytes and times of all ranks.
 
     Args:
         shard: this rank's model.
         applied: the policy in force on it; `policies` switches it.
-        clock: what times are read from.
+        clock: source of times.
 
     Raises:
         ApplyError: one multi-token-prediction layer runs for several depths.
@@ -179,7 +180,8 @@ class Measurement:
         self.peak_bytes = 0
         self.optimizer_step_peak_bytes = 0
         self.overhead = ScheduleOverhead(0, 0)
-        self._seen: SamplesByKey = defaultdict(Samples)
+        self.samples: SamplesByKey = defaultdict(Samples)
+        """What this rank saw so far; `profile` puts all ranks' together."""
         self._depths = {site.index for site in model_layers.mtp_sites(shard.chunks)}
 
     def policies(
@@ -191,15 +193,15 @@ class Measurement:
     ) -> Iterator[None]:
         """Switch through policies that together show every choice of every kind `repeats` times.
 
-        All layers stand at the leanest choice but for one layer of every kind at each choice to be
-        measured, so that a step fits wherever the leanest policy does, or nearly. A model with more
+        For each choice to be measured, one layer of every kind has it; all other layers have their
+        leanest choice, so that a step needs hardly more than the leanest policy. A model with more
         layers of each kind than choices needs one step.
 
         Args:
-            repeats: how often; each time other layers take the choices.
-            room: for every stage, how many layers may leave the leanest choice in one step; all
-                where not given, and one on the last stage where there is room for none.
-            most_steps: stop after so many, the choices that are left unmeasured.
+            repeats: how often each choice is shown, each time on other layers.
+            room: for every stage, how many layers may leave the leanest choice in one step. By
+                default all; if there is room for none, one on the last stage.
+            most_steps: stop after so many steps; choices that are left stay unmeasured.
         """
         steps = 0
         for repeat in range(repeats):
@@ -214,7 +216,7 @@ class Measurement:
                 yield
 
     def _with_room(self, layers: Sequence[int], left: list[int], repeat: int) -> list[int]:
-        """The layers of a kind that may leave the leanest choice; takes their room."""
+        """The layers of a kind that may leave the leanest choice; reduces `left` by them."""
         shift = repeat % len(layers)
         turned = [*layers[shift:], *layers[:shift]]
         if not left:
@@ -240,12 +242,14 @@ class Measurement:
         """Measure the training step inside, under the policy in force.
 
         Args:
-            memory: where bytes are read; None where a step is for its times only.
-            times: False where reading the bytes slows the step down (`LiveBytes`).
-            counts: asked after the step, alike on every rank: False for one that was lost.
+            memory: source of bytes; None in a step that measures times only.
+            times: whether times are measured; False if reading bytes slows the step down
+                (`LiveBytes`).
+            counts: called after the step, with the same result on every rank: False if the step
+                was lost.
 
         Raises:
-            ApplyError: on every rank, when on any of them the step was not one forward and one
+            ApplyError: on every rank, if on any of them the step was not one forward and one
                 backward of every microbatch, in the order of Megatron's schedule.
         """
         if memory is not None:
@@ -277,7 +281,7 @@ class Measurement:
             )
 
     def _not_measurable(self, passes: Sequence[Pass]) -> str | None:
-        """What keeps this rank's passes from being those of Megatron's schedule, or None."""
+        """Why this rank's passes are not those of Megatron's schedule; None if they are."""
         if not passes:
             return "no forward of the model had a backward"
         for one in passes:
@@ -288,7 +292,7 @@ class Measurement:
                 return f"layer {statistics.mode(layers)} runs more than once in one {one.phase}"
         try:
             events = self._schedule(passes).events(self.shard.stage)
-        except PipelineError:  # no schedule has so many
+        except PipelineError:  # no schedule has that many passes
             events = ()
         if [(one.phase, one.chunk) for one in passes] != [(e.direction, e.chunk) for e in events]:
             return (
@@ -304,22 +308,22 @@ class Measurement:
             (choice, kind)
             for kind in self.shard.kinds
             for choice in kind.choices
-            if not seen[kind.signature, str(choice)].complete()
+            if not seen[kind.signature, choice].complete()
         ]
 
     def lacks_leanest(self) -> bool:
-        """Whether some kind's leanest choice, which every step shows, was not measured yet."""
+        """Whether the leanest choice of some kind, which every step runs, is not measured yet."""
         leanest = self.shard.leanest().layers
         return any(choice == leanest[kind.layers[0]] for choice, kind in self.unseen())
 
     def most_held_bytes(self) -> int:
-        """The most that any layer was seen to hold, on any rank."""
+        """The most bytes that any layer held, on any rank."""
         seen = self._seen_everywhere().values()
         most = max((held for s in seen for held in s.held_bytes), default=0)
         return most + self.boundary_bytes
 
     def _seen_everywhere(self) -> SamplesByKey:
-        return _put_together(self.shard.all_gather(dict(self._seen)))
+        return _put_together(self.shard.all_gather(dict(self.samples)))
 
     def _choice(self, place: Place) -> LayerPolicy:
         return self.applied.policy.layers[place] if isinstance(place, int) else NONE
@@ -336,7 +340,7 @@ class Measurement:
         if not self.shard.has(one.chunk, place):
             return
         signature = self.shard.signatures[place] if isinstance(place, int) else place
-        seen = self._seen[signature, str(self._choice(place))]
+        seen = self.samples[signature, self._choice(place)]
         input_bytes = span.input_bytes
         received = place == self._received_by(one)
         if with_bytes and one.phase == "forward":
@@ -348,7 +352,7 @@ class Measurement:
         elif with_bytes and place in bases:
             seen.backward_level_bytes.append(span.peak_bytes - bases[place])
         elif with_bytes:
-            # The gradient of the input is there by now; an input is let go, unless it was sent.
+            # The input's gradient is alive now; the input is freed, unless another stage sent it.
             base = span.end_bytes - input_bytes * (2 if received else 1)
             level_bytes = span.peak_bytes - base + _context_gradient_bytes(one, place)
             seen.backward_level_bytes.append(level_bytes)
@@ -356,18 +360,18 @@ class Measurement:
             (seen.forward_ms if one.phase == "forward" else seen.backward_ms).append(span.ms)
 
     def _received_by(self, one: Pass) -> Place | None:
-        """The layer that takes what another stage sent; none where a copy is made for the first."""
+        """The layer whose input another stage sent; None if the first layer gets a copy of it."""
         first = one.first_place
         if self.shard.has(one.chunk, "embedding") or first in self._depths:
             return None
         return first
 
     def _bases(self, one: Pass, forward: Pass) -> dict[Place, int]:
-        """What is alive at each place of a pass without being that place's, with MTP depths only.
+        """Base bytes (alive, and not of the place) at each place of a pass; only with MTP depths.
 
-        Counted up from what the places before it hold. Elsewhere it is read where the place ends;
-        but there a depth leaves gradients behind that belong to nothing held: those of all losses'
-        hidden states, and of an embedding that waits for the first layer's gradient.
+        They are counted up from what earlier places hold. Without depths, the base is read when the
+        place ends. A depth leaves gradients behind that belong to no place: those of the hidden
+        states of all losses, and of an embedding that waits for the first layer's gradient.
         """
         if not self._depths.intersection(mark.place for mark in forward.marks):
             return {}
@@ -384,7 +388,7 @@ class Measurement:
         return dict(zip(own, before, strict=False))
 
     def _note_overhead(self, passes: Sequence[Pass]) -> None:
-        """What is alive when a pass starts besides what layers own and boundary tensors."""
+        """Note the bytes alive when a pass starts, besides those of layers and boundary tensors."""
         most = {"forward": self.overhead.forward_bytes, "backward": self.overhead.backward_bytes}
         in_flight: dict[int, deque[int]] = defaultdict(deque)
         for one, extra in zip(passes, self._extra_tensors(passes), strict=True):
@@ -402,7 +406,7 @@ class Measurement:
         self.overhead = ScheduleOverhead(most["forward"], most["backward"])
 
     def _schedule(self, passes: Sequence[Pass]) -> Schedule:
-        """Megatron's schedule of as many passes."""
+        """Megatron's schedule for this number of passes."""
         return self.shard.schedule(len(passes) // (2 * len(self.shard.chunks)))
 
     def _extra_tensors(self, passes: Sequence[Pass]) -> Sequence[int]:
@@ -416,7 +420,7 @@ class Measurement:
         )
 
     def _held_of(self, one: Pass) -> int:
-        """What one microbatch in flight holds of a chunk, its output included where it is kept."""
+        """Bytes that one microbatch in flight holds of a chunk, with the output if it is kept."""
         kept = not (
             self.shard.has(one.chunk, "head") or self.shard.config.deallocate_pipeline_outputs
         )
@@ -437,26 +441,26 @@ class Measurement:
         fingerprint: dict[str, str] | None = None,
         assumptions: tuple[str, ...] = (),
     ) -> Profile:
-        """Put together what all ranks saw: the most bytes, the median times. Same on every rank.
+        """Combine all ranks' figures: the most bytes, the median times. The same on every rank.
 
         Args:
-            model: which model.
-            parallelism: the shapes of the steps that were watched.
-            static: what this rank's stage has besides activations.
-            fingerprint: what must be equal for the figures to hold.
-            assumptions: what the figures rest on besides the measuring.
+            model: the whole model.
+            parallelism: the shapes of the measured steps.
+            static: this rank's bytes besides activations.
+            fingerprint: facts that must be equal for the figures to hold.
+            assumptions: sentences about what was assumed, not measured.
         """
-        by_rank = self.shard.all_gather(dict(self._seen))
+        by_rank = self.shard.all_gather(dict(self.samples))
         seen = _put_together(by_rank)
         stages: dict[int, StageRecord] = {}
         for pipeline_rank, record in self.shard.all_gather((self.shard.stage, self._stage(static))):
             known = stages.get(pipeline_rank, record)
             stages[pipeline_rank] = _larger(known, record)
         config = self.shard.config
-        embedding = seen["embedding", "none"].record("none", 0)
-        norm = seen["final_norm", "none"]
+        embedding = seen["embedding", NONE].record(NONE, 0)
+        norm = seen["final_norm", NONE]
         if model.encoder_layers:
-            between = seen["between", "none"].record("none", self.boundary_bytes)
+            between = seen["between", NONE].record(NONE, self.boundary_bytes)
             embedding = _together(embedding, between)
         return Profile(
             model=model,
@@ -465,8 +469,8 @@ class Measurement:
                 _layer_kind(kind, seen, by_rank, self.boundary_bytes) for kind in self.shard.kinds
             ),
             embedding=embedding,
-            head=seen["head", "none"].record("none", self.boundary_bytes),
-            final_norm=norm.record("none", self.boundary_bytes) if norm.complete() else None,
+            head=seen["head", NONE].record(NONE, self.boundary_bytes),
+            final_norm=norm.record(NONE, self.boundary_bytes) if norm.complete() else None,
             boundary_bytes=self.boundary_bytes,
             stages=tuple(stages[rank] for rank in sorted(stages)),
             deallocate_pipeline_outputs=bool(config.deallocate_pipeline_outputs),
@@ -485,7 +489,7 @@ class Measurement:
 
 
 def _held_bytes(span: Span) -> int:
-    """What a place keeps besides its input; its output belongs to the next place."""
+    """Bytes that a place keeps, without its input and its output (which is the next place's)."""
     output_bytes = 0 if span.place == "head" else span.output_bytes
     grown = span.end_bytes - span.begin_bytes
     return max(0, grown + span.let_go_bytes - output_bytes)
@@ -494,8 +498,8 @@ def _held_bytes(span: Span) -> int:
 def _context_gradient_bytes(one: Pass, place: Place) -> int:
     """Bytes of the gradient of the encoder's output, in the backward of a decoder layer.
 
-    Every decoder layer adds its share to that one gradient, which is alive from the last decoder
-    layer's backward on. It belongs to no layer, and the figures of each layer leave it out.
+    Every decoder layer adds to this gradient, which is alive from the last decoder layer's backward
+    on. It belongs to no layer, so it is not part of any layer's figures.
     """
     found = {mark.place: (at, mark.input_bytes) for at, mark in enumerate(one.marks)}
     if "between" not in found or not isinstance(place, int):
@@ -505,9 +509,9 @@ def _context_gradient_bytes(one: Pass, place: Place) -> int:
 
 
 def _together(embedding: ChoiceRecord, between: ChoiceRecord) -> ChoiceRecord:
-    """The embedding, and what lies between encoder and decoder, as one pseudo-layer.
+    """Embedding, and the place between encoder and decoder, as one pseudo-layer.
 
-    Both live as if in front of the first layer: while the encoder runs the second counts too soon.
+    Both count as before the first layer, so the second is counted too early, during the encoder.
     """
     return replace(
         embedding,
@@ -535,45 +539,37 @@ def _put_together(by_rank: Sequence[SamplesByKey]) -> SamplesByKey:
 def _layer_kind(
     kind: Kind, seen: SamplesByKey, by_rank: Sequence[SamplesByKey], boundary_bytes: int
 ) -> LayerKind:
-    records = {}
+    records: dict[LayerPolicy, ChoiceRecord] = {}
     for choice in kind.choices:
-        key = (kind.signature, str(choice))
-        if not seen[key].complete():
+        found = seen[kind.signature, choice]
+        if not found.complete():
             continue
-        record = seen[key].record(str(choice), boundary_bytes)
+        record = found.record(choice, boundary_bytes)
         if kind.has_experts:
-            ranks = [one[key] for one in by_rank if key in one and one[key].held_bytes]
+            own = (one.get((kind.signature, choice)) for one in by_rank)
+            ranks = [samples for samples in own if samples and samples.held_bytes]
             record = replace(record, percentiles=_percentiles(record, ranks))
-        records[str(choice)] = record
-    inert = _inert([choice for choice in kind.choices if str(choice) in records], records)
+        records[choice] = record
+    inert = {str(larger): str(smaller) for larger, smaller in _inert(records).items()}
     samples = [len(seen[kind.signature, choice].backward_ms) for choice in records]
     ordered = in_order(list(records.values()), samples)
     planned = tuple(record for record in ordered if record.choice not in inert)
     return LayerKind(kind.name, kind.layers, planned, inert)
 
 
-def _inert(choices: Sequence[LayerPolicy], records: dict[str, ChoiceRecord]) -> dict[str, str]:
-    """Sets of modules that keep and touch exactly what a smaller set does, and that smaller set."""
-    inert: dict[str, str] = {}
-    for larger in choices:
-        for smaller in choices:
-            if (
-                larger.granularity == "selective"
-                and smaller.granularity != "full"
-                and set(smaller.modules) < set(larger.modules)
-                and str(larger) not in inert
-                and _bytes(records[str(larger)]) == _bytes(records[str(smaller)])
-            ):
-                inert[str(larger)] = inert.get(str(smaller), str(smaller))
+def _inert(records: dict[LayerPolicy, ChoiceRecord]) -> dict[LayerPolicy, LayerPolicy]:
+    """Sets of modules with the same bytes as a smaller set, and that smaller set."""
+    inert: dict[LayerPolicy, LayerPolicy] = {}
+    for larger, smaller in itertools.product(records, repeat=2):
+        if (
+            larger.granularity == "selective"
+            and smaller.granularity != "full"
+            and set(smaller.modules) < set(larger.modules)
+            and larger not in inert
+            and LayerBytes.of(records[larger]) == LayerBytes.of(records[smaller])
+        ):
+            inert[larger] = inert.get(smaller, smaller)
     return inert
-
-
-def _bytes(record: ChoiceRecord) -> tuple[int, int, int]:
-    return (
-        record.held_bytes,
-        record.forward_transient_bytes,
-        record.backward_transient_bytes,
-    )
 
 
 def _larger(one: StageRecord, other: StageRecord) -> StageRecord:

@@ -1,4 +1,4 @@
-"""The first steps of a job: under its leanest policy, then layers in turn at every choice."""
+"""The first steps of a job: under the leanest policy, then with layers in turn at every choice."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Steps = Generator[AbstractContextManager[None], None, None]
 """One context for each training step."""
 
 SETTLING_STEPS = 2
-"""Steps at the leanest policy before measuring: they allocate what stays (optimizer state,
+"""Steps under the leanest policy before measuring. They allocate what stays (optimizer state,
 communication buffers), and show what the leanest policy needs."""
 FEWEST_TIMES = 4
-"""Times of each choice on a rank, where the steps allow it; the first one is set aside."""
+"""Times to take of each choice on a rank, if the steps allow it; the first one is dropped."""
 
 
 class Measuring:
-    """Measures a job in ordinary steps; every rank makes one alike.
+    """Measures a job in ordinary steps; every rank makes one in the same way.
 
-    A step that a rank runs out of memory in is lost and shows nothing; then fewer layers at once
-    leave the leanest policy.
+    If a rank runs out of memory, the step is lost and gives no figures; from then on fewer layers
+    at once leave the leanest policy.
 
     Args:
         decisions: of the job.
@@ -57,32 +57,36 @@ class Measuring:
         self.memory, self.job = decisions.memory, decisions.job
         self.optimizer, self.applied, self.guard = optimizer, applied, guard
         self.measurement = Measurement(self.shard, applied)
-        self.steps = 0
         self._left = 0
-        """Steps that are still to come at most, as said to the user; 0 while that is not known."""
+        """The most steps still to come, as printed; 0 while this is not known."""
         self._whole_steps: list[WholeStep] = []
 
     def run(
         self, fingerprint: dict[str, str], ended_before: int = 0
     ) -> Generator[AbstractContextManager[None], None, Profile]:
-        """All steps; returns the profile, with what budgets are found from.
+        """Run all measuring steps; returns the profile, with the figures that budgets need.
 
         Args:
             fingerprint: of the job, for the profile.
-            ended_before: jobs like this one that ran out of memory while they measured; each halves
-                how many layers leave the leanest policy at once.
+            ended_before: number of earlier starts of this job that ran out of memory while
+                measuring; each halves how many layers leave the leanest policy at once.
 
         Raises:
             InfeasibleError: the leanest policy needs more than the budget.
-            LostStepsError: one step after the other ran out of memory.
+            LostStepsError: several steps in a row ran out of memory.
         """
         self.job.say("recompute auto: measuring in the first steps, from the leanest policy on")
+        if ended_before:
+            self.job.say(
+                f"recompute auto: {ended_before} job(s) before this one ran out of memory while "
+                "measuring; fewer layers at once leave the leanest policy this time."
+            )
         self.memory.begin_measuring()
         settled = 0
         while settled < SETTLING_STEPS:
             yield self._settling()
             settled += not self._was_lost()
-            self.decisions.check_leanest_fits(self.steps)
+            self.decisions.check_leanest_fits(self.guard.steps)
         lean = self.decisions.peaks()
         yield from self._all_choices(lean, ended_before)
         profile = self.measurement.profile(
@@ -94,10 +98,10 @@ class Measuring:
         return self.decisions.with_others(self._with_whole_steps(profile), lean)
 
     def _all_choices(self, lean: tuple[int, ...], ended_before: int) -> Steps:
-        # Where reading bytes distorts times, each takes a step of its own.
+        # If reading bytes distorts times, bytes and times take separate steps.
         slow, asked = self.job.without_cuda, self.decisions.options.recompute_measure_steps
         no_room = [0] * self.shard.layout.num_stages
-        # Once one layer without recompute is known, so is how many at once will fit.
+        # One measured layer without recompute tells how many will fit at once.
         yield from self._in_turn(list(no_room), 1, reads_bytes=True)
         room = self._room(lean) if self.measurement.most_held_bytes() else no_room
         room = [layers >> ended_before for layers in room]
@@ -113,25 +117,24 @@ class Measuring:
         if missing := self.measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in missing)
             self.job.say(
-                f"recompute auto: {asked} steps were not enough to measure {names}: left out. "
+                f"recompute auto: {names}: not measured in {asked} step(s), and left out. "
                 "More: --recompute-measure-steps."
             )
 
     def _in_turn(
         self, room: list[int], most_steps: int, *, reads_bytes: bool, repeats: int = 1
     ) -> Steps:
-        """At most so many steps in which layers take turns at every choice.
+        """Steps in which layers take turns at every choice.
 
         Args:
-            room: how many layers of each stage may leave the leanest choice at once; halved where
-                a step is lost.
-            most_steps: what is left unmeasured after them stays so.
-            reads_bytes: whether bytes are read in them, or times only.
-            repeats: of every choice.
+            room: how many layers of each stage may leave the leanest choice at once; halved when a
+                step is lost.
+            most_steps: the most steps to run; choices that are left stay unmeasured.
+            reads_bytes: whether bytes are read; otherwise only times.
+            repeats: how often every choice is shown.
         """
-        last = self.steps + most_steps
-        while self.steps < last:
-            left = last - self.steps
+        last = self.guard.steps + most_steps
+        while (left := last - self.guard.steps) > 0:
             for _ in self.measurement.policies(repeats, room=room, most_steps=left):
                 if self._left:
                     self._left -= 1
@@ -146,7 +149,8 @@ class Measuring:
     def _room(self, lean: tuple[int, ...]) -> list[int]:
         """How many layers of each stage may leave the leanest policy in one measuring step.
 
-        Each costs at most what a layer without recompute holds, for every microbatch in flight.
+        Each layer adds at most what a layer without recompute holds, for every microbatch in
+        flight.
         """
         schedule = self.shard.schedule(self.job.num_microbatches())
         most_held = max(1, self.measurement.most_held_bytes())
@@ -160,7 +164,6 @@ class Measuring:
     # --- one step ---------------------------------------------------------------------------------
 
     def _was_lost(self) -> bool:
-        self.steps += 1
         return was_lost(self.guard, self.applied.policy, self.job.say)
 
     def _counts(self) -> bool:
@@ -192,11 +195,11 @@ class Measuring:
             self._note_whole_step(took_ms)
 
     def _note_whole_step(self, took_ms: Mapping[str, float]) -> None:
-        """Keep what Megatron's timers and torch's statistics say of the step that has just run."""
+        """Keep Megatron's timers and torch's statistics of the step that has just run."""
         if not self._counts():
             return
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        before = self.steps if self.job.iteration is None else self.job.iteration()
+        number = self.guard.steps if self.job.iteration is None else self.job.iteration() + 1
         allocated, reserved = self.memory.torch_peaks
         seen = RankStep(
             rank,
@@ -208,11 +211,11 @@ class Measuring:
             reserved,
         )
         microbatches = self.job.num_microbatches()
-        self._whole_steps.append(WholeStep(before + 1, self.applied.policy, microbatches, seen))
+        self._whole_steps.append(WholeStep(number, self.applied.policy, microbatches, seen))
 
     def _with_whole_steps(self, profile: Profile) -> Profile:
-        """The profile with what layers leave of the times that Megatron's timers saw, and a step
-        of the median time as every rank saw it."""
+        """The profile with two additions: each stage's residual time (Megatron's timers less the
+        sum of layers), and the step of median time with the figures of every rank."""
         planner = self.decisions.planner(profile)
         ranks = self.shard.all_gather(covered(planner, self._whole_steps))
         stages = zip(profile.stages, residuals_ms(planner, ranks), strict=True)

@@ -1,6 +1,6 @@
-"""What every program that trains with Megatron-Core tells `auto` alike.
+"""Sets `auto` up for any program that trains with Megatron-Core.
 
-The integrations add what only their program knows: where its settings are, who prints and logs.
+The integrations add what differs between programs: where settings are, and who prints and logs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tuner(
         optimizer: Megatron's.
         options: as the user gave them.
         facts: of the job.
-        save: the folder, made here where it is not there yet; None where nothing is saved.
+        save: the folder of the job's checkpoints, made if it is missing; None if nothing is saved.
     """
     if save is not None:
         os.makedirs(save, exist_ok=True)  # the plan comes before the first checkpoint
@@ -45,7 +45,7 @@ def job_facts(settings: Any, micro_batch_size: int, seq_length: int, **known: An
         settings: a TransformerConfig, or arguments with fields of the same names.
         micro_batch_size: samples per microbatch on one data-parallel rank.
         seq_length: tokens per sample.
-        known: the fields of `JobFacts` that the program alone knows.
+        known: the other fields of `JobFacts`.
     """
     return JobFacts(
         parallelism=parallelism(settings, micro_batch_size, seq_length),

@@ -1,4 +1,4 @@
-"""One rank's model as an object: which layers it has, of which kinds, and where in the pipeline."""
+"""One rank's part of a model: its layers, their kinds, and their place in the pipeline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_CHOICES = 12
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Layers of equal structure and shapes on this rank, and the choices they have."""
+    """Layers of equal structure and shapes on this rank, and their choices."""
 
     signature: str
     name: str
@@ -47,12 +47,12 @@ class Kind:
 def kinds(
     chunks: Sequence[torch.nn.Module], choices_of: Callable[[torch.nn.Module], Choices]
 ) -> list[Kind]:
-    """The kinds of layers in a rank's chunks, and what `choices_of` gives for a layer of each."""
+    """The kinds of layers in a rank's chunks, each with the choices that `choices_of` returns."""
     members: dict[str, list[tuple[torch.nn.Module, int]]] = defaultdict(list)
     depths = {site.index: _depth_name(site) for site in model_layers.mtp_sites(chunks)}
     for layer, index in model_layers.numbered_layers(chunks):
-        # A multi-token-prediction depth wraps a layer like the decoder's in more than the layer,
-        # and each meets other gradients on its way back: those of the depths that it feeds.
+        # A multi-token-prediction depth is more than the decoder layer inside it. Each depth is a
+        # kind: in backward it meets the gradients of the depths that it feeds.
         members[depths.get(index, "") + layer_kinds.signature(layer)].append((layer, index))
     return [
         Kind(
@@ -75,15 +75,15 @@ def _depth_name(site: model_layers.MtpSite) -> str:
 def choices(
     layer: torch.nn.Module, modules: Sequence[str] | None = None, most: int = MAX_CHOICES
 ) -> Choices:
-    """What a layer can do: none, full, and every set of modules Megatron allows and it has.
+    """A layer's choices: none, full, and every set of modules that it has and Megatron allows.
 
-    Sets are left out that repeat what a larger module does anyway (`moe` reruns its experts'
-    activation), and beyond `most` choices the largest sets.
+    Two sorts of sets are left out: those with a module that lies inside another one of the set
+    (`moe` contains its experts' activation), and beyond `most` choices the largest sets.
 
     Args:
-        layer: built, of a model of Megatron's.
-        modules: those to make sets of; default all that are usable on the layer.
-        most: how many choices there may be, `none` and `full` included.
+        layer: a built layer of a Megatron model.
+        modules: modules to make sets of; by default all that are usable on the layer.
+        most: the most choices, `none` and `full` included.
     """
     modules = rules.usable_modules(layer) if modules is None else modules
     sets = (
@@ -114,14 +114,14 @@ def merged(by_rank: list[list[Kind]]) -> list[Kind]:
 
 
 class ModelShard:
-    """One rank's chunks of a model, and what all ranks together know of the whole.
+    """One rank's chunks of a model, and facts about the whole model, gathered from all ranks.
 
-    Every rank makes one at the same time: they tell each other which layers they have.
+    Every rank must make one at the same time, because they exchange which layers they have.
 
     Args:
         chunks: this rank's model chunks, wrapped (DDP, Float16Module) or bare.
-        all_gather: what every rank gives, in rank order; `alone` where a model stands for itself.
-        choices_of: which choices of a layer are to be measured.
+        all_gather: collects a value from every rank, in rank order; `alone` for a single process.
+        choices_of: the choices of a layer that are to be measured.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ModelShard:
         self.config = model_layers.unwrapped(self.chunks[0]).config
         self.encoder_layers = model_layers.encoder_layers(self.chunks)
         self.num_layers = stage_layout.num_policy_layers(self.config, self.encoder_layers)
-        """Layers that a policy covers: of the whole model, with an encoder's and depths of MTP."""
+        """Layers of the whole model that a policy covers, with encoder and MTP depths."""
         self.stage = parallel.pipeline_rank()
         self.all_gather = all_gather
         self.own_kinds = kinds(self.chunks, choices_of)
@@ -157,14 +157,14 @@ class ModelShard:
     def by_stage(
         self, mine: Number, together: Callable[[list[Number]], Number]
     ) -> tuple[Number, ...]:
-        """A figure of every stage, put together over its ranks; every rank asks at once."""
+        """A figure for every stage, combined over its ranks; every rank must call it."""
         found: dict[int, list[Number]] = {}
         for stage, value in self.all_gather((self.stage, mine)):
             found.setdefault(stage, []).append(value)
         return tuple(together(found[stage]) for stage in sorted(found))
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Megatron's schedule of a step of so many microbatches."""
+        """Megatron's schedule for a step of `num_microbatches`."""
         several = len(self.chunks) > 1
         return Schedule(
             parallel.pipeline_size(),
@@ -175,7 +175,7 @@ class ModelShard:
         )
 
     def model(self) -> Model:
-        """What a profile says of the whole model."""
+        """The whole model's description for a profile."""
         return Model(
             type(model_layers.unwrapped(self.chunks[0])).__name__,
             self.encoder_layers + self.config.num_layers,
@@ -185,7 +185,7 @@ class ModelShard:
         )
 
     def leanest(self) -> RecomputePolicy:
-        """Every layer at full, or at its largest set of modules where Megatron allows no full."""
+        """Every layer at full, or at its largest set of modules if Megatron refuses full."""
         layers = [NONE] * self.num_layers
         for kind in self.kinds:
             choice = FULL if FULL in kind.choices else kind.choices[-1]
@@ -196,18 +196,18 @@ class ModelShard:
     def has(self, chunk: int, place: Place) -> bool:
         """Whether a chunk really has this place: an embedding, a layer, a head.
 
-        Not what follows "output": where the output is the head's input as well, the mark of that
-        gradient still counts to the forward pass.
+        False for "output", the boundary after everything. If the model's output is also the head's
+        input, the mark of its gradient still belongs to the forward pass.
         """
         if place == "output":
             return False
         model: Any = model_layers.unwrapped(self.chunks[chunk])
         if place == "embedding":
             return bool(model.pre_process)
-        # "between" is with both blocks only, "final_norm" where that is.
+        # "between" occurs only with encoder and decoder, "final_norm" only where the norm is.
         return place != "head" or bool(model.post_process)
 
 
 def alone(mine: Any) -> list[Any]:
-    """`all_gather` of a model that stands for itself, with no ranks to ask."""
+    """`all_gather` for a single process, without other ranks."""
     return [mine]

@@ -1,13 +1,13 @@
-"""Surviving a step in which one rank runs out of memory.
+"""Survives a step in which one rank runs out of memory.
 
-The other ranks wait for this rank's tensors, so it may not simply leave the step: from where it
-failed it computes nothing more, sends zeros, and enters at their places the collectives that its
-forwards and backwards would have entered. Before gradients are made final all ranks agree, with one
-number each, that the step is lost: no weight, optimizer state or buffer changes. Megatron counts it
-as skipped, as it does after an overflow.
+The other ranks wait for this rank's tensors, so it must not simply leave the step. After the
+failure it computes nothing more and sends zeros. At the places of its remaining forwards and
+backwards it enters the collectives that they would have entered. Before gradients are made final,
+each rank contributes one number, and all agree that the step is lost: no weight, optimizer state or
+buffer changes. Megatron counts the step as skipped, as after an overflow.
 
-That works between pipeline stages and data-parallel ranks. Where ranks meet inside layers nothing
-can stand in for a half-done collective: there the error is raised, and ends the job.
+This works between pipeline stages and between data-parallel ranks. With collectives inside layers
+(such as tensor parallelism) no stand-in is possible: the error is raised and ends the job.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from megatron_autorecompute.runtime.ranks import all_reduce_max
 from megatron_autorecompute.runtime.temporary import Temporary, replaced
 
 FINE, SHORT, FAILED = 0, 1, 2
-"""How a step went on the worst rank: as planned; near the budget; out of memory, not counted."""
+"""Outcome of a step on the worst rank: as planned; above the budget; out of memory, step lost."""
 
 _CHUNK = "_autorecompute_chunk"
-"""Attribute of an output tensor: the number of the chunk it is of."""
+"""Attribute of an output tensor: the number of its chunk."""
 
 
 class StepGuard:
-    """Carries the ranks through a step that fails on some of them; made alike on every rank.
+    """Lets all ranks go on after a step that fails on some of them; every rank makes one.
 
-    What it has to know of forwards and backwards it sees in its first step: where a collective is
-    entered inside them, what they return, which buffers they move. An error before that is raised.
+    In its first step it learns about forwards and backwards: which collectives they enter, what
+    they return, which buffers they change. An error during that step is raised.
 
     Args:
         chunks: this rank's model chunks.
         optimizer: Megatron's optimizer.
-        is_short: whether this rank came near its budget in the step so far.
-        on_end: what this rank does before an error out of memory ends the job; gets the reason why
-            the others cannot go on without it.
+        is_short: whether this rank went above its budget, or its allocator retried, in the step.
+        on_end: called before an out-of-memory error ends the job, with the reason why the other
+            ranks cannot go on.
     """
 
     def __init__(
@@ -58,7 +58,9 @@ class StepGuard:
     ) -> None:
         self.outcome = self.own_outcome = FINE
         self.lost_in_a_row = 0
-        """Steps that were lost up to now without one between them that was not."""
+        """How many of the last steps were lost, without a completed one between them."""
+        self.steps = 0
+        """Training steps done, lost ones included."""
         self._chunks: list[Chunk] = list(chunks)
         self._optimizer = optimizer
         self._is_short = is_short
@@ -73,11 +75,11 @@ class StepGuard:
         self._loss_groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._syncs = [BucketSyncs(chunk, self._meetings.elsewhere) for chunk in chunks]
         self._returned: dict[int, _Output] = {}
-        """By number of the chunk; of its last forward, or an earlier one of equal sizes."""
+        """By chunk number: the output of its last forward, or of an earlier one of equal sizes."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one training step. Outside, as in an evaluation, an error is simply raised."""
+        """Guard one training step. Outside of it, as in an evaluation, errors are simply raised."""
         self.outcome = self.own_outcome = FINE
         self._inside, self._failed, self._agreed = True, False, False
         finalize = getattr(self._config, "finalize_model_grads_func", None)
@@ -100,10 +102,11 @@ class StepGuard:
             if finalize is not None:
                 self._config.finalize_model_grads_func = finalize
         self.lost_in_a_row = self.lost_in_a_row + 1 if self.outcome == FAILED else 0
+        self.steps += 1
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Of the model, its optimizer and Megatron's schedule, nothing is replaced but here."""
+        """Replace functions of the model, the optimizer and Megatron's schedule for one step."""
         with replaced() as replace:
             replace(self._optimizer, "step", self._agreed_step)
             if self._why_not is None:
@@ -118,9 +121,9 @@ class StepGuard:
     # --- on a rank that runs out of memory --------------------------------------------------------
 
     def _can_stand_in(self) -> bool:
-        """Whether this rank may go on with zeros; the error is raised where it may not."""
+        """Whether this rank may go on with zeros; otherwise the error is raised."""
         if not self._knows:
-            self._why_not = "in its first step nothing is known yet of where ranks meet"
+            self._why_not = "in the first step it is not known yet where ranks communicate"
         return self._why_not is None
 
     def _fail(self) -> None:
@@ -177,7 +180,7 @@ class StepGuard:
 
     def _guarded_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **named: Any) -> Any:
-            # A copy of the model has a config of its own, of which Megatron's schedule knows.
+            # A copy of the model has its own config, which Megatron's schedule passes here.
             config = named["config"] if "config" in named else args[-1]
             if not self._inside or config is not self._config:
                 return original(input_tensor, output_tensor, *args, **named)
@@ -200,7 +203,7 @@ class StepGuard:
     # --- on every rank ----------------------------------------------------------------------------
 
     def _agree(self, *, finalizes: bool = False) -> None:
-        """What the worst rank says of the step so far; all ranks ask at the same place."""
+        """Exchange outcomes: the worst rank's counts. All ranks call it at the same place."""
         self.own_outcome = FAILED if self._failed else SHORT if self._is_short() else FINE
         self.outcome = all_reduce_max(self.own_outcome)
         self._agreed = True
@@ -213,16 +216,16 @@ class StepGuard:
             self._learn()
 
     def _learn(self) -> None:
-        """What the first step has shown, when all its passes are done."""
+        """Keep what the first step has shown, after all its passes."""
         self._knows = True
         self._buffers.find_moved()
         self._loss_groups = lost_step.loss_groups()
         if self._meetings.found and self._why_not is None:
-            self._why_not = f"ranks meet inside layers: {', '.join(self._meetings.found)}"
+            self._why_not = f"ranks communicate inside layers: {', '.join(self._meetings.found)}"
 
     def _agreed_finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def finalize_model_grads(*args: Any, **named: Any) -> Any:
-            if not self._inside:  # of a config that was copied without its values
+            if not self._inside:  # called through a shallow copy of the config
                 return original(*args, **named)
             self._agree(finalizes=True)
             if self.outcome == FAILED:
@@ -240,14 +243,14 @@ class StepGuard:
                 self._agree()
             if self.outcome == FAILED:
                 self._optimizer.zero_grad()
-                # What Megatron's train_step reads: no success, no gradient norm, no zeros counted.
+                # For Megatron's train_step: no success, no gradient norm, no count of zeros.
                 return False, None, None
             return original(*args, **named)
 
         return step
 
     def _abandon(self) -> None:
-        """Wait for what all have entered, and leave everything as it was before the step."""
+        """Wait for the collectives that all have entered, and restore the state before the step."""
         for chunk, syncs in zip(self._chunks, self._syncs, strict=True):
             syncs.abandon()
             if hasattr(chunk, "zero_grad_buffer"):
@@ -260,7 +263,7 @@ class StepGuard:
 
 
 Sizes = tuple[torch.Size | None, torch.Size | None]
-"""Of a microbatch's tokens, and of the hidden states from the stage before, where there are any."""
+"""Sizes of a microbatch's tokens, and of the hidden states from the previous stage, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +274,7 @@ class _Output:
     zeros: Callable[[], Any]
 
     def stand_in(self, model: torch.nn.Module, sizes: Sizes) -> Any:
-        """Zeros in the form of what it returns for other sizes; None where that is not known."""
+        """Zeros in the form of the output for other sizes; None if that form is not known."""
         zeros = self.zeros()
         if sizes == self.sizes:
             return zeros
@@ -284,7 +287,7 @@ class _Output:
 
 
 class _MovingBuffers:
-    """Buffers of a model that a forward or backward changes, as running statistics are."""
+    """Buffers of a model that a forward or backward changes, such as running statistics."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._places = [
@@ -304,14 +307,14 @@ class _MovingBuffers:
             torch._foreach_copy_(self._kept, self._now())
 
     def find_moved(self) -> None:
-        """After a step: from now on only those that it has changed count."""
+        """After a step: from now on keep only the buffers that it has changed."""
         kept = self._kept or []
         moved = [n for n, now in enumerate(self._now()) if not torch.equal(now, kept[n])]
         self._places = [self._places[n] for n in moved]
         self._kept = [kept[n] for n in moved]
 
     def put_back(self) -> None:
-        """After a step that is lost."""
+        """After a lost step: restore the buffers."""
         for now, kept in zip(self._now(), self._kept or [], strict=True):
             now.copy_(kept)
 
@@ -320,7 +323,7 @@ class _MovingBuffers:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the device has no memory left; cuBLAS and NCCL say so, too."""
+    """Whether an error means that the device has no memory left; also for cuBLAS and NCCL."""
     said = str(error)
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("out of memory" in said or "_ALLOC_FAILED" in said)
@@ -332,8 +335,9 @@ def _first(tensors: Any) -> Any:
 
 
 def _zeros_of(output: Any) -> Callable[[], Any]:
-    """What makes zeros in the form of a model's output: one tensor (GPT), several (BERT), a
-    dictionary, a dataclass. Of anything else nothing is kept, as it could hold all activations."""
+    """A function that makes zeros in the form of a model's output: one tensor (GPT), several
+    (BERT), a dictionary, a dataclass. Other outputs are not kept, because they could hold all
+    activations."""
     if isinstance(output, torch.Tensor):
         shape, dtype, device = output.shape, output.dtype, output.device
         trained = output.is_floating_point()

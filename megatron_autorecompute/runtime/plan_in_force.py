@@ -1,33 +1,34 @@
-"""The plan that runs: put in force, watched step by step, and left for one that needs less."""
+"""Runs a plan, watches every step, and replaces a plan that runs short of memory."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.apply import AppliedPolicy
-from megatron_autorecompute.runtime.auto_text import gib
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import notches, was_lost
 from megatron_autorecompute.runtime.oom_guard import FAILED, FINE, StepGuard
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.ranks import on_rank_0
+from megatron_autorecompute.units import gib
 
 logger = logging.getLogger(__name__)
+Step = AbstractContextManager[None]
+"""A context around one training step."""
 
 
 class PlanInForce:
-    """Every rank makes one alike.
+    """The plan that runs in a job; every rank makes one in the same way.
 
     Args:
         decisions: of the job.
         optimizer: Megatron's.
         applied: the policy in force on the model.
         store: where plans are kept.
-        steps: how many training steps are done.
     """
 
     def __init__(
@@ -36,16 +37,15 @@ class PlanInForce:
         optimizer: Any,
         applied: AppliedPolicy,
         store: PlanStore,
-        steps: Callable[[], int],
     ) -> None:
         self._decisions, self._memory, self._job = decisions, decisions.memory, decisions.job
-        self._applied, self._store, self._steps = applied, store, steps
+        self._applied, self._store = applied, store
         self._plan: Plan | None = None
         self.guard = StepGuard(decisions.shard.chunks, optimizer, self._is_short, self._leave_less)
-        """Around every step, those before the first plan too."""
+        """Guards every step, also those before the first plan."""
 
     def run(self, plan: Plan, what: str) -> None:
-        """From the next step on, on every rank."""
+        """Run a plan from the next step on, on every rank; `what` describes it in the log."""
         self._applied.switch(plan.policy)
         self._memory.plan_begins()
         fullest = max(range(plan.layout.num_stages), key=lambda s: plan.cost.stages[s].peak.bytes)
@@ -55,29 +55,57 @@ class PlanInForce:
             f"{plan.cost.step_ms:,.0f} ms a step"
         )
 
+    def try_step(self, plan: Plan, what: str) -> Generator[Step, None, Plan | None]:
+        """Run the plan for one step; if that was lost, run and save the next plan down.
+
+        Raises:
+            LostStepsError: the steps before it were lost too, down to the leanest policy.
+        """
+        self.run(plan, what)
+        yield self._step(plan, reads_bytes=True)
+        return self._step_down(plan) if self._was_lost() else None
+
+    def one_step(self, plan: Plan, *, reads_bytes: bool) -> Generator[Step, None, Plan]:
+        """Run one step under the plan; returns the next plan down if it ran short of memory.
+
+        Raises:
+            LostStepsError: as `try_step`.
+        """
+        yield self._step(plan, reads_bytes)
+        if self._was_lost() or self.guard.outcome != FINE:
+            return self._step_down(plan)
+        return plan
+
+    def steps(self, plan: Plan) -> Generator[Step, None, None]:
+        """Run steps without end, each under a plan for its number of microbatches.
+
+        Raises:
+            LostStepsError: as `try_step`.
+        """
+        while True:
+            if self._job.num_microbatches() != plan.schedule.num_microbatches:
+                plan = self._solved_again(plan)
+            plan = yield from self.one_step(plan, reads_bytes=self._memory.is_cheap)
+
+    def _solved_again(self, plan: Plan) -> Plan:
+        """The plan, solved again for the microbatches of the next step."""
+        plan = self._decisions.solved(plan.profile, plan.budget_bytes, plan.notes)
+        self.run(plan, f"a plan for {plan.schedule.num_microbatches} microbatches")
+        self._store.save(plan)
+        return plan
+
     @contextmanager
-    def step(self, plan: Plan, reads_bytes: bool) -> Iterator[None]:
-        """Around a step under the plan."""
+    def _step(self, plan: Plan, reads_bytes: bool) -> Iterator[None]:
         self._plan = plan
         read = self._memory.watching() if reads_bytes else nullcontext()
         with self.guard.step(), read:
             yield
 
-    def ran_short(self) -> bool:
-        """Whether a rank passed its budget in the last step, or its allocator had to retry, or the
-        step was lost; of a lost one it is said.
-
-        Raises:
-            LostStepsError: so were the steps before it, down to the leanest policy.
-        """
-        return self.was_lost() or self.guard.outcome != FINE
-
-    def was_lost(self) -> bool:
-        """Whether a rank ran out of memory in the last step; says so, raises as `ran_short`."""
+    def _was_lost(self) -> bool:
         return was_lost(self.guard, self._applied.policy, self._job.say)
 
-    def step_down(self, plan: Plan) -> Plan:
-        """The next plan down, in force and saved; the same one where none needs less."""
+    def _step_down(self, plan: Plan) -> Plan:
+        """Run and save the next plan down; returns it, or the same plan if none needs less."""
         outcomes = self._decisions.shard.by_stage(self.guard.own_outcome, max)
         down = on_rank_0(lambda: self._less(plan, outcomes))
         if down is None:
@@ -94,7 +122,7 @@ class PlanInForce:
         return self._memory.is_short(self._plan.budget_bytes[self._decisions.shard.stage])
 
     def _leave_less(self, why: str) -> None:
-        """Before this rank's error ends the job: the next plan down, for the restart to begin with.
+        """Before this rank's error ends the job, save the next plan down for the restart.
 
         The other ranks wait for this one, so it decides alone.
         """
@@ -103,7 +131,7 @@ class PlanInForce:
             left = "a restart measures with fewer layers at once beyond the leanest policy"
         elif self._plan is None:
             left = (
-                "nothing tells the next one, which will measure alike: give "
+                "the next job would measure in the same way: give "
                 "--recompute-plan-path, or a lower --recompute-memory-budget-gib"
             )
         else:
@@ -121,4 +149,4 @@ class PlanInForce:
         )
 
     def _less(self, plan: Plan, outcomes: Sequence[int]) -> Plan | None:
-        return self._decisions.less(plan, outcomes, notches(self.guard), self._steps())
+        return self._decisions.less(plan, outcomes, notches(self.guard), self.guard.steps)

@@ -1,6 +1,6 @@
 """The plan file of a job: read once when it starts, written by rank 0 whenever the plan changes.
 
-A file that cannot be written once training runs ends no job: that is said, and tried again.
+If the file cannot be written while training runs, the job goes on and tries again later.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from megatron_autorecompute.planner.plan import Plan, changes
 from megatron_autorecompute.runtime.ranks import on_rank_0
 
 STEPS_BETWEEN_TRIES = 100
-"""A plan that could not be written is tried again after so many steps, and at the job's end."""
+"""Steps after which writing a plan is tried again; it is also tried at the job's end."""
 
 
 class PlanStore:
-    """Where a job's plan is kept; without a path nothing is.
+    """The file of a job's plan; without a path nothing is stored.
 
     Args:
         path: the plan file.
-        fingerprint: of this job, alike on all ranks.
+        fingerprint: of this job, the same on all ranks.
         say: prints on one rank.
 
     Raises:
-        ProfileError: the path cannot be written; now and not after an hour of training.
+        ProfileError: the path cannot be written; checked at once, not after an hour of training.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class PlanStore:
             on_rank_0(lambda: _check_writable(Path(path)))
 
     def known(self) -> Plan | None:
-        """The file's plan when it is of this very job; says what changed when it is not.
+        """The stored plan if it is of this job; otherwise None, and prints what changed.
 
         Raises:
-            ProfileError: the file is damaged, or of this job and contradicts itself.
+            ProfileError: the file is damaged, or it is of this job and contradicts itself.
         """
         path = self.path
         if path is None:
@@ -61,7 +61,7 @@ class PlanStore:
         return found
 
     def _read(self, path: str) -> Plan | tuple[str, ...]:
-        """The plan, or what is different in the job it is of, whatever else the file holds."""
+        """The plan, or how its job differs from this one, even if the rest is unreadable."""
         text = json_records.read(path, "Plan")
         changed = changes(_fingerprint_in(text) or self._fingerprint, self._fingerprint)
         return changed or Plan.from_json(text, path)
@@ -80,30 +80,30 @@ class PlanStore:
             self._say(f"recompute auto: the plan is in {self.path} now")
 
     def step_done(self) -> None:
-        """Now and then try again to write what could not be written."""
+        """After every STEPS_BETWEEN_TRIES steps, try again to write a plan that was not written."""
         self._steps_waited += 1
         if self._unwritten is not None and self._steps_waited >= STEPS_BETWEEN_TRIES:
             self.save(self._unwritten)
 
     def close(self) -> None:
-        """Try for the last time."""
+        """Try for the last time to write a plan that was not written."""
         if self._unwritten is not None:
             self.save(self._unwritten)
         if self._unwritten is not None:
             self._say(f"recompute auto: the plan could not be written to {self.path}")
 
     def leave(self, plan: Plan) -> bool:
-        """Write the plan on this rank alone, which is about to end; whether it could."""
+        """Write the plan on this rank alone, which is about to end; returns whether it could."""
         return self.path is not None and _written(plan, self.path) is None
 
     # --- jobs that ended before there was a plan --------------------------------------------------
 
     def ended_measuring(self) -> int:
-        """How many jobs in a row ran out of memory while they measured, before they had a plan."""
+        """How many starts in a row ran out of memory while measuring, before there was a plan."""
         return on_rank_0(self._read_ended)
 
     def leave_ended_measuring(self) -> bool:
-        """Count this job on this rank alone, which is about to end; whether it could."""
+        """Count this job, on this rank alone, which is about to end; returns whether it could."""
         if self.path is None:
             return False
         try:
@@ -134,7 +134,7 @@ def _written(plan: Plan, path: str) -> AutorecomputeError | None:
 
 
 def _fingerprint_in(text: str) -> dict[str, str] | None:
-    """Of a plan of any version; None where there is none, as in a damaged file."""
+    """The fingerprint in a plan file of any version; None if there is none (a damaged file)."""
     try:
         found = json.loads(text)["profile"]["fingerprint"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -149,4 +149,4 @@ def _is_first_rank() -> bool:
 def _check_writable(path: Path) -> None:
     probe = path.with_name(f"{path.name}.writable")
     json_records.write_atomically("", probe)
-    probe.unlink(missing_ok=True)  # another job with this path may have been here, too
+    probe.unlink(missing_ok=True)  # another job with this path may have removed it

@@ -1,7 +1,6 @@
-"""Watching: time and bytes at every boundary between two layers, in ordinary training steps.
+"""Notes time and bytes at every boundary between two layers, in ordinary training steps.
 
-Only hooks on modules and on the hidden states between them, so what runs is what always runs. It
-does not know what was recomputed, nor what the figures are for.
+It only sets hooks on modules and on the hidden states between them, so steps run as usual.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.runtime.temporary import TemporaryHook
 
 Place = int | Literal["embedding", "between", "final_norm", "head", "output"]
-"""What lies between two boundaries: a layer (0-based global index), what comes before the first
-(embedding), between an encoder's last and the decoder's first (between), and after the last (head);
-`output` is only the boundary behind everything. Of models with multi-token prediction the norm
-behind the decoder is a place of its own (final_norm), and the head comes after the last depth."""
+"""A part of the model between two boundaries: a layer (0-based global index), the part before the
+first layer (embedding), between encoder and decoder (between), or after the last layer (head).
+`output` is only the boundary after everything. With multi-token prediction the norm after the
+decoder is a separate place (final_norm), and the head comes after the last depth."""
 
 
 class Memory(Protocol):
-    """Bytes alive now and at most since `reset_peak`; `LiveBytes` is one, `CudaBytes` the other."""
+    """Bytes alive now, and the most since `reset_peak`: `LiveBytes` or `CudaBytes`."""
 
     @property
     def current_bytes(self) -> int:
-        """Alive now."""
+        """Bytes alive now."""
 
     @property
     def peak_bytes(self) -> int:
-        """Alive at most since `reset_peak`."""
+        """The most bytes alive since `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Start the peak anew from the bytes alive now."""
+        """Restart the peak from the bytes alive now."""
 
 
 class CudaBytes:
@@ -46,32 +45,32 @@ class CudaBytes:
 
     @property
     def current_bytes(self) -> int:
-        """Allocated now."""
+        """Bytes allocated now."""
         return torch.cuda.memory_allocated()
 
     @property
     def peak_bytes(self) -> int:
-        """Allocated at most since `reset_peak`."""
+        """The most bytes allocated since `reset_peak`."""
         return torch.cuda.max_memory_allocated()
 
     def reset_peak(self) -> None:
-        """Start the peak anew."""
+        """Restart the peak."""
         torch.cuda.reset_peak_memory_stats()
 
 
 class Clock(Protocol):
-    """Moments, and the time from one to another."""
+    """Takes moments, and computes the time between two of them."""
 
     def now(self) -> Any:
-        """This moment in the work that was asked for so far."""
+        """The present moment, in the order of the work submitted so far."""
 
     def ms_between(self, begin: Any, end: Any) -> float:
         """Milliseconds from one moment to a later one."""
 
 
 class DeviceClock:
-    """CUDA events, which do not synchronise when they are noted; without CUDA, time that this
-    thread ran: other processes on the machine do not count as a layer's."""
+    """CUDA events, which do not synchronise when recorded. Without CUDA, the processor time of this
+    thread, so that other processes on the machine do not count."""
 
     def now(self) -> Any:
         """A recorded event, or seconds."""
@@ -82,7 +81,7 @@ class DeviceClock:
         return event
 
     def ms_between(self, begin: Any, end: Any) -> float:
-        """Waits for the later event."""
+        """Milliseconds between two moments; waits for the later event."""
         if isinstance(begin, float):
             return float(end - begin) * 1e3
         end.synchronize()
@@ -94,16 +93,16 @@ DEVICE_CLOCK = DeviceClock()
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment on a boundary. In forward the place begins here, in backward it ends here."""
+    """A pass crosses a boundary. In forward the place begins here, in backward it ends here."""
 
     place: Place
     at: Any
     current_bytes: int
     peak_bytes: int
     input_bytes: int = 0
-    """Size of the hidden state that crosses here: the place's input; none in front of all."""
+    """Size of the hidden state that crosses here, the place's input; 0 before everything."""
     alive_bytes: int = 0
-    """Forward only: of the hidden states at earlier boundaries, those still alive."""
+    """Forward only: bytes of the hidden states at earlier boundaries that are still alive."""
 
 
 @dataclass(slots=True)
@@ -114,15 +113,15 @@ class Pass:
     chunk: int
     marks: list[Mark]
     kept: dict[Place, int] = field(default_factory=dict)
-    """Forward only: places whose input was alive at the end, and its size. An unfused RMSNorm, for
-    one, saves a copy in fp32 and lets its input go, but what another stage has sent stays."""
+    """Forward only: places whose input was alive at the end, and its size. For example, an unfused
+    RMSNorm saves a copy in fp32 and frees its input, but an input from another stage stays."""
     backward: Pass | None = None
-    """Forward only: the pass that its gradients ran."""
+    """Forward only: the backward pass of this forward."""
     without_gradient: dict[Place, int] = field(default_factory=dict)
-    """Forward only: places whose input needs no gradient, as parameters before them are frozen, and
-    its size."""
+    """Forward only: places whose input needs no gradient, because all parameters before it are
+    frozen, and the input's size."""
     output_has_gradient: bool = False
-    """Forward only: whether a gradient came to what the model returned."""
+    """Forward only: whether the model's output received a gradient."""
 
     @property
     def first_place(self) -> Place:
@@ -131,15 +130,15 @@ class Pass:
 
 
 class Probe:
-    """Notes every boundary between layers while it is entered; costs nothing before and after.
+    """Notes every boundary between layers inside its `with` block; no overhead outside of it.
 
-    Only a forward whose gradients come back counts. One without gradients (an evaluation, a
-    teacher's or a log-prob pass inside the step) is not looked at.
+    Only forwards with a backward count. Others (an evaluation, a teacher's or a log-prob pass
+    inside the step) are ignored.
 
     Args:
         chunks: this rank's model chunks, wrapped or bare.
-        memory: where bytes are read, or None to note times only.
-        clock: what moments are read from.
+        memory: source of bytes, or None to note times only.
+        clock: source of times.
     """
 
     def __init__(
@@ -247,7 +246,7 @@ class Probe:
             self._on_gradient(tensor, on_gradient)
 
     def _alive(self) -> dict[Place, int]:
-        """Places in this forward whose input is alive, and its size."""
+        """Places of the running forward whose input is alive, and its size."""
         return {place: size for place, (ref, size) in self._inputs.items() if ref() is not None}
 
     def _boundary(self, place: Place, hidden_states: torch.Tensor) -> None:
@@ -269,19 +268,19 @@ class Probe:
             tensor.register_hook(lambda _: do())
 
     def _backward_of(self, forward: Pass) -> Pass:
-        """The running backward of a forward, begun where this is the first gradient of it."""
+        """The running backward of a forward; begins one at the first gradient."""
         running = forward.backward
         if running is not None and running.marks[-1].place != "embedding":
             return running
         backward = forward.backward = self._begun("backward", forward.chunk, "output")
-        # The engine calls this when the backward it is in has finished, embedding included.
+        # The engine calls this when the current backward has finished, embedding included.
         torch.autograd.Variable._execution_engine.queue_callback(
             lambda: self._end_backward(forward, backward)
         )
         return backward
 
     def _end_backward(self, forward: Pass, backward: Pass) -> None:
-        """Behind frozen parameters a backward ends inside the first layer that has any others."""
+        """End a backward; after frozen parameters it ends in the first layer with trained ones."""
         for place, size_bytes in reversed(forward.without_gradient.items()):
             self._mark(backward, place, size_bytes)
         self._mark(backward, "embedding")
@@ -327,7 +326,7 @@ def _recomputing() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One place in one pass: bytes where it begins and ends, the most between, and the time."""
+    """One place in one pass: bytes at its begin and end, the most in between, and the time."""
 
     place: Place
     begin_bytes: int
@@ -335,15 +334,15 @@ class Span:
     end_bytes: int
     ms: float
     input_bytes: int
-    """Size of the hidden state the place takes."""
+    """Size of the hidden state that enters the place."""
     output_bytes: int
-    """Size of the hidden state it gives, 0 at the end of the model."""
+    """Size of the hidden state that leaves it; 0 at the end of the model."""
     let_go_bytes: int = 0
-    """Forward only: hidden states of this and earlier boundaries that died meanwhile."""
+    """Forward only: bytes of earlier hidden states that were freed during the span."""
 
 
 def spans(one: Pass, clock: Clock = DEVICE_CLOCK) -> Iterator[Span]:
-    """What lies between each two boundaries of a pass; backward runs them the other way round."""
+    """The spans between the boundaries of a pass, in the order in which the pass runs them."""
     for begin, end in itertools.pairwise(one.marks):
         forward = one.phase == "forward"
         first, last = (begin, end) if forward else (end, begin)

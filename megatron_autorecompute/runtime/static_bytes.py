@@ -1,9 +1,8 @@
-"""Bytes a rank keeps through the whole step, by object: no allocator is asked.
+"""Bytes that a rank keeps through the whole step, counted from tensors, not from the allocator.
 
-Of the device that trains only, where the first parameter lies.
-
-Works for any device and any of Megatron's optimizers, whose parts it reads by the names that 0.16
-to 0.19 share. Storages count once, whoever views them.
+Only tensors on the training device count, the device of the first parameter. Works for any device
+and all of Megatron's optimizers, through attribute names that 0.16 to 0.19 share. A storage counts
+once, however many views it has.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def tensors(chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[torch.Ten
 
 
 def static_bytes(chunks: Sequence[torch.nn.Module], optimizer: Any) -> StaticBytes:
-    """The same by what it is; complete once the optimizer has made its first step."""
+    """Bytes of these tensors by type; complete after the optimizer's first step."""
     parameters = _on_device(chunks, _parameters(chunks))
     gradients = _on_device(chunks, _gradients(chunks))
     state = _on_device(chunks, _optimizer_state(optimizer))
@@ -49,7 +48,7 @@ def static_bytes(chunks: Sequence[torch.nn.Module], optimizer: Any) -> StaticByt
 def _on_device(
     chunks: Sequence[torch.nn.Module], found: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Those on the device that trains: an optimizer may keep its state in the host's memory."""
+    """The tensors on the training device: an optimizer may keep its state in host memory."""
     devices = [parameter.device for chunk in chunks for parameter in chunk.parameters()]
     return [tensor for tensor in found if tensor.device in devices[:1]]
 
@@ -68,7 +67,7 @@ def _gradients(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     for chunk in chunks:
         names = ("buffers", "expert_parallel_buffers")
         lists = [getattr(chunk, name, ()) for name in names]
-        # torch's own Module.buffers is a method: only DDP's attribute is a list.
+        # Module.buffers of torch is a method; only DDP's attribute is a list.
         buffers = [buffer for part in lists if isinstance(part, list) for buffer in part]
         found += [buffer.grad_data for buffer in buffers]
         found += [b.param_data for b in buffers if getattr(b, "param_data", None) is not None]

@@ -1,9 +1,9 @@
 """Bytes of this rank in training steps: their peak, the allocator's retries, its fragmentation.
 
-torch's peak statistics are the whole job's, and Megatron logs them (its own training code never
-resets them). While measuring they are reset at every boundary between layers; afterwards once
-whenever a plan begins to run, and never else: they then tell the most since that plan began. A
-step that needs more than any before it shows as a maximum that grows.
+torch has one set of peak statistics per process, and Megatron logs them without resetting them.
+While measuring, this package resets them at every boundary between layers; afterwards only when a
+plan begins to run, so that they show the maximum since then. A step that needs more than all before
+it shows as a growing maximum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_autorecompute.runtime.probe import CudaBytes, Memory
 from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
 
 Source = Callable[[], AbstractContextManager[Memory]]
-"""Another place to read bytes from, anew in every step."""
+"""Opens another source of bytes, in every step anew."""
 
 
 class StepMemory:
@@ -29,8 +29,8 @@ class StepMemory:
     Args:
         chunks: this rank's model chunks.
         optimizer: Megatron's optimizer on them.
-        without_cuda: whether bytes come from `LiveBytes`, as there is no allocator to ask.
-        source: reads them instead; for tests that enforce a budget.
+        without_cuda: whether bytes come from `LiveBytes`, because there is no CUDA allocator.
+        source: another source of bytes; for tests that enforce a budget.
     """
 
     def __init__(
@@ -41,22 +41,22 @@ class StepMemory:
         source: Source | None = None,
     ) -> None:
         self.peak_bytes = 0
-        """The most that was allocated in the last step that was read, or since the plan began."""
+        """The most bytes allocated in the last step that was read, or since the plan began."""
         self.fragmentation_bytes = 0
-        """Reserved at most beyond what was allocated at most, in all steps of `measuring`."""
+        """The most reserved less the most allocated, over all steps of `measuring`."""
         self._chunks, self._optimizer = chunks, optimizer
         self._without_cuda, self._source = without_cuda, source
         self.torch_peaks: tuple[int | None, int | None] = (None, None)
-        """Allocated and reserved at most, of all the process, in the last step of `measuring`; None
-        where torch counts nothing, as without CUDA."""
+        """The most bytes allocated, and reserved, by the process in the last step of `measuring`;
+        None without CUDA."""
         self.others_bytes = None if without_cuda else self._allocated_by_others()
-        """Allocated now, before the first step, beside model and optimizer; None without CUDA."""
+        """Bytes other than model and optimizer before the first step; None without CUDA."""
         self._allocated = self._reserved = 0
         self._reading: Memory | None = None
         self._static_bytes = self._peak_before = self._retries_before = 0
 
     def _allocated_by_others(self) -> int:
-        gc.collect()  # what only circles of references hold belongs to nobody
+        gc.collect()  # unreachable cycles are not held by anyone
         own_bytes = static_bytes(self._chunks, self._optimizer).total_bytes
         return max(0, torch.cuda.memory_allocated() - own_bytes)
 
@@ -66,16 +66,16 @@ class StepMemory:
         return not self._without_cuda or self._source is not None
 
     def begin_measuring(self) -> None:
-        """Give back what building the model left reserved, which would look like fragmentation."""
+        """Free cached memory left from building the model, which would count as fragmentation."""
         if not self._without_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     @contextmanager
     def measuring(self) -> Iterator[Memory]:
-        """A step whose peak may be reset by whoever measures in it; `note` it at the end."""
+        """Surround a measuring step, in which the peak may be reset; call `note` at its end."""
         with self._opened() as memory:
-            self._note_fragmentation(memory.peak_bytes)  # an evaluation before the step counts, too
+            self._note_fragmentation(memory.peak_bytes)  # includes an evaluation before the step
             memory.reset_peak()
             yield memory
 
@@ -93,7 +93,7 @@ class StepMemory:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A step under a plan; its peak is kept, and what `is_short` compares with."""
+        """Surround a step under a plan; keeps its peak, and the values that `is_short` needs."""
         with self._opened() as memory:
             self._reading, self._retries_before = memory, self._retries()
             self._peak_before = self._with_static(memory, memory.peak_bytes)
@@ -106,7 +106,7 @@ class StepMemory:
     def is_short(self, budget_bytes: int) -> bool:
         """Whether the step inside `watching` went above the budget, or the allocator retried.
 
-        Only this step: an evaluation or a checkpoint before it may have needed more.
+        Only this step counts: an evaluation or a checkpoint before it may have needed more.
         """
         if self._reading is None:
             return False
@@ -125,7 +125,7 @@ class StepMemory:
         if not self._without_cuda and self._source is None:
             yield CudaBytes()
             return
-        # What comes to stay in this step, as optimizer state does, is counted as it comes.
+        # Static tensors made in this step, such as optimizer state, count as they are made.
         self._static_bytes = static_bytes(self._chunks, self._optimizer).total_bytes
         source = self._source or (lambda: LiveBytes(tensors(self._chunks, self._optimizer)))
         with source() as memory:
@@ -133,7 +133,7 @@ class StepMemory:
             yield memory
 
     def _with_static(self, memory: Memory, peak_bytes: int) -> int:
-        """The peak with static bytes, which torch's allocator counts itself."""
+        """The peak including static bytes; torch's allocator counts these already."""
         return peak_bytes if isinstance(memory, CudaBytes) else self._static_bytes + peak_bytes
 
     def _note_fragmentation(self, allocated_bytes: int) -> None:
@@ -145,6 +145,6 @@ class StepMemory:
 
 
 def available_bytes() -> int:
-    """What torch can reserve on this rank's device at most: all that others leave it."""
+    """The most bytes that torch can reserve on this rank's device: what others leave free."""
     free_bytes, _ = torch.cuda.mem_get_info()
     return free_bytes + torch.cuda.memory_reserved()

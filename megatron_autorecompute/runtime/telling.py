@@ -1,4 +1,4 @@
-"""What a job is told of the plan that runs: a table, and the figures its writers get."""
+"""Reports the plan that runs: prints a table, and feeds TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.auto_text import plan_text
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.job_facts import JobFacts
+from megatron_autorecompute.runtime.showing import show
 from megatron_autorecompute.units import GIB
 
 
 def tell(plan: Plan, decisions: Decisions, steps: int) -> None:
-    """A row per stage, and the writers that are on, once the plan has run a step.
+    """Print a row per stage and feed the writers, once the plan has run a step.
 
     Args:
-        plan: that runs.
+        plan: the plan that runs.
         decisions: of the job.
         steps: how many training steps are done.
     """
@@ -28,6 +29,7 @@ def tell(plan: Plan, decisions: Decisions, steps: int) -> None:
             figures = {"measured_peak_gib": peaks[stage] / GIB, **figures}
         for name, value in figures.items():
             _write(job, f"recompute/{name}/stage{stage}", value, iteration)
+    show(plan, peaks, job.writers(), iteration)
 
 
 def _write(job: JobFacts, name: str, value: float, iteration: int) -> None:

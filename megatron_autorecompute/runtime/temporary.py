@@ -1,4 +1,4 @@
-"""What is put into a model for a step, so that a copy of it made meanwhile has none of it."""
+"""Replacements and hooks on a model during a step, which copies of the model do not keep."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from contextlib import contextmanager
 from typing import Any
 
 Replace = Callable[[Any, str, Callable[[Any], Any]], None]
-"""Takes an object, the name of a method, and what makes another of the method there is."""
+"""Takes an object, the name of a method, and a function from the old method to the new one."""
 
 
 class Temporary:
-    """A function in place of another one, in an attribute of an object.
+    """A function that replaces another one, in an attribute of an object.
 
-    A deep copy and a pickle of the object have the other one there: bound to the copy, where it is
-    a method of the object.
+    A deep copy or a pickle of the object has the original function there; if that is a method of
+    the object, it is bound to the copy.
     """
 
     def __init__(self, function: Callable[..., Any], instead: Callable[..., Any]) -> None:
         self._function, self._instead = function, instead
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """As the function."""
+        """Call the function."""
         return self._function(*args, **named)
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
@@ -34,7 +34,7 @@ def _itself(instead: Any) -> Any:
 
 @contextmanager
 def replaced() -> Iterator[Replace]:
-    """Gives a function that replaces methods of single objects until the end of the block."""
+    """Yields a function that replaces methods of single objects until the end of the block."""
     before: list[tuple[dict[str, Any], str, Any]] = []
 
     def replace(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
@@ -52,11 +52,11 @@ def replaced() -> Iterator[Replace]:
 
 
 class TemporaryHook:
-    """A hook on a module. In a copy of the module stands one that leaves when it is called.
+    """A hook on a module. A copy of the module has a hook that removes itself when called.
 
     Args:
         register: one of a module's methods that register hooks.
-        call: what it is called with is what torch calls hooks with.
+        call: the hook, called with torch's arguments.
         options: of `register`.
     """
 
@@ -67,11 +67,11 @@ class TemporaryHook:
         self._handle = register(self, **options)
 
     def __call__(self, *args: Any) -> None:
-        """As torch calls hooks."""
+        """Call the hook, with torch's arguments."""
         self._call(*args)
 
     def remove(self) -> None:
-        """Take it off the module."""
+        """Remove it from the module."""
         self._handle.remove()
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
@@ -79,7 +79,7 @@ class TemporaryHook:
 
 
 class _LeavingHook:
-    """In a copy of a module; the copied handle is that of its place in the copy."""
+    """The hook in a copy of a module; the copied handle removes it from the copy."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle

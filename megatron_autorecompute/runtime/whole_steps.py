@@ -1,7 +1,7 @@
-"""Whole measuring steps, as Megatron's own timers and torch's own statistics saw them.
+"""Whole measuring steps, in Megatron's own timers and torch's own statistics.
 
-Layer times come from elsewhere (`probe`); what is read here stands beside their sum, and what it
-shows above it is the stage's residual.
+`probe` measures layer times. The times read here are shown beside the sum of layers, and the
+difference is the stage's residual.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import MeasuredStep, RankStep, covers
 
 FORWARD, BACKWARD, OPTIMIZER = "forward-compute", "backward-compute", "optimizer"
-"""Megatron's names of the timers that are read."""
+"""Megatron's names for the timers that are read."""
 MOST_TIMERS_LEVEL = 2
-"""Of Megatron's `--timing-log-level`: every timer runs."""
+"""The `--timing-log-level` at which all of Megatron's timers run."""
 
 
 @contextmanager
 def running(timers: Any | None) -> Iterator[dict[str, float]]:
-    """Megatron's timers of every level around a step.
+    """Surround a step and run Megatron's timers of every level in it.
 
-    Their level is raised for this step alone, as at level 2 they synchronise every microbatch.
+    The level is raised for this step only, because timers of level 2 synchronise at every
+    microbatch.
 
     Args:
-        timers: Megatron's `Timers`, or None where the job has none.
+        timers: Megatron's `Timers`, or None if the job has none.
 
     Yields:
-        After the step, ms by name of each timer above that ran in it; nothing before.
+        A dict, empty during the step; afterwards ms by name of each timer above that ran.
     """
     took_ms: dict[str, float] = {}
     if timers is None:
@@ -49,7 +50,7 @@ def running(timers: Any | None) -> Iterator[dict[str, float]]:
                 took_ms[name] = ran_s * 1e3
     finally:
         timers._log_level = level
-        # A timer that exists is used whatever the level, and would synchronise for ever.
+        # Megatron uses an existing timer at every level; it would go on synchronising.
         for name in set(timers._timers) - set(before_s):
             del timers._timers[name], timers._log_levels[name]
 
@@ -69,17 +70,17 @@ class WholeStep:
 
     @property
     def compute_ms(self) -> float | None:
-        """Forward and backward of all microbatches; None where a timer did not run."""
+        """Forward plus backward of all microbatches; None if a timer did not run."""
         forward_ms, backward_ms = self.seen.forward_compute_ms, self.seen.backward_compute_ms
         return None if forward_ms is None or backward_ms is None else forward_ms + backward_ms
 
 
 def residuals_ms(planner: Planner, ranks: Sequence[Sequence[WholeStep]]) -> tuple[float, ...]:
-    """What layers leave of one microbatch's time, for every stage: 0 where no timer ran.
+    """Time of one microbatch that layers do not explain, for every stage; 0 if no timer ran.
 
     Args:
-        planner: of a profile without such residuals.
-        ranks: the steps that every rank saw, each rank at least one or all none.
+        planner: of a profile whose residual times are 0.
+        ranks: the steps of every rank: at least one each, or none on all.
     """
     by_stage: list[list[float]] = [[] for _ in range(planner.layout.num_stages)]
     costs = [planner.evaluate(step.policy).stages for step in ranks[0]]
@@ -96,12 +97,12 @@ def residuals_ms(planner: Planner, ranks: Sequence[Sequence[WholeStep]]) -> tupl
 
 
 def covered(planner: Planner, steps: Sequence[WholeStep]) -> list[WholeStep]:
-    """Steps of which every choice has a record: the last one measured may lack some."""
+    """The steps whose choices all have a record; the last step may have other choices."""
     return [step for step in steps if covers(planner.profile.kinds, step.policy)]
 
 
 def median_step(ranks: Sequence[Sequence[WholeStep]]) -> MeasuredStep | None:
-    """The step of median forward and backward time on the slowest rank, as every rank saw it."""
+    """The step of median time (forward plus backward, slowest rank), with all ranks' figures."""
     steps = list(zip(*ranks, strict=True))
     if not steps:
         return None

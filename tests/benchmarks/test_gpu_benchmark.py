@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import children, page, processes, published, run
+from benchmarks.gpu import cases, children, page, processes, published, run
 from benchmarks.gpu.mixes import random_policies
 from benchmarks.gpu.results import (
     BenchmarkError,
@@ -90,8 +90,16 @@ def test_a_part_goes_on_with_the_configuration_it_was_begun_with_only(results):
         section.configure({"rounds": 9, "shape": (1, 2)})
 
 
-def test_what_a_figure_depends_on_names_this_code_and_the_environment():
-    machine = run._machine()
+def results_of_no_section(*arguments):
+    """The file of a run that has no time for a section."""
+    assert run.main(["--only", "2", "--minutes", "0", *arguments]) == OutOfTimeError.exit_code
+    (path,) = Path.cwd().rglob("results.json")
+    return path.relative_to(Path.cwd())
+
+
+def test_what_a_figure_depends_on_names_this_code_and_the_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    machine = Results.load(results_of_no_section("--tiny")).machine
     assert set(run.ENVIRONMENT) < set(machine)
     committed = subprocess.run(
         ["git", "log", "-1", "--format=%H", "--", "megatron_autorecompute", "benchmarks/gpu"],
@@ -345,10 +353,21 @@ def test_off_cuda_there_is_a_dry_run_only(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_writes_elsewhere_than_the_evidence_unless_told():
-    asked = [run._parser().parse_args(words) for words in ([], ["--tiny"], ["--output", "x"])]
-    folders = ["benchmarks/results/gpu", "build/gpu-dry", "x"]
-    assert [run._file(options) for options in asked] == [Path(f, "results.json") for f in folders]
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        ([], "benchmarks/results/gpu"),
+        (["--tiny"], "build/gpu-dry"),
+        (["--output", "x"], "x"),
+        (["--tiny", "--output", "x"], "x"),
+    ],
+)
+def test_a_dry_run_writes_elsewhere_than_the_evidence_unless_told(
+    arguments, folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cases, "machine", lambda: MACHINE)
+    assert results_of_no_section(*arguments) == Path(folder, "results.json")
 
 
 STARTS_ANOTHER = ["sh", "-c", "sleep 300 & echo $!; wait"]
@@ -534,7 +553,7 @@ def test_a_dry_run_of_what_trains_in_one_process_is_complete(tmp_path):
     assert ran.returncode == 0, ran.stdout + ran.stderr
     results = Results.load(tmp_path / "results.json")
     assert [
-        len(page._numbered(results.sections[name].items, what))
+        sum(item.startswith(f"{what}/") for item in results.sections[name].items)
         for name, what in zip(sections, ("round", "budget", "policy", "strategy"), strict=True)
     ] == [2, 8, 40, 5]
     for path in tmp_path.glob("*_tiny-cpu_*.md"):

@@ -34,6 +34,24 @@ def bridge():
     return megatron.bridge
 
 
+@pytest.fixture
+def overridden(bridge, monkeypatch):
+    """What the launcher would train: a recipe's config, with overrides after it."""
+    from megatron.bridge import recipes
+
+    from megatron_autorecompute import bridge_pretrain
+    from megatron_autorecompute.integrations import megatron_bridge
+
+    def override(cfg, *overrides):
+        given = []
+        monkeypatch.setattr(recipes, "given_pretrain_config", lambda: cfg, raising=False)
+        monkeypatch.setattr(megatron_bridge, "pretrain", lambda cfg, *_, **__: given.append(cfg))
+        bridge_pretrain.main(["--recipe", "given_pretrain_config", *overrides])
+        return given[0]
+
+    return override
+
+
 @pytest.fixture(scope="module")
 def one_rank(bridge):
     """Megatron without CUDA and a world of one."""

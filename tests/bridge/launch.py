@@ -1,6 +1,6 @@
-"""Run a Python program that uses Bridge without CUDA and Transformer Engine, in this process.
+"""Run a Python module that uses Bridge without CUDA and Transformer Engine, in this process.
 
-    python -m tests.bridge.launch scripts/bridge_pretrain.py <its arguments>
+    python -m tests.bridge.launch MODULE <its arguments>
 
 After training it prints a digest of all parameters, and those after the model was built.
 """
@@ -67,4 +67,4 @@ if __name__ == "__main__":
     prepare()
     print_weights()
     sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    runpy.run_module(sys.argv[0], run_name="__main__")

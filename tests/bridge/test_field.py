@@ -22,12 +22,6 @@ def cfg(bridge):
     return recipes.tiny_llama_pretrain_config()
 
 
-def overridden(cfg, *overrides):
-    from scripts.bridge_pretrain import _overridden
-
-    return _overridden(cfg, None, list(overrides))
-
-
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_the_field_survives_constructor_copy_dict_and_yaml(cfg, value, tmp_path):
     from megatron.bridge.training.config import ConfigContainer
@@ -49,11 +43,11 @@ def test_the_field_survives_constructor_copy_dict_and_yaml(cfg, value, tmp_path)
 
 
 @pytest.mark.parametrize("value", VALUES[:-1])
-def test_an_override_needs_no_quotes_beyond_the_shells(cfg, value):
+def test_an_override_needs_no_quotes_beyond_the_shells(cfg, overridden, value):
     assert overridden(cfg, f"model.recompute_policy={value}").model.recompute_policy == value
 
 
-def test_a_list_and_null_are_overrides_as_hydra_has_them(cfg):
+def test_a_list_and_null_are_overrides_as_hydra_has_them(cfg, overridden):
     changed = overridden(cfg, "model.recompute_policy=[full,full,none,none]")
     assert list(changed.model.recompute_policy) == ["full", "full", "none", "none"]
     assert overridden(cfg, "model.recompute_policy=null").model.recompute_policy is None
@@ -94,7 +88,7 @@ def test_mla_and_heterogeneous_configs_of_bridge_have_the_field(bridge):
 # --- against the recipe's own recompute -----------------------------------------------------------
 
 
-def test_a_policy_on_the_command_line_replaces_the_recipes_own_recompute(cfg):
+def test_a_policy_on_the_command_line_replaces_the_recipes_own_recompute(cfg, overridden):
     cfg.model.recompute_granularity = "full"
     cfg.model.recompute_method = "uniform"
     cfg.model.recompute_num_layers = 1
@@ -102,7 +96,7 @@ def test_a_policy_on_the_command_line_replaces_the_recipes_own_recompute(cfg):
     assert megatron_bridge.resolve(changed) == RecomputePolicy.parse("none", num_layers=4)
 
 
-def test_a_policy_beside_the_recipes_own_recompute_is_refused_with_the_translation(cfg):
+def test_a_policy_beside_the_recipes_own_recompute_is_refused_with_the_translation(cfg, overridden):
     cfg.model.recompute_granularity = "full"
     cfg.model.recompute_method = "block"
     cfg.model.recompute_num_layers = 2

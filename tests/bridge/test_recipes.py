@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import stage_layout
 from megatron_autorecompute.integrations import megatron_bridge
 from tests.bridge import recipes
@@ -77,20 +78,18 @@ LAYERS = {"llama3_8b": 32, "llama3_70b": 80, "qwen3_30b_a3b": 48, "deepseek_v3":
 def test_every_example_asks_for_auto_and_for_nothing_of_megatrons_own(example, name):
     cfg = example(name)
     assert cfg.model.recompute_policy == "auto"
-    assert {getattr(cfg.model, field) for field in megatron_bridge.NO_RECOMPUTE_FIELDS} == {None}
+    assert {getattr(cfg.model, field) for field in megatron_fields.NO_RECOMPUTE} == {None}
     assert megatron_bridge.resolve(cfg) is None
     assert stage_layout.num_policy_layers(cfg.model) == LAYERS[name]
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_example_takes_a_policy_by_override_and_keeps_it_in_yaml(example, name, tmp_path):
+def test_every_example_takes_a_policy_by_override_and_keeps_it_in_yaml(
+    example, overridden, name, tmp_path
+):
     from megatron.bridge.training.config import ConfigContainer
 
-    from scripts.bridge_pretrain import _overridden
-
-    cfg = _overridden(
-        example(name), None, [f"model.recompute_policy=none*{LAYERS[name] - 2},full*2"]
-    )
+    cfg = overridden(example(name), f"model.recompute_policy=none*{LAYERS[name] - 2},full*2")
     policy = megatron_bridge.resolve(cfg)
     assert policy.to_config() == cfg.model.recompute_policy
     cfg.to_yaml(str(tmp_path / "config.yaml"))

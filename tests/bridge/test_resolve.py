@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.integrations import megatron_bridge
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
@@ -69,7 +70,7 @@ def test_every_strategy_of_megatron_is_written_in_megatrons_fields(layout, data)
         )
     )
     policy = RecomputePolicy.parse(name, num_layers=24, layout=blocks(model))
-    fields = megatron_bridge.megatron_fields(policy, model)
+    fields = megatron_bridge.fields_of_policy(policy, model)
     assert fields is not None, name
     again = RecomputePolicy.parse(strategy_of(fields), num_layers=24, layout=blocks(model))
     assert again == policy
@@ -80,7 +81,7 @@ def test_every_strategy_of_megatron_is_written_in_megatrons_fields(layout, data)
 def test_native_fields_never_say_another_policy(layout, choices):
     model = Model(24, *layout)
     policy = RecomputePolicy(tuple(choices))
-    fields = megatron_bridge.megatron_fields(policy, model)
+    fields = megatron_bridge.fields_of_policy(policy, model)
     if fields is not None:
         again = RecomputePolicy.parse(strategy_of(fields), num_layers=24, layout=blocks(model))
         assert again == policy
@@ -100,7 +101,7 @@ def test_native_fields_never_say_another_policy(layout, choices):
 def test_what_megatrons_fields_cannot_say_or_run_stays_a_policy(policy, model):
     layers = model.num_layers + (model.mtp_num_layers or 0)
     policy = RecomputePolicy.parse(policy, num_layers=layers)
-    fields = megatron_bridge.megatron_fields(policy, model)
+    fields = megatron_bridge.fields_of_policy(policy, model)
     if model.mtp_num_layers:  # block/12 on both stages, the depth not recomputed: can be said
         assert strategy_of(fields) == "megatron:block/12"
     else:
@@ -166,7 +167,7 @@ def test_recipe_lines_set_what_they_were_made_from(cfg):
     for text in ("full*2,none*2", "none,full,none*2", "selective[core_attn]*4", "none*4"):
         policy = RecomputePolicy.parse(text, num_layers=4)
         exec("\n".join(megatron_bridge.recipe_lines(policy, cfg)), {"cfg": cfg})
-        fields = {name: getattr(cfg.model, name) for name in megatron_bridge.NO_RECOMPUTE_FIELDS}
+        fields = {name: getattr(cfg.model, name) for name in megatron_fields.NO_RECOMPUTE}
         said = cfg.model.recompute_policy or strategy_of(fields)
         assert RecomputePolicy.parse(said, num_layers=4) == policy
         cfg.model.recompute_policy = None

@@ -1,4 +1,4 @@
-"""Bridge's own `pretrain` on CPU through scripts/bridge_pretrain.py, with and without a policy."""
+"""Bridge's own `pretrain` on CPU through `bridge_pretrain`, with and without a policy."""
 
 import os
 import re
@@ -16,6 +16,8 @@ LLAMA, MOE = RECIPE + "tiny_llama_pretrain_config", RECIPE + "tiny_moe_pretrain_
 STEPS = "train.train_iters=20"
 AUTO = ("model.recompute_policy=auto", "--recompute-memory-budget-gib")
 
+LAUNCHED = "megatron_autorecompute.bridge_pretrain"
+
 
 def train(recipe, *arguments, ranks=1):
     """What the run printed; an error of the run is an error here."""
@@ -24,7 +26,7 @@ def train(recipe, *arguments, ranks=1):
         port = free.getsockname()[1]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     launcher += ["--master-port", str(port)]
-    command = ["-m", "tests.bridge.launch", "scripts/bridge_pretrain.py", "--recipe", recipe]
+    command = ["-m", "tests.bridge.launch", LAUNCHED, "--recipe", recipe]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *launcher, *command, STEPS, *arguments],
         capture_output=True,
@@ -120,7 +122,7 @@ def test_auto_on_two_pipeline_stages_learns_the_same_bits(recipe, budget_gib):
 def test_bad_input_ends_with_one_message_and_its_code(
     bridge, arguments, code, said, capsys, monkeypatch
 ):
-    from scripts.bridge_pretrain import main
+    from megatron_autorecompute.bridge_pretrain import main
 
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as ended:

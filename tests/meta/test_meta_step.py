@@ -17,7 +17,6 @@ from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
     StepShape,
-    boundary_tensors,
     build_chunks,
     build_gpt,
     stage_step,
@@ -26,6 +25,7 @@ from megatron_autorecompute.meta.meta_step import (
 )
 from megatron_autorecompute.planner.schedule import Event, Schedule
 from megatron_autorecompute.policy import RecomputePolicy
+from tests.meta.boundary_tensors import boundary_tensors, events
 from tests.support import fresh_processes, run_ranks, start_parallel, tiny_config
 
 SHAPE = StepShape(seq_length=128, micro_batch_size=2, num_microbatches=6, vocab_size=512)
@@ -202,14 +202,14 @@ def test_events_come_in_the_order_of_the_schedule_replay(fresh_process, fields):
     chunks = fields.get("virtual_pipeline_model_parallel_size", 1)
     schedule = Schedule(num_stages=2, num_chunks=chunks, num_microbatches=6)
     for stage, result in enumerate(fresh_process(meta_stages, "dense", fields, None)):
-        seen = [Event(*event.where[:3]) for event in result.events()]
+        seen = [Event(*event.where[:3]) for event in events(result)]
         assert tuple(seen) == schedule.events(stage)
 
 
 def test_peak_span_and_events_agree_with_the_peak(fresh_process):
     for result in fresh_process(meta_stages, "dense", PP2, MIXED):
         assert result.peak_span.peak_bytes == result.peak_bytes
-        assert max(event.peak_bytes for event in result.events()) == result.peak_bytes
+        assert max(event.peak_bytes for event in events(result)) == result.peak_bytes
 
 
 def test_moe_experts_share_tokens_evenly_across_expert_parallel_ranks(fresh_process):

@@ -19,9 +19,9 @@ from benchmarks.peak_fidelity import (
     stages_of,
     with_table,
 )
-from megatron_autorecompute.meta.meta_step import boundary_tensors
 from megatron_autorecompute.planner.p2p_tensors import extra_tensors
 from megatron_autorecompute.planner.schedule import Schedule
+from tests.meta.boundary_tensors import boundary_tensors
 from tests.planner.definitions import COUNTED
 from tests.support import fresh_processes, tiny_config
 

@@ -38,7 +38,7 @@ COUNTED = {
     (2, 2, 4, False, False): ("0000102121100133", "0000113243111123"),
 }
 """Boundary tensors alive at each event, a digit each, `(p, v, m, overlapped, deallocated)[stage]`:
-as counted while Megatron's own schedule ran (`meta_step.boundary_tensors`), without outputs that
+as counted while Megatron's own schedule ran (`tests/meta/boundary_tensors`), without outputs that
 belong to a microbatch in flight. tests/meta counts them again."""
 
 

@@ -26,8 +26,8 @@ from tests.planner.uniform_profiles import peak_of, uniform_profile
 def test_micro_batch_form_of_narayanan_et_al_is_the_replay_of_equal_stages():
     # (b'/b + p - 1) * (t_f(b) + t_b(b)) with b' = B/d = 64 samples per pipeline.
     for b, forward, backward in [(1, 1.0, 2.0), (2, 1.5, 3.0), (8, 5.0, 10.0)]:
-        replayed = replay_ms(Schedule(8, 1, 64 // b), [[forward]] * 8, [[backward]] * 8)
-        assert replayed.total_ms == micro_batch_step_ms(64, b, 8, forward, backward)
+        replayed_ms = replay_ms(Schedule(8, 1, 64 // b), [[forward]] * 8, [[backward]] * 8)
+        assert replayed_ms == micro_batch_step_ms(64, b, 8, forward, backward)
 
 
 @given(schedules(most_chunks=1), st.data())
@@ -38,7 +38,7 @@ def test_formula_is_exact_for_1f1b_when_the_last_stage_is_slowest(schedule, data
     forward[-1], backward[-1] = max(forward), max(backward)
     stage_ms = [f[0] + b[0] for f, b in zip(forward, backward, strict=True)]
     formula = one_forward_one_backward_ms(stage_ms, schedule.num_microbatches)
-    assert replay_ms(schedule, forward, backward).total_ms == pytest.approx(formula)
+    assert replay_ms(schedule, forward, backward) == pytest.approx(formula)
 
 
 @given(schedules(most_chunks=1), st.data())
@@ -48,7 +48,7 @@ def test_formula_is_a_bound_for_1f1b_when_backwards_are_proportional_to_forwards
     stage_ms = [3 * row[0] for row in forward]
     formula = one_forward_one_backward_ms(stage_ms, schedule.num_microbatches)
     slowest_stage = max(stage_ms) * schedule.num_microbatches
-    total_ms = replay_ms(schedule, forward, backward).total_ms
+    total_ms = replay_ms(schedule, forward, backward)
     assert slowest_stage * (1 - 1e-9) <= total_ms <= formula * (1 + 1e-9)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.plan import Plan, changes, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
@@ -79,8 +79,8 @@ def test_the_best_manual_strategy_is_kept_and_is_slower(plan):
 
 
 def test_a_changed_fingerprint_says_what_changed(plan):
-    assert plan.changed({"torch": "2.13.0", "device": "cpu"}) == ()
-    assert plan.changed({"torch": "2.14.0", "tp": "2"}) == (
+    assert changes(plan.fingerprint, {"torch": "2.13.0", "device": "cpu"}) == ()
+    assert changes(plan.fingerprint, {"torch": "2.14.0", "tp": "2"}) == (
         "device: cpu, now absent",
         "torch: 2.13.0, now 2.14.0",
         "tp: absent, now 2",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_autorecompute
 from megatron_autorecompute.planner.layer_sums import sums_of_layers
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
@@ -30,6 +31,7 @@ from tests.pretrain.jobs import (
 if importlib.util.find_spec("megatron.training") is None:
     pytest.skip("megatron-core before 0.17 carries no megatron.training", allow_module_level=True)
 
+OURS = str(Path(megatron_autorecompute.__file__).parent)
 SCRIPT = Path(ROOT, "tests", "pretrain", "pretrain_tiny.py")
 FLAGS = MODEL + "--dataloader-type external "
 MIXED = "full*1,selective[core_attn]*1,none*1,selective[core_attn+layernorm]*1"
@@ -75,7 +77,7 @@ def test_the_users_own_selective_flags_are_refused_once_with_the_translation():
     assert job.returncode != 0
     assert len(job.said) == 1, job.text
     assert "'megatron:selective[core_attn]'" in job.said[0]
-    assert "megatron_lm.py" not in job.text  # no traceback of ours on any rank
+    assert OURS not in job.text  # no traceback of ours on any rank
 
 
 AUTO = "--recompute-policy auto --recompute-memory-budget-gib {budget} "
@@ -186,6 +188,22 @@ def test_a_job_that_ends_while_measuring_leaves_no_plan_and_the_next_measures_an
 def test_a_batch_that_grows_is_planned_for_at_the_step_it_grows(jobs):
     assert jobs["grown"].losses == jobs["grown plain"].losses, jobs["grown"].text
     assert jobs["grown"].text.count("a plan for 6 microbatches") == 1
+
+
+def test_tensorboard_gets_the_plans_pictures_and_costs_once_a_job(jobs, folder):
+    assert jobs["auto"].returncode == 0
+    for run_folder, first in (("events", 0), ("later", 18)):
+        lines = (folder / run_folder / "shown.jsonl").read_text().splitlines()
+        policy, memory, costs = map(json.loads, lines)
+        assert [shown[0] for shown in (policy, memory, costs)] == [
+            "recompute/policy",
+            "recompute/memory",
+            "recompute/costs",
+        ]
+        assert all(first <= shown[1] < 22 for shown in (policy, memory, costs))
+        for image in (policy, memory):
+            assert (image[2], image[-1]) == ("HWC", 3)
+        assert "| measured |" in costs[2]
 
 
 def test_tensorboard_gets_peaks_and_recompute_time_per_stage_at_megatrons_iteration(jobs, folder):

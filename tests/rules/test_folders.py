@@ -11,6 +11,7 @@ from tests.rules.imports import PACKAGE, ROOT, imports, part, sources
 WORDS = {
     "errors",
     "json_records",
+    "megatron_fields",
     "options",
     "packages",
     "patched",
@@ -24,14 +25,15 @@ PUBLIC = {"apply", "config"}
 """Addresses that users import; nothing inside does."""
 KNOWS = {
     "planner": set(),
-    "report": {"planner", "compare"},
+    "report": {"planner"},
     "compat": {"planner"},
     "runtime": {"planner", "compat", "report"},
     "meta": {"planner", "compat", "runtime"},
-    "compare": {"planner", "compat", "runtime", "meta", "report"},
+    "compare": {"planner", "report", "compat", "runtime", "meta"},
     "integrations": {"planner", "compat", "runtime", "meta"},
-    "cli": {"planner", "report", "meta"},
+    "cli": {"planner", "report", "meta", "compare"},
     "pretrain": {"runtime", "integrations"},
+    "bridge_pretrain": {"runtime", "integrations"},
     "__main__": {"cli"},
     "apply": {"runtime"},
     "config": {"runtime"},
@@ -39,7 +41,7 @@ KNOWS = {
 }
 """Which folders a part may import, besides the words and itself."""
 HEAVY = {"torch", "megatron"}
-RUNS_MEGATRON = {"compat", "runtime", "meta", "compare", "integrations"}
+RUNS_MEGATRON = {"compat", "runtime", "meta", "compare", "integrations", "bridge_pretrain"}
 
 
 def strangers(name: str, source: str) -> set[str]:
@@ -97,6 +99,20 @@ def test_an_arrow_that_is_not_allowed_is_found():
     assert strangers(f"{PACKAGE}.runtime.apply", source) == {"meta"}
     assert strangers(f"{PACKAGE}.policy", source) == {"meta"}
     assert strangers(f"{PACKAGE}.cli.estimate", source) == set()
+
+
+def in_circles(knows: dict[str, set[str]]) -> set[str]:
+    """Folders that know themselves by way of others."""
+    return {folder for folder in knows if folder in reached(*knows[folder], imported=knows)}
+
+
+def test_no_folders_know_each_other_in_a_circle():
+    assert in_circles(KNOWS) == set()
+
+
+def test_a_circle_of_folders_is_found():
+    knows = {"plan": set(), "show": {"plan", "run"}, "run": {"measure"}, "measure": {"show"}}
+    assert in_circles({**knows, "start": {"run"}}) == {"show", "run", "measure"}
 
 
 @pytest.mark.parametrize("light", [WORDS, {"planner"}, {"report"}, {"cli"}])
@@ -230,13 +246,13 @@ def test_applying_never_reaches_the_planners_search(start, modules):
     imported = {name: imports(source) & set(modules) for name, source in modules.items()}
     del imported[PACKAGE]  # whose names are looked up when they are asked for
     assert search <= set(modules)
-    assert reached(f"{PACKAGE}.runtime.{start}", imported) & search == set()
+    assert reached(f"{PACKAGE}.runtime.{start}", imported=imported) & search == set()
 
 
-def reached(start: str, imported: dict[str, set[str]]) -> set[str]:
-    """All that importing `start` can import, itself included."""
+def reached(*starts: str, imported: dict[str, set[str]]) -> set[str]:
+    """All that importing `starts` can import, themselves included."""
     seen: set[str] = set()
-    waiting = {start}
+    waiting = set(starts)
     while waiting:
         name = waiting.pop()
         seen.add(name)
@@ -246,7 +262,7 @@ def reached(start: str, imported: dict[str, set[str]]) -> set[str]:
 
 def test_the_search_for_arrows_can_fail():
     imported = {"plan": {"solve"}, "solve": {"apply"}, "apply": {"torch", "plan"}}
-    assert reached("plan", imported) == {"plan", "solve", "apply", "torch"}
+    assert reached("plan", imported=imported) == {"plan", "solve", "apply", "torch"}
 
 
 def of_the_planner(source: str) -> set[str]:

@@ -408,9 +408,9 @@ FROZEN_POLICIES = {
 }
 
 
-def frozen_model(kind, freeze):
+def frozen_model(kind, freeze, **more):
     fields = {"dense": {}, "moe": SHARED_EXPERTS, "mla": {"normalization": "LayerNorm"}}
-    model = tiny_gpt(tiny_config(kind, **fields[kind]))[0]
+    model = tiny_gpt(tiny_config(kind, **fields[kind], **more))[0]
     freeze(model)
     return model
 
@@ -429,49 +429,44 @@ def test_every_trainable_parameter_gets_its_gradient_behind_frozen_ones(kind, fr
 
 
 @pytest.mark.parametrize(
-    ("text", "trained"),
+    ("trained", "fields"),
     [
-        ("full", "layernorm"),
-        ("full/2", "mlp."),
-        ("selective[layernorm]", "layernorm"),
-        ("selective[mlp]", "mlp."),
+        ("layernorm", uniform(1)),
+        ("mlp.", uniform(2)),
+        ("layernorm", selective("layernorm")),
+        ("mlp.", selective("mlp")),
     ],
 )
-def test_frozen_inputs_lose_gradients_unless_they_are_made_to_require_them(
-    text, trained, monkeypatch
-):
-    model = frozen_model("dense", train_only(trained))
-    without = one_step([model])
-    monkeypatch.setattr(
-        "megatron_autorecompute.runtime.apply._with_gradient",
-        lambda hidden_states, layers: hidden_states,
-    )
-    with apply(text, model):
-        assert len(one_step([model]).gradients) < len(without.gradients)
+def test_behind_frozen_ones_parameters_lose_gradients_on_megatrons_own_path(trained, fields):
+    without = one_step([frozen_model("dense", train_only(trained))])
+    megatrons = one_step([frozen_model("dense", train_only(trained), **fields)])
+    assert len(megatrons.gradients) < len(without.gradients)
 
 
 # --------------------------------------------------------------------- Megatron's own weak spots
 
 
-def step_with_mlp_recompute(with_our_hook):
-    from megatron_autorecompute.runtime import apply as apply_module
-
+def step_with_mlp_recompute():
     start_parallel()
     models = tiny_gpt(tiny_config(add_bias_linear=True))
     without = one_step(models)
-    if not with_our_hook:
-        apply_module._copy_bias = lambda module, args, output: output
     with apply("selective[mlp]", models):
         return one_step(models).same_bits(without)
 
 
+def step_with_megatrons_own_mlp_recompute():
+    start_parallel()
+    models = tiny_gpt(tiny_config(add_bias_linear=True, **selective("mlp")))
+    return one_step(models, num_microbatches=1).losses
+
+
 def test_mlp_recompute_with_linear_biases_returns_and_is_exact():
-    assert run_ranks(step_with_mlp_recompute, 1, True, timeout_s=60, memory_bytes=8 << 30) == [True]
+    assert run_ranks(step_with_mlp_recompute, 1, timeout_s=60, memory_bytes=8 << 30) == [True]
 
 
 def test_mlp_recompute_with_linear_biases_never_returns_in_megatrons_own_form():
     with pytest.raises(RankError):
-        run_ranks(step_with_mlp_recompute, 1, False, timeout_s=10, memory_bytes=5 << 30)
+        run_ranks(step_with_megatrons_own_mlp_recompute, 1, timeout_s=10, memory_bytes=5 << 30)
 
 
 @pytest.mark.parametrize("text", ["full,none*3", "none,full/2*2,none", "selective[moe]*2,full*2"])

@@ -131,7 +131,7 @@ def behaviour(kind):
     }
     for name, field in kind.__dataclass_fields__.items():
         shown[f"field {name}"] = outcome(lambda field=field: field)
-        if name != config.FIELD:  # an attribute, where a class written with it has a slot
+        if name != config.POLICY_FIELD:  # an attribute, where a class written with it has a slot
             shown[f"{name} of the class"] = outcome(lambda name=name: kind.__dict__[name])
     made = {}
     for name, policy in policies.items():

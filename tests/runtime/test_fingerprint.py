@@ -185,6 +185,12 @@ def test_a_setting_of_any_type_makes_another_job(here, monkeypatch):
             assert differing(before, described(*here, layout)) == {name}
 
 
+def test_numbers_that_change_neither_bytes_nor_times_make_no_other_job(here):
+    chunks, optimizer = job(layernorm_epsilon=1e-6, init_method_std=0.01)
+    optimizer.config.adam_eps = 1e-6
+    assert differing(described(*here), described(chunks, optimizer)) == set()
+
+
 @pytest.mark.any_version
 def test_what_only_megatrons_arguments_say_makes_another_job_too():
     given = {"decoder_seq_length": None, "create_attention_mask_in_dataloader": True, "sft": False}

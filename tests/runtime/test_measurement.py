@@ -15,11 +15,11 @@ from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.measurement import Samples
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, DeviceClock
 from megatron_autorecompute.work_order import contains
-from tests.support import MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB, run_ranks
+from tests.support import MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB, microbatch, run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(
@@ -103,9 +103,9 @@ def saved_bytes(job, layer):
             seen.setdefault(storage._cdata, (running[0], drop))
         return tensor.detach() if tensor.grad_fn is not None else tensor
 
-    batch = next(job._batches)
+    size = {"micro_batch_size": job.shape.micro_batch_size, "seq_length": job.shape.seq_length}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(**batch)
+        output = model(**microbatch(**size))
     for handle in handles:
         handle.remove()
     total = sum(storage().nbytes() for at, storage in seen.values() if at == layer)
@@ -223,8 +223,8 @@ def test_the_first_time_of_a_choice_is_set_aside_where_there_are_others():
     # Compiling at first use: CheckpointWithoutOutput's C++ since core 0.17, autotuned kernels.
     once = Samples([1], [0], [1], [1], forward_ms=[9.0], backward_ms=[2000.0])
     again = Samples([1], [0], [1], [1], forward_ms=[9.0, 3.0], backward_ms=[2000.0, 6.0])
-    assert once.settled().record("full", 0).backward_ms == 2000.0
-    assert again.settled().record("full", 0).backward_ms == 6.0
+    assert once.settled().record(FULL, 0).backward_ms == 2000.0
+    assert again.settled().record(FULL, 0).backward_ms == 6.0
     assert again.settled().held_bytes == again.held_bytes
 
 
@@ -232,13 +232,12 @@ def routed_unevenly(microbatches):
     """What each rank's moe layers held with most tokens going to rank 0's experts; the profile."""
     import torch
 
-    from megatron_autorecompute.policy import NONE
     from megatron_autorecompute.profile import Model, Parallelism, StaticBytes
     from megatron_autorecompute.runtime.apply import apply
     from megatron_autorecompute.runtime.live_bytes import LiveBytes
     from megatron_autorecompute.runtime.measurement import Measurement
     from megatron_autorecompute.runtime.model_shard import ModelShard
-    from tests.support import microbatch, start_parallel, tiny_config, tiny_gpt
+    from tests.support import start_parallel, tiny_config, tiny_gpt
 
     start_parallel(expert_model_parallel_size=2)
     config = tiny_config("moe", num_layers=2, expert_model_parallel_size=2)
@@ -268,7 +267,7 @@ def routed_unevenly(microbatches):
                 step(microbatches)
             if policy != full:
                 (kind,) = measurement.shard.kinds
-                held = list(measurement._seen[kind.signature, "none"].held_bytes)
+                held = list(measurement.samples[kind.signature, NONE].held_bytes)
         profile = measurement.profile(Model("GPT", 2), Parallelism(2, 32), StaticBytes())
     return held, profile
 

@@ -88,10 +88,8 @@ def measured(beside=None, when=("before", "between", "after")):
         gc.collect()  # at moments of its own choice it would free what a forward is charged with
 
     with apply(RecomputePolicy.parse("full*2,none*2", num_layers=4), model) as applied:
-        measurement = Measurement(ModelShard([model]), applied)
         for _ in range(2):  # the first allocates what stays
-            seen = measurement._seen
-            seen.clear()
+            measurement = Measurement(ModelShard([model]), applied)
             static += parallel.global_buffers()
             with without_gc(), LiveBytes(static) as memory, measurement.watch(memory):
                 for number in range(2):
@@ -101,10 +99,11 @@ def measured(beside=None, when=("before", "between", "after")):
                     loss.backward()
                     also("after")
     assert measurement.boundary_bytes == SEQ_LENGTH * MICRO_BATCH_SIZE * 64 * 4
+    seen = measurement.samples.items()
     return {
         key: (of.held_bytes, of.input_bytes, of.forward_level_bytes, of.backward_level_bytes)
-        for key, of in seen.items()
-    }, {key: (len(of.forward_ms), len(of.backward_ms)) for key, of in seen.items()}
+        for key, of in seen
+    }, {key: (len(of.forward_ms), len(of.backward_ms)) for key, of in seen}
 
 
 @pytest.mark.parametrize("beside", [without_gradients, inference, evaluation, never_backward])

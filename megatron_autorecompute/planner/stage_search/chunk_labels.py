@@ -1,4 +1,4 @@
-"""Labels of one chunk, from its last layer to its first; what cannot be part of the answer goes."""
+"""Labels of one chunk, from its last layer to its first, without those that cannot win."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ChunkLabels:
     """Makes the labels of one chunk.
 
     Args:
-        limits: what the search is about.
-        c: which chunk.
+        limits: of the search.
+        c: the chunk's index on its stage.
         ids: a number for every choice, shared by all chunks of the stage.
     """
 
@@ -44,7 +44,7 @@ class ChunkLabels:
         self.own = (limits.problem.running == c) & ~limits.problem.is_forward
 
     def search(self, filters: Filters) -> tuple[Labels, Ints]:
-        """All labels that `filters` keep, and those of the whole chunk."""
+        """All labels that `filters` keep, and among them those that cover the whole chunk."""
         chunk = self.chunk
         labels = Labels()
         rows = np.zeros((1, len(COLUMNS)), np.int64)
@@ -100,7 +100,7 @@ class ChunkLabels:
         """Every checkpoint of two or more layers before the labels where it ends."""
         chunk = self.chunk
         group = chunk.groups[position]
-        # Mostly the longer the higher, so this spares looking at what can never fit.
+        # Longer groups mostly reach higher; this skips those that can never fit.
         reach = group.held_bytes + group.backward_transient_bytes
         fitting = np.flatnonzero(reach <= self.limits.room[self.own].max(initial=0))
         most = int(fitting[-1]) + 1 if len(fitting) else 0
@@ -139,7 +139,7 @@ class Filters:
     ) -> None:
         problem = limits.problem
         self.limits, self.c, self.upper_ps, self.width = limits, c, upper_ps, width
-        self.left = math.inf  # least time and priced bytes of the labels cut off
+        self.left = math.inf  # least time plus priced bytes of the labels that were cut off
         chunk = problem.chunks[c]
         held, forward, backward = limits.prices(c)
         self.before_price = chunk.covering(held + forward + backward, limits.timed)
@@ -158,7 +158,7 @@ class Filters:
             self.rooms[pair] = min(int(bytes_left), self.rooms.get(pair, int(NO_LIMIT)))
 
     def __call__(self, rows: Ints, position: int) -> Ints:
-        """Keep what fits, may win, and is not dominated; at most `width` labels."""
+        """Keep labels that fit, may win and are not dominated; at most `width` of them."""
         rows = rows[self._fits(rows, position)]
         price = self.limits.priced(rows, self.c) + self.before_price[position] + self.others_price
         may_win = self.limits.may_win(price, self.upper_ps)
@@ -171,7 +171,7 @@ class Filters:
         return rows[kept]
 
     def _fits(self, rows: Ints, position: int) -> Bools:
-        """At every moment, with the least that the layers before and other chunks can hold."""
+        """Whether labels fit at every moment; earlier layers and other chunks hold their least."""
         before = self.least_held[position]
         fits = np.ones(len(rows), np.bool_)
         for (count, column), room in self.rooms.items():
@@ -182,8 +182,8 @@ class Filters:
     def _dims(self, rows: Ints) -> Ints:
         """What a label must not be worse in: times, H where it waits, count * H + M where it runs.
 
-        Not M itself: a label that holds less may run higher by what its other microbatches in
-        flight save. Of several counts the least is the strictest.
+        M itself is not compared: a label that holds less may run higher by what its other
+        microbatches in flight save. Of several counts the least is the strictest.
         """
         columns = [rows[:, TIME]]
         if self.limits.apart:

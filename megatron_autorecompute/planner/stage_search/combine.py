@@ -1,7 +1,7 @@
-"""Chunks put together: one label each, a label then being the time and the load on every moment.
+"""Combines the chunks of a stage: picks one label of each, and adds up time and load per moment.
 
-While chunks are combined there is a closer bound than prices: the least time of the remaining
-chunks whose load fits at one moment, known exactly.
+While chunks are combined, a tighter bound than prices is used: the least time of the remaining
+chunks whose load fits at one moment, which is known exactly.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Combined:
 
     @classmethod
     def empty(cls, moments: int) -> Combined:
-        """The one label of no chunks."""
+        """The single label of no chunks: no time, no load."""
         one = np.zeros(1, np.int64)
         return cls(one, one, np.zeros((1, moments), np.int64), np.zeros((1, 0), np.int64))
 
@@ -67,7 +67,7 @@ class Combined:
         )
 
     def blocks(self, factor: int, most: int = 1 << 18) -> Iterator[Combined]:
-        """Slices that, times `factor`, are not much more than `most` labels."""
+        """Slices whose size times `factor` is not much more than `most` labels."""
         step = max(1, most // factor)
         for start in range(0, len(self.time), step):
             yield self.pick(np.arange(start, min(start + step, len(self.time))))
@@ -77,7 +77,7 @@ class Combined:
         return Combined(self.time[which], self.runs[which], self.load[which], self.trail[which])
 
     def times(self, final: Ints, load: Ints) -> Combined:
-        """Every label with every label of the next chunk."""
+        """Every label combined with every label of the next chunk."""
         left = np.repeat(np.arange(len(self.time)), len(final))
         right = np.tile(np.arange(len(final)), len(self.time))
         return Combined(
@@ -90,7 +90,7 @@ class Combined:
     def thinned(
         self, moments: NDArray[np.intp], bound: Ints, price: Floats, width: int
     ) -> tuple[Combined, float]:
-        """Without labels dominated at `moments`, at most `width`; and the least bound cut off."""
+        """At most `width` labels, none dominated at `moments`; and the least bound cut off."""
         dims = np.column_stack([self.time, self.load[:, moments]])
         kept = front(dims, self.runs, np.zeros(len(self.time), np.int64))
         if len(kept) <= width:
@@ -102,7 +102,7 @@ class Combined:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is still worth finding: no slower than `time_ps`, and if as slow then leaner."""
+    """What is worth finding: faster than `time_ps`, or as fast with `spare_bytes` to spare."""
 
     time_ps: int | None = None
     spare_bytes: int = 0
@@ -110,13 +110,13 @@ class Goal:
 
     @classmethod
     def of(cls, known: StageChoice | None, budget_bytes: int) -> Goal:
-        """As good as known choices, or better."""
+        """At least as good as the known choices."""
         return cls() if known is None else cls(known.time_ps, budget_bytes - known.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkOptions:
-    """What one chunk may be: its final labels, and what they stand for."""
+    """The final labels of one chunk, and the choices they stand for."""
 
     labels: Labels
     final: Ints
@@ -129,7 +129,7 @@ class ChunkOptions:
         return ChunkOptions(self.labels, final, self.ids)
 
     def policies(self, index: int) -> tuple[LayerPolicy, ...]:
-        """Of one final label."""
+        """The choices of one final label, one per position."""
         names = {number: policy for policy, number in self.ids.items()}
         found: list[LayerPolicy] = []
         row = int(self.final[index, PARENT])
@@ -147,8 +147,9 @@ class ChunkOptions:
 class Combiner:
     """Picks one label per chunk.
 
-    Of the chunks not yet picked, the least time whose load fits at one moment is known exactly: a
-    front of two dimensions. It bounds what a label can still become far closer than prices do.
+    For the chunks not yet picked, the least time whose load fits at one moment is known exactly,
+    from a front of two dimensions. It bounds the final time of a label much more tightly than
+    prices.
     """
 
     def __init__(self, problem: StageProblem, options: Sequence[ChunkOptions]) -> None:
@@ -170,7 +171,7 @@ class Combiner:
         return np.asarray(load, np.int64)
 
     def bound_ps(self, limit: Ints) -> int:
-        """Lower bound on the time of any labels that fit; `NEVER` where none do."""
+        """Lower bound on the time of labels that fit; `NEVER` if none do."""
         if not np.all(self.least[0] <= limit):
             return int(NEVER)
         least = [self._least_ps(k, 0, limit[[k]]) for k in self._tightest(limit)]
@@ -198,7 +199,7 @@ class Combiner:
 
     @cached_property
     def _priced(self) -> tuple[Floats, Floats]:
-        """Some prices of a byte, and `[moment, price]` the least time plus priced load."""
+        """Trial prices of a byte, and the least time plus priced load, of shape [moment, price]."""
         saved = sum(float(time.max() - time.min()) for time in self.times)
         loads = sum(load.max(axis=0) - load.min(axis=0) for load in self.loads)
         scale = saved / max(float(np.max(loads, initial=0)), 1.0)
@@ -216,7 +217,7 @@ class Combiner:
     def best(
         self, limit: Ints, price: Floats, goal: Goal, width: int
     ) -> tuple[StageChoice | None, float]:
-        """The best labels that fit and reach the goal; and as in a round."""
+        """The best labels that fit and reach the goal; the second value as in `_Rounds.round`."""
         tightest = self._tightest(limit)
         rest_price = [
             float((time + load @ price).min())
@@ -286,7 +287,7 @@ class Combiner:
     def _may_reach(
         self, goal: Goal, table: Combined, c: int, limit: Ints, tightest: Sequence[int]
     ) -> tuple[Bools, Ints]:
-        """Whether labels may become what the goal asks, and the least time they may get."""
+        """Whether labels can still reach the goal, and a lower bound on their final time."""
         best, leaner = table.time, table.time
         for k in tightest:
             room = limit[k] - table.load[:, k]
@@ -298,7 +299,7 @@ class Combiner:
         return (best < goal.time_ps) | (leaner <= goal.time_ps), best
 
     def _decided(self, c: int) -> NDArray[np.intp]:
-        """One of each set of moments that are equal as far as chunks 0 .. c go."""
+        """One moment of each set that is equal as far as chunks 0 .. c are concerned."""
         problem = self.problem
         runs = np.where(problem.running <= c, problem.running, -1)
         rows = np.column_stack([problem.counts[:, : c + 1], runs, problem.is_forward & (runs >= 0)])
@@ -314,7 +315,7 @@ class Combiner:
 
 
 def _planefront(load: Ints, time: Ints) -> tuple[Ints, Ints]:
-    """Loads, ascending, each with a lower time than all before; what is no better is dropped."""
+    """Loads, ascending, each with a lower time than all before; dominated points are dropped."""
     order = np.lexsort((time, load))
     load, time = load[order], time[order]
     better = np.ones(len(time), np.bool_)
@@ -323,7 +324,7 @@ def _planefront(load: Ints, time: Ints) -> tuple[Ints, Ints]:
 
 
 def _coarser(load: Ints, time: Ints, most: int = 1024) -> tuple[Ints, Ints]:
-    """At most so many points, none above the front they stand for."""
+    """A front of at most `most` points, none above the given front."""
     if len(load) <= most:
         return load, time
     starts = np.arange(most) * len(load) // most

@@ -1,4 +1,4 @@
-"""Labels: all that matters of the choices for the last few layers of a chunk.
+"""Labels: a partial solution, the choices for the last few layers of a chunk.
 
 Prepending a unit (h, x) to a suffix of a chunk gives H' = H + h and M' = h + max(x, M). So all that
 matters of a suffix is a *label* (time, H, M forward, M backward), and of two labels of the same
@@ -80,10 +80,10 @@ def prepend(
 
 
 def spread(price: Floats, held: Ints, width: int) -> NDArray[np.intp]:
-    """At most `width` labels: half the cheapest, half the cheapest of equal ranges of held bytes.
+    """At most `width` labels: half of them the cheapest, half the cheapest per range of held bytes.
 
-    The cheapest alone would not do: along a mixture of two choices the price stands still, so
-    they may all hold too much or too little for what is to come.
+    The cheapest alone are not enough: along a mixture of two choices the price stays the same, so
+    all of them may hold too much or too little for the remaining layers.
     """
     half = width // 2
     step = max(1, -(-int(held.max() - held.min() + 1) // max(half, 1)))
@@ -94,11 +94,11 @@ def spread(price: Floats, held: Ints, width: int) -> NDArray[np.intp]:
 
 
 def front(dims: Ints, runs: Ints, first: Ints, block: int = 256) -> NDArray[np.intp]:
-    """Indices of the labels that no other makes superfluous.
+    """Indices of the labels that no other label makes superfluous.
 
-    Column 0 of `dims` is the time. A label makes another superfluous when it is nowhere worse and
-    either faster, or sure to end with no more runs: its runs may grow by one against the other's
-    where their first choices differ.
+    Column 0 of `dims` is the time. A label makes another superfluous if it is nowhere worse, and is
+    either faster or certain to end with at most as many runs. If their first choices differ, its
+    number of runs may still grow by one more than the other's.
     """
     order = np.lexsort((runs, *dims.T[::-1]))
     runs, first = runs[order].astype(np.int32), first[order].astype(np.int32)
@@ -113,7 +113,7 @@ def front(dims: Ints, runs: Ints, first: Ints, block: int = 256) -> NDArray[np.i
         fresh = fresh[~_dominated(ranks, runs, first, kept, fresh).any(axis=0)]
         inside = _dominated(ranks, runs, first, fresh, fresh)
         inside &= fresh[:, None] < fresh[None, :]
-        # A dominated label's dominator may itself be dominated, by one that dominates both.
+        # A label that dominates may itself be dominated, by a label that dominates both.
         kept = np.concatenate([kept, fresh[~inside.any(axis=0)]])
     return order[kept]
 
@@ -125,7 +125,7 @@ def _dominated(
     by: NDArray[np.intp],
     what: NDArray[np.intp],
 ) -> Bools:
-    """`[by, what]` whether the one makes the other superfluous; `ranks` is `[column, label]`."""
+    """Whether `by` makes `what` superfluous, of shape [by, what]; `ranks` is `[column, label]`."""
     result: Bools = (ranks[0, by][:, None] < ranks[0, what]) | (
         runs[by][:, None] + (first[by][:, None] != first[what]) <= runs[what]
     )

@@ -1,4 +1,4 @@
-"""What one search is about: the limits of the moments, and what a byte costs at each."""
+"""The byte limits of one search at each moment, and the price of a byte at each."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NEVER = np.int64(1) << 60  # ps
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a search, and multipliers for a bound."""
+    """The limits of a search, and the prices (Lagrange multipliers) for its bound."""
 
     problem: StageProblem
     room: Ints
-    """`[moment]` bytes that the chunks may put on it."""
+    """Bytes that the chunks may need at each moment, of shape [moment]."""
     price: Floats
-    """`[moment]` picoseconds per byte; any that are not negative give a valid bound."""
+    """Picoseconds per byte, of shape [moment]; any values >= 0 give a valid bound."""
     timed: bool = True
     """Whether time counts, or only bytes."""
     apart: bool = False
@@ -31,7 +31,7 @@ class Limits:
 
     @property
     def budget_price(self) -> float:
-        """What the limits are worth at the multipliers."""
+        """The limits times their prices, in picoseconds."""
         return float(self.price @ self.room) if self.timed else 0.0
 
     def prices(self, c: int) -> tuple[float, float, float]:
@@ -44,7 +44,7 @@ class Limits:
         )
 
     def unsearched_bound(self, c: int) -> float:
-        """Least time plus priced bytes of a chunk, were every layer free to choose."""
+        """Least time plus priced bytes of a chunk if every layer could choose independently."""
         chunk, price = self.problem.chunks[c], sum(self.prices(c))
         after = sum(chunk.unit_ps(u) * self.timed + price * u.held_bytes for u in chunk.after)
         return float(chunk.covering(price, self.timed)[-1]) + after
@@ -61,7 +61,7 @@ class Limits:
         return priced
 
     def may_win(self, priced: Floats, upper_ps: int | None) -> Bools:
-        """Whether the bound leaves room for a time of at most `upper_ps`."""
+        """Whether labels with these bounds can still end at a time of at most `upper_ps`."""
         if upper_ps is None:
             return np.ones(len(priced), np.bool_)
         ceiling = upper_ps + self.budget_price

@@ -1,9 +1,10 @@
 """Prices of bytes: a Lagrangian bound that keeps the labels few.
 
-Multipliers lambda[k] >= 0 of a linear relaxation (`scipy.optimize.linprog`, HiGHS) price the bytes,
-and a label whose time plus priced bytes cannot get below the best known solution is dropped. Any
-multipliers give a valid bound, so rounding in them costs speed, never exactness: bytes and times
-are compared as integers. A MILP solver alone would not do: its tolerance of 1e-6 is 80 kB at 80 GB.
+Multipliers lambda[k] >= 0 of a linear relaxation (`scipy.optimize.linprog`, HiGHS) are the prices
+of bytes. A label is dropped if its time plus priced bytes cannot get below the best known solution.
+Any multipliers give a valid bound, so rounding in them costs speed, never exactness: bytes and
+times are compared as integers. A MILP solver alone is not enough: its tolerance of 1e-6 is 80 kB at
+80 GB.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
 
 from megatron_autorecompute.planner.arrays import Floats, Ints
 from megatron_autorecompute.planner.stage_search.problem import StageProblem
@@ -20,9 +20,11 @@ from megatron_autorecompute.planner.stage_search.problem import StageProblem
 def multipliers(problem: StageProblem, limit: Ints) -> Floats:
     """Price of a byte at every moment, in picoseconds: duals of a linear relaxation.
 
-    Legend: x[c, i, o] share of layer class i of chunk c that takes option o; s[k] bytes missing.
-    Minimise the time, bytes missing being dearer than any choice.
+    Variables: x[c, i, o], the share of layer class i of chunk c that takes option o, and s[k], the
+    bytes missing at moment k. The objective is the time; a missing byte costs more than any choice.
     """
+    from scipy.optimize import linprog  # 0.3 s to import, and needed for a search alone
+
     columns, classes = _relaxed_columns(problem)
     if not columns:
         return np.zeros(len(limit))
@@ -45,7 +47,7 @@ def multipliers(problem: StageProblem, limit: Ints) -> Floats:
         b_eq=np.array(classes, np.float64),
         method="highs",
     )
-    if found.status != 0:  # a bound without prices is still valid
+    if found.status != 0:  # without prices the bound is still valid
         return np.zeros(len(limit))
     prices: Floats = np.maximum(-found.ineqlin.marginals, 0.0) * scale_time / scale_bytes
     return prices
@@ -58,7 +60,7 @@ def _fixed_held(problem: StageProblem) -> Ints:
 
 
 def _fixed_reach(problem: StageProblem) -> Ints:
-    """What the running chunk reaches besides its layers' held bytes, at least."""
+    """The least bytes that the running chunk needs besides its layers' held bytes."""
     held, reach = _fixed_held(problem), []
     for c, forward in zip(problem.running, problem.is_forward, strict=True):
         chunk = problem.chunks[c]

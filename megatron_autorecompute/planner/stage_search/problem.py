@@ -1,4 +1,4 @@
-"""One stage as a problem: what may be chosen in each chunk, and the moments that must fit.
+"""The search problem of one stage: the options in each chunk, and the moments that must fit.
 
 Constraints. For every binding moment k (direction, running chunk r, in flight n[k, c]):
 
@@ -26,21 +26,21 @@ from megatron_autorecompute.planner.unit_costs import Checkpoints, CostTable, Un
 from megatron_autorecompute.policy import LayerPolicy
 
 GROUPS = "full/N"
-"""Stands for checkpoints around several layers, of any size."""
+"""Text that stands for checkpoints around several layers, of any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnlyChoices:
-    """The choices that may be used, where not every recorded one may."""
+    """A restriction of the choices that may be used."""
 
     choices: frozenset[LayerPolicy]
-    """Of one layer by itself."""
+    """Choices of a single layer."""
     groups: bool
     """Whether checkpoints around several layers may be used, of any size."""
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> OnlyChoices:
-        """Read choices, `full/N` standing for all groups; raises PolicyError for other texts."""
+        """Read choices; `full/N` stands for all groups. Raises PolicyError for other texts."""
         wanted = set(texts)
         alone = frozenset(LayerPolicy.parse(text) for text in wanted - {GROUPS})
         for choice in alone:
@@ -53,11 +53,11 @@ class OnlyChoices:
         return tuple(sorted([*map(str, self.choices), *[GROUPS] * self.groups]))
 
     def and_also(self, choice: LayerPolicy) -> OnlyChoices:
-        """These, and one more choice of one layer by itself."""
+        """These choices, and one more choice of a single layer."""
         return OnlyChoices(self.choices | {choice}, self.groups)
 
     def allow(self, table: CostTable, layer: int, choice: LayerPolicy) -> bool:
-        """Whether a layer may have a choice; one that is inert there stands for what it equals."""
+        """Whether a layer may have a choice; an inert choice counts as the choice it equals."""
         if choice.group > 1:
             return self.groups
         return not self.choices.isdisjoint(table.names(layer, choice))
@@ -65,7 +65,7 @@ class OnlyChoices:
 
 @dataclass(frozen=True, slots=True)
 class Singles:
-    """Choices of one layer by itself, `[choice]`."""
+    """Costs of the choices of a single layer; arrays of shape [choice]."""
 
     policies: tuple[LayerPolicy, ...]
     held: Ints
@@ -87,7 +87,7 @@ class ChunkProblem:
     singles: tuple[Singles, ...]
     """Per position in the chunk."""
     groups: tuple[Checkpoints, ...]
-    """Per position: one checkpoint around the g layers from there, `[g - 1]`."""
+    """Per position: one checkpoint around the g layers from there on, with index g - 1."""
     output_gradient_bytes: int
     """In the backward of every unit, but of a checkpoint that is the chunk's last; a head has 0."""
     weights: tuple[int, int] = (1, 1)
@@ -119,9 +119,10 @@ class ChunkProblem:
         )
 
     def covering(self, price: float, timed: bool) -> Floats:
-        """Least time + price * held over the ways to cover the layers before each position.
+        """Least time + price * held over all choices for the layers before each position.
 
-        `[position]` for 0 .. number of layers, `before` included.
+        Of shape [position], for positions 0 .. number of layers; the units of `before` are
+        included.
         """
         cost = np.zeros(len(self.layers) + 1)
         cost[0] = sum(self.unit_ps(u) * timed + price * u.held_bytes for u in self.before)
@@ -169,7 +170,7 @@ class ChunkProblem:
 
     @cached_property
     def least_held(self) -> Ints:
-        """Least bytes held by the layers before each position, `before` included."""
+        """Least bytes held by the layers before each position and the units of `before`."""
         return np.floor(self.covering(1.0, timed=False)).astype(np.int64)
 
     @cached_property
@@ -200,7 +201,7 @@ def chunk_problem(
     base: StageBase,
     only: OnlyChoices | None = None,
 ) -> ChunkProblem:
-    """Collect the options of a chunk; `only` restricts choices, None allows all recorded."""
+    """Collect the options of a chunk; `only` restricts them, None allows every recorded choice."""
     before, after = table.pseudo_layers(chunk)
     layers = chunk.layers
     grouped = only is None or only.groups
@@ -240,7 +241,7 @@ def _singles(table: CostTable, chunk: Chunk, layer: int, only: OnlyChoices | Non
 
 @dataclass(frozen=True)
 class StageProblem:
-    """One stage: its chunks and its binding moments, `[moment]`."""
+    """One stage: its chunks and its binding moments; arrays have the first dimension [moment]."""
 
     chunks: tuple[ChunkProblem, ...]
     counts: Ints
@@ -249,7 +250,7 @@ class StageProblem:
     """Chunk that runs."""
     is_forward: Bools
     constant: Ints
-    """Bytes alive whatever is chosen."""
+    """Bytes alive under every choice."""
     floor_bytes: int
     """Peak outside forwards and backwards: static bytes and the optimizer step."""
 
@@ -257,7 +258,7 @@ class StageProblem:
 def stage_problem(
     chunks: Sequence[ChunkProblem], moments: Sequence[Moment], base: StageBase
 ) -> StageProblem:
-    """Put chunks and moments together, without the moments that others imply."""
+    """Combine chunks and moments, without the moments that others imply."""
     kept = [moment for moment in moments if not _implied(moment, moments, chunks, base)]
     return StageProblem(
         tuple(chunks),
@@ -298,9 +299,9 @@ class StageChoice:
     """Forward plus backward of one microbatch through all chunks."""
     peak_bytes: int
     runs: int
-    """Runs of equal policy, counted per chunk."""
+    """Runs of equal choices, counted per chunk."""
     bound_ps: int
-    """No choices that fit are faster than this."""
+    """Lower bound: no choices that fit are faster than this."""
 
     @property
     def gap(self) -> float:

@@ -1,11 +1,12 @@
 """Exact search for the fastest choices of one stage under its memory limits.
 
-Rounds of growing width find the best known solution; the round in which nothing had to be cut off
-proves it. Where even the widest round cut labels off, the cheapest of them is the bound, and what
-lies between is the gap of the answer. Short chunks have few labels in all; these are kept for every
-budget, and then no prices are needed.
+Rounds of growing width improve the best known solution. A round in which no label was cut off
+proves it optimal. If even the widest round cuts labels off, the cheapest of them is the lower
+bound, and the distance to it is the gap of the answer. Short chunks have few labels; all of them
+are kept for every budget, and no prices are needed.
 
-Equal times: the lower peak wins; equal both: the fewest runs of equal policy, counted per chunk.
+At equal times the lower peak wins; if both are equal, the fewest runs of equal choices, counted per
+chunk.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from megatron_autorecompute.policy import LayerPolicy
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much work a search may be; what is left open is the gap of its answer."""
+    """How much work a search may do; what it leaves unproven is the gap of its answer."""
 
     widths: tuple[int, ...] = (64, 256, 1024, 4096, 16_384, 131_072)
     """Labels kept per position in successive rounds; the last bounds memory to about 100 MB."""
     most_work: float = 2e8
-    """Width times squared layers of a chunk, beyond which no wider round is begun: about 10 s on
-    one core for 512 layers of 12 choices in one chunk."""
+    """Limit on width times the square of a chunk's layers: no round beyond it is begun. About 10 s
+    on one core for 512 layers of 12 choices in one chunk."""
     complete_layers: int = 4
-    """Layers of a chunk up to which all labels of a stage are found once and kept for every budget.
-    Longer chunks have too many: each budget then searches its own."""
+    """If no chunk has more layers, all labels of a stage are computed once and kept for every
+    budget. Longer chunks have too many labels, so each budget is searched separately."""
     complete_width: int = 256
     """Labels of a position up to which the same is done."""
     weighted_width: int = 256
@@ -80,7 +81,7 @@ class StageSearch:
 
     @cached_property
     def complete(self) -> Combiner | None:
-        """All labels of all chunks, whatever the budget; None where they are too many to keep."""
+        """All labels of all chunks, for every budget; None if they are too many to keep."""
         if self._longest > self.effort.complete_layers:
             return None
         options = self._unweighted.of_any_weights if self._unweighted is not None else None
@@ -107,7 +108,7 @@ class StageSearch:
     def fastest(self, budget_bytes: int, known: StageChoice | None = None) -> StageChoice | None:
         """Fastest choices whose peak is at most the budget; None when no choices fit.
 
-        `known` choices that fit, such as those of a smaller budget, only make it quicker.
+        `known` choices that fit, such as those of a smaller budget, make the search faster.
         """
         problem = self.problem
         if problem.floor_bytes > budget_bytes:
@@ -117,8 +118,8 @@ class StageSearch:
             return None
         least_ps = sum(chunk.least_ps for chunk in problem.chunks)
         if rounds.complete or rounds.bound_ps <= least_ps:
-            # Mostly the answer: the fastest choices where memory is no limit, and elsewhere what an
-            # exact bound allows. Then nearly every label is dropped at once.
+            # Usually the answer: the fastest choices if memory is no limit, otherwise choices at an
+            # exact bound. With this goal nearly every label is dropped at once.
             goal = Goal(max(least_ps, rounds.bound_ps))
             found, left_ps = rounds.round(goal, self.effort.widths[0])
             if found is not None and found.time_ps == goal.time_ps and left_ps == math.inf:
@@ -206,9 +207,9 @@ class _Rounds:
         return max(0, int(np.floor(value - SLACK * abs(value))))
 
     def round(self, goal: Goal, width: int) -> tuple[StageChoice | None, float]:
-        """One pass: the best found, and what no label cut off for width can become faster than.
+        """One pass: the best found, and a lower bound on the time of labels cut off for width.
 
-        The second is infinite where none was cut off, which proves the first.
+        The bound is infinite if no label was cut off, which proves that the first is optimal.
         """
         combiner, left_ps = self.complete, math.inf
         if combiner is None:
@@ -220,7 +221,7 @@ class _Rounds:
         return found, min(left_ps, also_left_ps)
 
     def options(self, goal: Goal, width: int) -> tuple[list[ChunkOptions], float]:
-        """Labels of every chunk, up to one that has none; and as in `round`."""
+        """Labels of every chunk, up to one that has none; the second value is as in `round`."""
         options: list[ChunkOptions] = []
         left_ps = math.inf
         for c in range(len(self.limits.problem.chunks)):

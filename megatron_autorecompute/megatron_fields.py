@@ -1,0 +1,122 @@
+"""Converts choices, strategies and policies to Megatron's own recompute fields, and back.
+
+A policy that they can express runs without this package. `compat.rules.check_allowed` checks
+whether a model allows a choice; this module does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.policy import FULL, LayerPolicy, MegatronStrategy, RecomputePolicy
+from megatron_autorecompute.profile import Profile
+
+POLICY_FIELD = "recompute_policy"
+"""The field that this package adds to TransformerConfig."""
+NO_RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": None,
+}
+"""All of Megatron's own recompute fields, with the values for no recompute."""
+RUNS_FOREVER = "Megatron's own recompute of mlp never ends where linear layers have biases"
+
+
+def of_strategy(strategy: MegatronStrategy) -> dict[str, Any]:
+    """The fields that a strategy sets, without fields that keep their defaults."""
+    if strategy.method in ("block", "uniform"):
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": strategy.method,
+            "recompute_num_layers": strategy.recompute_num_layers,
+        }
+    if not strategy.modules:
+        return {}
+    return {"recompute_granularity": "selective", "recompute_modules": list(strategy.modules)}
+
+
+def of_choice(choice: LayerPolicy) -> dict[str, Any]:
+    """All fields, for a model whose layers all have this choice."""
+    strategy = MegatronStrategy("selective", choice.modules)
+    if choice.granularity == "full":
+        strategy = MegatronStrategy("uniform", (), choice.group)
+    return {**NO_RECOMPUTE, **of_strategy(strategy), "recompute_modules": list(choice.modules)}
+
+
+def strategy_of(config: Any) -> MegatronStrategy | None:
+    """The strategy in a config's recompute fields; None for no recompute."""
+    if config.recompute_granularity == "selective":
+        return MegatronStrategy("selective", tuple(config.recompute_modules or ["core_attn"]))
+    if config.recompute_granularity == "full":
+        return MegatronStrategy(config.recompute_method, (), config.recompute_num_layers)
+    return None
+
+
+def of_policy(
+    policy: RecomputePolicy, chunks: Sequence[Sequence[int]], *, linear_bias: bool
+) -> dict[str, Any] | None:
+    """All fields, or None if they cannot express the policy or Megatron cannot run it.
+
+    Args:
+        policy: one choice for every layer.
+        chunks: decoder layers of every pipeline chunk; `uniform` and `block` count within a chunk.
+        linear_bias: Megatron's add_bias_linear.
+    """
+    strategy = _strategy_like(policy, chunks)
+    if strategy is None or runs_forever(policy.layers[0], linear_bias):
+        return None
+    return {**NO_RECOMPUTE, **of_strategy(strategy)}
+
+
+def _strategy_like(
+    policy: RecomputePolicy, chunks: Sequence[Sequence[int]]
+) -> MegatronStrategy | None:
+    """Megatron's strategy with the same choice for every layer as the policy, or None."""
+    first = policy.layers[0]
+    if first.granularity == "selective":
+        return (
+            MegatronStrategy("selective", first.modules) if len(set(policy.layers)) == 1 else None
+        )
+    if policy.format() == f"none*{len(policy.layers)}":
+        return MegatronStrategy("none")
+    leading = max((_leading_full(policy, chunk) for chunk in chunks), default=0)
+    candidates = (
+        MegatronStrategy("uniform", (), first.group),
+        MegatronStrategy("block", (), leading),
+    )
+    return next((s for s in candidates if _says(s, policy, chunks)), None)
+
+
+def runs_forever(choice: LayerPolicy, linear_bias: bool) -> bool:
+    """Whether a choice's backward never ends in Megatron's own code; it does end in ours."""
+    return "mlp" in choice.modules and linear_bias
+
+
+def has_linear_bias(profile: Profile) -> bool:
+    """Megatron's add_bias_linear of the profile's model; False if the profile does not say."""
+    config = profile.model.facts.get("transformer_config")
+    # Facts are the fields that differ from their defaults, and the default is True.
+    return isinstance(config, dict) and bool(config.get("add_bias_linear", True))
+
+
+def _says(
+    strategy: MegatronStrategy, policy: RecomputePolicy, chunks: Sequence[Sequence[int]]
+) -> bool:
+    number = strategy.recompute_num_layers
+    if number < 1:
+        return False
+    # `uniform` of 0.16 reads beyond the end of a chunk that is no multiple of N.
+    if strategy.method == "uniform" and any(len(chunk) % number for chunk in chunks):
+        return False
+    try:
+        return strategy.policy(len(policy.layers), chunks) == policy
+    except PolicyError:  # uniform/N with multi-token prediction
+        return False
+
+
+def _leading_full(policy: RecomputePolicy, chunk: Sequence[int]) -> int:
+    others = (at for at, index in enumerate(chunk) if policy.layers[index] != FULL)
+    return next(others, len(chunk))
