@@ -21,17 +21,14 @@ from typing import Literal
 import numpy as np
 
 from megatron_autorecompute.errors import InfeasibleError, PolicyError, ProfileError
-from megatron_autorecompute.planner.arrays import Ints
-from megatron_autorecompute.planner.chunk_splits import put_together
-from megatron_autorecompute.planner.fastest_step import fastest_step
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.megatron_strategies import (
+from megatron_autorecompute.megatron_fields import (
     RUNS_FOREVER,
     has_linear_bias,
     runs_forever,
 )
 from megatron_autorecompute.planner.arrays import Ints
-from megatron_autorecompute.planner.chunk_splits import put_together, rearranged
+from megatron_autorecompute.planner.chunk_splits import put_together
+from megatron_autorecompute.planner.fastest_step import fastest_step
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import (
     StageBase,

@@ -158,10 +158,10 @@ def best_points(
     progress: Callable[[float], None],
     num_points: int = CURVE_POINTS,
 ) -> tuple[CurvePoint, ...]:
-    """A policy for some budgets, largest first, among them what each strategy needs.
+    """The best policies for some budgets, largest first; each strategy's bytes are a budget.
 
-    `Planner.pareto` finds the choices of even steps quickly; their splits over chunks are
-    rearranged here. A plan's step is searched further.
+    `Planner.pareto` solves `num_points` evenly spaced budgets quickly; their splits over chunks are
+    then rearranged here. The step of a plan is searched further.
     """
     even = planner.pareto(num_points, lambda share: progress(share / 2))
     least, most = even[-1].budget_bytes, even[0].budget_bytes
@@ -181,7 +181,7 @@ def best_points(
 
 
 def _best(planner: Planner, budget: int) -> RecomputePolicy:
-    """Each stage's least busy time, its splits rearranged, for a budget that is known to do."""
+    """Every stage's least busy time, its splits rearranged, for a budget that is known to fit."""
     stages = range(planner.layout.num_stages)
     choices = [choice for s in stages if (choice := planner.choose(s, budget)) is not None]
     policy = put_together(planner.layout, [choice.policies for choice in choices])

@@ -18,6 +18,7 @@ from megatron_autorecompute.planner.policy_cost import StageCost
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import ReportData
 from megatron_autorecompute.report.proof import proof
+from megatron_autorecompute.report.recorded_html import recorded_data, recorded_section
 from megatron_autorecompute.report.strip import STYLE, strip_svg
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
 from megatron_autorecompute.report.words import duration, percent, size

@@ -17,7 +17,8 @@ from megatron_autorecompute.planner.policy_cost import PolicyCost, StageCost
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
 from megatron_autorecompute.report.proof import proof
-from megatron_autorecompute.units import GIB
+from megatron_autorecompute.report.rows import Column, Rows
+from megatron_autorecompute.units import GIB, Unit, unit_for
 
 MOST_RANKS = 16
 """Most rows of the measured step; with more ranks, every stage has one row."""
@@ -225,12 +226,20 @@ def _legend(policy: RecomputePolicy) -> Text:
     return Text("\n".join(lines))
 
 
-def _footer(plan: Plan) -> Text:
+def _footer(plan: Plan, verbose: bool) -> Text:
     lines = [proof(plan)]
     lines += imbalance_lines(plan.profile, plan.imbalance_percentile)
     lines += [f"Set {name} {value}" for name, value in plan.megatron_flags.items()]
     lines += [*plan.notes, *assumption_lines(plan.profile.assumptions, verbose)]
     return Text("\n".join(lines))
+
+
+def assumption_lines(assumptions: Sequence[str], verbose: bool) -> list[str]:
+    """Every assumption, or how many there are and how they are listed."""
+    if verbose or not assumptions:
+        return [f"Assumes: {text}" for text in assumptions]
+    number = f"{len(assumptions)} assumptions" if len(assumptions) > 1 else "1 assumption"
+    return [f"Rests on {number}; -v lists them."]
 
 
 def imbalance_lines(profile: Profile, percentile: float | None) -> list[str]:

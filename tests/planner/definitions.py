@@ -75,11 +75,11 @@ def _order(p, v, m, group, overlap, stage):
     return (*events[:ahead], *steady, *backwards[len(events) - ahead :])
 
 
-def finish_by_plain_replay(schedule, forward_ms, backward_ms):
+def finish_by_plain_replay(schedule, forward, backward):
     """When each stage ends: whatever stage can run does, until all have run everything."""
     last = schedule.num_stages * schedule.num_chunks - 1
     queues = [list(order(schedule, stage)) for stage in range(schedule.num_stages)]
-    free, done, moved = [0.0] * schedule.num_stages, {}, True
+    free, done, moved = [0] * schedule.num_stages, {}, True
     while moved:
         moved = False
         for stage, queue in enumerate(queues):
@@ -90,7 +90,7 @@ def finish_by_plain_replay(schedule, forward_ms, backward_ms):
                 needs = (phase, neighbour, microbatch)
                 if 0 <= neighbour <= last and needs not in done:
                     break
-                durations = forward_ms if phase == "forward" else backward_ms
+                durations = forward if phase == "forward" else backward
                 start = max(free[stage], done.get(needs, -math.inf))
                 free[stage] = start + durations[stage][chunk]
                 done[phase, position, microbatch] = free[stage]

@@ -13,10 +13,10 @@ import pytest
 from megatron_autorecompute.planner.planner import neighbours
 from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html, packed, page_data
-from megatron_autorecompute.report.timeline import timeline
+from megatron_autorecompute.report.recorded import recorded_step
 from megatron_autorecompute.units import GIB
-from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
-from tests.report.plans import THREE, example_data, random_plan
+from tests.report.plans import THREE, example_data, long_step, random_plan
+from tests.report.snapshots import as_planned, dumped
 
 
 @pytest.fixture(scope="module")
