@@ -104,6 +104,15 @@ def read_text(path: str | Path) -> str:
     return data.decode("utf-8")
 
 
+def has_fields(text: str, *names: str) -> bool:
+    """Whether a text is a JSON object with fields of these names."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and data.keys() >= set(names)
+
+
 def digest(data: Any) -> str:
     """SHA-256 of plain JSON data, independent of key order and whitespace."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -118,23 +127,27 @@ def save(record: Any, path: str | Path) -> None:
     write_atomically(to_json(record), path)
 
 
-def write_atomically(text: str, path: str | Path) -> None:
-    """Write text to a temporary file beside `path`, flush it to the disk, then rename it.
+def write_atomically(content: str | bytes, path: str | Path) -> None:
+    """Write to a temporary file beside `path`, flush it to the disk, then rename it.
+
+    Args:
+        content: text, which is written as UTF-8, or bytes.
+        path: the file; an old one is replaced.
 
     A link stays, and what it points to is written. A device, a FIFO or an open file (/dev/fd/3) is
     written to as it is.
 
     Raises: ProfileError when it cannot be written.
     """
-    target = _target(path)
+    target, data = _target(path), content.encode() if isinstance(content, str) else content
     if target is None:
-        _write_through(text, path)
+        _write_through(data, path)
         return
     # Not tempfile: only the owner could read its files, but ranks of other users share a plan.
     temporary = target.with_name(f".{target.name[:40]}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "xb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -189,10 +202,10 @@ def _names_open_file(path: str | Path) -> bool:
     return False
 
 
-def _write_through(text: str, path: str | Path) -> None:
+def _write_through(data: bytes, path: str | Path) -> None:
     try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(text)
+        with open(path, "ab") as file:
+            file.write(data)
     except (OSError, ValueError) as error:
         raise _not_written(path, error) from error
 

@@ -1,5 +1,10 @@
 """Units of bytes for options and printing; the code itself counts whole bytes."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 MIB = 1 << 20
 GIB = 1 << 30
 MOST_GIB = 1 << 20
@@ -10,3 +15,26 @@ def gib(size_bytes: float) -> str:
     """Bytes as GiB with two decimals, or with more decimals for small figures."""
     value = size_bytes / GIB
     return f"{value:.3g}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The unit in which the byte figures of one table are printed."""
+
+    name: str
+    """As in the table's header: GiB or MiB."""
+    size: int
+    """Bytes."""
+
+    def text(self, size_bytes: float) -> str:
+        """Bytes as a number of this unit: two decimals of GiB, one of MiB."""
+        return gib(size_bytes) if self.size == GIB else f"{size_bytes / self.size:.1f}"
+
+    def change(self, size_bytes: float) -> str:
+        """A difference in bytes with its sign: three decimals of GiB, one of MiB."""
+        return f"{size_bytes / self.size:+.{3 if self.size == GIB else 1}f}"
+
+
+def unit_for(sizes: Iterable[float]) -> Unit:
+    """GiB, or MiB where none of the sizes (bytes) is a whole GiB, as in models for trying out."""
+    return Unit("GiB", GIB) if max(map(abs, sizes), default=GIB) >= GIB else Unit("MiB", MIB)

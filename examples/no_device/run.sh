@@ -12,16 +12,11 @@ profile() {
         > "$out/$1.txt"
 }
 plan() {
-    local name=$1
-    shift
-    megatron-autorecompute plan --profile "$out/$name.json" --budget-gib 73.14 "$@" \
-        -o "$out/$name.plan.json" | sed '/^Assumes/,/^Add to/{/^Add to/!d}'
+    megatron-autorecompute plan --profile "$out/$1.json" --budget-gib 73.14 -o "$out/$1.plan.json"
 }
 profile llama3-70b 2>&1
-plan llama3-70b --pp 4 --vp 5 --num-microbatches 8
+plan llama3-70b
 profile llama31-405b 2>&1
-plan llama31-405b --pp 8 --vp 8 --num-microbatches 32 \
-    --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+plan llama31-405b
 profile deepseek-v3 2>&1
-plan deepseek-v3 --pp 8 --vp 4 --num-microbatches 256 \
-    --pipeline-model-parallel-layout "Et|(tt|)*30mL"
+plan deepseek-v3

@@ -12,8 +12,6 @@ class Command(ABC):
 
     name: ClassVar[str]
     """The command's name."""
-    help: ClassVar[str | None]
-    """One line, for the list of commands; None: it is not listed."""
     description: ClassVar[str | None] = None
     """Text of the command's `--help`, above its flags."""
     takes_megatron_flags: ClassVar[bool] = False

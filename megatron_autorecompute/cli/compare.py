@@ -11,7 +11,6 @@ class CompareCommand(Command):
     """Runs the comparison, which parses its own flags (`args.flags`)."""
 
     name = "compare"
-    help = "run Megatron's own strategies and ours on this machine, and print the table"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add nothing: the comparison has its own parser, whose defaults depend on the machine."""

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.output import add_json, output_file, print_result, quiet_upstream
+from megatron_autorecompute.cli.output import (
+    add_json,
+    add_verbose,
+    console,
+    output_file,
+    print_result,
+    quiet_upstream,
+    refuse_ignored,
+    without_effect,
+)
 from megatron_autorecompute.cli.profile_view import profile_view
 from megatron_autorecompute.cli.values import at_least, file, number_of_gib
 from megatron_autorecompute.errors import OptionError
@@ -39,7 +46,6 @@ class EstimateCommand(Command):
     """Makes a profile without a device and prints it."""
 
     name = "estimate"
-    help: ClassVar[str | None] = "profile a job without a device: modelled figures"
     description = "Arguments after -- are flags of pretrain_gpt.py."
     takes_megatron_flags = True
 
@@ -72,6 +78,7 @@ class EstimateCommand(Command):
             help=f"default: {DEFAULT_OUTPUT}, unless there is one; - prints it",
         )
         add_json(parser)
+        add_verbose(parser)
 
     def run(self, args: Namespace) -> None:
         """Make the profile, print it, and print the next command.
@@ -83,6 +90,8 @@ class EstimateCommand(Command):
 
 
 def _estimate(args: Namespace) -> None:
+    refuse_ignored(args)
+    _refuse_without_effect(args)
     job, gpu, efficiency = read_job(args), device(args.gpu), read_efficiency(args.efficiency)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib)
     if args.measured and args.sensitivity:
@@ -92,8 +101,7 @@ def _estimate(args: Namespace) -> None:
         )
     measured = Profile.load(args.measured) if args.measured else None
     output = _profile_file(args)
-    console = Console(highlight=False, markup=False, emoji=False, stderr=True)
-    with console.status(streams.printable(f"{job.name}: starting")) as status:
+    with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
         # Loads torch and Megatron, which only this needs.
         from megatron_autorecompute.meta.profiling import profile_job
         from megatron_autorecompute.meta.sensitivity import sensitivity
@@ -104,7 +112,13 @@ def _estimate(args: Namespace) -> None:
         lines = []
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
-    view = Group(profile_view(job, profile, kept_back(args.reserve_gib)), *map(Text, lines))
+    budget = (
+        f"Budget {gib(budget_bytes)} GiB: the device's memory less {kept_back(args.reserve_gib)}."
+    )
+    view = Group(
+        profile_view(profile, args.verbose, f" on {job.num_gpus} GPUs"),
+        *map(Text, [budget, *lines]),
+    )
     try:
         if output is not None:
             profile.save(output)
@@ -112,8 +126,9 @@ def _estimate(args: Namespace) -> None:
         print_result(args, profile.to_json(), view)
     if output is not None and not args.json:
         # Not through rich: a wrapped command cannot be pasted.
-        then = plan_command(job, output, budget_bytes)
-        print(streams.printable(f"Written to {output}. Next:\n{then}"))
+        print(
+            streams.printable(f"Written to {output}. Next:\n{plan_command(output, budget_bytes)}")
+        )
 
 
 def _profile_file(args: Namespace) -> Path | None:
@@ -129,6 +144,18 @@ def _profile_file(args: Namespace) -> Path | None:
                 "-o FILE."
             )
     return output_file(args)
+
+
+def _refuse_without_effect(args: Namespace) -> None:
+    """Raises OptionError for options that others leave without effect."""
+    if args.num_gpus is not None and args.job is not None:
+        raise without_effect("--num-gpus", str(args.job), "the file says how many GPUs")
+    for option, given in (
+        ("--sensitivity", args.sensitivity),
+        ("--reserve-gib", args.reserve_gib is not None),
+    ):
+        if given and args.json:
+            raise without_effect(option, "--json", "it prints the profile, which lacks this")
 
 
 def read_job(args: Namespace) -> Job:
@@ -198,29 +225,9 @@ def default_budget_bytes(gpu: Device, reserve_gib: float | None) -> int:
     return budget
 
 
-def plan_command(job: Job, path: Path, budget_bytes: int) -> str:
-    """The `plan` command for this job's own layout."""
-    profile = shlex.quote(str(path))
-    words = [f"megatron-autorecompute plan --profile {profile} --budget-gib {gib(budget_bytes)}"]
-    words.append(f"--pp {job.size('pipeline')} --num-microbatches {job.num_microbatches}")
-    for flag, name in (
-        ("--vp", "virtual_pipeline_model_parallel_size"),
-        ("--microbatch-group-size", "microbatch_group_size_per_vp_stage"),
-        ("--num-layers-in-first-pipeline-stage", "num_layers_in_first_pipeline_stage"),
-        ("--num-layers-in-last-pipeline-stage", "num_layers_in_last_pipeline_stage"),
-        ("--pipeline-model-parallel-layout", "pipeline_model_parallel_layout"),
-    ):
-        if job.config.get(name):
-            words.append(f"{flag} {_quoted(job.config[name])}")
-    for name in (
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-        "overlap_moe_expert_parallel_comm",
-    ):
-        if job.config.get(name):
-            words.append("--" + name.replace("_", "-"))
-    return " ".join(words)
-
-
-def _quoted(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str) else str(value)
+def plan_command(path: Path, budget_bytes: int) -> str:
+    """The `plan` command for the job's own pipeline, which the profile knows."""
+    return (
+        f"megatron-autorecompute plan --profile {shlex.quote(str(path))} "
+        f"--budget-gib {gib(budget_bytes)}"
+    )

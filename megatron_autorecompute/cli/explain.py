@@ -17,7 +17,6 @@ class ExplainCommand(Command):
     """Prints the binding moment of every stage, or the cost of one layer's other choices."""
 
     name = "explain"
-    help = "why a plan chose what it chose"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the plan's file and the layer."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.cli import streams
+from megatron_autorecompute.cli.throughput import throughput_words
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.planner.launch_lines import launch_lines
 from megatron_autorecompute.planner.plan import Plan
@@ -25,13 +29,35 @@ def add_json(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
+def add_verbose(parser: ArgumentParser) -> None:
+    """Add the flag `-v`, of commands that also have `--json`."""
+    parser.add_argument("-v", "--verbose", action="store_true", help="list every assumption")
+
+
+def refuse_ignored(args: Namespace) -> None:
+    """Raise OptionError for -v beside --json."""
+    if args.json and args.verbose:
+        raise without_effect("-v", "--json", "JSON has every assumption")
+
+
+def without_effect(option: str, beside: str, why: str) -> OptionError:
+    """The error for an option that would be ignored because of another."""
+    return OptionError(f"{option} has no effect with {beside}: {why}. Leave one of them out.")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where a command prints; where NO_COLOR is set, without bold too (https://no-color.org)."""
+    plain: dict[str, Any] = {"color_system": None} if os.environ.get("NO_COLOR") else {}
+    return Console(highlight=False, stderr=stderr, **plain)
+
+
 def print_result(args: Namespace, data: str, view: RenderableType) -> None:
     """Print the data (JSON) if `--json` was given, else the view."""
     if args.json:
         print(data.rstrip("\n"))
     else:
         # Names in a file are no markup, and move no cursor.
-        Console(highlight=False, markup=False, emoji=False).print(streams.Printable(view))
+        console().print(streams.Printable(view))
 
 
 def output_file(args: Namespace) -> Path | None:
@@ -53,16 +79,28 @@ def output_file(args: Namespace) -> Path | None:
 def print_plan(args: Namespace, plan: Plan) -> None:
     """Print a plan, and the text to paste into the job's launch."""
     lines = launch_lines(plan)
-    print_result(args, plan.to_json(), terminal.plan_view(plan))
+    view = terminal.plan_view(plan, throughput_words(plan), verbose=args.verbose)
+    print_result(args, plan.to_json(), view)
     if not args.json:
         for line in lines:
-            print(streams.printable(line))  # not through rich: a wrapped line cannot be pasted
+            text = streams.printable(line)
+            if line.startswith(("--", "cfg.")):
+                print(text)  # not through rich: a wrapped line cannot be pasted
+            else:
+                console().print(text, markup=False)
 
 
 def progress_bars() -> Progress:
     """Progress bars on standard error, if it is a terminal; they disappear when done."""
-    console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
+    where = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(
+        *columns,
+        console=where,
+        transient=True,
+        disable=not where.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),
+    )
 
 
 @contextmanager

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Group
 from rich.text import Text
 
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.output import add_json, print_result, progress_bars
-from megatron_autorecompute.cli.problem import add_problem, planners
-from megatron_autorecompute.cli.values import MOST_POINTS, at_least
-from megatron_autorecompute.planner.plan import curve_point
+from megatron_autorecompute.cli.output import print_result, progress_bars
+from megatron_autorecompute.cli.problem import add_problem, problems
+from megatron_autorecompute.cli.values import MOST_POINTS, at_least, picture
+from megatron_autorecompute.planner.outcomes import Outcomes
+from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, curve_point
+from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.report import terminal
+from megatron_autorecompute.report.data import Curve, best_points, strategies_of
+
+STRATEGY_FIELDS = ("name", "step_ms", "peak_high_bytes")
+"""Of one of Megatron's own settings in the JSON."""
+_REARRANGED = (
+    " What its policies recompute is rearranged over a stage's chunks for a shorter bubble, as in "
+    "plans; in the table it is not."
+)
 
 
 class ParetoCommand(Command):
     """Solves for many budgets and prints the curve."""
 
     name = "pareto"
-    help = "time of the step against the budget"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the flags of the problem, and the number of budgets."""
@@ -33,15 +47,69 @@ class ParetoCommand(Command):
             metavar="N",
             help="budgets (default: 64)",
         )
-        add_json(parser)
+        parser.add_argument(
+            "--plot",
+            type=picture,
+            metavar="FILE",
+            help="also draw the curve and Megatron's own settings; PNG or SVG by the name",
+        )
+        form = parser.add_mutually_exclusive_group()
+        form.add_argument("--json", action="store_true", help="print all as JSON, not a table")
+        form.add_argument("--csv", action="store_true", help="print all as CSV, not a table")
 
     def run(self, args: Namespace) -> None:
-        """Print the curve."""
-        (planner,) = planners(args)
+        """Print the curve, and draw it if asked; raises MachineError if the file cannot be."""
+        (planner,), asked = problems(args)
         with progress_bars() as bars:
             task = bars.add_task("Budgets", total=1)
             found = planner.pareto(args.points, lambda share: bars.update(task, completed=share))
+            own = bars.add_task("Megatron's own settings", total=1)
+            strategies = strategies_of(
+                planner, Outcomes(planner), None, lambda share: bars.update(own, completed=share)
+            )
         points = [curve_point(point) for point in found]
-        data = json.dumps([asdict(point) for point in points], indent=1)
-        said = terminal.imbalance_lines(planner.profile, planner.percentile)
-        print_result(args, data, Group(terminal.curve_view(points), *map(Text, said)))
+        if args.plot:
+            _draw(planner, strategies, args.points, args.plot)
+        if args.csv:
+            print(as_csv(points, strategies), end="")
+            return
+        said = [*asked.notes, *terminal.imbalance_lines(planner.profile, planner.percentile)]
+        view = Group(terminal.curve_view(points, strategies), *map(Text, said))
+        print_result(args, as_json(points, strategies), view)
+
+
+def _draw(
+    planner: Planner, strategies: Sequence[ManualResult], num_points: int, path: Path
+) -> None:
+    from megatron_autorecompute.report.figures import curve_picture  # loads matplotlib
+
+    with progress_bars() as bars:
+        task = bars.add_task("Picture", total=1)
+        points = best_points(
+            planner,
+            Outcomes(planner),
+            terminal.unbeaten(strategies),
+            (),
+            lambda share: bars.update(task, completed=share),
+            num_points,
+        )
+    curve_picture(Curve(planner.profile.model.name, points, tuple(strategies)), path)
+    streams.say(f"Drawn: {path}.{_REARRANGED * (planner.layout.num_chunks > 1)}")
+
+
+def as_json(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> str:
+    """All plans, largest budget first, and all of Megatron's own settings."""
+    own = [{name: getattr(each, name) for name in STRATEGY_FIELDS} for each in strategies]
+    return json.dumps({"points": [asdict(p) for p in points], "strategies": own}, indent=1)
+
+
+def as_csv(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> str:
+    """The same as rows; a setting of Megatron's has no budget."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["budget_bytes", "step_ms", "peak_high_bytes", "recompute_policy"])
+    rows.writerows(
+        [p.budget_bytes, p.step_ms, p.peak_high_bytes, p.recompute_policy] for p in points
+    )
+    rows.writerows(["", s.step_ms, s.peak_high_bytes, s.name] for s in strategies)
+    return text.getvalue()

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from rich.progress import Progress
+
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.output import add_json, output_file, print_plan
-from megatron_autorecompute.cli.problem import add_problem, planners
+from megatron_autorecompute.cli.output import (
+    add_json,
+    add_verbose,
+    output_file,
+    print_plan,
+    progress_bars,
+    refuse_ignored,
+)
+from megatron_autorecompute.cli.pipeline import MICRO_BATCH_SIZE
+from megatron_autorecompute.cli.problem import add_problem, problems
 from megatron_autorecompute.cli.values import budgets, file, sizes
 from megatron_autorecompute.cli.verify import print_verified
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.layout_search import search_layout
 from megatron_autorecompute.planner.micro_batch_search import search_micro_batch
 from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.planner import Budget, Planner
 from megatron_autorecompute.planner.suggestions import explained
 
 
@@ -20,7 +31,6 @@ class PlanCommand(Command):
     """Solves, writes the plan and prints it."""
 
     name = "plan"
-    help = "solve a profile for a budget"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the flags of the problem, the budget, further searches, and the output file."""
@@ -49,11 +59,14 @@ class PlanCommand(Command):
             "--verify", action="store_true", help="run Megatron's own schedule under the plan"
         )
         add_json(parser)
+        add_verbose(parser)
 
     def run(self, args: Namespace) -> None:
         """Solve; if nothing fits, raises InfeasibleError with changes that would make it fit."""
+        refuse_ignored(args)
         output = output_file(args)
-        plan = _solved(args)
+        with progress_bars() as bars:
+            plan = _solved(args, bars)
         try:
             if output is not None:
                 plan.save(output)
@@ -63,21 +76,36 @@ class PlanCommand(Command):
             print_verified(args, plan)
 
 
-def _solved(args: Namespace) -> Plan:
-    found = planners(args, args.search_micro_batch)
+def _solved(args: Namespace, bars: Progress) -> Plan:
+    found, asked = problems(args, args.search_micro_batch)
     budget = args.budget_gib[0] if len(args.budget_gib) == 1 else args.budget_gib
-    planner, notes = found[0], list[str]()
-    flags: dict[str, str] = {}
+    planner, notes, flags = found[0], list(asked.notes), dict(asked.megatron_flags)
     if args.search_micro_batch:
+        bars.add_task("Micro-batch sizes", total=None)
         searched, sentences = search_micro_batch(found, budget)
-        planner, notes = searched.planner, list(sentences)
+        planner = searched.planner
+        notes += sentences
         flags.update(searched.megatron_flags)
     if args.search_layout:
+        bars.add_task("Layouts", total=None)
         searched = search_layout(planner, budget)
-        planner = searched.planner
         notes.append(searched.note)
-        flags.update(searched.megatron_flags)
+        if searched.planner is not planner:
+            planner = searched.planner
+            size = {name: flags[name] for name in (MICRO_BATCH_SIZE,) if name in flags}
+            flags = {**size, **searched.megatron_flags}
+    _choose(planner, budget, bars)
+    bars.add_task("Megatron's own settings", total=None)
     try:
         return make_plan(planner, budget, megatron_flags=flags, notes=notes)
     except InfeasibleError as error:
         raise explained(error, planner, budget) from error
+
+
+def _choose(planner: Planner, budget: Budget, bars: Progress) -> None:
+    """Solve stage after stage; the planner remembers what it found. It says what does not fit."""
+    task = bars.add_task("Stages", total=planner.layout.num_stages)
+    for stage, budget_bytes in enumerate(planner.budgets(budget)):
+        if planner.choose(stage, budget_bytes) is None:
+            return
+        bars.advance(task)

@@ -5,22 +5,27 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
+from megatron_autorecompute.cli.pipeline import Asked, asked_pipeline, read_profile
 from megatron_autorecompute.cli.values import percentile
 from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.options import add_old_spelling
-from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.micro_batch_search import same_samples
 from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, Profile
 
 
 def add_problem(parser: ArgumentParser) -> None:
-    """Add the flags that `planners` reads; Megatron's settings have Megatron's names."""
+    """Add the flags that `problems` reads; Megatron's settings have Megatron's names."""
     parser.add_argument("--profile", required=True, nargs="+", metavar="P.json")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages (default: 1)")
-    parser.add_argument("--vp", type=int, metavar="V", help="chunks per stage (default: 1)")
-    parser.add_argument("--num-microbatches", type=int, required=True, metavar="M")
+    parser.add_argument(
+        "--pp",
+        type=int,
+        help="pipeline stages (default: the profile's layout, or 1 if it knows none)",
+    )
+    parser.add_argument("--vp", type=int, metavar="V", help="chunks per stage")
+    parser.add_argument(
+        "--num-microbatches", type=int, metavar="M", help="default: the profile's, if it knows them"
+    )
     parser.add_argument("--microbatch-group-size", type=int, metavar="N", help="default: pp")
     parser.add_argument("--overlap-moe-expert-parallel-comm", action="store_true")
     parser.add_argument("--num-layers-in-first-pipeline-stage", type=int, metavar="N")
@@ -48,42 +53,35 @@ def add_problem(parser: ArgumentParser) -> None:
     add_old_spelling(parser, "--allow", only)
 
 
-def planners(args: Namespace, micro_batches: Sequence[int] = ()) -> list[Planner]:
-    """One planner per profile, all with as many samples per step as the first.
+def problems(args: Namespace, micro_batches: Sequence[int] = ()) -> tuple[list[Planner], Asked]:
+    """One planner per profile, all with as many samples per step as the first; the pipeline.
 
     Args:
         args: parsed flags of `add_problem`.
         micro_batches: micro-batch sizes, one for each profile; empty for a single profile.
 
     Raises ProfileError if profiles have other sizes or cannot be read, OptionError for an imbalance
-    percentile without recorded imbalance, PipelineError for a layout or schedule that Megatron
-    refuses.
+    percentile without recorded imbalance or an open number of microbatches, PipelineError for a
+    layout or schedule that Megatron refuses.
     """
-    profiles = [Profile.load(path) for path in args.profile]
+    files = [read_profile(path) for path in args.profile]
+    profiles = [profile for profile, _ in files]
     if args.imbalance_percentile is not None:
         _check_imbalance(args, profiles)
-    schedule = None
-    found = []
-    for profile in profiles:
-        layout = _layout(args, profile)
-        asked = Schedule.of_layout(
-            layout,
-            args.num_microbatches,
-            microbatch_group_size=args.microbatch_group_size,
-            overlap_moe_expert_parallel_comm=args.overlap_moe_expert_parallel_comm,
+    _, known = files[0]
+    pipelines = [asked_pipeline(args, profile, known) for profile in profiles]
+    found = [
+        Planner(
+            profile,
+            pipeline.layout,
+            same_samples(pipelines[0].schedule, profiles[0], profile),
+            percentile=args.imbalance_percentile or "stated",
+            allowed=args.only,
         )
-        schedule = schedule or asked
-        found.append(
-            Planner(
-                profile,
-                layout,
-                same_samples(schedule, profiles[0], profile),
-                percentile=args.imbalance_percentile or "stated",
-                allowed=args.only,
-            )
-        )
+        for profile, pipeline in zip(profiles, pipelines, strict=True)
+    ]
     _check_micro_batches(profiles, micro_batches)
-    return found
+    return found, pipelines[0]
 
 
 def _check_imbalance(args: Namespace, profiles: Sequence[Profile]) -> None:
@@ -93,20 +91,6 @@ def _check_imbalance(args: Namespace, profiles: Sequence[Profile]) -> None:
                 f"--imbalance-percentile {args.imbalance_percentile:g}: {path} records no routing "
                 "imbalance. Leave the flag out, or profile a model with experts."
             )
-
-
-def _layout(args: Namespace, profile: Profile) -> Layout:
-    return Layout.from_flags(
-        profile.model.num_layers,
-        args.pp,
-        args.vp,
-        mtp_num_layers=profile.model.mtp_num_layers,
-        num_layers_in_first_pipeline_stage=args.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=args.num_layers_in_last_pipeline_stage,
-        account_for_embedding_in_pipeline_split=args.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=args.account_for_loss_in_pipeline_split,
-        pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
-    )
 
 
 def _check_micro_batches(profiles: Sequence[Profile], asked: Sequence[int]) -> None:

@@ -12,7 +12,6 @@ class ProfileCommand(EstimateCommand):
     """Does what `estimate` does, and prints the new name."""
 
     name = "profile"
-    help = None
     description = "The former name of estimate."
 
     def add_arguments(self, parser: ArgumentParser) -> None:

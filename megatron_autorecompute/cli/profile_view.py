@@ -1,58 +1,95 @@
-"""What `estimate` prints: records, static bytes, and assumptions."""
+"""A profile as text: what it is, records, static bytes, assumptions."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.units import gib
+from megatron_autorecompute.cli.pipeline import known_of, shape_words
+from megatron_autorecompute.profile import MEASURED, ChoiceRecord, Profile
+from megatron_autorecompute.report.rows import Column, Rows
+from megatron_autorecompute.report.terminal import assumption_lines
+from megatron_autorecompute.units import MIB, unit_for
 
 
-def profile_view(job: Job, profile: Profile, kept_back: str) -> Group:
-    """Records, static bytes and assumptions; `kept_back` says what the budget leaves free."""
-    modelled = "modelled, not measured"
-    if profile.model.facts.get("measured"):
-        modelled = "measured where said, else modelled"
-    title = f"{job.name}: {profile.num_layers} layers on {job.num_gpus} GPUs; {modelled}"
-    return Group(
-        Text(title, style="bold"),
-        _records(profile),
-        _static(profile),
-        Text("Assumed:"),
-        *(Text(f"- {sentence}") for sentence in profile.assumptions),
-        Text(f"- Budget: the device's memory less {kept_back}."),
+def profile_view(profile: Profile, verbose: bool, where: str = "") -> Group:
+    """What the profile is of, records, static bytes, assumptions.
+
+    Args:
+        profile: to show.
+        verbose: whether every assumption is listed, or only their number.
+        where: follows the number of layers in the title.
+    """
+    title = f"{profile.model.name}: {profile.num_layers} layers{where}; {_came_from(profile)}"
+    parts: list[Text | Rows] = [Text(title, style="bold"), *map(Text, _made_for(profile))]
+    parts.append(_records(profile))
+    if profile.stages:
+        parts.append(_static(profile))
+    parts += map(Text, assumption_lines(profile.assumptions, verbose))
+    return Group(*parts)
+
+
+def _came_from(profile: Profile) -> str:
+    measured = {r.source == MEASURED for kind in profile.kinds for r in kind.choices}
+    if measured == {True}:
+        return "measured"
+    return "measured where said, else modelled" if True in measured else "modelled, not measured"
+
+
+def _made_for(profile: Profile) -> Iterator[str]:
+    """Shapes, pipeline, device, and where the figures come from."""
+    shape = profile.parallelism
+    words = [f"micro-batch {shape.micro_batch_size}", f"sequence {shape.seq_length}"]
+    sizes = {
+        "tp": shape.tensor_parallel,
+        "cp": shape.context_parallel,
+        "ep": shape.expert_parallel,
+        "etp": shape.expert_tensor_parallel if shape.expert_parallel > 1 else 1,
+    }
+    words += [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    pipeline = shape_words(known_of(profile))
+    words.append(pipeline or "pipeline not known")
+    if device := profile.fingerprint.get("device"):
+        words.append(device)
+    yield ", ".join(words)
+    sources = Counter(record.source for kind in profile.kinds for record in kind.choices)
+    yield "Records: " + "; ".join(f"{number} {source}" for source, number in sources.items())
+
+
+def _records(profile: Profile) -> Rows:
+    columns = (
+        Column("layers", left=True),
+        Column("choice", folded=True),
+        *map(Column, ("held MiB", "fwd +MiB", "bwd +MiB", "fwd ms", "bwd ms")),
+    )
+    named = [(f"{len(k.layers)} {k.name}", r) for k in profile.kinds for r in k.choices]
+    norm = [("final norm", profile.final_norm)] if profile.final_norm else []
+    places = [("embedding", profile.embedding), *named, *norm, ("head", profile.head)]
+    return Rows(columns, [(place, *_cells(record)) for place, record in places])
+
+
+def _cells(record: ChoiceRecord) -> tuple[str, ...]:
+    sizes = (
+        record.held_bytes,
+        record.forward_transient_bytes,
+        record.backward_transient_bytes,
+    )
+    return (
+        record.choice,
+        *(f"{size / MIB:.0f}" if size >= 10 * MIB else f"{size / MIB:.3g}" for size in sizes),
+        f"{record.forward_ms:.2f}",
+        f"{record.backward_ms:.2f}",
     )
 
 
-def _records(profile: Profile) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("layers", "choice", "held MiB", "fwd +MiB", "bwd +MiB", "fwd ms", "bwd ms"):
-        table.add_column(name, justify="left" if name in ("layers", "choice") else "right")
-    named = [(f"{len(k.layers)} {k.name}", r) for k in profile.kinds for r in k.choices]
-    norm = [("final norm", profile.final_norm)] if profile.final_norm else []
-    for name, record in [("embedding", profile.embedding), *named, *norm, ("head", profile.head)]:
-        sizes = (
-            record.held_bytes,
-            record.forward_transient_bytes,
-            record.backward_transient_bytes,
-        )
-        table.add_row(
-            name,
-            Text(record.choice),  # its brackets are no markup
-            *(f"{size / 2**20:.0f}" for size in sizes),
-            f"{record.forward_ms:.2f}",
-            f"{record.backward_ms:.2f}",
-        )
-    return table
-
-
-def _static(profile: Profile) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("stage", "weights GiB", "gradients", "optimizer", "buffers", "static"):
-        table.add_column(name, justify="right")
+def _static(profile: Profile) -> Rows:
+    """One row for all stages with equal figures."""
+    unit = unit_for(stage.static.total_bytes for stage in profile.stages)
+    names = ("stage", f"weights {unit.name}", "gradients", "optimizer", "buffers", "static")
+    stages: dict[tuple[int, ...], list[int]] = {}
     for number, stage in enumerate(profile.stages):
         static = stage.static
         parts = (
@@ -62,5 +99,17 @@ def _static(profile: Profile) -> Table:
             static.buffer_bytes,
             static.total_bytes,
         )
-        table.add_row(str(number), *map(gib, parts))
-    return table
+        stages.setdefault(parts, []).append(number)
+    rows = [(_numbers(numbers), *map(unit.text, parts)) for parts, numbers in stages.items()]
+    return Rows([Column(name) for name in names], rows)
+
+
+def _numbers(numbers: list[int]) -> str:
+    """`0, 2-6, 8` for numbers in ascending order."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

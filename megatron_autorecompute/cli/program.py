@@ -1,43 +1,39 @@
 """The program `megatron-autorecompute`: a list of commands; only `main` prints errors.
 
-Exit codes: 0 done, 2 wrong usage (argparse) or policy, otherwise the `exit_code` of the error's
-class in `errors`.
+A command's module is imported when the command is named, so that `--help` shows in no time. Exit
+codes: 0 done, 2 wrong usage (argparse) or policy, otherwise the `exit_code` of the error's class in
+`errors`.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from megatron_autorecompute import __version__
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.compare import CompareCommand
-from megatron_autorecompute.cli.estimate import EstimateCommand
-from megatron_autorecompute.cli.explain import ExplainCommand
-from megatron_autorecompute.cli.pareto import ParetoCommand
-from megatron_autorecompute.cli.plan import PlanCommand
-from megatron_autorecompute.cli.profile import ProfileCommand
-from megatron_autorecompute.cli.report import ReportCommand
-from megatron_autorecompute.cli.show import ShowCommand
-from megatron_autorecompute.cli.verify import VerifyCommand
 from megatron_autorecompute.errors import AutorecomputeError, MachineError
 from megatron_autorecompute.packages import needed
 
 PROGRAM = "megatron-autorecompute"
-COMMANDS: tuple[Command, ...] = (
-    EstimateCommand(),
-    PlanCommand(),
-    ShowCommand(),
-    ExplainCommand(),
-    ParetoCommand(),
-    VerifyCommand(),
-    ReportCommand(),
-    CompareCommand(),
-    ProfileCommand(),
-)
-"""In the order of `--help`."""
+COMMANDS: dict[str, str | None] = {
+    "estimate": "profile a job without a device: modelled figures",
+    "plan": "solve a profile for a budget",
+    "show": "print a plan, stage by stage, or a profile",
+    "explain": "why a plan chose what it chose",
+    "pareto": "time of the step against the budget",
+    "verify": "check a plan's peaks against Megatron's own schedule, without a device",
+    "report": "look at a plan: one HTML file that opens offline",
+    "trace": "a plan's step as a trace for Perfetto or chrome://tracing",
+    "compare": "run Megatron's own strategies and ours on this machine, and print the table",
+    "profile": None,
+}
+"""Every command and its line in `--help`, in that order; None: it is not listed. The command is the
+class `NameCommand` in the module of its name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,10 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parsed(arguments: Sequence[str]) -> Namespace:
     words = list(arguments)
-    if words[:1] == [CompareCommand.name]:
-        return Namespace(command=CompareCommand(), flags=words[1:])
+    if words[:1] == ["compare"]:  # which has a parser of its own
+        return Namespace(command=command_of("compare"), flags=words[1:])
     cut = words.index("--") if "--" in words else len(words)
-    reader = parser()
+    reader = parser(next((word for word in words[:cut] if word in COMMANDS), None))
     args = reader.parse_args(words[:cut])
     args.megatron_flags = words[cut + 1 :]
     if args.megatron_flags and not args.command.takes_megatron_flags:
@@ -81,19 +77,31 @@ class _Parser(ArgumentParser):
         super().error(streams.printable(message))
 
 
-def parser() -> ArgumentParser:
-    """All commands and their flags; `command` of what it parses is the Command."""
+def parser(name: str | None) -> ArgumentParser:
+    """All commands, and the flags of one; `command` of what it parses is the Command."""
     top = _Parser(
         prog=PROGRAM,
         description="Per-layer activation recompute for Megatron-Core, measured and solved.",
     )
+    top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        listed: dict[str, Any] = {} if command.help is None else {"help": command.help}
-        verb = verbs.add_parser(command.name, description=command.description, **listed)
+    for each, line in COMMANDS.items():
+        listed: dict[str, Any] = {} if line is None else {"help": line}
+        if each != name:
+            verbs.add_parser(each, **listed)
+            continue
+        command = command_of(each)
+        verb = verbs.add_parser(each, description=command.description, **listed)
         command.add_arguments(verb)
         verb.set_defaults(command=command)
     return top
+
+
+def command_of(name: str) -> Command:
+    """A command by its name."""
+    module = importlib.import_module(f"megatron_autorecompute.cli.{name}")
+    command: Command = getattr(module, f"{name.capitalize()}Command")()
+    return command
 
 
 def _run(args: Namespace) -> None:

@@ -6,6 +6,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.progress import TaskID
@@ -13,19 +14,19 @@ from rich.progress import TaskID
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import output_file, progress_bars
-from megatron_autorecompute.cli.values import file
+from megatron_autorecompute.cli.values import at_least, file
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.data import Progress, report_data
 from megatron_autorecompute.report.html import html
+from megatron_autorecompute.report.recorded import recorded_step
 
 
 class ReportCommand(Command):
     """Writes the file."""
 
     name = "report"
-    help = "look at a plan: one HTML file that opens offline"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the plan's file, and the page's."""
@@ -37,18 +38,34 @@ class ReportCommand(Command):
             metavar="PLAN.html",
             help="default: beside the plan; - prints it",
         )
+        parser.add_argument(
+            "--snapshot",
+            type=Path,
+            metavar="RANK0.pickle",
+            help="draw a memory history of torch.cuda.memory._dump_snapshot beside the prediction",
+        )
+        parser.add_argument(
+            "--stage",
+            type=at_least(0),
+            help="pipeline stage of the snapshot; default: by the rank in the file's name",
+        )
 
     def run(self, args: Namespace) -> None:
         """Write the page and print its path.
 
-        Raises ProfileError if the plan cannot be read or the page not be written, OptionError if
-        the page would replace the plan.
+        Raises:
+            ProfileError: the file is no plan, the snapshot is none, or the page cannot be written.
+            OptionError: the page would replace the plan; the snapshot's stage is not known, or is
+                given without a snapshot.
         """
+        if args.stage is not None and args.snapshot is None:
+            raise OptionError("--stage is the stage of a snapshot: give --snapshot FILE with it.")
         if args.output is None:
             args.output = _beside(args.plan)
-        output = output_file(args)
+        output, plan = output_file(args), Plan.load(args.plan)
+        recorded = recorded_step(plan, args.snapshot, args.stage) if args.snapshot else None
         with _shown_progress() as progress:
-            page = html(report_data(Plan.load(args.plan), progress))
+            page = html(replace(report_data(plan, progress), recorded=recorded))
         if output is None:
             streams.write(page)
             return

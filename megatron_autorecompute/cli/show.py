@@ -1,25 +1,63 @@
-"""`megatron-autorecompute show`: a plan, stage by stage."""
+"""`megatron-autorecompute show`: a plan, stage by stage, or a profile, choice by choice."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from megatron_autorecompute import json_records
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.output import add_json, print_plan
+from megatron_autorecompute.cli.output import (
+    add_json,
+    add_verbose,
+    print_plan,
+    print_result,
+    refuse_ignored,
+    without_effect,
+)
+from megatron_autorecompute.cli.profile_view import profile_view
+from megatron_autorecompute.cli.values import file
 from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.report.strip import strip_svg
 
 
 class ShowCommand(Command):
-    """Prints a plan in the same form as `plan`."""
+    """Prints a plan in the same form as `plan`, a profile in the same form as `estimate`."""
 
     name = "show"
-    help = "print a plan, stage by stage"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the plan's file."""
-        parser.add_argument("plan", metavar="PLAN.json")
+        """Add the file."""
+        parser.add_argument("plan", metavar="FILE.json", help="a plan or a profile")
+        parser.add_argument(
+            "--svg",
+            type=file,
+            metavar="FILE",
+            help="also draw the policy, for a document; - prints it alone",
+        )
         add_json(parser)
+        add_verbose(parser)
 
     def run(self, args: Namespace) -> None:
-        """Print it; raises ProfileError if the file is no plan."""
-        print_plan(args, Plan.load(args.plan))
+        """Print it.
+
+        Raises ProfileError if the file is neither plan nor profile or the picture cannot be
+        written, OptionError for a picture of a profile.
+        """
+        refuse_ignored(args)
+        text = json_records.read(args.plan, Plan.__name__)
+        if json_records.has_fields(text, "kinds", "parallelism"):
+            if args.svg:
+                raise without_effect("--svg", args.plan, "it is a profile and has no policy")
+            profile = Profile.from_json(text, str(args.plan))
+            print_result(args, profile.to_json(), profile_view(profile, args.verbose))
+            return
+        plan = Plan.from_json(text, str(args.plan))
+        if args.svg and streams.is_standard_output(args.svg):
+            streams.write(strip_svg(plan))
+            return
+        if args.svg:
+            json_records.write_atomically(strip_svg(plan), args.svg)
+            streams.say(f"Drawn: {args.svg}")
+        print_plan(args, plan)

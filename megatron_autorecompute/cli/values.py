@@ -66,6 +66,14 @@ def file(text: str) -> Path:
     return Path(text)
 
 
+def picture(text: str) -> Path:
+    """A path that names a PNG or SVG file."""
+    path = file(text)
+    if path.suffix not in (".png", ".svg"):
+        raise ArgumentTypeError(f"{text!r}: give a name that ends with .png or .svg")
+    return path
+
+
 def _number(text: str) -> float:
     try:
         return float(text)

@@ -7,12 +7,16 @@ every result; nothing here is measured.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.units import GIB
+
+_SAYS_NOTHING = re.compile(r"nvidia|gpu|sxm\d?|hbm\d?e?")
+"""Words of a GPU's name that every known device could have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +70,19 @@ def devices() -> dict[str, Device]:
 
 
 def device(name: str) -> Device:
-    """One device; raises OptionError with the known names."""
+    """One device, by its name or by another name that can only mean it.
+
+    `h100`, `H100-SXM` and torch's `NVIDIA H100 80GB HBM3` are h100-80gb. Raises OptionError with
+    the known names for anything else, such as another form or another memory of the same chip.
+    """
     known = devices()
-    if name not in known:
-        raise OptionError(f"Unknown GPU {name!r}. Known: {', '.join(known)}.")
-    return known[name]
+    words = set(re.findall(r"[a-z0-9]+", re.sub(r"(\d) *gb\b", r"\1gb", name.lower())))
+    said = {word for word in words if not _SAYS_NOTHING.fullmatch(word)}
+    for each in known:
+        chip, memory = each.split("-")
+        if chip in said and said <= {chip, memory}:
+            return known[each]
+    raise OptionError(f"Unknown GPU {name!r}. Known: {', '.join(known)}.")
 
 
 def _device(name: str, data: Mapping[str, object]) -> Device:

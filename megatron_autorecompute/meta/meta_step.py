@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -40,6 +40,9 @@ from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
+
+MOST_WORKERS = 8
+"""Processes that run stages at the same time; each needs about half a GiB of memory."""
 
 Build = Callable[[Any, bool, bool, int | None, "StepShape"], torch.nn.Module]
 """(config, pre_process, post_process, vp_stage, shape) -> one chunk, on the default device."""
@@ -120,26 +123,37 @@ def stage_steps(
     build: Build | None = None,
     max_workers: int = 1,
     done: Callable[[StageStep], None] = lambda _: None,
+    num_microbatches: Sequence[int] | None = None,
 ) -> tuple[StageStep, ...]:
     """`stage_step` for several stages (default: all) in processes that never see CUDA.
 
     For use inside a job or on a GPU machine. `config` and `build` must be picklable; callbacks of a
-    running job are removed from the config. `done` is called with every stage's run in turn. Raises
-    the errors of stage_step.
+    running job are removed from the config. `done` is called with every stage's run in turn.
+    `num_microbatches` of each of all stages replaces that of `shape`. Raises the errors of
+    stage_step.
     """
-    asked = range(config.pipeline_model_parallel_size) if stages is None else stages
-    run = functools.partial(_run_stage, meta_config(config), shape, policy, build)
+    every = range(config.pipeline_model_parallel_size)
+    asked = every if stages is None else stages
+    numbers = num_microbatches or [shape.num_microbatches] * len(every)
+    shapes = [replace(shape, num_microbatches=number) for number in numbers]
+    run = functools.partial(_run_stage, meta_config(config), shapes, policy, build)
     return in_processes(run, asked, max_workers, done)
 
 
 def _run_stage(
     config: Any,
-    shape: StepShape,
+    shapes: Sequence[StepShape],
     policy: RecomputePolicy | None,
     build: Build | None,
     stage: int,
 ) -> StageStep:
-    return stage_step(config, stage, shape, policy, build)
+    return stage_step(config, stage, shapes[stage], policy, build)
+
+
+def workers(num_stages: int) -> int:
+    """Processes for so many stages: one for each core, at most MOST_WORKERS."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(num_stages, cores or 1, MOST_WORKERS))
 
 
 def in_processes(

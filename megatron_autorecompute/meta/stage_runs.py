@@ -7,7 +7,7 @@ stand-ins, which keep the same tensors here and in the profile.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_autorecompute.meta.meta_step import (
     fake_ranks,
     in_processes,
     trace_step,
+    workers,
 )
 from megatron_autorecompute.meta.model import (
     JobStep,
@@ -37,18 +38,18 @@ from megatron_autorecompute.policy import RecomputePolicy
 def run_stages(
     job: Job,
     pipeline: Mapping[str, Any],
-    num_microbatches: int,
+    num_microbatches: Sequence[int],
     policy: RecomputePolicy,
     done: Callable[[StageStep], None] = lambda _: None,
 ) -> tuple[StageStep, ...]:
-    """Run every stage, one process at a time.
+    """Run every stage, in as many processes as `meta_step.workers` allows.
 
     Args:
         job: its model is run.
         pipeline: fields of Megatron's config for the pipeline, in place of the job's own.
-        num_microbatches: in a step.
+        num_microbatches: in the step of each stage.
         policy: one choice for every layer.
-        done: called with each stage's run.
+        done: called with each stage's run, first stage first.
 
     Raises MachineError for overlap_moe_expert_parallel_comm, OptionError if the job cannot be
     built.
@@ -60,8 +61,15 @@ def run_stages(
             "plan made without it, which is in flight one microbatch less."
         )
     piped = replace(job, config={**job.config, **pipeline})
-    run = functools.partial(run_stage, piped, num_microbatches, policy)
-    return in_processes(run, range(piped.size("pipeline")), done=done)
+    run = functools.partial(_run_numbered, piped, tuple(num_microbatches), policy)
+    stages = range(piped.size("pipeline"))
+    return in_processes(run, stages, workers(len(stages)), done)
+
+
+def _run_numbered(
+    job: Job, num_microbatches: Sequence[int], policy: RecomputePolicy, stage: int
+) -> StageStep:
+    return run_stage(job, num_microbatches[stage], policy, stage)
 
 
 def run_stage(job: Job, num_microbatches: int, policy: RecomputePolicy, stage: int) -> StageStep:

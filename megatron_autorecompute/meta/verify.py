@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.table import Table
-
 from megatron_autorecompute.compat import model_facts
 from megatron_autorecompute.errors import ProfileError, VerificationError
-from megatron_autorecompute.meta.meta_step import StageStep, StepShape, build_gpt, stage_steps
+from megatron_autorecompute.meta.meta_step import (
+    StageStep,
+    StepShape,
+    build_gpt,
+    stage_steps,
+    workers,
+)
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import Peak
 from megatron_autorecompute.planner.plan import Plan
@@ -70,38 +74,43 @@ class StageCheck:
 
 
 def verify(
-    plan: Plan, progress: Callable[[StageStep], None] = lambda _: None
+    plan: Plan, done: Callable[[StageCheck], None] = lambda _: None
 ) -> tuple[StageCheck, ...]:
-    """Run every stage of a plan on meta tensors, one process at a time.
+    """Run every stage of a plan on meta tensors, in processes of their own.
 
     Args:
         plan: the plan to check.
-        progress: called with each stage's run when it is done.
+        done: called with each stage's check, first stage first.
 
     Raises: ProfileError if the profile does not say how to build the model, MachineError if the
     model's code needs a device.
     """
     peaks = _peaks(plan, plan.schedule, **WITHOUT_OPTIMIZER)
     comparable = _peaks(plan, plan.schedule, **COMPARABLE)
-    runs = _runs(plan, _shortest(plan, comparable), progress)
     static = [
         peak.breakdown.static_bytes - kept
         for peak, kept in zip(comparable, _kept(plan), strict=True)
     ]
-    return tuple(
-        StageCheck(
-            run.stage,
-            without.bytes - static_bytes,
-            run.peak_bytes,
-            str(run.peak_span.where),
-            static_bytes + peak.bytes - without.bytes,
-            budget_bytes,
-            plan.profile.boundary_bytes,
+    checks: list[StageCheck] = []
+
+    def check(run: StageStep) -> None:
+        stage = len(checks)
+        static_bytes, without = static[stage], comparable[stage]
+        checks.append(
+            StageCheck(
+                stage,
+                without.bytes - static_bytes,
+                run.peak_bytes,
+                str(run.peak_span.where),
+                static_bytes + peaks[stage].bytes - without.bytes,
+                plan.budget_bytes[stage],
+                plan.profile.boundary_bytes,
+            )
         )
-        for run, peak, without, static_bytes, budget_bytes in zip(
-            runs, peaks, comparable, static, plan.budget_bytes, strict=True
-        )
-    )
+        done(checks[-1])
+
+    _run(plan, _shortest(plan, comparable), check)
+    return tuple(checks)
 
 
 def _kept(plan: Plan) -> list[int]:
@@ -124,24 +133,28 @@ def _peaks(plan: Plan, schedule: Schedule, **changed: Any) -> list[Peak]:
     return [stage.peak for stage in cost.stages]
 
 
-def _shortest(plan: Plan, peaks: list[Peak]) -> int:
-    """The least number of microbatches with the predicted peaks of the whole step.
+def _shortest(plan: Plan, peaks: list[Peak]) -> list[int]:
+    """For every stage the least number of microbatches with its predicted peak of the whole step.
 
-    After the warm-up a schedule repeats: 256 microbatches show nothing new after 24.
+    After its warm-up a stage repeats itself: 256 microbatches show nothing new after 24.
     """
-    whole = [peak.bytes for peak in peaks]
-    number, most = 2 * plan.schedule.group_size, plan.schedule.num_microbatches
-    while number < most:
-        schedule = replace(plan.schedule, num_microbatches=number)
-        if [peak.bytes for peak in _peaks(plan, schedule, **COMPARABLE)] == whole:
-            return number
-        number += plan.schedule.group_size
-    return most
+    schedule = plan.schedule
+    found = [schedule.num_microbatches] * schedule.num_stages
+    interleaved = schedule.num_chunks > 1
+    number = 2 * schedule.group_size if interleaved else schedule.warmup_of_last_stage + 2
+    open_stages = set(range(schedule.num_stages))
+    while number < schedule.num_microbatches and open_stages:
+        shorter = _peaks(plan, replace(schedule, num_microbatches=number), **COMPARABLE)
+        for stage in tuple(open_stages):
+            settled = interleaved or number >= schedule.warmup(stage) + 2
+            if settled and shorter[stage].bytes == peaks[stage].bytes:
+                found[stage] = number
+                open_stages.discard(stage)
+        number += schedule.group_size if interleaved else 1
+    return found
 
 
-def _runs(
-    plan: Plan, num_microbatches: int, progress: Callable[[StageStep], None]
-) -> tuple[StageStep, ...]:
+def _run(plan: Plan, num_microbatches: list[int], done: Callable[[StageStep], None]) -> None:
     facts = plan.profile.model.facts
     if facts.get("measured"):
         raise ProfileError(
@@ -154,11 +167,18 @@ def _runs(
         from megatron_autorecompute.meta.stage_runs import run_stages
 
         job = job_from(facts["job"], "The profile's model.facts.job")
-        pipeline = _pipeline_fields(plan)
-        return run_stages(job, pipeline, num_microbatches, plan.policy, progress)
+        run_stages(job, _pipeline_fields(plan), num_microbatches, plan.policy, done)
+        return
     config, build = rebuilt(plan)
-    shape = replace(_shape(plan), num_microbatches=num_microbatches)
-    return stage_steps(config, shape, policy=plan.policy, build=build, done=progress)
+    stage_steps(
+        config,
+        _shape(plan),
+        policy=plan.policy,
+        build=build,
+        max_workers=workers(plan.layout.num_stages),
+        done=done,
+        num_microbatches=num_microbatches,
+    )
 
 
 def require_verified(checks: tuple[StageCheck, ...]) -> None:
@@ -185,23 +205,14 @@ def require_verified(checks: tuple[StageCheck, ...]) -> None:
         )
 
 
-def table(checks: Iterable[StageCheck]) -> Table:
-    """One row per stage, in 80 columns."""
-    shown = Table(box=None)
-    for name in ("stage", "predicted GiB", "Megatron GiB", "error", "total GiB", "budget GiB", ""):
-        shown.add_column(name, justify="right")
-    for check in checks:
-        remark = "" if check.fits and check.agrees else "differs" if check.fits else "over budget"
-        sizes = (check.static_bytes + check.megatron_bytes, check.budget_bytes)
-        shown.add_row(
-            str(check.stage),
-            f"{check.predicted_bytes / GIB:.3f}",
-            f"{check.megatron_bytes / GIB:.3f}",
-            f"{check.error:+.2%}",
-            *map(gib, sizes),
-            remark,
-        )
-    return shown
+def verdict(checks: Sequence[StageCheck]) -> str:
+    """One sentence on checks that `require_verified` lets pass."""
+    worst = max(checks, key=lambda check: abs(check.error))
+    stages = "The stage is" if len(checks) == 1 else f"All {len(checks)} stages are"
+    return (
+        f"Verified: {stages} within budget in Megatron's own schedule; predicted peaks are at most "
+        f"{abs(worst.error):.2%} from it."
+    )
 
 
 def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:

@@ -39,6 +39,25 @@ def flags(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> str:
 
 
 def launch_lines(plan: Plan) -> list[str]:
+    """What to paste so that a job runs the plan: for the profile's own job, if it contains one.
+
+    Otherwise the policy is given as text, which is right for any job: whether layers are frozen,
+    after which Megatron's own recompute can lose gradients, is not in a profile.
+
+    Raises: as `job_lines`.
+    """
+    lines = job_lines(plan)
+    if lines:
+        return lines
+    if all(choice.granularity == "none" for choice in plan.policy.layers):
+        return _pretrain_lines(plan, NO_RECOMPUTE)
+    return [
+        *_pretrain_lines(plan, None),
+        "In a recipe of Megatron Bridge the same text is cfg.model.recompute_policy.",
+    ]
+
+
+def job_lines(plan: Plan) -> list[str]:
     """What to paste for the job of a profile made without a device; empty for other profiles.
 
     Raises:
@@ -50,7 +69,7 @@ def launch_lines(plan: Plan) -> list[str]:
     if not (isinstance(job, dict) and job.keys() >= JOB and isinstance(job["config"], dict)):
         raise ProfileError(
             f"model.facts.job of the plan's profile is no job description: {job!r:.80}. Profile "
-            "the job again, or take the field out; then nothing is printed to be pasted."
+            "the job again, or take the field out."
         )
     fields = None
     if not job["lora_rank"]:  # after frozen layers Megatron's own recompute can lose gradients
@@ -60,6 +79,10 @@ def launch_lines(plan: Plan) -> list[str]:
         fields = of_policy(plan.policy, chunks, linear_bias=bias)
     if job["described_by"] == "recipe":
         return ["Put into the recipe:", *recipe_lines(plan.policy, fields)]
+    return _pretrain_lines(plan, fields)
+
+
+def _pretrain_lines(plan: Plan, fields: Mapping[str, Any] | None) -> list[str]:
     words = [flags(plan.policy, fields)]
     words += [f"{name} {shlex.quote(value)}" for name, value in plan.megatron_flags.items()]
     line = " ".join(filter(None, words))

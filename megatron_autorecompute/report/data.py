@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.chunk_splits import put_together, rearranged
-from megatron_autorecompute.planner.launch_lines import flags, launch_lines, recipe_lines
+from megatron_autorecompute.planner.launch_lines import flags, job_lines, recipe_lines
 from megatron_autorecompute.planner.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.planner import Planner, changed_at
 from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
+from megatron_autorecompute.report.recorded import RecordedStep
+from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.timeline import Timeline, timeline
 
 CURVE_POINTS = 24
@@ -77,6 +79,8 @@ class ReportData:
     """Time against budget, with Megatron's own settings."""
     pastes: tuple[Paste, ...]
     """What to paste, the most likely first."""
+    recorded: RecordedStep | None = None
+    """A step of one stage as torch recorded it."""
 
     @property
     def stage_of(self) -> dict[int, int]:
@@ -146,28 +150,20 @@ def _curve(plan: Plan, planner: Planner, outcomes: Outcomes, progress: Progress)
     return Curve(plan.profile.model.name, points, strategies, min(plan.budget_bytes), here)
 
 
-def unbeaten(strategies: Iterable[ManualResult]) -> list[ManualResult]:
-    """The strategies for which no other is faster with at most as many bytes."""
-    found: list[ManualResult] = []
-    for strategy in sorted(strategies, key=lambda s: (s.peak_high_bytes, s.step_ms)):
-        if not found or strategy.step_ms < found[-1].step_ms:
-            found.append(strategy)
-    return found
-
-
 def best_points(
     planner: Planner,
     outcomes: Outcomes,
     strategies: Iterable[ManualResult],
     known: Iterable[CurvePoint],
     progress: Callable[[float], None],
+    num_points: int = CURVE_POINTS,
 ) -> tuple[CurvePoint, ...]:
     """The best policies for some budgets, largest first; each strategy's bytes are a budget.
 
-    `Planner.pareto` solves evenly spaced budgets quickly; their splits over chunks are then
-    rearranged here, as in every plan.
+    `Planner.pareto` solves `num_points` evenly spaced budgets quickly; their splits over chunks are
+    then rearranged here, as in every plan.
     """
-    even = planner.pareto(CURVE_POINTS, lambda share: progress(share / 2))
+    even = planner.pareto(num_points, lambda share: progress(share / 2))
     least, most = even[-1].budget_bytes, even[0].budget_bytes
     budgets = {point.budget_bytes for point in even}
     budgets |= {s.peak_high_bytes for s in strategies if least <= s.peak_high_bytes <= most}
@@ -231,7 +227,7 @@ def strategies_of(
 
 def _pastes(plan: Plan) -> Iterator[Paste]:
     """Texts to paste: first for the form the job was described in, then for other forms."""
-    likeliest = launch_lines(plan)
+    likeliest = job_lines(plan)
     policy_flag = " ".join(
         [
             flags(plan.policy, None),

@@ -1,24 +1,51 @@
-"""A plan as text for a terminal of 80 columns."""
+"""A plan as text for a terminal of 80 columns; on 40 it can still be read."""
 
 from __future__ import annotations
 
 import string
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from megatron_autorecompute.planner.layer_sums import sums_of_layers
+from megatron_autorecompute.planner.layer_sums import LayerSums, sums_of_layers
 from megatron_autorecompute.planner.layout import Chunk
-from megatron_autorecompute.planner.plan import CurvePoint, Plan
-from megatron_autorecompute.planner.policy_cost import PolicyCost
+from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
+from megatron_autorecompute.planner.policy_cost import PolicyCost, StageCost
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
-from megatron_autorecompute.units import GIB, gib
+from megatron_autorecompute.report.rows import Column, Rows
+from megatron_autorecompute.units import GIB, Unit, unit_for
 
 MOST_RANKS = 16
 """Most rows of the measured step; with more ranks, every stage has one row."""
+CURVE_ROWS, MEGATRON_ROWS = 8, 4
+"""Most rows of the curve: plans, and Megatron's own settings."""
+SHORT_CHOICES = 3
+"""Most choices that a shortened policy names."""
+Item = TypeVar("Item")
+MEASURED_COLUMNS = (
+    Column("rank/\nstage", "rank/stage"),
+    Column("forward:\nlayers"),
+    Column("forward-\ncompute", "forward-compute"),
+    Column("backward:\nlayers"),
+    Column("backward-\ncompute", "backward-compute"),
+    Column("\noptimizer"),
+    Column("peak:\nlayers"),
+    Column("max\nallocated"),
+    Column("max\nreserved"),
+)
+PEAK_COLUMNS = (
+    Column("stage"),
+    Column("static"),
+    Column("in\nflight"),
+    Column("running"),
+    Column("tran-\nsient", "transient"),
+    Column("emb+\nhead", "embedding and head"),
+    Column("over-\nhead", "overhead"),
+)
 
 
 def legend(policy: RecomputePolicy) -> dict[LayerPolicy, str]:
@@ -48,9 +75,15 @@ def _chunk_strip(policy: RecomputePolicy, chunk: Chunk, symbols: dict[LayerPolic
     return "".join([*parts, "L" * chunk.head])
 
 
-def plan_view(plan: Plan) -> RenderableType:
-    """Header, one row per stage, legend, evidence and assumptions, the measured step."""
-    views = _header(plan), _stages(plan), _legend(plan.policy), _footer(plan)
+def plan_view(plan: Plan, speed: str = "", *, verbose: bool = False) -> RenderableType:
+    """Header, one row per stage, legend, evidence, the measured step.
+
+    Args:
+        plan: to show.
+        speed: a sentence on bubble and throughput; empty for none.
+        verbose: whether every assumption is listed, or only their number.
+    """
+    views = _header(plan, speed), _stages(plan), _legend(plan.policy), _footer(plan, verbose)
     return Group(*views, *measured_step_view(plan))
 
 
@@ -70,44 +103,34 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
             "beside this plan."
         )
         return
+    ranks = shown_ranks(step)
+    unit = unit_for(own.peak_bytes for own in sums)
     yield Text(
         f"\nMeasured in iteration {step.iteration} under {step.recompute_policy}: the sum of its "
         f"layers beside Megatron's timers (all {step.num_microbatches} microbatches, ms) and "
-        "torch's memory statistics (GiB):"
+        f"torch's memory statistics ({unit.name}):"
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in (
-        "rank/\nstage",
-        "forward:\nlayers",
-        "forward-\ncompute",
-        "backward:\nlayers",
-        "backward-\ncompute",
-        "\noptimizer",
-        "peak:\nlayers",
-        "max\nallocated",
-        "max\nreserved",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    ranks = shown_ranks(step)
-    for rank in ranks:
-        own = sums[rank.stage]
-        table.add_row(
-            f"{rank.rank}/{rank.stage}",
-            _ms(own.forward_ms),
-            _ms(rank.forward_compute_ms),
-            _ms(own.backward_ms),
-            _ms(rank.backward_compute_ms),
-            _ms(rank.optimizer_ms),
-            _gib_or_not(own.peak_bytes),
-            _gib_or_not(rank.max_memory_allocated_bytes),
-            _gib_or_not(rank.max_memory_reserved_bytes),
-        )
-    yield table
+    cells = [_measured_cells(rank, sums[rank.stage], unit) for rank in ranks]
+    yield Rows(MEASURED_COLUMNS, cells, gap=1)
     if len(ranks) < len(step.ranks):
         yield Text(
             f"Of {len(step.ranks)} ranks the one of each stage that computed longest; all are in "
             "the plan file."
         )
+
+
+def _measured_cells(rank: RankStep, own: LayerSums, unit: Unit) -> tuple[str, ...]:
+    return (
+        f"{rank.rank}/{rank.stage}",
+        _ms(own.forward_ms),
+        _ms(rank.forward_compute_ms),
+        _ms(own.backward_ms),
+        _ms(rank.backward_compute_ms),
+        _ms(rank.optimizer_ms),
+        _or_not(own.peak_bytes, unit),
+        _or_not(rank.max_memory_allocated_bytes, unit),
+        _or_not(rank.max_memory_reserved_bytes, unit),
+    )
 
 
 def shown_ranks(step: MeasuredStep) -> list[RankStep]:
@@ -132,11 +155,13 @@ def _ms(value: float | None) -> str:
     return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
-def _gib_or_not(size_bytes: int | None) -> str:
-    return "not\nkept" if size_bytes is None else f"{size_bytes / GIB:.3g}"
+def _or_not(size_bytes: int | None, unit: Unit) -> str:
+    if size_bytes is None:
+        return "not\nkept"
+    return f"{size_bytes / GIB:.3g}" if unit.size == GIB else unit.text(size_bytes)
 
 
-def _header(plan: Plan) -> Text:
+def _header(plan: Plan, speed: str) -> Text:
     shape, model = plan.profile.parallelism, plan.profile.model
     schedule = plan.schedule
     lines = [
@@ -151,6 +176,8 @@ def _header(plan: Plan) -> Text:
             f"By the spread of the measured times, {plan.cost.step_low_ms:.1f} to "
             f"{plan.cost.step_high_ms:.1f} ms a step"
         )
+    if speed:
+        lines.append(speed)
     if plan.best_manual is not None:
         gain = 100 * (1 - plan.cost.step_ms / plan.best_manual.step_ms)
         lines.append(
@@ -162,23 +189,31 @@ def _header(plan: Plan) -> Text:
     return Text("\n".join(lines))
 
 
-def _stages(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("stage", justify="right")
-    table.add_column("policy", overflow="fold", ratio=1)
-    for name in ("peak GiB", "budget", "recompute ms"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _stages(plan: Plan) -> Rows:
+    unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
+    columns = (
+        Column("stage"),
+        Column("policy", folded=True),
+        Column(f"peak {unit.name}"),
+        Column("budget"),
+        Column("recompute ms"),
+    )
     policy = plan.policy
-    for stage, chunks in enumerate(plan.layout.stages):
-        cost = plan.cost.stages[stage]
-        table.add_row(
-            str(stage),
-            Text(strip(policy, chunks)),
-            gib(cost.peak_high_bytes),
-            gib(plan.budget_bytes[stage]),
-            f"{cost.recompute_ms:.1f}",
-        )
-    return table
+    return Rows(
+        columns,
+        [
+            (
+                str(stage),
+                strip(policy, chunks),
+                unit.text(cost.peak_high_bytes),
+                unit.text(plan.budget_bytes[stage]),
+                f"{cost.recompute_ms:.1f}",
+            )
+            for stage, (chunks, cost) in enumerate(
+                zip(plan.layout.stages, plan.cost.stages, strict=True)
+            )
+        ],
+    )
 
 
 def _legend(policy: RecomputePolicy) -> Text:
@@ -190,12 +225,20 @@ def _legend(policy: RecomputePolicy) -> Text:
     return Text("\n".join(lines))
 
 
-def _footer(plan: Plan) -> Text:
+def _footer(plan: Plan, verbose: bool) -> Text:
     lines = [_proof([evidence.gap for evidence in plan.evidence])]
     lines += imbalance_lines(plan.profile, plan.imbalance_percentile)
     lines += [f"Set {name} {value}" for name, value in plan.megatron_flags.items()]
-    lines += [*plan.notes, *(f"Assumes: {text}" for text in plan.profile.assumptions)]
+    lines += [*plan.notes, *assumption_lines(plan.profile.assumptions, verbose)]
     return Text("\n".join(lines))
+
+
+def assumption_lines(assumptions: Sequence[str], verbose: bool) -> list[str]:
+    """Every assumption, or how many there are and how they are listed."""
+    if verbose or not assumptions:
+        return [f"Assumes: {text}" for text in assumptions]
+    number = f"{len(assumptions)} assumptions" if len(assumptions) > 1 else "1 assumption"
+    return [f"Rests on {number}; -v lists them."]
 
 
 def _proof(gaps: Sequence[float | None]) -> str:
@@ -247,41 +290,37 @@ def _factors(kinds: Sequence[LayerKind], percentile: float) -> Iterator[str]:
 
 def stages_explained(plan: Plan) -> RenderableType:
     """Per stage: the binding moment, and the parts of the peak."""
-    parts: list[RenderableType] = []
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    names = (
-        "stage",
-        "static",
-        "in\nflight",
-        "running",
-        "tran-\nsient",
-        "emb+\nhead",
-        "over-\nhead",
-    )
-    for name in (*names, "peak\nGiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for cost in plan.cost.stages:
-        split = cost.peak.breakdown
-        values = (
-            split.static_bytes,
-            split.in_flight_bytes,
-            split.running_bytes,
-            split.transient_bytes,
-            split.embedding_head_bytes,
-            split.overhead_bytes,
-            split.total_bytes,
+    unit = unit_for(cost.peak_high_bytes for cost in plan.cost.stages)
+    columns = (*PEAK_COLUMNS, Column(f"peak\n{unit.name}"))
+    parts: list[RenderableType] = [
+        Rows(
+            columns, [(str(cost.stage), *map(unit.text, _parts(cost))) for cost in plan.cost.stages]
         )
-        table.add_row(str(cost.stage), *map(gib, values))
-    parts.append(table)
+    ]
     for evidence, cost in zip(plan.evidence, plan.cost.stages, strict=True):
         parts.append(
             Text(
-                f"stage {evidence.stage}: peak {gib(cost.peak_low_bytes)} to "
-                f"{gib(cost.peak_high_bytes)} GiB of {gib(evidence.budget_bytes)}; "
+                f"stage {evidence.stage}: peak {unit.text(cost.peak_low_bytes)} to "
+                f"{unit.text(cost.peak_high_bytes)} {unit.name} of "
+                f"{unit.text(evidence.budget_bytes)}; "
                 f"bound by {evidence.binding}"
             )
         )
     return Group(*parts, *measured_step_view(plan))
+
+
+def _parts(cost: StageCost) -> tuple[int, ...]:
+    """Bytes of the parts of a stage's peak, and of the peak, in the order of the columns."""
+    split = cost.peak.breakdown
+    return (
+        split.static_bytes,
+        split.in_flight_bytes,
+        split.running_bytes,
+        split.transient_bytes,
+        split.embedding_head_bytes,
+        split.overhead_bytes,
+        split.total_bytes,
+    )
 
 
 def neighbours_view(
@@ -289,21 +328,29 @@ def neighbours_view(
 ) -> RenderableType:
     """One row per other choice of a layer."""
     chosen = plan.policy.layers[layer]
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("instead", overflow="fold")
-    for name in ("step ms", "stage ms", "peak GiB", "fits"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in neighbour_rows(plan, stage, found):
-        table.add_row(
-            Text(str(row["choice"])),
+    unit = unit_for([plan.cost.stages[stage].peak_high_bytes])
+    columns = (
+        Column("instead", folded=True),
+        Column("step ms"),
+        Column("stage ms"),
+        Column(f"peak {unit.name}"),
+        Column("fits"),
+    )
+    cells = [
+        (
+            str(row["choice"]),
             f"{row['step_ms']:+.3f}",
             f"{row['stage_busy_ms']:+.3f}",
-            f"{float(row['peak_bytes']) / GIB:+.3f}",
+            unit.change(float(row["peak_bytes"])),
             "yes" if row["fits"] else "no",
         )
+        for row in neighbour_rows(plan, stage, found)
+    ]
     evidence = plan.evidence[stage]
     title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
-    return Group(Text(title), table, Text(f"The stage is bound by {evidence.binding}."))
+    return Group(
+        Text(title), Rows(columns, cells), Text(f"The stage is bound by {evidence.binding}.")
+    )
 
 
 def neighbour_rows(
@@ -323,17 +370,66 @@ def neighbour_rows(
     ]
 
 
-def curve_view(points: Sequence[CurvePoint]) -> RenderableType:
-    """One row per budget; policies wrap between their runs."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1), expand=True)
-    for name in ("budget GiB", "step ms", "peak GiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("policy", overflow="fold", ratio=1)
-    for point in points:
-        table.add_row(
-            gib(point.budget_bytes),
-            f"{point.step_ms:.1f}",
-            gib(point.peak_high_bytes),
-            Text(point.recompute_policy.replace(",", ", ")),  # to wrap between runs
+def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> RenderableType:
+    """Some ten rows, most bytes first: plans for even budgets, and Megatron's settings among them.
+
+    Args:
+        points: plans, at least one.
+        strategies: Megatron's settings; the unbeaten ones are shown.
+    """
+    unit = unit_for(point.peak_high_bytes for point in points)
+    ours = evenly(points, CURVE_ROWS)
+    theirs = evenly(unbeaten(strategies), MEGATRON_ROWS)
+    rows = [
+        (
+            point.peak_high_bytes,
+            (unit.text(point.budget_bytes), f"{point.step_ms:.1f}"),
+            shortened(point.recompute_policy),
         )
-    return table
+        for point in ours
+    ] + [(each.peak_high_bytes, ("-", f"{each.step_ms:.1f}"), each.name) for each in theirs]
+    rows.sort(key=lambda row: -row[0])
+    columns = (
+        Column(f"budget {unit.name}"),
+        Column("step ms"),
+        Column(f"peak {unit.name}"),
+        Column("layers by choice", folded=True),
+    )
+    left_out = (
+        f"{len(ours)} of {len(points)} budgets, {len(theirs)} of {len(strategies)} settings of "
+        "Megatron's own; --json and --csv print all, with whole policies."
+    )
+    return Group(
+        Rows(columns, [(*figures, unit.text(peak), text) for peak, figures, text in rows]),
+        Text(left_out),
+    )
+
+
+def unbeaten(strategies: Iterable[ManualResult]) -> list[ManualResult]:
+    """The strategies for which no other is faster with at most as many bytes."""
+    found: list[ManualResult] = []
+    for strategy in sorted(strategies, key=lambda s: (s.peak_high_bytes, s.step_ms)):
+        if not found or strategy.step_ms < found[-1].step_ms:
+            found.append(strategy)
+    return found
+
+
+def evenly(items: Sequence[Item], most: int) -> list[Item]:
+    """At most so many items, evenly chosen, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]
+
+
+def shortened(policy: str) -> str:
+    """How many layers have each choice: `44 full, 30 none, 6 mlp`; groups count as full."""
+    counts: Counter[str] = Counter()
+    for run in policy.split(","):
+        choice, _, number = run.partition("*")
+        named = choice.removeprefix("selective[").removesuffix("]")
+        counts["full" if named.startswith("full") else named] += int(number or 1)
+    most = counts.most_common(SHORT_CHOICES)
+    words = [f"{number} {choice}" for choice, number in most]
+    if rest := counts.total() - sum(number for _, number in most):
+        words.append(f"{rest} others")
+    return ", ".join(words)

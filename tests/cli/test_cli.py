@@ -1,4 +1,5 @@
 import contextlib
+import csv
 import io
 import json
 import os
@@ -17,7 +18,9 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.report.terminal import strip
+from megatron_autorecompute.report.strip import strip_svg
+from megatron_autorecompute.report.terminal import shortened, strip
+from tests.report.snapshots import as_planned, dumped
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "examples" / "profiles"
@@ -39,10 +42,15 @@ def printed(words, capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
+def widest(out):
+    """Columns of the longest line, not counting those to be pasted."""
+    return max(len(line) for line in out.splitlines() if not line.startswith("--"))
+
+
 def test_plan_writes_a_plan_and_prints_strips_of_80_columns(planned):
     code, path, out = planned
     assert code == 0
-    assert max(map(len, out.splitlines())) <= 80
+    assert widest(out) <= 80
     plan = Plan.load(path)
     for chunks in plan.layout.stages:
         assert strip(plan.policy, chunks) in out
@@ -99,27 +107,169 @@ def test_explain_without_a_layer_splits_every_stages_peak(planned, capsys):
     assert [row["stage"] for row in json.loads(capsys.readouterr().out)] == [0, 1, 2, 3]
 
 
-def test_pareto_prints_one_row_per_budget(capsys):
-    assert main(["pareto", "--profile", LLAMA, *SHAPE, "--points", "5", "--json"]) == 0
-    points = json.loads(capsys.readouterr().out)
-    assert len(points) == 5
+def test_report_draws_a_snapshot_beside_the_prediction_of_its_stage(planned, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    plan, snapshot = Plan.load(planned[1]), tmp_path / "snapshot_oom_rank-0.pickle"
+    dumped(as_planned(plan, 0).snapshot(), snapshot)
+    words = ["report", str(planned[1]), "--snapshot", str(snapshot), "-o", str(page)]
+    assert main(words) == 0
+    assert f"Written: {page}" in capsys.readouterr().out
+    assert "Recorded beside predicted: stage 0" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "code", "message"),
+    [
+        ("absent_rank0.pickle", [], 4, "absent_rank0.pickle cannot be read: No such file"),
+        ("plan.json", ["--stage", "1"], 4, "plan.json is no whole pickle"),
+        ("plan.json", [], 9, "plan.json names no rank, from which the pipeline stage is not known"),
+        ("plan.json", ["--stage", "9"], 9, "--stage 9: the plan has stages 0 to 3."),
+    ],
+)
+def test_a_snapshot_that_cannot_be_used_is_one_line(
+    planned, tmp_path, name, flags, code, message, capsys
+):
+    plan, page = planned[1], tmp_path / "page.html"
+    snapshot = ["--snapshot", str(plan.parent / name), *flags]
+    assert main(["report", str(plan), *snapshot, "-o", str(page)]) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert not page.exists()
+
+
+def test_a_stage_without_a_snapshot_is_refused(planned, capsys):
+    assert main(["report", str(planned[1]), "--stage", "1"]) == 9
+    assert "give --snapshot FILE with it" in capsys.readouterr().err
+
+
+def test_show_draws_the_policy_for_a_document_and_prints_the_same(planned, tmp_path, capsys):
+    _, path, out = planned
+    strip_path = tmp_path / "strip.svg"
+    assert main(["show", str(path), "--svg", str(strip_path)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == out
+    assert str(strip_path) in printed.err
+    assert strip_path.read_text() == strip_svg(Plan.load(path))
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
+def test_pareto_draws_a_picture_of_the_kind_that_its_name_says(name, begins, tmp_path, capsys):
+    words = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "4"]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    assert main([*words, "--plot", str(tmp_path / name)]) == 0
+    assert capsys.readouterr().out == plain
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_a_picture_of_an_unknown_kind_or_in_no_folder_is_refused(tmp_path, capsys):
+    words = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "2", "--plot"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "a.jpg"])
+    assert "ends with .png or .svg" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "none" / "a.png")]) == MachineError.exit_code
+    assert "Cannot write the picture" in capsys.readouterr().err
+
+
+PARETO = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "20"]
+
+
+@pytest.fixture(scope="module")
+def curve():
+    """What pareto prints as a table, as JSON and as CSV."""
+    printed = []
+    for form in ([], ["--json"], ["--csv"]):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert main([*PARETO, *form]) == 0
+        printed.append(out.getvalue())
+    return printed[0], json.loads(printed[1]), list(csv.DictReader(io.StringIO(printed[2])))
+
+
+def test_pareto_as_json_has_every_budget_and_every_setting_of_megatrons(curve):
+    _, data, _ = curve
+    points = data["points"]
+    assert len(points) == 20
     assert [p["step_ms"] for p in points] == sorted(p["step_ms"] for p in points)
+    assert {"megatron:none", "megatron:block/1", "megatron:uniform/2"} <= {
+        strategy["name"] for strategy in data["strategies"]
+    }
+    for point in points:
+        RecomputePolicy.parse(point["recompute_policy"], num_layers=80)
 
 
-@pytest.mark.parametrize("width", [60, 80])
+def test_pareto_as_csv_says_what_its_json_says(curve):
+    _, data, rows = curve
+    own = [row for row in rows if not row["budget_bytes"]]
+    plans = [row for row in rows if row["budget_bytes"]]
+    assert [{k: str(v) for k, v in point.items()} for point in data["points"]] == plans
+    assert [row["recompute_policy"] for row in own] == [s["name"] for s in data["strategies"]]
+
+
+def test_pareto_fits_a_screen_and_has_megatrons_settings_among_its_plans(curve):
+    table, data, _ = curve
+    lines = [line for line in table.splitlines() if "--json" not in line]
+    assert len(lines) <= 14
+    rows = [
+        line.split(maxsplit=3) for line in lines if line.lstrip()[:1].isdigit() or " - " in line
+    ]
+    peaks = [float(row[2]) for row in rows]
+    assert peaks == sorted(peaks, reverse=True)
+    assert 8 <= len(rows) <= 12
+    settings = {row[3].strip() for row in rows if row[0] == "-"}
+    assert settings
+    assert settings <= {strategy["name"] for strategy in data["strategies"]}
+    assert "selective" not in "".join(row[3] for row in rows if row[0] != "-")
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("none*80", "80 none"),
+        ("full/4*36,full*4,none*40", "40 full, 40 none"),
+        ("selective[layernorm+mlp]*3,none*1,selective[layernorm+mlp]*2", "5 layernorm+mlp, 1 none"),
+        (
+            "none*4,full*3,selective[mlp]*2,selective[moe]*1,selective[layernorm]*1",
+            "4 none, 3 full, 2 mlp, 2 others",
+        ),
+    ],
+)
+def test_a_shortened_policy_counts_layers(policy, said):
+    assert shortened(policy) == said
+
+
+def test_pareto_prints_json_or_csv_but_not_both(capsys):
+    with pytest.raises(SystemExit):
+        main([*PARETO, "--json", "--csv"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
 def test_no_table_is_cut_off(planned, width, capsys, monkeypatch):
     _, path, _ = planned
     monkeypatch.setenv("COLUMNS", str(width))
-    pareto = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "5"]
-    for words in (["show", str(path)], ["explain", str(path)], pareto):
+    for words in (
+        ["show", str(path)],
+        ["show", LLAMA],
+        ["explain", str(path)],
+        ["explain", str(path), "--layer", "17"],
+        PARETO,
+    ):
         assert main(words) == 0
         out = capsys.readouterr().out
         assert "…" not in out
-        assert max(map(len, out.splitlines()[:-1])) <= width  # a line to paste ends a plan
-    policies = "".join(line[31:] for line in out.splitlines()).replace(" ", "")
-    assert main([*pareto, "--json"]) == 0
-    for point in json.loads(capsys.readouterr().out):
-        assert point["recompute_policy"] in policies
+        assert widest(out) <= width
+
+
+def test_on_40_columns_every_figure_of_a_stage_is_beside_its_name(planned, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = printed(["show", str(planned[1])], capsys)
+    plan = Plan.load(planned[1])
+    for stage, chunks in enumerate(plan.layout.stages):
+        peak = plan.cost.stages[stage].peak_high_bytes / 2**30
+        assert (
+            f"stage {stage} {strip(plan.policy, chunks)} peak GiB {peak:.2f}, budget 28.00" in shown
+        )
 
 
 def test_pareto_shows_how_far_it_is_on_a_terminal_only():

@@ -358,13 +358,32 @@ def test_flags_need_the_number_of_gpus():
         estimate.read_job(asked)
 
 
-def test_plan_command_repeats_the_jobs_own_pipeline():
-    text = estimate.plan_command(
-        job({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
-        Path("p.json"),
-        64 * GIB,
+def test_plan_command_needs_no_pipeline_which_the_profile_knows():
+    assert estimate.plan_command(Path("a job/p.json"), 64 * GIB) == (
+        "megatron-autorecompute plan --profile 'a job/p.json' --budget-gib 64.00"
     )
-    assert text == (
-        "megatron-autorecompute plan --profile p.json --budget-gib 64.00 --pp 2 "
-        "--num-microbatches 4 --vp 2"
-    )
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("h100-80gb", "h100-80gb"),
+        ("H100", "h100-80gb"),
+        ("h100-sxm", "h100-80gb"),
+        ("H100 80 GB", "h100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H200", "h200-141gb"),
+        ("NVIDIA GB200", "gb200-186gb"),
+    ],
+)
+def test_a_gpu_is_found_by_any_name_that_can_only_mean_it(name, found):
+    assert device(name).name == found
+
+
+@pytest.mark.parametrize(
+    "name", ["", "NVIDIA", "80gb", "H100 PCIe", "NVIDIA A100-SXM4-40GB", "V100"]
+)
+def test_any_other_gpu_is_refused_with_those_that_are_known(name):
+    with pytest.raises(OptionError, match="Known: a100-80gb, h100-80gb, h200-141gb"):
+        device(name)

@@ -1,23 +1,32 @@
 """`verify`: the model is built again from a profile's facts, and its plan run on meta tensors."""
 
+import contextlib
+import io
 import json
+import os
 import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import make_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from benchmarks.peak_fidelity import CASES, builder, config, measured_profile, shape
 from megatron_autorecompute.cli import main
+from megatron_autorecompute.cli.verify import Lines, table
 from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.errors import VerificationError
+from megatron_autorecompute.meta import verify
+from megatron_autorecompute.meta.meta_step import MOST_WORKERS, workers
 from megatron_autorecompute.meta.verify import StageCheck, layout_names, require_verified
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.units import GIB, MIB, unit_for
 from tests.support import fresh_processes, run_ranks, tiny_config
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
@@ -86,7 +95,84 @@ def test_a_plan_is_what_megatrons_schedule_does_in_any_pipeline(profile, tmp_pat
     # capfd: the processes of the stages say nothing either
     code, printed = run(plan_of(profile, pp=pp, vp=vp), tmp_path, capfd)
     assert (code, printed.err.strip()) == (0, "")
-    assert printed.out.count("0.00%") == pp
+    *rows, verdict = printed.out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == [str(stage) for stage in range(pp)]
+    assert all(row.split()[3].endswith("0.00%") for row in rows)
+    assert verdict == (
+        f"Verified: All {pp} stages are within budget in Megatron's own schedule; predicted peaks "
+        "are at most 0.00% from it."
+    )
+
+
+@pytest.mark.any_version
+def test_piped_lines_are_printed_as_soon_as_their_stage_is_done(monkeypatch, profile, tmp_path):
+    printed_before = []
+
+    def stages_one_by_one(config, shape, *, done, **_):
+        for stage in range(4):
+            printed_before.append(out.getvalue().count("\n"))
+            done(SimpleNamespace(peak_bytes=1, peak_span=SimpleNamespace(where=stage)))
+
+    monkeypatch.setattr(verify, "stage_steps", stages_one_by_one)
+    path = tmp_path / "plan.json"
+    plan_of(profile, pp=4).save(path)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        main(["verify", str(path)])
+    assert printed_before == [0, 2, 3, 4]  # the header comes with the first
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize(("pp", "vp"), [(4, 1), (2, 2), (8, 1)])
+def test_a_stage_runs_no_more_microbatches_than_its_peak_needs(monkeypatch, profile, pp, vp):
+    layout = Layout.from_flags(8, pp, vp)
+    planner = Planner(profile, layout, Schedule(pp, vp, 64))
+    plan = make_plan(planner, max(choice.peak_bytes for choice in planner.fastest))
+    asked = []
+
+    def no_run(config, shape, *, num_microbatches, **_):
+        asked.extend(num_microbatches)
+
+    monkeypatch.setattr(verify, "stage_steps", no_run)
+    verify.verify(plan)
+    whole = plan.planner().evaluate(plan.policy)
+    for stage, number in enumerate(asked):
+        assert number <= (pp - stage + 2 if vp == 1 else 4 * pp)
+        shorter = Planner(profile, layout, Schedule(pp, vp, number)).evaluate(plan.policy)
+        assert shorter.stages[stage].peak.bytes == whole.stages[stage].peak.bytes
+
+
+@pytest.mark.any_version
+def test_small_figures_are_in_mib_and_what_is_wrong_is_the_last_word(capsys):
+    sizes = {"static_bytes": MIB, "boundary_bytes": 0}
+    lines = Lines(unit_for([5 * MIB]))
+    lines.say(StageCheck(0, 4 * MIB, 4 * MIB, MOMENT, budget_bytes=6 * MIB, **sizes))
+    lines.say(StageCheck(1, 4 * MIB, 5 * MIB, MOMENT, budget_bytes=6 * MIB, **sizes))
+    lines.say(StageCheck(2, 4 * MIB, 4 * MIB, MOMENT, budget_bytes=4 * MIB, **sizes))
+    header, fine, apart, over = capsys.readouterr().out.splitlines()
+    assert header.split()[1:5] == ["predicted", "MiB", "Megatron", "MiB"]
+    assert fine.split() == ["0", "4.0", "4.0", "+0.00%", "5.0", "6.0"]
+    assert len(fine) == len(header)
+    assert apart == f"{apart[: len(header)]}  differs"
+    assert over == f"{over[: len(header)]}  over budget"
+
+
+@pytest.mark.any_version
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_table_of_a_terminal_fits_it(width):
+    sizes = {"static_bytes": GIB, "boundary_bytes": 0, "budget_bytes": 6 * GIB}
+    checks = [StageCheck(stage, 4 * GIB, 4 * GIB, MOMENT, **sizes) for stage in range(3)]
+    out = io.StringIO()
+    Console(file=out, width=width).print(table(checks, unit_for([5 * GIB])))
+    assert max(map(len, out.getvalue().splitlines())) <= width
+    assert out.getvalue().count("4.000") == 6
+    assert out.getvalue().count("+0.00%") == 3
+
+
+def test_stages_run_in_as_many_processes_as_there_are_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    assert [workers(stages) for stages in (1, 3, 64)] == [1, 3, 4]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(128)), raising=False)
+    assert workers(64) == MOST_WORKERS
 
 
 def test_a_layer_that_holds_more_than_its_record_says_ends_with_exit_code_10(

@@ -76,8 +76,22 @@ def test_a_searched_layout_is_among_the_flags(plan):
     assert launch_lines(searched)[1].endswith("--pipeline-model-parallel-layout 'Et|tL'")
 
 
-def test_a_measured_profile_names_no_launch_to_paste_into(plan):
-    assert launch_lines(plan) == []
+def test_without_its_job_a_profiles_plan_is_printed_as_text_for_pretrain_gpt_and_bridge(plan):
+    asked, line, recipe = launch_lines(plan)
+    name, value = shlex.split(line)
+    assert (asked, name) == ("Add to the flags of pretrain_gpt.py:", "--recompute-policy")
+    assert RecomputePolicy.parse(value, num_layers=80) == plan.policy
+    assert recipe.endswith("cfg.model.recompute_policy.")
+
+
+def test_without_its_job_a_searched_layout_is_printed_too(plan):
+    searched = replace(plan, megatron_flags={"--pipeline-model-parallel-layout": "Et|tL"})
+    assert launch_lines(searched)[1].endswith("--pipeline-model-parallel-layout 'Et|tL'")
+
+
+def test_without_its_job_no_recompute_takes_no_flag(plan):
+    none = replace(plan, recompute_policy=("none",) * 80)
+    assert launch_lines(none) == ["No recompute: give pretrain_gpt.py no flags of recompute."]
 
 
 def test_flags_of_no_recompute_are_none():

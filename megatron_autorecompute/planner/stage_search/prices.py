@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
 
 from megatron_autorecompute.planner.arrays import Floats, Ints
 from megatron_autorecompute.planner.stage_search.problem import StageProblem
@@ -24,6 +23,8 @@ def multipliers(problem: StageProblem, limit: Ints) -> Floats:
     Variables: x[c, i, o], the share of layer class i of chunk c that takes option o, and s[k], the
     bytes missing at moment k. The objective is the time; a missing byte costs more than any choice.
     """
+    from scipy.optimize import linprog  # 0.3 s to import, and needed for a search alone
+
     columns, classes = _relaxed_columns(problem)
     if not columns:
         return np.zeros(len(limit))

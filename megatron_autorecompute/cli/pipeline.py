@@ -1,0 +1,248 @@
+"""The pipeline that is planned: as flags say it, else as the profile's job runs it.
+
+A profile knows its job's pipeline if it was estimated (it contains the job), lies in a plan file
+(which has layout and schedule), or has the layers of every stage, as measured ones do.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from megatron_autorecompute import json_records
+from megatron_autorecompute.cli.output import without_effect
+from megatron_autorecompute.errors import OptionError, PipelineError
+from megatron_autorecompute.meta.job import job_from
+from megatron_autorecompute.planner.layout import Chunk, Layout
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.profile import SCHEMA_VERSION, Profile
+
+SPLIT = (
+    "vp",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+"""Options that say how layers are split, besides --pp."""
+MICRO_BATCH_SIZE = "--micro-batch-size"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a file knows of the pipeline that its profile was made for."""
+
+    layout: Layout | None = None
+    """None: not known."""
+    num_microbatches: int | None = None
+    """None: not known."""
+    microbatch_group_size: int | None = None
+    """None: Megatron's default, the number of stages."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """Megatron's setting of that name."""
+    megatron_flags: Mapping[str, str] = field(default_factory=dict)
+    """Of a plan file: further flags that its plan needs, name to value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The pipeline to plan for."""
+
+    layout: Layout
+    schedule: Schedule
+    notes: tuple[str, ...] = ()
+    """Where flags contradict the profile."""
+    megatron_flags: Mapping[str, str] = field(default_factory=dict)
+    """Flags that the layout, or the profile's micro-batch size, needs."""
+
+
+def read_profile(path: str | Path) -> tuple[Profile, Known]:
+    """The profile in a profile or plan file, and what the file knows of its pipeline.
+
+    Raises ProfileError if the file cannot be read.
+    """
+    text = json_records.read(path, Profile.__name__)
+    profile = json_records.from_json(
+        Profile, text, source=str(path), major=SCHEMA_VERSION, field="profile"
+    )
+    data = json.loads(text)
+    if not data.keys() >= {"profile", "layout", "schedule"}:
+        return profile, known_of(profile)
+    layout = json_records.from_json(Layout, text, source=str(path), field="layout")
+    schedule = json_records.from_json(Schedule, text, source=str(path), field="schedule")
+    flags = data.get("megatron_flags")
+    return profile, Known(
+        layout,
+        schedule.num_microbatches,
+        schedule.microbatch_group_size,
+        schedule.overlap_moe_expert_parallel_comm,
+        flags if isinstance(flags, dict) else {},
+    )
+
+
+def known_of(profile: Profile) -> Known:
+    """What a profile knows of its job's pipeline."""
+    facts = profile.model.facts
+    with suppress(OptionError, PipelineError):  # a job that another version described
+        job = job_from(facts.get("job"), "model.facts.job")
+        schedule = job.schedule()
+        return Known(
+            job.layout(),
+            schedule.num_microbatches,
+            schedule.microbatch_group_size,
+            schedule.overlap_moe_expert_parallel_comm,
+        )
+    config = facts.get("transformer_config")
+    config = config if isinstance(config, dict) else {}
+    step = profile.measured_step
+    number = facts.get("num_microbatches") if step is None else step.num_microbatches
+    group = config.get("microbatch_group_size_per_vp_stage")
+    return Known(
+        _layout_of_stages(profile),
+        number if isinstance(number, int) else None,
+        group if isinstance(group, int) else None,
+        bool(config.get("overlap_moe_expert_parallel_comm")),
+    )
+
+
+def _layout_of_stages(profile: Profile) -> Layout | None:
+    """The layout of the stages' records: layers that follow each other are one chunk."""
+    runs = [_runs(stage.layers) for stage in profile.stages]
+    if not runs or len(set(map(len, runs))) != 1 or not runs[0]:
+        return None
+    last = len(runs) - 1, len(runs[0]) - 1
+    stages = tuple(
+        tuple(
+            Chunk(run, embedding=(stage, chunk) == (0, 0), head=(stage, chunk) == last)
+            for chunk, run in enumerate(of_stage)
+        )
+        for stage, of_stage in enumerate(runs)
+    )
+    with suppress(PipelineError):
+        layout = Layout(stages, profile.model.mtp_num_layers)
+        return layout if layout.num_layers == profile.model.num_layers else None
+    return None
+
+
+def _runs(layers: tuple[int, ...]) -> list[tuple[int, ...]]:
+    cuts = [at for at, (a, b) in enumerate(pairwise(layers), start=1) if b != a + 1]
+    edges = [0, *cuts, len(layers)] if layers else []
+    return [layers[start:stop] for start, stop in pairwise(edges)]
+
+
+def asked_pipeline(args: Namespace, profile: Profile, known: Known) -> Asked:
+    """The pipeline that flags ask for; what they leave open is as the profile knows it.
+
+    With --pp the layout is as flags and Megatron's defaults say. Raises OptionError if the number
+    of microbatches is open or an option has no effect, PipelineError if Megatron refuses it.
+    """
+    layout = _layout(args, profile, known)
+    _refuse_without_effect(args, layout)
+    same = layout == known.layout
+    as_known = known if args.pp is None else Known()
+    group_size = args.microbatch_group_size
+    if group_size is None:
+        group_size = as_known.microbatch_group_size
+    schedule = Schedule.of_layout(
+        layout,
+        _num_microbatches(args, layout, known),
+        microbatch_group_size=group_size,
+        overlap_moe_expert_parallel_comm=args.overlap_moe_expert_parallel_comm
+        or as_known.overlap_moe_expert_parallel_comm,
+    )
+    kept = {n: v for n, v in known.megatron_flags.items() if same or n == MICRO_BATCH_SIZE}
+    return Asked(layout, schedule, tuple(_contradictions(known, layout, schedule)), kept)
+
+
+def _layout(args: Namespace, profile: Profile, known: Known) -> Layout:
+    given = {name: getattr(args, name) for name in SPLIT}
+    split = {
+        name: value for name, value in given.items() if value is not None and value is not False
+    }
+    pp = args.pp
+    if pp is None and known.layout is not None:
+        if not split:
+            return known.layout
+        pp = known.layout.num_stages
+        if "pipeline_model_parallel_layout" not in split:
+            split.setdefault("vp", known.layout.num_chunks)
+    return Layout.from_flags(
+        profile.model.num_layers,
+        1 if pp is None else pp,
+        mtp_num_layers=profile.model.mtp_num_layers,
+        **split,
+    )
+
+
+def _num_microbatches(args: Namespace, layout: Layout, known: Known) -> int:
+    if args.num_microbatches is not None:
+        return int(args.num_microbatches)
+    if known.num_microbatches is None:
+        raise OptionError(
+            f"{args.profile[0]} does not say how many microbatches a step has: give "
+            "--num-microbatches M."
+        )
+    if known.layout is not None and known.layout.num_stages != layout.num_stages:
+        raise OptionError(
+            f"--pp {layout.num_stages}: the profile knows the microbatches of "
+            f"{_counted(known.layout.num_stages, 'stage')}; with another number of stages give "
+            "--num-microbatches M."
+        )
+    return known.num_microbatches
+
+
+def _refuse_without_effect(args: Namespace, layout: Layout) -> None:
+    account = [name for name in SPLIT if name.startswith("account") and getattr(args, name)]
+    if account and layout.num_stages == 1:
+        raise without_effect(_flag(account[0]), "--pp 1", "one stage has all layers")
+    if args.microbatch_group_size is not None and layout.num_chunks == 1:
+        raise without_effect(
+            "--microbatch-group-size",
+            "one chunk per stage (--vp 1)",
+            "microbatches are grouped where a stage has several chunks",
+        )
+    if getattr(args, "search_layout", False) and layout.num_stages == 1:
+        raise without_effect("--search-layout", "--pp 1", "one stage has all layers")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _contradictions(known: Known, layout: Layout, schedule: Schedule) -> list[str]:
+    """A sentence if the profile is of another pipeline than the planned one."""
+    was = known.layout or layout
+    number = known.num_microbatches or schedule.num_microbatches
+    if (was, number) == (layout, schedule.num_microbatches):
+        return []
+    then, now = _shape(was, number), _shape(layout, schedule.num_microbatches)
+    if then == now:
+        return ["The profile is of other layers on these stages than the flags say."]
+    return [f"The profile is of {then}; this is planned for {now}, as the flags say."]
+
+
+def shape_words(known: Known) -> str | None:
+    """What is known of the pipeline, in words; None if nothing is."""
+    if known.layout is None:
+        return None
+    return _shape(known.layout, known.num_microbatches)
+
+
+def _shape(layout: Layout, num_microbatches: int | None) -> str:
+    words = _counted(layout.num_stages, "stage")
+    if layout.num_chunks > 1:
+        words += f" of {layout.num_chunks} chunks"
+    if num_microbatches is not None:
+        words += f", {_counted(num_microbatches, 'microbatch')}"
+    return words
+
+
+def _counted(number: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
