@@ -31,7 +31,6 @@ import yaml
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.cli import main, streams
-from megatron_autorecompute.cli.estimate import plan_command
 from megatron_autorecompute.errors import AutorecomputeError
 from megatron_autorecompute.meta.job import load_job
 from megatron_autorecompute.planner.plan import DIGEST
@@ -272,8 +271,11 @@ class Inputs:
     def profile(self, rng):
         path = self.folder / "p.json"
         path.write_text(as_text(damaged(rng.choice(self.profiles[len(PROFILES) :]), rng), rng))
-        words = [rng.choice(["plan", "plan", "pareto"]), "--profile", str(path), "--pp", "2"]
-        words += ["--num-microbatches", "4"]
+        if rng.random() < 0.2:
+            words = ["show", str(path)]
+            return words, lambda: main(words)
+        words = [rng.choice(["plan", "plan", "pareto"]), "--profile", str(path)]
+        words += ["--pp", "2", "--num-microbatches", "4"] if rng.random() < 0.8 else []
         words += ["--budget-gib", "60"] if words[0] == "plan" else ["--points", "3"]
         return words, lambda: main(words)
 
@@ -285,11 +287,13 @@ class Inputs:
             with contextlib.suppress(ValueError, RecursionError):
                 data[DIGEST] = json_records.digest(data)
         path.write_text(as_text(data, rng))
-        words = [rng.choice(["show", "show", "explain", "report"]), str(path)]
+        words = [rng.choice(["show", "show", "explain", "report", "trace"]), str(path)]
         if words[0] == "explain" and rng.random() < 0.5:
             words += ["--layer", rng.choice(TEXTS)]
-        if words[0] != "report" and rng.random() < 0.2:
+        if words[0] in ("show", "explain") and rng.random() < 0.2:
             words.append("--json")
+        if words[0] == "show" and rng.random() < 0.2:
+            words += ["--svg", "-"]
         return words, lambda: main(words)
 
     def flags(self, rng):
@@ -324,7 +328,6 @@ class Inputs:
             try:
                 job = load_job(path)
                 job.layout(), job.schedule(), job.moe_pattern()
-                plan_command(job, Path("p.json"), 1 << 30)
             except AutorecomputeError as error:
                 streams.say(f"megatron-autorecompute: {error}")
                 return error.exit_code

@@ -197,6 +197,11 @@ def test_escape_codes_in_names_are_shown_and_not_obeyed(hostile_plan, words, cap
         assert r"\x1b[31mred\x1b[0m [/] [bold]ä×\u202e:smile:" in out
 
 
+def test_brackets_in_the_name_of_a_kind_are_no_markup(hostile_plan, capsys):
+    assert main(["show", str(hostile_plan.parent / "profile.json")]) == 0
+    assert "[/]" in capsys.readouterr().out
+
+
 def test_escape_codes_in_an_error_are_shown_and_not_obeyed(tmp_path, capsys):
     data = json.loads(PROFILE.read_text())
     data["kinds"][0]["name"], data["kinds"][0]["choices"] = HOSTILE, []
