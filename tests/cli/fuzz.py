@@ -66,9 +66,9 @@ LIKELY = ["1", "2", "3", "4", "8", "16", "1000000000", "30", "5", "none", "full"
 PROBLEM = [
     *("--pp", "--vp", "--num-microbatches", "--microbatch-group-size", "--imbalance-percentile"),
     *("--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage", "--only"),
-    *("--pipeline-model-parallel-layout", "--budget-gib", "--search-micro-batch", "--points"),
-    *("--moe-percentile", "--allow", "--profile", "--layer"),
+    *("--pipeline-model-parallel-layout", "--moe-percentile", "--allow", "--profile"),
 ]
+OWN = {"plan": ["--budget-gib", "--search-micro-batch"], "pareto": ["--points"]}
 SWITCHES = [
     *("--overlap-moe-expert-parallel-comm", "--account-for-embedding-in-pipeline-split"),
     *("--account-for-loss-in-pipeline-split", "--search-layout", "--json", "--help", "--nonsense"),
@@ -302,10 +302,12 @@ class Inputs:
         words = [rng.choice(["plan", "plan", "pareto"]), "--profile", str(path)]
         words += ["--pp", rng.choice(["1", "2", "4"]), "--num-microbatches", rng.choice(["4", "8"])]
         words += ["--budget-gib", "60"] if words[0] == "plan" else ["--points", "3"]
-        for _ in range(rng.choice([1, 1, 2, 3])):
+        verb = words[0]
+        for _ in range(rng.choice([1, 1, 1, 2])):
             how = rng.random()
             if how < 0.6:
-                words += [rng.choice(PROBLEM), rng.choice(rng.choice([TEXTS, LIKELY]))]
+                texts = rng.choice([TEXTS, LIKELY, LIKELY])
+                words += [rng.choice([*PROBLEM, *OWN[verb]]), rng.choice(texts)]
             elif how < 0.8:
                 words.append(rng.choice(SWITCHES))
             elif how < 0.9:
