@@ -324,7 +324,7 @@ class Inputs:
             try:
                 job = load_job(path)
                 job.layout(), job.schedule(), job.moe_pattern()
-                plan_command(job, Path("p.json"), 1 << 30)
+                plan_command(Path("p.json"), 1 << 30)
             except AutorecomputeError as error:
                 print(f"megatron-autorecompute: {error}", file=sys.stderr)
                 return error.exit_code
