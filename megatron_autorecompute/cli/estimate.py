@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from pathlib import Path
@@ -11,8 +13,9 @@ from typing import ClassVar
 from rich.console import Console, Group
 from rich.text import Text
 
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.output import add_json, print_result, quiet_upstream
+from megatron_autorecompute.cli.output import add_json, output_file, print_result, quiet_upstream
 from megatron_autorecompute.cli.profile_view import profile_view
 from megatron_autorecompute.cli.values import at_least, file, number_of_gib
 from megatron_autorecompute.errors import OptionError
@@ -26,6 +29,10 @@ RESERVE_GIB = 2.0
 """Assumed GiB of CUDA's context and NCCL's buffers, outside torch."""
 RESERVE_SHARE = 0.05
 """Assumed share of the device's memory for fragmentation of torch's allocator."""
+
+
+DEFAULT_OUTPUT = Path("profile.json")
+"""Written without `-o`, but never over a file."""
 
 
 class EstimateCommand(Command):
@@ -58,7 +65,11 @@ class EstimateCommand(Command):
             "--sensitivity", action="store_true", help="plan with each share moved 20%%"
         )
         parser.add_argument(
-            "-o", "--output", type=file, default=Path("profile.json"), metavar="P.json"
+            "-o",
+            "--output",
+            type=file,
+            metavar="P.json",
+            help=f"default: {DEFAULT_OUTPUT}, unless there is one; - prints it",
         )
         add_json(parser)
 
@@ -80,8 +91,9 @@ def _estimate(args: Namespace) -> None:
             "Leave one of them out."
         )
     measured = Profile.load(args.measured) if args.measured else None
-    console = Console(highlight=False, stderr=True)
-    with console.status(f"{job.name}: starting") as status:
+    output = _profile_file(args)
+    console = Console(highlight=False, markup=False, emoji=False, stderr=True)
+    with console.status(streams.printable(f"{job.name}: starting")) as status:
         # Loads torch and Megatron, which only this needs.
         from megatron_autorecompute.meta.profiling import profile_job
         from megatron_autorecompute.meta.sensitivity import sensitivity
@@ -92,12 +104,31 @@ def _estimate(args: Namespace) -> None:
         lines = []
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
-    profile.save(args.output)
     view = Group(profile_view(job, profile, kept_back(args.reserve_gib)), *map(Text, lines))
-    print_result(args, profile.to_json(), view)
-    if not args.json:
+    try:
+        if output is not None:
+            profile.save(output)
+    finally:
+        print_result(args, profile.to_json(), view)
+    if output is not None and not args.json:
         # Not through rich: a wrapped command cannot be pasted.
-        print(f"Written to {args.output}. Next:\n{plan_command(job, args.output, budget_bytes)}")
+        then = plan_command(job, output, budget_bytes)
+        print(streams.printable(f"Written to {output}. Next:\n{then}"))
+
+
+def _profile_file(args: Namespace) -> Path | None:
+    """Where the profile is written; None for standard output.
+
+    Raises OptionError if a file is there that was not named, ProfileError if it cannot be written.
+    """
+    if args.output is None:
+        args.output = DEFAULT_OUTPUT
+        if os.path.lexists(DEFAULT_OUTPUT):
+            raise OptionError(
+                f"{DEFAULT_OUTPUT} is there already, and without -o no file is replaced. Give "
+                "-o FILE."
+            )
+    return output_file(args)
 
 
 def read_job(args: Namespace) -> Job:
@@ -169,7 +200,8 @@ def default_budget_bytes(gpu: Device, reserve_gib: float | None) -> int:
 
 def plan_command(job: Job, path: Path, budget_bytes: int) -> str:
     """The `plan` command for this job's own layout."""
-    words = [f"megatron-autorecompute plan --profile {path} --budget-gib {gib(budget_bytes)}"]
+    profile = shlex.quote(str(path))
+    words = [f"megatron-autorecompute plan --profile {profile} --budget-gib {gib(budget_bytes)}"]
     words.append(f"--pp {job.size('pipeline')} --num-microbatches {job.num_microbatches}")
     for flag, name in (
         ("--vp", "virtual_pipeline_model_parallel_size"),

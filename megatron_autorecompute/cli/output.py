@@ -7,10 +7,13 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.progress import Progress
 
+from megatron_autorecompute import json_records
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.planner.launch_lines import launch_lines
 from megatron_autorecompute.planner.plan import Plan
@@ -27,7 +30,24 @@ def print_result(args: Namespace, data: str, view: RenderableType) -> None:
     if args.json:
         print(data.rstrip("\n"))
     else:
-        Console(highlight=False).print(view)
+        # Names in a file are no markup, and move no cursor.
+        Console(highlight=False, markup=False, emoji=False).print(streams.Printable(view))
+
+
+def output_file(args: Namespace) -> Path | None:
+    """The file that `-o` names, which can be written; None for none.
+
+    Standard output is no such file: the JSON is printed there, as with `--json`.
+
+    Raises: ProfileError if the file cannot be written.
+    """
+    if args.output is None:
+        return None
+    if streams.is_standard_output(args.output):
+        args.json = True
+        return None
+    json_records.check_writable(args.output)
+    return Path(args.output)
 
 
 def print_plan(args: Namespace, plan: Plan) -> None:
@@ -36,7 +56,7 @@ def print_plan(args: Namespace, plan: Plan) -> None:
     print_result(args, plan.to_json(), terminal.plan_view(plan))
     if not args.json:
         for line in lines:
-            print(line)  # not through rich: a wrapped line cannot be pasted
+            print(streams.printable(line))  # not through rich: a wrapped line cannot be pasted
 
 
 def progress_bars() -> Progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.output import add_json, print_plan
+from megatron_autorecompute.cli.output import add_json, output_file, print_plan
 from megatron_autorecompute.cli.problem import add_problem, planners
 from megatron_autorecompute.cli.values import budgets, file, sizes
 from megatron_autorecompute.cli.verify import print_verified
@@ -42,7 +42,9 @@ class PlanCommand(Command):
             metavar="B,B,...",
             help="also search the micro-batch size; give one --profile for each",
         )
-        parser.add_argument("-o", "--output", type=file, metavar="PLAN.json", help="write the plan")
+        parser.add_argument(
+            "-o", "--output", type=file, metavar="PLAN.json", help="write the plan; - prints it"
+        )
         parser.add_argument(
             "--verify", action="store_true", help="run Megatron's own schedule under the plan"
         )
@@ -50,10 +52,13 @@ class PlanCommand(Command):
 
     def run(self, args: Namespace) -> None:
         """Solve; if nothing fits, raises InfeasibleError with changes that would make it fit."""
+        output = output_file(args)
         plan = _solved(args)
-        if args.output:
-            plan.save(args.output)
-        print_plan(args, plan)
+        try:
+            if output is not None:
+                plan.save(output)
+        finally:
+            print_plan(args, plan)
         if args.verify:
             print_verified(args, plan)
 

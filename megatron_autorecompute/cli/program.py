@@ -6,12 +6,12 @@ class in `errors`.
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.compare import CompareCommand
 from megatron_autorecompute.cli.estimate import EstimateCommand
@@ -26,6 +26,7 @@ from megatron_autorecompute.cli.verify import VerifyCommand
 from megatron_autorecompute.errors import AutorecomputeError, MachineError
 from megatron_autorecompute.packages import needed
 
+PROGRAM = "megatron-autorecompute"
 COMMANDS: tuple[Command, ...] = (
     EstimateCommand(),
     PlanCommand(),
@@ -43,15 +44,23 @@ COMMANDS: tuple[Command, ...] = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    args = _parsed(sys.argv[1:] if arguments is None else arguments)
+    streams.prepare()
+    name = PROGRAM
     try:
-        return _run(args)
+        args = _parsed(sys.argv[1:] if arguments is None else arguments)
+        name = f"{PROGRAM} {args.command.name}"
+        _run(args)
     except AutorecomputeError as error:
-        print(f"megatron-autorecompute {args.command.name}: {error}", file=sys.stderr)
+        streams.say(f"{name}: {error}")
         return error.exit_code
+    except BrokenPipeError:  # the reader has seen enough
+        return 1
     except KeyboardInterrupt:
-        print(f"megatron-autorecompute {args.command.name}: interrupted", file=sys.stderr)
+        streams.say(f"{name}: interrupted")
         return 130
+    finally:
+        streams.give_up()
+    return 0
 
 
 def _parsed(arguments: Sequence[str]) -> Namespace:
@@ -67,10 +76,17 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     return args
 
 
+class _Parser(ArgumentParser):
+    """Prints what was given on the command line without what a terminal would obey."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(streams.printable(message))
+
+
 def parser() -> ArgumentParser:
     """All commands and their flags; `command` of what it parses is the Command."""
-    top = ArgumentParser(
-        prog="megatron-autorecompute",
+    top = _Parser(
+        prog=PROGRAM,
         description="Per-layer activation recompute for Megatron-Core, measured and solved.",
     )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="COMMAND")
@@ -82,18 +98,20 @@ def parser() -> ArgumentParser:
     return top
 
 
-def _run(args: Namespace) -> int:
+def _run(args: Namespace) -> None:
     try:
         with needed(args.command.name):
             args.command.run(args)
         sys.stdout.flush()  # write errors show here, not when the interpreter ends
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        # The interpreter flushes standard output once more at its end; that must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return 1
         raise MachineError(
             f"The operating system refused to read or write: {error}. Where output is redirected, "
             "give it a disk with room."
         ) from error
-    return 0
+    except MemoryError as error:
+        raise MachineError(
+            "The memory of this machine is not enough for it. Ask for something smaller, or on "
+            "another machine."
+        ) from error

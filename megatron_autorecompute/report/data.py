@@ -13,6 +13,7 @@ from megatron_autorecompute.planner.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.planner import Planner, changed_at
 from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
+from megatron_autorecompute.report.recorded import RecordedStep
 from megatron_autorecompute.report.timeline import Timeline, timeline
 
 CURVE_POINTS = 24
@@ -77,6 +78,8 @@ class ReportData:
     """Time against budget, with Megatron's own settings."""
     pastes: tuple[Paste, ...]
     """What to paste, the most likely first."""
+    recorded: RecordedStep | None = None
+    """A step of one stage as torch recorded it."""
 
     @property
     def stage_of(self) -> dict[int, int]:

@@ -17,6 +17,7 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.policy_cost import StageCost
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import ReportData
+from megatron_autorecompute.report.recorded_html import recorded_data, recorded_section
 from megatron_autorecompute.report.strip import STYLE, strip_svg
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
 from megatron_autorecompute.report.words import duration, percent, size
@@ -41,6 +42,8 @@ def html(data: ReportData) -> str:
         "cards": _cards(data),
         "stages_note": _stages_note(plan),
         "stages": _stages(data),
+        "recorded": recorded_section(data.recorded),
+        "step_note": _step_note(data),
         "policy_note": "Point at a cell: what its other choices would cost.",
         "strip": strip_svg(plan, interactive=True),
         "curve_note": _curve_note(data),
@@ -76,6 +79,7 @@ def page_data(data: ReportData) -> dict[str, Any]:
     return {
         "step": data.timeline.step_ms,
         "tightest": tightest,
+        "recorded": recorded_data(data.recorded),
         "stages": [_stage_data(plan, stage) for stage in data.timeline.stages],
         "layers": [
             {
@@ -298,6 +302,13 @@ def _stages_note(plan: Plan) -> str:
         return ""
     both = f"Stage {tight} has the least room"
     return f"{both} and works longest." if tight == slow else f"{both}, stage {slow} works longest."
+
+
+def _step_note(data: ReportData) -> str:
+    drawn, whole = data.timeline.num_microbatches, data.plan.schedule.num_microbatches
+    if drawn == whole:
+        return ""
+    return f"The middle of a step repeats: {drawn} of {whole:,} microbatches are drawn."
 
 
 def _stages(data: ReportData) -> str:
