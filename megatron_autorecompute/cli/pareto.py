@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import add_json, print_result, progress_bars
 from megatron_autorecompute.cli.problem import add_problem, planners
@@ -83,4 +83,4 @@ def _draw(planner: Planner, num_points: int, path: Path) -> None:
             num_points,
         )
     curve_picture(Curve(planner.profile.model.name, points, strategies), path)
-    print(f"Drawn: {path}.{_REARRANGED * (planner.layout.num_chunks > 1)}", file=sys.stderr)
+    streams.say(f"Drawn: {path}.{_REARRANGED * (planner.layout.num_chunks > 1)}")

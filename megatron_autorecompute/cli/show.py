@@ -26,7 +26,7 @@ class ShowCommand(Command):
             "--svg",
             type=file,
             metavar="FILE",
-            help="also draw the policy, for a document; - prints it alone",,
+            help="also draw the policy, for a document; - prints it alone",
         )
         add_json(parser)
 
