@@ -302,8 +302,11 @@ def test_a_stand_in_that_keeps_more_than_its_record_says_is_found(moe_job, moe_p
         require_verified(verify(plan))
 
 
-def in_this_process(run, stages, done):
-    return tuple(run(stage) for stage in stages)
+def in_this_process(run, stages, max_workers, done):
+    found = tuple(run(stage) for stage in stages)
+    for each in found:
+        done(each)
+    return found
 
 
 APART = {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tt|t|mL"}
