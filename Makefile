@@ -15,7 +15,8 @@ export OMP_NUM_THREADS := 1
 
 .PHONY: compare results examples test test-core-016 test-core-019 test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks clean
 
-## Run Megatron under its own strategies and ours, on this machine; print the table.
+## Run Megatron under its own strategies and ours, on this machine; print the table, and where the
+## report of our plan is.
 compare: $(INSTALLED)
 	$(BIN)/python scripts/compare_policies.py --output build/compare $(ARGS)
 
@@ -32,6 +33,8 @@ examples: export PYTHONWARNINGS := ignore
 examples: $(INSTALLED)
 	mkdir -p $(NO_DEVICE)
 	examples/no_device/run.sh $(PLANNED) > $(NO_DEVICE)/plans.txt
+	megatron-autorecompute report $(PLANNED)/llama31-405b.plan.json
+	$(BIN)/python scripts/screenshot.py $(PLANNED)/llama31-405b.plan.html docs/pictures/report.png
 	megatron-autorecompute estimate --gpu h100-80gb --sensitivity \
 	    examples/no_device/llama3-70b.yaml -o $(PLANNED)/llama3-70b.json \
 	    | sed -n '/share x/,/^Written/{/^Written/!p}' > $(NO_DEVICE)/sensitivity.txt

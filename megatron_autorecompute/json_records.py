@@ -7,10 +7,13 @@ plain frozen dataclasses; only this module and their field constraints use pydan
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
 import secrets
+import stat
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +23,11 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_autorecompute.errors import AutorecomputeError, ProfileError
 
 Record = TypeVar("Record")
+MOST_BYTES = 1 << 30
+"""Limit on a file's size; more is no profile or plan, but for example /dev/zero."""
+MOST_SHOWN = 80
+"""Characters of a bad value that an error message repeats."""
+_OPEN_FILES = re.compile(r"/proc/\d+(/task/\d+)?/fd")
 
 
 def to_json(record: Any) -> str:
@@ -80,11 +88,20 @@ def load(record_type: type[Record], path: str | Path, *, major: int = 1, field: 
 def read(path: str | Path, what: str) -> str:
     """The text of a file; raises ProfileError when it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, ValueError) as error:
         raise ProfileError(
             f"Cannot read {path}: {error}. Give the path of a {what} JSON file."
         ) from error
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file; raises OSError or ValueError when it cannot be, or is too long."""
+    with open(path, "rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
+    return data.decode("utf-8")
 
 
 def has_fields(text: str, *names: str) -> bool:
@@ -110,28 +127,93 @@ def save(record: Any, path: str | Path) -> None:
     write_atomically(to_json(record), path)
 
 
-def write_atomically(text: str, path: str | Path) -> None:
-    """Write text to a temporary file beside `path`, flush it to the disk, then rename it.
+def write_atomically(content: str | bytes, path: str | Path) -> None:
+    """Write to a temporary file beside `path`, flush it to the disk, then rename it.
 
-    Raises: ProfileError when the folder cannot be written.
+    Args:
+        content: text, which is written as UTF-8, or bytes.
+        path: the file; an old one is replaced.
+
+    A link stays, and what it points to is written. A device, a FIFO or an open file (/dev/fd/3) is
+    written to as it is.
+
+    Raises: ProfileError when it cannot be written.
     """
-    target = Path(path)
-    if not target.name:
-        raise ProfileError(f"Cannot write {str(path)!r}: it names no file. Give a writable path.")
+    target, data = _target(path), content.encode() if isinstance(content, str) else content
+    if target is None:
+        _write_through(data, path)
+        return
     # Not tempfile: only the owner could read its files, but ranks of other users share a plan.
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary = target.with_name(f".{target.name[:40]}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "xb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # the whole folder may be gone
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError, ValueError):  # the whole folder may be gone
             temporary.unlink()
-        # Not str(error): it names the temporary file.
-        reason = error.strerror or error
-        raise ProfileError(f"Cannot write {target}: {reason}. Give a writable path.") from error
+        raise _not_written(path, error) from error
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise ProfileError if `write_atomically` cannot write a file here, as far as can be seen."""
+    target = _target(path)
+    if target is None:
+        if not os.access(path, os.W_OK):
+            raise _not_written(path, PermissionError(errno.EACCES, "Permission denied"))
+        return
+    try:
+        os.scandir(target.parent).close()
+    except OSError as error:
+        raise _not_written(path, error) from error
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise _not_written(path, PermissionError(errno.EACCES, "Permission denied"))
+
+
+def _target(path: str | Path) -> Path | None:
+    """The file to replace, links followed; None for what is written to as it is.
+
+    Raises: ProfileError for a folder, no name, or a link without an end.
+    """
+    if not Path(path).name:
+        raise ProfileError(f"Cannot write {str(path)!r}: it names no file. Give a writable path.")
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "Is a directory")
+        if not stat.S_ISREG(mode) or _names_open_file(path):
+            return None
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise _not_written(path, error) from error
+    return Path(os.path.realpath(path))
+
+
+def _names_open_file(path: str | Path) -> bool:
+    """Whether the path leads to a file by the number under which a process has it open."""
+    at = os.fspath(path)
+    while os.path.islink(at):
+        if _OPEN_FILES.fullmatch(os.path.realpath(os.path.dirname(at))):
+            return True
+        at = os.path.join(os.path.dirname(at), os.readlink(at))
+    return False
+
+
+def _write_through(data: bytes, path: str | Path) -> None:
+    try:
+        with open(path, "ab") as file:
+            file.write(data)
+    except (OSError, ValueError) as error:
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: str | Path, error: Exception) -> ProfileError:
+    # Not str(error): it names the temporary file.
+    reason = getattr(error, "strerror", None) or error
+    return ProfileError(f"Cannot write {path}: {reason}. Give a writable path.")
 
 
 def _refuse_newer(data: Any, source: str, major: int) -> None:
@@ -145,11 +227,26 @@ def _refuse_newer(data: Any, source: str, major: int) -> None:
 
 def _describe(item: Any) -> str:
     """One pydantic error as `kinds[1].choices[2].held_bytes: -3, must be ≥ 0`."""
-    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in item["loc"]).lstrip(".")
+    path = "".join(f"[{p}]" if isinstance(p, int) else f".{shown_name(p)}" for p in item["loc"])
+    path = path.lstrip(".")
     if item["type"] == "missing":
         return f"{path}: missing, must be given"
     rule = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     rule = rule.replace("greater than or equal to", "≥").replace("less than or equal to", "≤")
     found = item["input"]
-    shown = f"{found!r}, " if isinstance(found, (str, int, float, bool, type(None))) else ""
+    plain = isinstance(found, (str, int, float, bool, type(None)))
+    shown = f"{_short(found)}, " if plain and item["type"] != "json_invalid" else ""
     return f"{path or 'the file'}: {shown}{rule}"
+
+
+def shown_name(name: str) -> str:
+    """A name from a file for a line of a message: quoted where it is more than one word."""
+    return name if name.isprintable() and len(name) <= MOST_SHOWN else _short(name)
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = "a number too long to print"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"

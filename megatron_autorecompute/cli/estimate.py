@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
@@ -10,11 +11,13 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import (
     add_json,
     add_verbose,
     console,
+    output_file,
     print_result,
     quiet_upstream,
     refuse_ignored,
@@ -33,6 +36,10 @@ RESERVE_GIB = 2.0
 """Assumed GiB of CUDA's context and NCCL's buffers, outside torch."""
 RESERVE_SHARE = 0.05
 """Assumed share of the device's memory for fragmentation of torch's allocator."""
+
+
+DEFAULT_OUTPUT = Path("profile.json")
+"""Written without `-o`, but never over a file."""
 
 
 class EstimateCommand(Command):
@@ -64,7 +71,11 @@ class EstimateCommand(Command):
             "--sensitivity", action="store_true", help="plan with each share moved 20%%"
         )
         parser.add_argument(
-            "-o", "--output", type=file, default=Path("profile.json"), metavar="P.json"
+            "-o",
+            "--output",
+            type=file,
+            metavar="P.json",
+            help=f"default: {DEFAULT_OUTPUT}, unless there is one; - prints it",
         )
         add_json(parser)
         add_verbose(parser)
@@ -81,6 +92,9 @@ class EstimateCommand(Command):
 def _estimate(args: Namespace) -> None:
     refuse_ignored(args)
     _refuse_without_effect(args)
+    output = _profile_file(args)
+    refuse_ignored(args)
+    _refuse_without_effect(args)
     job, gpu, efficiency = read_job(args), device(args.gpu), read_efficiency(args.efficiency)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib)
     if args.measured and args.sensitivity:
@@ -89,7 +103,7 @@ def _estimate(args: Namespace) -> None:
             "Leave one of them out."
         )
     measured = Profile.load(args.measured) if args.measured else None
-    with console(stderr=True).status(f"{job.name}: starting") as status:
+    with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
         # Loads torch and Megatron, which only this needs.
         from megatron_autorecompute.meta.profiling import profile_job
         from megatron_autorecompute.meta.sensitivity import sensitivity
@@ -100,7 +114,6 @@ def _estimate(args: Namespace) -> None:
         lines = []
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
-    profile.save(args.output)
     budget = (
         f"Budget {gib(budget_bytes)} GiB: the device's memory less {kept_back(args.reserve_gib)}."
     )
@@ -108,10 +121,15 @@ def _estimate(args: Namespace) -> None:
         profile_view(profile, args.verbose, f" on {job.num_gpus} GPUs"),
         *map(Text, [budget, *lines]),
     )
-    print_result(args, profile.to_json(), view)
-    if not args.json:
+    try:
+        if output is not None:
+            profile.save(output)
+    finally:
+        print_result(args, profile.to_json(), view)
+    if output is not None and not args.json:
         # Not through rich: a wrapped command cannot be pasted.
-        print(f"Written to {args.output}. Next:\n{plan_command(args.output, budget_bytes)}")
+        then = plan_command(output, budget_bytes)
+        print(streams.printable(f"Written to {output}. Next:\n{then}"))
 
 
 def _refuse_without_effect(args: Namespace) -> None:
@@ -124,6 +142,21 @@ def _refuse_without_effect(args: Namespace) -> None:
     ):
         if given and args.json:
             raise without_effect(option, "--json", "it prints the profile, which lacks this")
+
+
+def _profile_file(args: Namespace) -> Path | None:
+    """Where the profile is written; None for standard output.
+
+    Raises OptionError if a file is there that was not named, ProfileError if it cannot be written.
+    """
+    if args.output is None:
+        args.output = DEFAULT_OUTPUT
+        if os.path.lexists(DEFAULT_OUTPUT):
+            raise OptionError(
+                f"{DEFAULT_OUTPUT} is there already, and without -o no file is replaced. Give "
+                "-o FILE."
+            )
+    return output_file(args)
 
 
 def read_job(args: Namespace) -> Job:

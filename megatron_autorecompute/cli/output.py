@@ -8,11 +8,14 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megatron_autorecompute import json_records
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.throughput import throughput_words
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.patched import patched_environ
@@ -32,9 +35,9 @@ def add_verbose(parser: ArgumentParser) -> None:
 
 
 def refuse_ignored(args: Namespace) -> None:
-    """Raise OptionError for -v beside --json."""
+    """Raise OptionError for -v beside JSON; call it after `output_file`."""
     if args.json and args.verbose:
-        raise without_effect("-v", "--json", "JSON has every assumption")
+        raise without_effect("-v", "--json or -o -", "JSON has every assumption")
 
 
 def without_effect(option: str, beside: str, why: str) -> OptionError:
@@ -43,9 +46,12 @@ def without_effect(option: str, beside: str, why: str) -> OptionError:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where a command prints; where NO_COLOR is set, without bold too (https://no-color.org)."""
+    """Where a command prints; where NO_COLOR is set, without bold too (https://no-color.org).
+
+    Names in a file are no markup.
+    """
     plain: dict[str, Any] = {"color_system": None} if os.environ.get("NO_COLOR") else {}
-    return Console(highlight=False, stderr=stderr, **plain)
+    return Console(highlight=False, markup=False, emoji=False, stderr=stderr, **plain)
 
 
 def print_result(args: Namespace, data: str, view: RenderableType) -> None:
@@ -53,7 +59,23 @@ def print_result(args: Namespace, data: str, view: RenderableType) -> None:
     if args.json:
         print(data.rstrip("\n"))
     else:
-        console().print(view)
+        console().print(streams.Printable(view))
+
+
+def output_file(args: Namespace) -> Path | None:
+    """The file that `-o` names, which can be written; None for none.
+
+    Standard output is no such file: the JSON is printed there, as with `--json`.
+
+    Raises: ProfileError if the file cannot be written.
+    """
+    if args.output is None:
+        return None
+    if streams.is_standard_output(args.output):
+        args.json = True
+        return None
+    json_records.check_writable(args.output)
+    return Path(args.output)
 
 
 def print_plan(args: Namespace, plan: Plan) -> None:
@@ -64,9 +86,9 @@ def print_plan(args: Namespace, plan: Plan) -> None:
     if not args.json:
         for line in lines:
             if line.startswith(("--", "cfg.")):
-                print(line)  # not through rich: a wrapped line cannot be pasted
+                print(streams.printable(line))  # not through rich: a wrapped line cannot be pasted
             else:
-                console().print(line, markup=False)
+                console().print(streams.printable(line))
 
 
 def progress_bars() -> Progress:

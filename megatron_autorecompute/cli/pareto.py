@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Group
 from rich.text import Text
@@ -15,14 +17,19 @@ from rich.text import Text
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import print_result, progress_bars
 from megatron_autorecompute.cli.problem import add_problem, problems
-from megatron_autorecompute.cli.values import MOST_POINTS, at_least
+from megatron_autorecompute.cli.values import MOST_POINTS, at_least, picture
 from megatron_autorecompute.planner.outcomes import Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, curve_point
+from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.report import terminal
-from megatron_autorecompute.report.data import strategies_of
+from megatron_autorecompute.report.data import Curve, best_points, strategies_of
 
 STRATEGY_FIELDS = ("name", "step_ms", "peak_high_bytes")
 """Of one of Megatron's own settings in the JSON."""
+_REARRANGED = (
+    " What its policies recompute is rearranged over a stage's chunks for a shorter bubble, as in "
+    "plans; in the table it is not."
+)
 
 
 class ParetoCommand(Command):
@@ -40,12 +47,18 @@ class ParetoCommand(Command):
             metavar="N",
             help="budgets (default: 64)",
         )
+        parser.add_argument(
+            "--plot",
+            type=picture,
+            metavar="FILE",
+            help="also draw the curve and Megatron's own settings; PNG or SVG by the name",
+        )
         form = parser.add_mutually_exclusive_group()
         form.add_argument("--json", action="store_true", help="print all as JSON, not a table")
         form.add_argument("--csv", action="store_true", help="print all as CSV, not a table")
 
     def run(self, args: Namespace) -> None:
-        """Print the curve."""
+        """Print the curve, and draw it if asked; raises MachineError if the file cannot be."""
         (planner,), asked = problems(args)
         with progress_bars() as bars:
             task = bars.add_task("Budgets", total=1)
@@ -55,6 +68,8 @@ class ParetoCommand(Command):
                 planner, Outcomes(planner), None, lambda share: bars.update(own, completed=share)
             )
         points = [curve_point(point) for point in found]
+        if args.plot:
+            _draw(planner, strategies, args.points, args.plot)
         if args.csv:
             print(as_csv(points, strategies), end="")
             return
@@ -79,3 +94,22 @@ def as_csv(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> 
     )
     rows.writerows(["", s.step_ms, s.peak_high_bytes, s.name] for s in strategies)
     return text.getvalue()
+
+
+def _draw(
+    planner: Planner, strategies: Sequence[ManualResult], num_points: int, path: Path
+) -> None:
+    from megatron_autorecompute.report.figures import curve_picture  # loads matplotlib
+
+    with progress_bars() as bars:
+        task = bars.add_task("Picture", total=1)
+        points = best_points(
+            planner,
+            Outcomes(planner),
+            terminal.unbeaten(strategies),
+            (),
+            lambda share: bars.update(task, completed=share),
+            num_points,
+        )
+    curve_picture(Curve(planner.profile.model.name, points, tuple(strategies)), path)
+    print(f"Drawn: {path}.{_REARRANGED * (planner.layout.num_chunks > 1)}", file=sys.stderr)

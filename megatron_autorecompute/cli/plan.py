@@ -10,6 +10,7 @@ from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import (
     add_json,
     add_verbose,
+    output_file,
     print_plan,
     progress_bars,
     refuse_ignored,
@@ -51,7 +52,9 @@ class PlanCommand(Command):
             metavar="B,B,...",
             help="also search the micro-batch size; give one --profile for each",
         )
-        parser.add_argument("-o", "--output", type=file, metavar="PLAN.json", help="write the plan")
+        parser.add_argument(
+            "-o", "--output", type=file, metavar="PLAN.json", help="write the plan; - prints it"
+        )
         parser.add_argument(
             "--verify", action="store_true", help="run Megatron's own schedule under the plan"
         )
@@ -60,12 +63,15 @@ class PlanCommand(Command):
 
     def run(self, args: Namespace) -> None:
         """Solve; if nothing fits, raises InfeasibleError with changes that would make it fit."""
+        output = output_file(args)
         refuse_ignored(args)
         with progress_bars() as bars:
             plan = _solved(args, bars)
-        if args.output:
-            plan.save(args.output)
-        print_plan(args, plan)
+        try:
+            if output is not None:
+                plan.save(output)
+        finally:
+            print_plan(args, plan)
         if args.verify:
             print_verified(args, plan)
 

@@ -8,17 +8,18 @@ codes: 0 done, 2 wrong usage (argparse) or policy, otherwise the `exit_code` of 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_autorecompute import __version__
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.errors import AutorecomputeError, MachineError
 from megatron_autorecompute.packages import needed
 
+PROGRAM = "megatron-autorecompute"
 COMMANDS: dict[str, str | None] = {
     "estimate": "profile a job without a device: modelled figures",
     "plan": "solve a profile for a budget",
@@ -27,6 +28,7 @@ COMMANDS: dict[str, str | None] = {
     "pareto": "time of the step against the budget",
     "verify": "check a plan's peaks against Megatron's own schedule, without a device",
     "report": "look at a plan: one HTML file that opens offline",
+    "trace": "a plan's step as a trace for Perfetto or chrome://tracing",
     "compare": "run Megatron's own strategies and ours on this machine, and print the table",
     "profile": None,
 }
@@ -36,15 +38,23 @@ class `NameCommand` in the module of its name."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    args = _parsed(sys.argv[1:] if arguments is None else arguments)
+    streams.prepare()
+    name = PROGRAM
     try:
-        return _run(args)
+        args = _parsed(sys.argv[1:] if arguments is None else arguments)
+        name = f"{PROGRAM} {args.command.name}"
+        _run(args)
     except AutorecomputeError as error:
-        print(f"megatron-autorecompute {args.command.name}: {error}", file=sys.stderr)
+        streams.say(f"{name}: {error}")
         return error.exit_code
+    except BrokenPipeError:  # the reader has seen enough
+        return 1
     except KeyboardInterrupt:
-        print(f"megatron-autorecompute {args.command.name}: interrupted", file=sys.stderr)
+        streams.say(f"{name}: interrupted")
         return 130
+    finally:
+        streams.give_up()
+    return 0
 
 
 def _parsed(arguments: Sequence[str]) -> Namespace:
@@ -60,10 +70,17 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     return args
 
 
+class _Parser(ArgumentParser):
+    """Prints what was given on the command line without what a terminal would obey."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(streams.printable(message))
+
+
 def parser(name: str | None) -> ArgumentParser:
     """All commands, and the flags of one; `command` of what it parses is the Command."""
-    top = ArgumentParser(
-        prog="megatron-autorecompute",
+    top = _Parser(
+        prog=PROGRAM,
         description="Per-layer activation recompute for Megatron-Core, measured and solved.",
     )
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -87,18 +104,20 @@ def command_of(name: str) -> Command:
     return command
 
 
-def _run(args: Namespace) -> int:
+def _run(args: Namespace) -> None:
     try:
         with needed(args.command.name):
             args.command.run(args)
         sys.stdout.flush()  # write errors show here, not when the interpreter ends
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        # The interpreter flushes standard output once more at its end; that must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return 1
         raise MachineError(
             f"The operating system refused to read or write: {error}. Where output is redirected, "
             "give it a disk with room."
         ) from error
-    return 0
+    except MemoryError as error:
+        raise MachineError(
+            "The memory of this machine is not enough for it. Ask for something smaller, or on "
+            "another machine."
+        ) from error

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.progress import TaskID
 
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.output import progress_bars
+from megatron_autorecompute.cli.output import output_file, progress_bars
+from megatron_autorecompute.cli.values import at_least, file
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.data import Progress, report_data
 from megatron_autorecompute.report.html import html
+from megatron_autorecompute.report.recorded import recorded_step
 
 
 class ReportCommand(Command):
@@ -24,18 +30,55 @@ class ReportCommand(Command):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the plan's file, and the page's."""
-        parser.add_argument("plan", type=Path, metavar="PLAN.json")
+        parser.add_argument("plan", metavar="PLAN.json")
         parser.add_argument(
-            "-o", "--output", type=Path, metavar="PLAN.html", help="default: beside the plan"
+            "-o",
+            "--output",
+            type=file,
+            metavar="PLAN.html",
+            help="default: beside the plan; - prints it",
+        )
+        parser.add_argument(
+            "--snapshot",
+            type=Path,
+            metavar="RANK0.pickle",
+            help="draw a memory history of torch.cuda.memory._dump_snapshot beside the prediction",
+        )
+        parser.add_argument(
+            "--stage",
+            type=at_least(0),
+            help="pipeline stage of the snapshot; default: by the rank in the file's name",
         )
 
     def run(self, args: Namespace) -> None:
-        """Write the page and print its path; raises ProfileError if the file is no plan."""
-        output = args.output or args.plan.with_suffix(".html")
+        """Write the page and print its path.
+
+        Raises:
+            ProfileError: the file is no plan, the snapshot is none, or the page cannot be written.
+            OptionError: the page would replace the plan; the snapshot's stage is not known, or is
+                given without a snapshot.
+        """
+        if args.stage is not None and args.snapshot is None:
+            raise OptionError("--stage is the stage of a snapshot: give --snapshot FILE with it.")
+        if args.output is None:
+            args.output = _beside(args.plan)
+        output, plan = output_file(args), Plan.load(args.plan)
+        recorded = recorded_step(plan, args.snapshot, args.stage) if args.snapshot else None
         with _shown_progress() as progress:
-            data = report_data(Plan.load(args.plan), progress)
-        write_atomically(html(data), output)
-        print(f"Written: {output}. Open it in a browser; it needs no network.")
+            page = html(replace(report_data(plan, progress), recorded=recorded))
+        if output is None:
+            streams.write(page)
+            return
+        write_atomically(page, output)
+        print(streams.printable(f"Written: {output}. Open it in a browser; it needs no network."))
+
+
+def _beside(plan: str) -> Path:
+    folder, name = os.path.split(plan)
+    page = Path(folder, f"{os.path.splitext(name)[0]}.html")
+    if str(page) == str(Path(plan)):
+        raise OptionError(f"The page would replace the plan {plan}. Give -o FILE.")
+    return page
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from megatron_autorecompute import json_records
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import (
     add_json,
@@ -14,8 +15,11 @@ from megatron_autorecompute.cli.output import (
     refuse_ignored,
 )
 from megatron_autorecompute.cli.profile_view import profile_view
+from megatron_autorecompute.cli.values import file
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.report.strip import strip_svg
 
 
 class ShowCommand(Command):
@@ -26,15 +30,39 @@ class ShowCommand(Command):
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the file."""
         parser.add_argument("plan", metavar="FILE.json", help="a plan or a profile")
+        parser.add_argument(
+            "--svg",
+            type=file,
+            metavar="FILE",
+            help="also draw the plan's policy, for a document; - prints it alone",
+        )
         add_json(parser)
         add_verbose(parser)
 
     def run(self, args: Namespace) -> None:
-        """Print it; raises ProfileError if the file is neither plan nor profile."""
+        """Print it; raises ProfileError if the file is neither, or the picture cannot be written.
+
+        Raises OptionError for a picture of a profile.
+        """
         refuse_ignored(args)
         text = json_records.read(args.plan, Plan.__name__)
         if json_records.has_fields(text, "kinds", "parallelism"):
-            profile = Profile.from_json(text, str(args.plan))
-            print_result(args, profile.to_json(), profile_view(profile, args.verbose))
+            _show_profile(args, Profile.from_json(text, str(args.plan)))
         else:
-            print_plan(args, Plan.from_json(text, str(args.plan)))
+            _show_plan(args, Plan.from_json(text, str(args.plan)))
+
+
+def _show_profile(args: Namespace, profile: Profile) -> None:
+    if args.svg:
+        raise OptionError(f"--svg draws a policy, and {args.plan} is a profile: give a plan.")
+    print_result(args, profile.to_json(), profile_view(profile, args.verbose))
+
+
+def _show_plan(args: Namespace, plan: Plan) -> None:
+    if args.svg and streams.is_standard_output(args.svg):
+        streams.write(strip_svg(plan))
+        return
+    if args.svg:
+        json_records.write_atomically(strip_svg(plan), args.svg)
+        streams.say(f"Drawn: {args.svg}")
+    print_plan(args, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
@@ -59,10 +60,18 @@ def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def file(text: str) -> Path:
-    """A path that names a file."""
-    if not Path(text).name or Path(text).is_dir():
+    """A path that names a file; `-` is standard output."""
+    if not Path(text).name or os.path.isdir(text) or "\0" in text:
         raise ArgumentTypeError(f"{text!r} is no file name")
     return Path(text)
+
+
+def picture(text: str) -> Path:
+    """A path that names a PNG or SVG file."""
+    path = file(text)
+    if path.suffix not in (".png", ".svg"):
+        raise ArgumentTypeError(f"{text!r}: give a name that ends with .png or .svg")
+    return path
 
 
 def _number(text: str) -> float:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from rich import box
@@ -16,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_autorecompute.compare.comparison import Comparison, Family, StrategyResult
-from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.report.figures import Name, save_figure, write_names
 from megatron_autorecompute.units import MIB
 
 _COLOUR: dict[Family, str] = {
@@ -97,39 +93,57 @@ def picture(comparison: Comparison, path: Path) -> None:
 
     Raises: MachineError if the file cannot be written.
     """
-    figure, axes = pyplot.subplots(figsize=(8.5, 5.2), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8.5, 5.2), dpi=150, layout="constrained")
     timed = [strategy for strategy in comparison.strategies if strategy.step_ms]
     for strategy in timed:
         _point(axes, strategy)
     if comparison.budget_bytes is not None:
         axes.axvline(comparison.budget_bytes / MIB, color="black", linestyle="--", linewidth=1)
-        axes.annotate(
-            "budget",
-            (comparison.budget_bytes / MIB, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, -12),
-            textcoords="offset points",
-            fontsize=9,
-        )
     axes.set_xlabel("peak memory of the fullest stage (MiB)")
     axes.set_ylabel("step time, median and quartiles (ms)")
     axes.set_title(_title(comparison), fontsize=10)
     axes.margins(0.12)
     axes.grid(alpha=0.25)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise MachineError(
-            f"Cannot write the picture {path}: {error.strerror}. The table and the record beside "
-            "it are written; give another folder with --output."
-        ) from error
-    finally:
-        pyplot.close(figure)
+    _write_names(axes, comparison, timed)
+    save_figure(figure, path)
+
+
+def _write_names(axes: Axes, comparison: Comparison, timed: list[StrategyResult]) -> None:
+    """Names of the rows first, then of the budget, then of what the manual search tried."""
+    rows = [s for s in timed if s.family != "tried"]
+    tried = [s for s in timed if s.family == "tried"]
+    budget_mib = [] if comparison.budget_bytes is None else [comparison.budget_bytes / MIB]
+    top = axes.get_ylim()[1]
+    names = [_name(strategy) for strategy in rows]
+    names += [Name(x, top, "budget", "#000000") for x in budget_mib]
+    names += [_name(strategy) for strategy in tried]
+    bars = [_bar(strategy) for strategy in timed]
+    write_names(axes, names, free=bars, columns=budget_mib)
+
+
+def _place(strategy: StrategyResult) -> tuple[float, float]:
+    return max(strategy.peak_bytes) / MIB, strategy.median_ms or 0.0
+
+
+def _bar(strategy: StrategyResult) -> tuple[float, float, float, float]:
+    (x, y), reach = _place(strategy), strategy.spread_ms / 2
+    return (x, y, x, y) if strategy.family == "tried" else (x, y - reach, x, y + reach)
+
+
+def _name(strategy: StrategyResult) -> Name:
+    tried = strategy.family == "tried"
+    return Name(
+        *_place(strategy),
+        strategy.name,
+        "#8a6a3a" if tried else _COLOUR[strategy.family],
+        7 if tried else 9,
+        strategy.family == "ours",
+    )
 
 
 def _point(axes: Axes, strategy: StrategyResult) -> None:
     tried = strategy.family == "tried"
-    x, y = max(strategy.peak_bytes) / MIB, strategy.median_ms or 0.0
+    x, y = _place(strategy)
     axes.errorbar(
         x,
         y,
@@ -139,15 +153,6 @@ def _point(axes: Axes, strategy: StrategyResult) -> None:
         markersize=5 if tried else 9,
         color=_COLOUR[strategy.family],
         zorder=2 if tried else 3,
-    )
-    axes.annotate(
-        strategy.name,
-        (x, y),
-        xytext=(7, -10 if tried else 7),
-        textcoords="offset points",
-        fontsize=7 if tried else 9,
-        color="#8a6a3a" if tried else _COLOUR[strategy.family],
-        weight="bold" if strategy.family == "ours" else "normal",
     )
 
 

@@ -49,6 +49,8 @@ from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import with_missed_bytes
+from megatron_autorecompute.report.data import report_data
+from megatron_autorecompute.report.html import html
 from megatron_autorecompute.units import GIB, MOST_GIB
 
 WARM_UP_STEPS = 2
@@ -74,7 +76,7 @@ class Settings:
     """The training job's size."""
 
     text: str = option("LICENSE", "file to train on, its bytes as tokens")
-    output: str = option("build/compare", "folder for comparison.json, .md and .png")
+    output: str = option("build/compare", "folder for comparison.json, .md and .png, and our plan")
     budget_gib: float | None = option(None, "memory each pipeline stage may use, in GiB")
     budget_fraction: float = option(
         0.5, "where the budget stands between full (0) and none (1) when not given in GiB"
@@ -120,6 +122,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "compare_policies")
         with needed("The comparison"):
             settings = parse(arguments, prog)
             comparison = run(settings, console)
+            write_report(Path(settings.output))
     except AutorecomputeError as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         return error.exit_code
@@ -128,6 +131,12 @@ def main(arguments: Sequence[str] | None = None, prog: str = "compare_policies")
         return 130
     show(comparison, Path(settings.output), console)
     return 0
+
+
+def write_report(folder: Path) -> None:
+    """Write the report of the folder's plan beside it. Raises: ProfileError if it cannot."""
+    plan = Plan.load(folder / "plan.json")
+    write_atomically(html(report_data(plan)), folder / "plan.html")
 
 
 def parse(arguments: Sequence[str] | None, prog: str = "compare_policies") -> Settings:
@@ -151,7 +160,8 @@ def _default_shape() -> Shape:
 def show(comparison: Comparison, folder: Path, console: Console) -> None:
     """Print the table and the paths of the files."""
     console.print(table(comparison))
-    console.print(f"Written: {folder}/comparison.json, comparison.md, comparison.png")
+    console.print(f"Written: {folder}/comparison.json, comparison.md, comparison.png, plan.json")
+    console.print(f"Our plan as a page to open in a browser: {folder}/plan.html")
 
 
 def run(settings: Settings, console: Console) -> Comparison:

@@ -13,11 +13,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
+from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.json_records import shown_name
+from megatron_autorecompute.meta.job_checks import MOST_RANKS, MOST_WIDTH, check_config
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.schedule import Schedule
 
-Count = Annotated[int, Field(ge=1)]
+MOST_CHARACTERS = 1 << 20
+"""Limit on a job as JSON; the longest of the examples has 2,000."""
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Percent = Annotated[str, Field(pattern=r"^(100(\.0+)?|\d{1,2}(\.\d+)?)$")]
 Factor = Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -33,7 +39,7 @@ class Job:
     """A label."""
     config: dict[str, Any]
     """num_layers, hidden_size, tensor_model_parallel_size, num_moe_experts, ..."""
-    num_gpus: Count
+    num_gpus: Ranks
     """World size."""
     seq_length: Count
     """Tokens per sample."""
@@ -71,7 +77,7 @@ class Job:
     """Adam's first moment."""
     exp_avg_sq_dtype: Dtype = "fp32"
     """Adam's second moment."""
-    lora_rank: Annotated[int, Field(ge=0)] = 0
+    lora_rank: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
     """Above 0: base weights are frozen; every linear layer outside experts has such an adapter."""
     described_by: Literal["yaml", "flags", "recipe"] = "yaml"
     """Where the job was read from; `plan` prints what to paste there."""
@@ -185,30 +191,48 @@ def load_job(path: str | Path) -> Job:
     import yaml
 
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        text = json_records.read_text(path)
+    except (OSError, ValueError) as error:
         raise OptionError(f"Cannot read the job {path}: {error}.") from error
+    try:
+        data = yaml.safe_load(text)
+    # The parser lets every error of its own out: of dates, of numbers, of the depth.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise OptionError(f"Cannot read the job {path}: {reason:.300}.") from error
     return job_from(data, str(path))
 
 
 def job_from(data: Any, source: str) -> Job:
     """Check a job given as plain data. Raises OptionError naming each bad field."""
     try:
-        job = TypeAdapter(Job).validate_json(json.dumps(data), strict=True)
+        job = TypeAdapter(Job).validate_json(_json(data, source), strict=True)
     except ValidationError as error:
         lines = "\n".join(
-            f"  {'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}"
+            f"  {'.'.join(shown_name(str(p)) for p in item['loc']) or 'the file'}: {item['msg']}"
             for item in error.errors(include_url=False)
         )
         raise OptionError(f"{source} is no job description. Correct:\n{lines}") from error
-    missing = [
-        n for n in ("num_layers", "hidden_size", "num_attention_heads") if n not in job.config
-    ]
-    if missing:
-        raise OptionError(f"{source}: config lacks {', '.join(missing)}; give Megatron's values.")
+    check_config(job.config, job.seq_length, source)
     if job.moe_imbalance and not job.config.get("num_moe_experts"):
         raise OptionError(
             f"{source}: moe_imbalance is stated, and config has no num_moe_experts. Give their "
             "number, or leave moe_imbalance out."
         )
     return job
+
+
+def _json(data: Any, source: str) -> str:
+    """The data as JSON, if it is plain and of a job's size: aliases in YAML can repeat endlessly.
+
+    Raises OptionError.
+    """
+    try:
+        parts = 0
+        for part in json.JSONEncoder().iterencode(data):
+            parts += len(part)
+            if parts > MOST_CHARACTERS:
+                raise OptionError(f"{source} is too long for a job description. Shorten it.")
+        return json.dumps(data)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"{source} is no job description: {error}.") from error

@@ -23,8 +23,11 @@ import functools
 import logging
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -159,19 +162,45 @@ def in_processes(
     max_workers: int = 1,
     done: Callable[[StageStep], None] = lambda _: None,
 ) -> tuple[StageStep, ...]:
-    """Call `run`, which must be picklable, for every stage in processes that never see CUDA."""
+    """Call `run`, which must be picklable, for every stage in processes that never see CUDA.
+
+    An interrupt ends these processes; it reaches only this one, wherever they are.
+
+    Raises MachineError if one of them dies.
+    """
     pool = ProcessPoolExecutor(
         max_workers, multiprocessing.get_context("spawn"), initializer=_start_process
     )
+    before = multiprocessing.active_children()
     with pool:
-        futures = [pool.submit(run, stage) for stage in stages]
         try:
+            with _interrupts_held():
+                futures = [pool.submit(run, stage) for stage in stages]
             for future in futures:
                 done(future.result())
-        except BaseException:  # an interrupt too: stages that have not begun need not run
-            pool.shutdown(cancel_futures=True)
+            return tuple(future.result() for future in futures)
+        except BrokenProcessPool as error:
+            raise MachineError(
+                "A process that ran a stage on meta tensors was ended from outside, perhaps for "
+                "want of memory. Try again on a machine with more."
+            ) from error
+        except BaseException:  # an interrupt, or the error of one stage
+            for process in set(multiprocessing.active_children()) - set(before):
+                process.kill()
             raise
-        return tuple(future.result() for future in futures)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """In this block SIGINT waits, and processes that start in it never see one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def _start_process() -> None:

@@ -11,13 +11,14 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from megatron_autorecompute import megatron_fields
-from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta import kernels, without_cuda
+from megatron_autorecompute.errors import AutorecomputeError, OptionError
+from megatron_autorecompute.meta import job_checks, kernels, without_cuda
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
 from megatron_autorecompute.patched import patched_environ
@@ -36,7 +37,7 @@ LEFT_OUT = {
 }
 """Fields that the model is built without: they need a device, or are what is to be planned."""
 
-ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+ACTIVATIONS = {name: getattr(torch.nn.functional, name) for name in job_checks.ACTIVATIONS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,37 @@ def meta_megatron(job: Job) -> Iterator[None]:
     settings = kernels.Settings(precision=job.precision, lora_rank=job.lora_rank)
     # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    with without_cuda.activate(meta=True), kernels.stand_ins(settings), quiet:
+    with without_cuda.activate(meta=True), kernels.stand_ins(settings), quiet, _refusals(job):
         yield
+
+
+@contextlib.contextmanager
+def _refusals(job: Job) -> Iterator[None]:
+    """Errors that Megatron's code has on a model are OptionError: its fields do not go together."""
+    try:
+        yield
+    except (AutorecomputeError, MemoryError):
+        raise
+    except Exception as error:
+        place = _in_megatron(error.__traceback__)
+        if place is None:
+            raise
+        reason = " ".join(str(error).split())
+        raise OptionError(
+            f"{job.name}: Megatron cannot run this model: {type(error).__name__} in {place}: "
+            f"{reason:.300}. Correct the job's fields."
+        ) from error
+
+
+def _in_megatron(traceback: TracebackType | None) -> str | None:
+    """The last line of Megatron's own code in a traceback; None if there is none."""
+    place = None
+    while traceback is not None:
+        module = str(traceback.tb_frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] == "megatron":
+            place = f"{module}, line {traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
 
 
 def step_shape(job: Job, num_microbatches: int) -> StepShape:
@@ -243,7 +273,7 @@ def _constructed(job: Job, fields: dict[str, Any]) -> Any:
         )
     try:
         return config_type(**fields)
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ValueError, TypeError) as error:
         raise OptionError(f"{job.name}: Megatron refuses this config: {error}") from error
 
 

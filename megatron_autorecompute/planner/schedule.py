@@ -17,6 +17,10 @@ from megatron_autorecompute.planner.checks import check_at_least, check_chunks
 from megatron_autorecompute.planner.layout import Layout
 
 Direction = Literal["forward", "backward"]
+MOST_MICROBATCHES = 1 << 40
+"""Limit on a step's microbatches; far from where counts of events leave 64 bits."""
+MOST_IN_GROUPS = 1 << 11
+"""Limit on the forwards of a group of microbatches in all chunks, all of which are in flight."""
 _GROUPS = 8
 """Groups of microbatches after which a long schedule shows no new moment."""
 
@@ -75,6 +79,11 @@ class Schedule:
             num_chunks=self.num_chunks,
             num_microbatches=self.num_microbatches,
         )
+        if self.num_microbatches > MOST_MICROBATCHES:
+            raise PipelineError(
+                f"num_microbatches is {self.num_microbatches}; at most {MOST_MICROBATCHES} are "
+                "planned. Ask for fewer."
+            )
         check_chunks(self.num_stages, self.num_chunks)
         if self.num_chunks > 1:
             self._check_groups()
@@ -90,6 +99,12 @@ class Schedule:
             raise PipelineError(
                 f"The microbatch group size is {group}; interleaved, it must lie between the "
                 f"number of stages {p} and of microbatches {m}. Change either."
+            )
+        if group * self.num_chunks > MOST_IN_GROUPS:
+            raise PipelineError(
+                f"Groups of {group} microbatches in {self.num_chunks} chunks put "
+                f"{group * self.num_chunks} in flight; at most {MOST_IN_GROUPS} are planned. "
+                "Choose a smaller group size."
             )
         if 0 < m % group < p:
             raise PipelineError(

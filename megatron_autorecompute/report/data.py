@@ -13,6 +13,7 @@ from megatron_autorecompute.planner.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.planner import Planner, changed_at
 from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
+from megatron_autorecompute.report.recorded import RecordedStep
 from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.timeline import Timeline, timeline
 
@@ -78,6 +79,8 @@ class ReportData:
     """Time against budget, with Megatron's own settings."""
     pastes: tuple[Paste, ...]
     """What to paste, the most likely first."""
+    recorded: RecordedStep | None = None
+    """A step of one stage as torch recorded it."""
 
     @property
     def stage_of(self) -> dict[int, int]:
@@ -153,13 +156,14 @@ def best_points(
     strategies: Iterable[ManualResult],
     known: Iterable[CurvePoint],
     progress: Callable[[float], None],
+    num_points: int = CURVE_POINTS,
 ) -> tuple[CurvePoint, ...]:
     """The best policies for some budgets, largest first; each strategy's bytes are a budget.
 
-    `Planner.pareto` solves evenly spaced budgets quickly; their splits over chunks are then
-    rearranged here, as in every plan.
+    `Planner.pareto` solves `num_points` evenly spaced budgets quickly; their splits over chunks are
+    then rearranged here, as in every plan.
     """
-    even = planner.pareto(CURVE_POINTS, lambda share: progress(share / 2))
+    even = planner.pareto(num_points, lambda share: progress(share / 2))
     least, most = even[-1].budget_bytes, even[0].budget_bytes
     budgets = {point.budget_bytes for point in even}
     budgets |= {s.peak_high_bytes for s in strategies if least <= s.peak_high_bytes <= most}

@@ -17,6 +17,7 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.policy_cost import StageCost
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import ReportData
+from megatron_autorecompute.report.recorded_html import recorded_data, recorded_section
 from megatron_autorecompute.report.strip import STYLE, strip_svg
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
 from megatron_autorecompute.report.words import duration, percent, size
@@ -41,6 +42,8 @@ def html(data: ReportData) -> str:
         "cards": _cards(data),
         "stages_note": _stages_note(plan),
         "stages": _stages(data),
+        "recorded": recorded_section(data.recorded),
+        "step_note": _step_note(data),
         "policy_note": "Point at a cell: what its other choices would cost.",
         "strip": strip_svg(plan, interactive=True),
         "curve_note": _curve_note(data),
@@ -76,6 +79,7 @@ def page_data(data: ReportData) -> dict[str, Any]:
     return {
         "step": data.timeline.step_ms,
         "tightest": tightest,
+        "recorded": recorded_data(data.recorded),
         "stages": [_stage_data(plan, stage) for stage in data.timeline.stages],
         "layers": [
             {
@@ -300,6 +304,13 @@ def _stages_note(plan: Plan) -> str:
     return f"{both} and works longest." if tight == slow else f"{both}, stage {slow} works longest."
 
 
+def _step_note(data: ReportData) -> str:
+    drawn, whole = data.timeline.num_microbatches, data.plan.schedule.num_microbatches
+    if drawn == whole:
+        return ""
+    return f"The middle of a step repeats: {drawn} of {whole:,} microbatches are drawn."
+
+
 def _stages(data: ReportData) -> str:
     plan = data.plan
     tight, slow = tightest_stage(plan), busiest_stage(plan).stage
@@ -381,7 +392,7 @@ def _stage_evidence(plan: Plan) -> str:
         "bound",
         "gap",
     )
-    return _table(heads, rows, numbers=(1, 2, 4, 5, 6))
+    return _scrolling(_table(heads, rows, numbers=(1, 2, 4, 5, 6)))
 
 
 def _range(low: int, high: int) -> str:
@@ -408,7 +419,8 @@ def _measured(plan: Plan) -> str:
         "open",
         "measured minus predicted, a microbatch",
     )
-    return "<h3>Measured in the job</h3>" + _table(heads, rows, numbers=(1, 2, 3))
+    table = _table(heads, rows, numbers=(1, 2, 3))
+    return "<h3>Measured in the job</h3>" + _scrolling(table)
 
 
 def _records(plan: Plan) -> str:
@@ -439,7 +451,7 @@ def _records(plan: Plan) -> str:
     )
     return (
         "<details><summary>What every choice costs on one layer</summary>"
-        f'<div class="scroll">{_table(heads, rows, numbers=(2, 3, 4, 5, 6))}</div></details>'
+        f"{_scrolling(_table(heads, rows, numbers=(2, 3, 4, 5, 6)))}</details>"
     )
 
 
@@ -452,6 +464,11 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequenc
     head = "".join(cells("th", heads))
     body = "".join(f"<tr>{''.join(cells('td', row))}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _scrolling(table: str) -> str:
+    """A table that scrolls by itself where it is wider than the page, with the arrow keys too."""
+    return f'<div class="scroll" tabindex="0">{table}</div>'
 
 
 def _list(texts: Iterable[str]) -> str:

@@ -6,13 +6,14 @@ not records: a step of 16 stages, 8 chunks and 256 microbatches has 65,536.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.peak_memory import (
+    Breakdown,
     ChunkColumns,
     StageBase,
     every_moment,
@@ -31,6 +32,10 @@ from megatron_autorecompute.planner.unit_costs import (
 Bytes = NDArray[np.int64]
 Numbers = NDArray[np.intp]
 Times = NDArray[np.float64]
+
+
+MOST_EVENTS = 1 << 18
+"""Events of a step, all stages together, up to which the whole step is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,35 @@ class StageTimeline:
     binding: Moment | None
     """The stage's fullest moment; None if it is the optimizer step."""
 
+    def bytes_at(self, event: int, unit: int) -> Breakdown:
+        """Alive at most while a unit of an event runs."""
+        units = self.units[self.chunk[event]]
+        begun, running = units[: unit + 1], units[unit]
+        transients = running.forward_transient_bytes, running.backward_transient_bytes
+        outside = sum(u.held_bytes for u in begun if not u.is_layer)
+        return Breakdown(
+            static_bytes=self.static_bytes,
+            in_flight_bytes=int(self.in_flight_bytes[event]),
+            running_bytes=sum(u.held_bytes for u in begun if u.is_layer),
+            transient_bytes=transients[int(self.backward[event])],
+            embedding_head_bytes=int(self.outside_bytes[event]) + outside,
+            overhead_bytes=int(self.overhead_bytes[event]),
+        )
+
+    def bytes_after(self, event: int) -> Breakdown:
+        """Alive while the stage waits after an event."""
+        units = () if self.backward[event] else self.units[self.chunk[event]]
+        layers = sum(u.held_bytes for u in units if u.is_layer)
+        outside = sum(u.held_bytes for u in units if not u.is_layer)
+        return Breakdown(
+            static_bytes=self.static_bytes,
+            in_flight_bytes=int(self.in_flight_bytes[event]) + layers,
+            running_bytes=0,
+            transient_bytes=0,
+            embedding_head_bytes=int(self.outside_bytes[event]) + outside,
+            overhead_bytes=int(self.overhead_bytes[event]),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
@@ -111,15 +145,40 @@ class Timeline:
     stages: tuple[StageTimeline, ...]
     step_ms: float
     """When the last event ends."""
+    num_microbatches: int
+    """Of the step that is drawn: all, or as many as show every moment of a very long step."""
 
 
 def timeline(plan: Plan) -> Timeline:
-    """Replay a plan's step. Raises: ProfileError if its profile lacks a record."""
+    """Replay a plan's step; of a very long one, a step of fewer microbatches with its moments.
+
+    Raises: ProfileError if its profile lacks a record.
+    """
+    schedule = plan.schedule
+    if 2 * schedule.num_stages * schedule.num_chunks * schedule.num_microbatches > MOST_EVENTS:
+        plan = replace(plan, schedule=schedule.shortened())
     times = [[stage.forward_ms, stage.backward_ms] for stage in plan.cost.stages]
     forward, backward = ([list(pair[side]) for pair in times] for side in (0, 1))
     ends = _ends_ms(plan.schedule, forward, backward)
     stages = tuple(_stage(plan, stage, ends[stage]) for stage in range(plan.layout.num_stages))
-    return Timeline(stages, max(float(stage.end_ms.max()) for stage in stages))
+    step_ms = max(float(stage.end_ms.max()) for stage in stages)
+    return Timeline(stages, step_ms, plan.schedule.num_microbatches)
+
+
+def event_peaks(stage: StageTimeline) -> Bytes:
+    """The most bytes alive in every event of a stage."""
+    reach = np.zeros((2, len(stage.units)), np.int64)
+    for chunk, units in enumerate(stage.units):
+        held = np.cumsum([unit.held_bytes for unit in units])
+        for side in (0, 1):
+            transient = [
+                (unit.forward_transient_bytes, unit.backward_transient_bytes)[side]
+                for unit in units
+            ]
+            reach[side, chunk] = (held + transient).max() if units else 0
+    below = stage.static_bytes + stage.in_flight_bytes + stage.outside_bytes + stage.overhead_bytes
+    peaks: Bytes = below + reach[stage.backward.astype(np.intp), stage.chunk]
+    return peaks
 
 
 def _ends_ms(

@@ -1,4 +1,4 @@
-"""Reports the plan that runs: prints a table, and writes figures to TensorBoard and W&B."""
+"""Reports the plan that runs: prints a table, and feeds TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.auto_text import plan_text
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.job_facts import JobFacts
+from megatron_autorecompute.runtime.showing import show
 from megatron_autorecompute.units import GIB
 
 
@@ -28,6 +29,7 @@ def tell(plan: Plan, decisions: Decisions, steps: int) -> None:
             figures = {"measured_peak_gib": peaks[stage] / GIB, **figures}
         for name, value in figures.items():
             _write(job, f"recompute/{name}/stage{stage}", value, iteration)
+    show(plan, peaks, job.writers(), iteration)
 
 
 def _write(job: JobFacts, name: str, value: float, iteration: int) -> None:

@@ -18,7 +18,9 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.terminal import shortened, strip
+from tests.report.snapshots import as_planned, dumped
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "examples" / "profiles"
@@ -103,6 +105,71 @@ def test_explain_without_a_layer_splits_every_stages_peak(planned, capsys):
     assert out.count("bound by") == 4
     assert main(["explain", str(path), "--json"]) == 0
     assert [row["stage"] for row in json.loads(capsys.readouterr().out)] == [0, 1, 2, 3]
+
+
+def test_report_draws_a_snapshot_beside_the_prediction_of_its_stage(planned, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    plan, snapshot = Plan.load(planned[1]), tmp_path / "snapshot_oom_rank-0.pickle"
+    dumped(as_planned(plan, 0).snapshot(), snapshot)
+    words = ["report", str(planned[1]), "--snapshot", str(snapshot), "-o", str(page)]
+    assert main(words) == 0
+    assert f"Written: {page}" in capsys.readouterr().out
+    assert "Recorded beside predicted: stage 0" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "code", "message"),
+    [
+        ("absent_rank0.pickle", [], 4, "absent_rank0.pickle cannot be read: No such file"),
+        ("plan.json", ["--stage", "1"], 4, "plan.json is no whole pickle"),
+        ("plan.json", [], 9, "plan.json names no rank, from which the pipeline stage is not known"),
+        ("plan.json", ["--stage", "9"], 9, "--stage 9: the plan has stages 0 to 3."),
+    ],
+)
+def test_a_snapshot_that_cannot_be_used_is_one_line(
+    planned, tmp_path, name, flags, code, message, capsys
+):
+    plan, page = planned[1], tmp_path / "page.html"
+    snapshot = ["--snapshot", str(plan.parent / name), *flags]
+    assert main(["report", str(plan), *snapshot, "-o", str(page)]) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert not page.exists()
+
+
+def test_a_stage_without_a_snapshot_is_refused(planned, capsys):
+    assert main(["report", str(planned[1]), "--stage", "1"]) == 9
+    assert "give --snapshot FILE with it" in capsys.readouterr().err
+
+
+def test_show_draws_the_policy_for_a_document_and_prints_the_same(planned, tmp_path, capsys):
+    _, path, out = planned
+    strip_path = tmp_path / "strip.svg"
+    assert main(["show", str(path), "--svg", str(strip_path)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == out
+    assert str(strip_path) in printed.err
+    assert strip_path.read_text() == strip_svg(Plan.load(path))
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
+def test_pareto_draws_a_picture_of_the_kind_that_its_name_says(name, begins, tmp_path, capsys):
+    words = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "4"]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    assert main([*words, "--plot", str(tmp_path / name)]) == 0
+    assert capsys.readouterr().out == plain
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_a_picture_of_an_unknown_kind_or_in_no_folder_is_refused(tmp_path, capsys):
+    words = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "2", "--plot"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "a.jpg"])
+    assert "ends with .png or .svg" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "none" / "a.png")]) == MachineError.exit_code
+    assert "Cannot write the picture" in capsys.readouterr().err
 
 
 PARETO = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "20"]

@@ -102,6 +102,12 @@ def test_the_files_around_the_record_are_written(finished):
     assert plan.policy.format() == ours.policy
 
 
+def test_the_report_of_our_plan_is_written_and_named(finished):
+    folder, printed = finished
+    assert f"{folder}/plan.html" in "".join(printed.split("\n"))
+    assert Plan.load(folder / "plan.json").policy.format() in (folder / "plan.html").read_text()
+
+
 def test_the_plan_is_what_megatrons_schedule_does(finished, capsys):
     code = verify(["verify", str(finished[0] / "plan.json")])
     assert (code, capsys.readouterr().err.strip()) == (0, "")

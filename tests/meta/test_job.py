@@ -1,6 +1,7 @@
 """Job descriptions, devices and static bytes: needs no torch, but for the dimensions in use."""
 
 import csv
+import itertools
 import re
 import subprocess
 import sys
@@ -64,6 +65,78 @@ def test_reading_a_job_needs_no_torch():
 def test_a_misspelt_field_is_named():
     with pytest.raises(OptionError, match=r"sequence_length: (?s:.)*[Uu]nexpected"):
         job(sequence_length=128)
+
+
+MOE = {"num_moe_experts": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"num_layers": 32.5}, "config.num_layers: 32.5; give a whole number from 1 to 4096"),
+        ({"num_layers": 10**9}, "config.num_layers: 1000000000; give a whole number"),
+        ({"num_layers": True}, "config.num_layers: True; give a whole number"),
+        ({"hidden_size": 0}, "config.hidden_size: 0; give a whole number from 1"),
+        ({"hidden_size": "64"}, "config.hidden_size: '64'; give a whole number"),
+        ({"hidden_size": float("nan")}, "config.hidden_size: nan, which is no number"),
+        ({"hidden_dropout": float("inf")}, "config.hidden_dropout: inf, which is no number"),
+        ({"tensor_model_parallel_size": 0}, "config.tensor_model_parallel_size: 0; give a whole"),
+        ({"num_query_groups": 3}, "num_attention_heads 4 is no multiple of num_query_groups 3"),
+        ({"num_attention_heads": 5}, "hidden_size 64 is no multiple of num_attention_heads 5"),
+        ({"activation_func": "relu6"}, "config.activation_func: 'relu6'; known are gelu, silu"),
+        ({**MOE, "moe_router_topk": 9}, "moe_router_topk 9 is more than num_moe_experts 8"),
+        (
+            {**MOE, "expert_model_parallel_size": 3},
+            "num_moe_experts 8 is no multiple of expert_model_parallel_size 3",
+        ),
+        ({**MOE, "moe_layer_freq": 0}, "config.moe_layer_freq: 0; give a whole number from 1 on"),
+        ({**MOE, "moe_layer_freq": [1]}, "config.moe_layer_freq: [1]; give a whole number"),
+        ({"window_attn_skip_freq": [0]}, "config.window_attn_skip_freq: [0]; give a whole"),
+        ({"gated_linear_unit": "yes"}, "config.gated_linear_unit: 'yes'; give true or false"),
+        ({"pipeline_model_parallel_layout": 3}, "config.pipeline_model_parallel_layout: 3; give a"),
+        ({"context_parallel_size": 3}, "seq_length 128 is no multiple of 6, twice context_paral"),
+        (
+            {"sequence_parallel": True, "tensor_model_parallel_size": 3},
+            "seq_length 128 is no multiple of 3, tensor times context",
+        ),
+    ],
+)
+def test_a_config_that_is_no_models_is_refused_by_field(config, said):
+    with pytest.raises(OptionError, match="describes no model that can be built") as caught:
+        job(config)
+    assert said in str(caught.value)
+
+
+LAUGHS = "a: &a [x, x]\n" + "\n".join(
+    f"{after}: &{after} [{', '.join(['*' + before] * 9)}]"
+    for before, after in itertools.pairwise("abcdefghi")
+)
+"""A few lines that stand for 86 million entries."""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 100_000, "recursion"),
+        ("a: " + "9" * 5000, "Cannot read the job"),
+        ("a: 2024-99-99", "month must be in"),
+        ("a: 2024-01-01", "not JSON serializable"),
+        ("a: &a [*a]", "Circular reference"),
+        ("a: !!bool x", "Cannot read the job"),
+        ("a: !!set {b}", "not JSON serializable"),
+        (LAUGHS, "too long for a job description"),
+        ("\0", "Cannot read the job"),
+        ("? [a]\n: 1", "unhashable"),
+        ('"a\\nb": 1', r"'a\nb': "),
+    ],
+)
+def test_a_file_that_is_no_plain_data_is_refused_in_one_line(tmp_path, text, said):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(OptionError) as caught:
+        load_job(path)
+    assert said in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 def test_missing_dimensions_are_named():

@@ -142,3 +142,15 @@ REFUSED = [
 def test_what_megatron_refuses_is_refused_and_said(ask, message):
     with pytest.raises(PipelineError, match=message):
         ask()
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: Schedule(2, 1, 10**20), "at most 1099511627776 are planned"),
+        (lambda: Schedule(2, 2, 10**9, 10**8), "put 200000000 in flight; at most 2048 are planned"),
+    ],
+)
+def test_a_step_beyond_every_machine_is_refused_before_it_is_listed(ask, message):
+    with pytest.raises(PipelineError, match=message):
+        ask()

@@ -37,7 +37,18 @@ class EventFile:
         with self.path.open("a") as file:
             print(json.dumps([name, float(value), step]), file=file)
 
-    def __getattr__(self, _):  # add_text, flush, close
+    def add_image(self, name, image, global_step, dataformats):
+        self._show([name, global_step, dataformats, *image.shape])
+
+    def add_text(self, name, text, global_step):
+        if name.startswith("recompute/"):  # Megatron itself writes its arguments
+            self._show([name, global_step, text])
+
+    def _show(self, shown):
+        with self.path.with_name("shown.jsonl").open("a") as file:
+            print(json.dumps(shown), file=file)
+
+    def __getattr__(self, _):  # flush, close
         return lambda *args, **named: None
 
 

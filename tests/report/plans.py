@@ -4,13 +4,15 @@ import functools
 from pathlib import Path
 
 from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.plan import make_plan
+from megatron_autorecompute.planner.plan import CurvePoint, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.report.data import report_data
+from megatron_autorecompute.profile import ChoiceRecord, Profile
+from megatron_autorecompute.report.data import Curve, Paste, ReportData, report_data
+from megatron_autorecompute.report.timeline import timeline
 from megatron_autorecompute.units import GIB
 from tests.planner.random_profiles import problem
+from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "profiles"
 
@@ -37,6 +39,26 @@ def example_plan(name, pp, vp, num_microbatches, budget_gib):
 def example_data(*args):
     """What the report of an example plan shows."""
     return report_data(example_plan(*args))
+
+
+@functools.cache
+def long_step():
+    """What the report shows of 126 layers, 16 stages, 8 chunks, 256 microbatches: 65,536 events."""
+    layers, pp, vp, microbatches = 126, 16, 8, 256
+    head = ChoiceRecord("none", 7, 3, 5, 1.23456, 2.34567)
+    profile = uniform_profile(layers, NONE, FULL, head=head, boundary_bytes=3)
+    layout = Layout.from_flags(
+        layers,
+        pp,
+        vp,
+        account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
+    )
+    plan = make_plan(Planner(profile, layout, Schedule(pp, vp, microbatches)), 11_000)
+    point = CurvePoint(11_000, plan.cost.step_ms, 11_000, plan.policy.format())
+    paste = (Paste("here", plan.policy.format()),)
+    curve = Curve("", (point,), ())
+    return ReportData(plan, timeline(plan), ((),) * layers, curve, paste)
 
 
 THREE = {

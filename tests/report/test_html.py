@@ -10,16 +10,12 @@ from html import unescape
 import numpy as np
 import pytest
 
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.plan import CurvePoint, make_plan
-from megatron_autorecompute.planner.planner import Planner, neighbours
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.profile import ChoiceRecord
-from megatron_autorecompute.report.data import Curve, Paste, ReportData, report_data
+from megatron_autorecompute.planner.planner import neighbours
+from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html, packed, page_data
-from megatron_autorecompute.report.timeline import timeline
-from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
-from tests.report.plans import THREE, example_data, random_plan
+from megatron_autorecompute.report.recorded import recorded_step
+from tests.report.plans import THREE, example_data, long_step, random_plan
+from tests.report.snapshots import as_planned, dumped
 
 
 @pytest.fixture(scope="module")
@@ -113,26 +109,43 @@ def test_what_is_drawn_adds_up_to_the_planned_bytes_and_times(data):
             end += gap + drawn["chunks"][code >> 1]["ms"][code & 1]
 
 
+@pytest.fixture(scope="module")
+def with_snapshot(data, tmp_path_factory):
+    recorder = as_planned(data.plan, 1, more={9: 40 << 20})
+    path = dumped(recorder.snapshot(), tmp_path_factory.mktemp("recorded") / "<rank> 2.pickle")
+    return replace(data, recorded=recorded_step(data.plan, path, 1))
+
+
+def test_a_recorded_step_is_a_line_and_two_tables(with_snapshot):
+    page = html(with_snapshot)
+    text = text_of(page)
+    assert "Recorded beside predicted: stage 1" in text
+    assert "<rank> 2.pickle. The last whole step of the history" in text
+    assert re.search(
+        r"By layers.*<td>layer 9</td>(<td[^>]*>[\d.]+ MiB</td>){2}[^+]*\+40\.0 MiB", page
+    )
+    assert re.search(
+        r"By the step's parts.*; \d+ with smaller differences, or none, are left out", text
+    )
+    assert "<rank>" not in page
+    drawn = page_data(with_snapshot)["recorded"]
+    step = with_snapshot.recorded
+    assert drawn["stage"] == 1
+    assert np.cumsum(drawn["bytes"]).tolist() == step.level_bytes.tolist()
+    assert np.cumsum(drawn["at"]) == pytest.approx(step.at_ms, abs=0.01)
+
+
+def test_without_a_snapshot_there_is_no_such_section(data):
+    assert "Recorded beside predicted" not in html(data)
+    assert page_data(data)["recorded"] is None
+
+
 @pytest.mark.parametrize("seed", [0, 4, 11, 20])
 def test_any_plan_has_a_report(seed):
     assert "Where memory is tight" in html(report_data(random_plan(seed)))
 
 
 def test_a_step_of_65536_events_is_less_than_2_mb():
-    layers, pp, vp, microbatches = 126, 16, 8, 256
-    head = ChoiceRecord("none", 7, 3, 5, 1.23456, 2.34567)
-    profile = uniform_profile(layers, NONE, FULL, head=head, boundary_bytes=3)
-    layout = Layout.from_flags(
-        layers,
-        pp,
-        vp,
-        account_for_embedding_in_pipeline_split=True,
-        account_for_loss_in_pipeline_split=True,
-    )
-    plan = make_plan(Planner(profile, layout, Schedule(pp, vp, microbatches)), 11_000)
-    step = timeline(plan)
-    assert sum(len(stage.chunk) for stage in step.stages) == 65_536
-    paste = (Paste("here", plan.policy.format()),)
-    point = CurvePoint(11_000, plan.cost.step_ms, 11_000, plan.policy.format())
-    page = html(ReportData(plan, step, ((),) * layers, Curve("", (point,), ()), paste))
-    assert len(page.encode()) < 2_000_000
+    data = long_step()
+    assert sum(len(stage.chunk) for stage in data.timeline.stages) == 65_536
+    assert len(html(data).encode()) < 2_000_000

@@ -71,3 +71,16 @@ def test_recompute_of_units_adds_up_to_the_stages():
         recompute_ms = sum(unit.recompute_ms for units in stage.units for unit in units)
         assert recompute_ms * plan.schedule.num_microbatches == pytest.approx(cost.recompute_ms)
         assert cost.recompute_ms > 0
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_a_step_of_a_thousand_million_microbatches_is_drawn_with_its_moments(num_chunks):
+    short = example_plan("gpt-760m-48l", 4, num_chunks, 64, 20)
+    long = example_plan("gpt-760m-48l", 4, num_chunks, 10**9, 20)
+    drawn, whole = timeline(long), timeline(short)
+    assert whole.num_microbatches == 64
+    assert drawn.num_microbatches < 64
+    for stage, same in zip(drawn.stages, whole.stages, strict=True):
+        assert stage.binding == same.binding
+        totals = [s.in_flight_bytes + s.outside_bytes + s.overhead_bytes for s in (stage, same)]
+        assert totals[0].max() == totals[1].max()

@@ -29,7 +29,7 @@ KNOWS = {
     "compat": {"planner"},
     "runtime": {"planner", "compat", "report"},
     "meta": {"planner", "compat", "runtime"},
-    "compare": {"planner", "compat", "runtime", "meta"},
+    "compare": {"planner", "report", "compat", "runtime", "meta"},
     "integrations": {"planner", "compat", "runtime", "meta"},
     "cli": {"planner", "report", "meta", "compare"},
     "pretrain": {"runtime", "integrations"},

@@ -16,6 +16,7 @@ let view;                         // [from, to] in ms
 let focus = 0;                    // the stage that is drawn large
 let cursor = null;                // {stage, event} that keys move
 let colours = {};
+let recorded = null;              // a step as torch recorded it: {stage, at, bytes}
 
 // ---------------------------------------------------------------- data
 
@@ -39,7 +40,7 @@ function stageOf(raw, number) {
     chunk: Uint16Array.from(raw.code, code => code >> 1),
     start: new Float64Array(count), end: new Float64Array(count),
     inFlight: summed(raw.inFlight), outside: summed(raw.outside), overhead: summed(raw.overhead),
-    peak: new Float64Array(count), peakUnit: new Uint16Array(count),
+    peak: new Float64Array(count), peakUnit: new Uint16Array(count), after: new Float64Array(count),
   };
   stage.chunks.forEach(prepareChunk);
   let time = 0;
@@ -52,6 +53,7 @@ function stageOf(raw, number) {
       if (u === 0 || total > stage.peak[e]) [stage.peak[e], stage.peakUnit[e]] = [total, u];
     });
     stage.peak[e] += stage.static + stage.inFlight[e] + stage.outside[e] + stage.overhead[e];
+    stage.after[e] = total(partsAfter(stage, e));
   }
   stage.fullest = stage.binding ? partsAt(stage, ...stage.binding) : optimizerParts(stage);
   return stage;
@@ -123,6 +125,25 @@ function momentAt(stage, time) {
   return {event, unit, parts: partsAt(stage, event, unit)};
 }
 
+// The recorded step, if there is one: bytes from each point in time to the next.
+function recordedOf(raw) {
+  return raw && {stage: raw.stage, at: summed(raw.at), bytes: summed(raw.bytes)};
+}
+
+// Which of its points holds at a time; -1 before the first and after the last.
+function recordedAt(time) {
+  let low = 0, high = recorded.at.length;
+  if (time > recorded.at[high - 1]) return -1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (recorded.at[middle] <= time) low = middle + 1; else high = middle;
+  }
+  return low - 1;
+}
+
+const isRecorded = stage => recorded !== null && recorded.stage === stage.number;
+const recordedMost = stage => isRecorded(stage) ? recorded.bytes.reduce((a, b) => Math.max(a, b), 0) : 0;
+
 // ---------------------------------------------------------------- words
 
 function size(bytes, digits = 2) {
@@ -171,7 +192,9 @@ function memoryTip(stage, time) {
   }
   const rows = PARTS.map(([name, what], i) => moment.parts[i] === 0 ? "" : `<tr><td><span class="dot" ` +
     `style="background:var(--${name})"></span>${what}</td><td>${size(moment.parts[i])}</td></tr>`).reverse();
-  return `<b>Stage ${stage.number} at ${duration(time)}: ${size(sum)}</b> of ${size(stage.budget)}<br>` +
+  const point = isRecorded(stage) ? recordedAt(time) : -1;
+  const beside = point < 0 ? "" : `<br>recorded: ${size(recorded.bytes[point])}`;
+  return `<b>Stage ${stage.number} at ${duration(time)}: ${size(sum)}</b> of ${size(stage.budget)}${beside}<br>` +
     `${escaped(doing)}<table>${rows.join("")}</table>`;
 }
 
@@ -329,12 +352,16 @@ function drawDensity(ctx, stage, y, h, width, perPixel) {
   });
 }
 
+// Columns of equal height, to a quarter of a pixel, are one rectangle. Faster than one path around all.
 function area(ctx, bottom, top, colour) {
+  const quarter = y => Math.round(4 * y) / 4;
   ctx.fillStyle = colour;
-  ctx.beginPath();
-  for (let x = 0; x < top.length; x++) { ctx.lineTo(GUTTER + x, top[x]); ctx.lineTo(GUTTER + x + 1, top[x]); }
-  for (let x = top.length - 1; x >= 0; x--) { ctx.lineTo(GUTTER + x + 1, bottom[x]); ctx.lineTo(GUTTER + x, bottom[x]); }
-  ctx.fill();
+  for (let from = 0, x = 1; x <= top.length; x++) {
+    const high = quarter(top[from]), low = quarter(bottom[from]);
+    if (x < top.length && quarter(top[x]) === high && quarter(bottom[x]) === low) continue;
+    if (low > high) ctx.fillRect(GUTTER + from, high, x - from, low - high);
+    from = x;
+  }
 }
 
 function drawMemory() {
@@ -346,7 +373,7 @@ function drawMemory() {
 
 function drawLane(ctx, stage, y, h, width) {
   const large = stage.number === focus, fullest = total(stage.fullest);
-  const room = Math.max(stage.budget, fullest) * (large ? 1.04 : 1.01);
+  const room = Math.max(stage.budget, fullest, recordedMost(stage)) * (large ? 1.04 : 1.01);
   const floor = floorOf(stage, room); // static bytes never change: a lane shows the upper part of them
   const yOf = bytes => y + h * (1 - Math.max(0, bytes - floor) / (room - floor));
   const columns = Math.ceil(width), tops = stackAt(stage, columns);
@@ -357,12 +384,34 @@ function drawLane(ctx, stage, y, h, width) {
     bottom = top;
   });
   if (large) ticks(ctx, stage, room, floor, yOf, width);
+  if (isRecorded(stage)) drawRecorded(ctx, yOf, width, columns);
   ctx.strokeStyle = colours.mark;
   ctx.setLineDash([5, 3]);
   line(ctx, GUTTER, yOf(stage.budget), GUTTER + width, yOf(stage.budget));
   ctx.setLineDash([]);
   if (h > 8) label(ctx, `stage ${stage.number}`, y + Math.min(h / 2, 11), large, h > 24 ? size(fullest) : "");
   markFullest(ctx, stage, yOf, width, large);
+}
+
+// Of every pixel column the most bytes recorded in it.
+function drawRecorded(ctx, yOf, width, columns) {
+  const perPixel = (view[1] - view[0]) / columns, most = new Float64Array(columns).fill(-1);
+  recorded.at.forEach((at, i) => {
+    const until = i + 1 < recorded.at.length ? recorded.at[i + 1] : at;
+    const first = Math.max(0, Math.floor((at - view[0]) / perPixel));
+    const last = Math.min(columns - 1, Math.floor((until - view[0]) / perPixel));
+    for (let x = first; x <= last; x++) most[x] = Math.max(most[x], recorded.bytes[i]);
+  });
+  for (const [colour, thick] of [[colours.page, 4], [colours.bad, 2]]) {
+    ctx.strokeStyle = colour;
+    ctx.lineWidth = thick;
+    ctx.beginPath();
+    most.forEach((bytes, x) => {
+      if (bytes >= 0) { ctx.lineTo(GUTTER + x, yOf(bytes)); ctx.lineTo(GUTTER + x + 1, yOf(bytes)); }
+    });
+    ctx.stroke();
+  }
+  ctx.lineWidth = 1;
 }
 
 const floorOf = (stage, room) => Math.max(0, stage.static - 0.2 * (room - stage.static));
@@ -393,10 +442,14 @@ function markFullest(ctx, stage, yOf, width, large) {
   ctx.moveTo(x, y); ctx.lineTo(x - r, y - 1.6 * r); ctx.lineTo(x + r, y - 1.6 * r);
   ctx.fill();
   if (!large) return;
-  const text = `${size(total(stage.fullest))} of ${size(stage.budget)}: ${stage.moment}`;
-  const right = x + ctx.measureText(text).width + 14 > GUTTER + width;
-  ctx.textAlign = right ? "right" : "left";
-  ctx.fillText(text, x + (right ? -11 : 11), y - 8);
+  const short = `${size(total(stage.fullest))} of ${size(stage.budget)}`;
+  for (const text of [`${short}: ${stage.moment}`, short]) { // the first that has room on one side
+    const wide = ctx.measureText(text).width + 14, right = x + wide > GUTTER + width;
+    if (right && x - wide < GUTTER) continue;
+    ctx.textAlign = right ? "right" : "left";
+    ctx.fillText(text, x + (right ? -11 : 11), y - 8);
+    return;
+  }
 }
 
 // Of every pixel column the fullest moment in it: the tops of its parts, from static upwards.
@@ -416,7 +469,7 @@ function stackAt(stage, columns) {
       else units.forEach((_, u) => put(...spanOf(stage, e, u), total(partsAt(stage, e, u)), e, u));
     }
     const from = e < 0 ? 0 : stage.end[e], to = e + 1 < stage.count ? stage.start[e + 1] : data.step;
-    if (to > from) put(from, to, total(partsAfter(stage, e)), e, -1);
+    if (to > from) put(from, to, e < 0 ? total(partsAfter(stage, e)) : stage.after[e], e, -1);
   }
   if (view[1] > data.step && end > data.step) put(data.step, end, total(optimizerParts(stage)), 0, -2);
   const tops = PARTS.map(() => new Float64Array(columns));
@@ -675,15 +728,17 @@ function writeKeys() {
     (chunks > 1 ? `<span class="quiet">light: chunk 0, dark: chunk ${chunks - 1}</span>` : "");
   $("memory-keys").innerHTML = `<b>Memory</b> &nbsp; ` + [...PARTS].reverse().map(([name, what]) =>
     `<span class="key"><i style="background:var(--${name})"></i>${what}</span>`).join("") +
-    `<span class="key">┄ budget</span><span class="key">▼ fullest moment</span>`;
+    `<span class="key">┄ budget</span><span class="key">▼ fullest moment</span>` +
+    (recorded ? `<span class="key" style="color:var(--bad)">━ recorded, stage ${recorded.stage}</span>` : "");
 }
 
 async function begin() {
   data = await unpacked($("data").textContent);
   stages = data.stages.map(stageOf);
+  recorded = recordedOf(data.recorded);
   end = data.step * (stages.some(stage => stage.optimizer > 0) ? 1.012 : 1);
   view = [0, end];
-  focus = data.tightest;
+  focus = recorded ? recorded.stage : data.tightest;
   readColours();
   writeKeys();
   ["pipeline", "memory"].forEach(id => listen($(id)));

@@ -1,0 +1,49 @@
+"""`megatron-autorecompute trace`: a plan's step as Chrome trace events."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from megatron_autorecompute.cli import streams
+from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.output import output_file
+from megatron_autorecompute.cli.values import file
+from megatron_autorecompute.json_records import write_atomically
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.report.trace import measured_note, trace_json
+
+
+class TraceCommand(Command):
+    """Writes the events."""
+
+    name = "trace"
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the plan's file, and the trace's."""
+        parser.add_argument("plan", metavar="PLAN.json")
+        parser.add_argument(
+            "-o",
+            "--output",
+            type=file,
+            metavar="FILE",
+            help="compressed if it ends with .gz; - prints it; default: PLAN.trace.json.gz, beside "
+            "the plan",
+        )
+
+    def run(self, args: Namespace) -> None:
+        """Write the trace and print its path; raises ProfileError if the file is no plan."""
+        if args.output is None:
+            args.output = Path(os.path.splitext(args.plan)[0] + ".trace.json.gz")
+        output, plan = output_file(args), Plan.load(args.plan)
+        text = trace_json(plan)
+        if output is None:
+            streams.write(text)
+            return
+        compressed = output.suffix == ".gz"
+        write_atomically(gzip.compress(text.encode(), mtime=0) if compressed else text, output)
+        said = f"Written: {output}. Open it in https://ui.perfetto.dev or chrome://tracing."
+        print(streams.printable(said))
+        print(measured_note(plan))

@@ -1,0 +1,145 @@
+"""Refuses a job whose config cannot be a model's: sizes that are none, and that do not go together.
+
+Megatron checks much of this itself, some of it late, some by an error that names no field, and some
+not at all: `32.5` layers would be 32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.json_records import shown_name
+from megatron_autorecompute.profile import MOST_LAYERS
+
+ACTIVATIONS = ("gelu", "silu")
+"""Names of `activation_func`, of torch.nn.functional."""
+MOST_RANKS = 1 << 20
+MOST_EXPERTS = 1 << 12
+MOST_WIDTH = 1 << 24
+"""Of a hidden state, in elements; more than any model has."""
+
+_WIDTHS = (
+    *("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads"),
+    *("num_query_groups", "kv_channels", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
+    *("qk_pos_emb_head_dim", "v_head_dim"),
+)
+_PARALLEL = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"),
+)
+_LIMITS: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(_WIDTHS, (1, MOST_WIDTH)),
+    **dict.fromkeys(_PARALLEL, (1, MOST_RANKS)),
+    "num_layers": (1, MOST_LAYERS),
+    "mtp_num_layers": (0, 64),
+    "num_layers_in_first_pipeline_stage": (0, MOST_LAYERS),
+    "num_layers_in_last_pipeline_stage": (0, MOST_LAYERS),
+    "num_moe_experts": (1, MOST_EXPERTS),
+    "moe_router_topk": (1, MOST_EXPERTS),
+    "moe_shared_expert_intermediate_size": (0, MOST_WIDTH),
+}
+"""Whole numbers, and from where to where they may be."""
+_SWITCHES = (
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("overlap_moe_expert_parallel_comm", "multi_latent_attention", "gated_linear_unit"),
+    *("sequence_parallel", "add_bias_linear"),
+)
+NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+"""Fields that every job has."""
+
+
+def check_config(config: Mapping[str, Any], seq_length: int, source: str) -> None:
+    """Raise OptionError that names each bad field of a job's config.
+
+    Args:
+        config: fields of Megatron's TransformerConfig.
+        seq_length: tokens per sample.
+        source: what the error message calls the job.
+    """
+    missing = [name for name in NEEDED if config.get(name) is None]
+    if missing:
+        raise OptionError(f"{source}: config lacks {', '.join(missing)}; give Megatron's values.")
+    wrong = [*_wrong_values(config)] or [*_wrong_together(config, seq_length)]
+    if wrong:
+        lines = "\n".join(f"  {line}" for line in wrong)
+        raise OptionError(f"{source} describes no model that can be built. Correct:\n{lines}")
+
+
+def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
+    given = {name: value for name, value in config.items() if value is not None}
+    for name, value in given.items():
+        if not _finite(value):
+            yield f"config.{shown_name(name)}: {value!r:.80}, which is no number"
+        elif name in _LIMITS and not _whole(value, *_LIMITS[name]):
+            least, most = _LIMITS[name]
+            yield f"config.{name}: {value!r:.80}; give a whole number from {least} to {most}"
+        elif name in _SWITCHES and not isinstance(value, bool):
+            yield f"config.{name}: {value!r:.80}; give true or false"
+        elif name == "activation_func" and value not in ACTIVATIONS:
+            yield f"config.{name}: {value!r:.80}; known are {', '.join(ACTIVATIONS)}"
+        elif name == "pipeline_model_parallel_layout" and not _is_layout(value):
+            yield f"config.{name}: {value!r:.80}; give a text such as Et*3|(tt|)*6mL"
+    for name in ("moe_layer_freq", "window_attn_skip_freq"):
+        if name in given and not _is_pattern(given[name], config["num_layers"]):
+            yield (
+                f"config.{name}: {given[name]!r:.80}; give a whole number from 1 on, or a list "
+                "with 0 or 1 for each layer"
+            )
+
+
+def _wrong_together(config: Mapping[str, Any], seq_length: int) -> Iterator[str]:
+    heads, experts = config["num_attention_heads"], config.get("num_moe_experts")
+    groups = config.get("num_query_groups") or heads
+    context, tensor = (
+        config.get(name) or 1 for name in ("context_parallel_size", "tensor_model_parallel_size")
+    )
+    if not config.get("kv_channels") and config["hidden_size"] % heads:
+        yield f"hidden_size {config['hidden_size']} is no multiple of num_attention_heads {heads}"
+    if heads % groups:
+        yield f"num_attention_heads {heads} is no multiple of num_query_groups {groups}"
+    if context > 1 and seq_length % (2 * context):
+        yield (
+            f"seq_length {seq_length} is no multiple of {2 * context}, twice context_parallel_size"
+        )
+    elif config.get("sequence_parallel") and seq_length % (tensor * context):
+        yield (
+            f"seq_length {seq_length} is no multiple of {tensor * context}, tensor times context "
+            "parallel size, as sequence_parallel needs"
+        )
+    if experts:
+        topk, parts = config.get("moe_router_topk"), config.get("expert_model_parallel_size") or 1
+        if (topk or 1) > experts:
+            yield f"moe_router_topk {topk} is more than num_moe_experts {experts}"
+        if experts % parts:
+            yield f"num_moe_experts {experts} is no multiple of expert_model_parallel_size {parts}"
+
+
+def _whole(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _finite(value: Any) -> bool:
+    """Whether there is no infinity and no NaN in plain data."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, Mapping):
+        return all(map(_finite, value.values()))
+    return not isinstance(value, list) or all(map(_finite, value))
+
+
+def _is_pattern(value: Any, num_layers: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) == num_layers and all(one in (0, 1) for one in value)
+    return _whole(value, 1, MOST_LAYERS)
+
+
+def _is_layout(value: Any) -> bool:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return all(
+            isinstance(row, list) and all(isinstance(name, str) for name in row) for row in value
+        )
+    return isinstance(value, str)

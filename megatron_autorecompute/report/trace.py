@@ -1,0 +1,208 @@
+"""One step of a plan as Chrome trace events, which Perfetto and chrome://tracing open.
+
+A stage is a process with three threads: compute, p2p and recompute; its memory is a counter.
+Times of trace events are in microseconds, to the nanosecond.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from itertools import chain
+from typing import Any
+
+from megatron_autorecompute.planner.peak_memory import Breakdown
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.report.timeline import StageTimeline, UnitCost, timeline
+from megatron_autorecompute.units import GIB
+
+COMPUTE, P2P, RECOMPUTE = range(3)
+"""Threads of a stage."""
+_THREADS = ("compute", "p2p", "recompute")
+
+TraceEvent = dict[str, Any]
+Place = tuple[bool, int, int]
+"""Whether it is a backward, the position of the chunk in the model, and the microbatch."""
+
+
+def trace_json(plan: Plan) -> str:
+    """The trace as JSON. Raises: ProfileError if the plan's profile lacks a record."""
+    return json.dumps(trace(plan), separators=(",", ":"))
+
+
+def trace(plan: Plan) -> dict[str, Any]:
+    """The trace: its events, and in `otherData` what the plan says and a job measured."""
+    stages = timeline(plan).stages
+    ends = {place: end for stage in stages for place, end in _ends_ns(stage, len(stages))}
+    events = chain.from_iterable(_stage(plan, stage, ends) for stage in stages)
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": _about(plan),
+        "traceEvents": list(events),
+    }
+
+
+def measured_note(plan: Plan) -> str:
+    """A sentence about what the trace has of the measured step of a job."""
+    step = plan.profile.measured_step
+    if step is None:
+        return "The profile has no measured step; the trace is the step as planned."
+    return (
+        f"Of the measured step, iteration {step.iteration}, totals were recorded and no single "
+        "events: the trace is the step as planned, with these totals in its otherData."
+    )
+
+
+def _about(plan: Plan) -> dict[str, Any]:
+    measured = plan.profile.measured_step
+    return {
+        "model": plan.profile.model.name,
+        "recompute_policy": plan.policy.format(),
+        "times": "from the plan: messages take no time, the optimizer step is not modelled",
+        "measured_step": None if measured is None else asdict(measured),
+    }
+
+
+def _ends_ns(stage: StageTimeline, num_stages: int) -> Iterator[tuple[Place, int]]:
+    """When each event ends, by what it is."""
+    columns = stage.backward, stage.chunk * num_stages + stage.stage, stage.microbatch
+    places = zip(*(column.tolist() for column in columns), strict=True)
+    return zip(places, map(_ns, stage.end_ms.tolist()), strict=True)
+
+
+def _stage(plan: Plan, stage: StageTimeline, ends: dict[Place, int]) -> Iterator[TraceEvent]:
+    yield from _named(stage.stage)
+    yield from _messages(stage, ends, plan.layout.num_stages, plan.profile.boundary_bytes)
+    for event in range(len(stage.chunk)):
+        yield from _running(plan, stage, event)
+    yield from _memory(stage)
+
+
+def _named(stage: int) -> Iterator[TraceEvent]:
+    yield {"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}}
+    yield {"ph": "M", "pid": stage, "name": "process_sort_index", "args": {"sort_index": stage}}
+    for thread, name in enumerate(_THREADS):
+        of = {"ph": "M", "pid": stage, "tid": thread}
+        yield {**of, "name": "thread_name", "args": {"name": name}}
+        yield {**of, "name": "thread_sort_index", "args": {"sort_index": thread}}
+
+
+def _running(plan: Plan, stage: StageTimeline, event: int) -> Iterator[TraceEvent]:
+    """An event, the units in it, and on the thread of recompute what of them is done again."""
+    backward, chunk = bool(stage.backward[event]), int(stage.chunk[event])
+    microbatch = int(stage.microbatch[event])
+    start, end = _ns(stage.start_ms[event]), _ns(stage.end_ms[event])
+    name = f"{_direction(backward)} microbatch {microbatch}"
+    args = {"chunk": chunk, "microbatch": microbatch}
+    yield _slice(stage.stage, COMPUTE, name, start, end, args)
+    for unit, first, last in _spans(stage.units[chunk], backward, start, end):
+        about = {**args, "choice": _choice(plan, unit)}
+        yield _slice(stage.stage, COMPUTE, unit.name, first, last, about)
+        if backward and unit.recompute_ms > 0:
+            again = first + round((last - first) * unit.recompute_ms / unit.backward_ms)
+            yield _slice(stage.stage, RECOMPUTE, f"recompute {unit.name}", first, again, about)
+
+
+def _spans(
+    units: Iterable[UnitCost], backward: bool, start: int, end: int
+) -> Iterator[tuple[UnitCost, int, int]]:
+    """Each unit's share of an event, in the order they run: a backward begins with the last."""
+    ordered = [*units][::-1] if backward else [*units]
+    times = [unit.backward_ms if backward else unit.forward_ms for unit in ordered]
+    whole, done, first = sum(times), 0.0, start
+    for unit, time in zip(ordered, times, strict=True):
+        done += time
+        last = start + round((end - start) * done / whole) if whole else start
+        yield unit, first, last
+        first = last
+
+
+def _choice(plan: Plan, unit: UnitCost) -> str:
+    return plan.recompute_policy[unit.layers[0]] if unit.layers else "none"
+
+
+def _messages(
+    stage: StageTimeline, ends: dict[Place, int], num_stages: int, boundary_bytes: int
+) -> Iterator[TraceEvent]:
+    """Tensors that arrive from other stages, and how long the stage waits for one."""
+    free = 0
+    columns = stage.backward, stage.chunk, stage.microbatch, stage.start_ms, stage.end_ms
+    for backward, chunk, microbatch, start_ms, end_ms in zip(
+        *(column.tolist() for column in columns), strict=True
+    ):
+        start = _ns(start_ms)
+        before = chunk * num_stages + stage.stage + (1 if backward else -1)
+        arrived = ends.get((backward, before, microbatch))
+        if arrived is not None and num_stages > 1:
+            sender = before % num_stages
+            name = f"{_direction(backward)} microbatch {microbatch} from stage {sender}"
+            args = {"chunk": chunk, "microbatch": microbatch, "bytes": boundary_bytes}
+            if start > free:
+                yield _slice(stage.stage, P2P, f"wait for {name}", free, start, args)
+            at = {"ph": "i", "s": "t", "pid": stage.stage, "tid": P2P, "ts": arrived / 1000}
+            yield {**at, "name": f"receive {name}", "args": args}
+        free = _ns(end_ms)
+
+
+def _memory(stage: StageTimeline) -> Iterator[TraceEvent]:
+    """Counters of the stage's bytes, in GiB: all of them, and activations by what they are."""
+    last = None
+    for now, held in _samples(stage):
+        if held == last:
+            continue
+        last = held
+        yield _counter(stage.stage, "memory GiB", now, {"alive": held.total_bytes})
+        parts = {
+            "in flight": held.in_flight_bytes,
+            "running chunk": held.running_bytes,
+            "transient": held.transient_bytes,
+            "embedding, head": held.embedding_head_bytes,
+            "between stages": held.overhead_bytes,
+        }
+        yield _counter(stage.stage, "activations GiB", now, parts)
+
+
+def _samples(stage: StageTimeline) -> Iterator[tuple[int, Breakdown]]:
+    """The bytes alive from each moment on, and the moment in ns."""
+    yield 0, Breakdown(stage.static_bytes, 0, 0, 0, 0, 0)
+    starts = [*map(_ns, stage.start_ms.tolist()), -1]
+    for event, chunk in enumerate(stage.chunk.tolist()):
+        units, backward = stage.units[chunk], bool(stage.backward[event])
+        end = _ns(stage.end_ms[event])
+        spans = _spans(units, backward, starts[event], end)
+        for position, (_, first, _) in enumerate(spans):
+            number = len(units) - 1 - position if backward else position
+            yield first, stage.bytes_at(event, number)
+        if starts[event + 1] != end:
+            yield end, stage.bytes_after(event)
+    if stage.optimizer_step_peak_bytes:
+        step = Breakdown(stage.static_bytes, 0, 0, stage.optimizer_step_peak_bytes, 0, 0)
+        yield _ns(stage.end_ms[-1]) + 1, step
+
+
+def _direction(backward: bool) -> str:
+    return "backward" if backward else "forward"
+
+
+def _slice(
+    stage: int, thread: int, name: str, start: int, end: int, args: dict[str, Any]
+) -> TraceEvent:
+    return {
+        "ph": "X",
+        "pid": stage,
+        "tid": thread,
+        "ts": start / 1000,
+        "dur": (end - start) / 1000,
+        "name": name,
+        "args": args,
+    }
+
+
+def _counter(stage: int, name: str, at: int, parts_bytes: dict[str, int]) -> TraceEvent:
+    values = {part: round(count / GIB, 6) for part, count in parts_bytes.items()}
+    return {"ph": "C", "pid": stage, "ts": at / 1000, "name": name, "args": values}
+
+
+def _ns(time_ms: float) -> int:
+    return round(time_ms * 1e6)

@@ -1,0 +1,191 @@
+"""Reports in a real browser: the three jobs of examples/no_device, and a step of 65,536 events."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_autorecompute.cli.program import main
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.report.html import html
+from megatron_autorecompute.report.strip import strip_svg
+from tests.report.browser import chromium, opened
+from tests.report.plans import long_step
+
+ROOT = Path(__file__).parents[2]
+JOBS = ("llama3-70b", "llama31-405b", "deepseek-v3")
+WHOLE = "view[0] === 0 && view[1] === end"
+SIDEWAYS = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+PAINTED = """id => {
+  const canvas = document.getElementById(id);
+  const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const seen = new Set();
+  for (let i = 0; i < data.length; i += 4) seen.add(data[i] << 16 | data[i + 1] << 8 | data[i + 2]);
+  return seen.size;
+}"""
+DRAWING_MS = """() => {
+  const times = [];
+  for (let i = 0; i < 9; i++) {
+    const begin = performance.now();
+    draw();
+    times.push(performance.now() - begin);
+  }
+  return times.sort((a, b) => a - b)[4];
+}"""
+FRAMES_MS = """() => new Promise(done => {
+  const canvas = document.getElementById("pipeline"), times = [];
+  const box = canvas.getBoundingClientRect();
+  let last = performance.now();
+  const frame = now => {
+    times.push(now - last);
+    last = now;
+    if (times.length > 40) { done(times.slice(3).sort((a, b) => a - b)[18]); return; }
+    canvas.dispatchEvent(new WheelEvent("wheel", {deltaY: times.length < 20 ? -60 : 60,
+      ctrlKey: true, clientX: box.left + 600, clientY: box.top + 50, cancelable: true}));
+    requestAnimationFrame(frame);
+  };
+  requestAnimationFrame(frame);
+})"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def reports(browser, tmp_path_factory):
+    """Plans and reports of the examples, made as `make examples` does."""
+    pytest.importorskip("megatron.core")
+    folder = tmp_path_factory.mktemp("reports")
+    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    paths["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    command = [str(ROOT / "examples/no_device/run.sh"), str(folder)]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, **paths})
+    for job in JOBS:
+        assert main(["report", str(folder / f"{job}.plan.json")]) == 0
+    return folder
+
+
+@pytest.fixture(params=JOBS)
+def report(request, reports):
+    return reports / f"{request.param}.plan.html"
+
+
+@pytest.fixture
+def llama(reports):
+    return reports / "llama31-405b.plan.html"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_report_draws_itself_without_network_and_without_a_message(browser, report, scheme):
+    with opened(browser, report, scheme=scheme) as found:
+        assert (found.asked, found.said) == ([], [])
+        for picture in ("pipeline", "memory"):
+            assert found.page.evaluate(PAINTED, picture) > 8
+        light = found.ask("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert light == (scheme == "light")
+
+
+@pytest.mark.parametrize("width", [320, 400, 1280])
+def test_a_report_scrolls_sideways_at_no_width(browser, report, width):
+    with opened(browser, report, width=width) as found:
+        assert found.ask(SIDEWAYS) == 0
+
+
+def test_the_mouse_finds_events_waiting_memory_layers_and_points_of_the_curve(browser, llama):
+    with opened(browser, llama) as found:
+        found.over("#pipeline", 0.3, 0.05)
+        assert found.tip.startswith(("Forward: stage 0", "Backward: stage 0"))
+        assert "alive of 73.14 GiB" in found.tip
+        found.over("#memory", 0.3, 0.5)
+        assert "static (weights, gradients, optimizer)" in found.tip
+        found.over("#pipeline", 0.01, 0.05)
+        assert found.tip == ""
+        found.page.locator("#policy [data-layer='17']").hover()
+        assert found.tip.startswith("Layer 17, stage 1")
+        found.page.locator(".curve .ours").hover()
+        assert found.tip.startswith("This plan: 26.6 s")
+        assert found.said == []
+
+
+def test_wheel_buttons_and_dragging_zoom_and_move(browser, llama):
+    with opened(browser, llama) as found:
+        assert found.ask(WHOLE)
+        found.over("#pipeline", 0.5, 0.3)
+        under = found.ask("(view[0] + view[1]) / 2")
+        found.page.keyboard.down("Control")
+        found.page.mouse.wheel(0, -400)
+        found.page.keyboard.up("Control")
+        found.page.wait_for_function("view[1] - view[0] < end / 2")
+        begin, stop = found.ask("view")
+        assert begin < under < stop
+        found.page.mouse.down()
+        found.over("#pipeline", 0.3, 0.3)
+        found.page.mouse.up()
+        assert found.ask("view[0]") > begin
+        found.page.click("#all")
+        assert found.ask(WHOLE)
+        found.page.click("#peak")
+        assert found.ask("view[1] - view[0] < end / 10")
+
+
+def test_keys_alone_reach_events_stages_layers_and_the_fullest_moment(browser, llama):
+    with opened(browser, llama) as found:
+        found.page.focus("#pipeline")
+        for key in ("p", "ArrowRight", "ArrowLeft", "ArrowUp"):
+            found.page.keyboard.press(key)
+        assert "stage 5, chunk" in found.page.inner_text("#said")
+        assert found.tip.startswith(("Forward", "Backward"))
+        found.page.keyboard.press("0")
+        assert found.ask(WHOLE)
+        found.page.focus("#policy [data-layer='0']")
+        for key in ("ArrowRight", "ArrowDown"):
+            found.page.keyboard.press(key)
+        focused = int(found.ask("document.activeElement.dataset.layer"))
+        assert found.tip.startswith(f"Layer {focused}, stage 1")
+
+
+def test_on_paper_there_are_no_buttons_and_nothing_is_cut_off(browser, llama):
+    with opened(browser, llama, width=760, scheme="dark") as found:
+        found.page.emulate_media(media="print")
+        assert found.page.locator("button:visible").count() == 0
+        assert found.ask(SIDEWAYS) == 0
+        inner = "[...document.querySelectorAll('.scroll')].map(e => e.scrollWidth - e.clientWidth)"
+        assert max(found.ask(inner)) == 0
+        assert found.ask("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_without_scripts_a_report_says_so_and_still_gives_its_answer(browser, llama):
+    with opened(browser, llama, scripts=False) as found:
+        text = found.page.inner_text("main")
+        assert "Fits: every stage within 73.14 GiB" in text
+        assert "drawn by JavaScript, which is off here" in text
+
+
+def test_the_step_of_a_large_job_moves_smoothly(browser, llama):
+    with opened(browser, llama) as found:
+        assert found.ask("stages.reduce((sum, stage) => sum + stage.count, 0)") == 4096
+        assert found.ask(DRAWING_MS) < 100
+        assert found.ask(FRAMES_MS) < 100
+
+
+def test_a_step_of_65536_events_can_be_moved_in(browser, tmp_path):
+    path = tmp_path / "long.html"
+    path.write_text(html(long_step()), encoding="utf-8")
+    with opened(browser, path, width=400) as found:
+        assert found.ask("stages.reduce((sum, stage) => sum + stage.count, 0)") == 65_536
+        assert found.ask(DRAWING_MS) < 500
+        assert found.ask(SIDEWAYS) == 0
+        assert found.said == []
+
+
+def test_the_strip_opens_as_a_picture_of_its_own(browser, reports, tmp_path):
+    path = tmp_path / "strip.svg"
+    path.write_text(strip_svg(Plan.load(reports / "llama31-405b.plan.json")), encoding="utf-8")
+    with opened(browser, path, scripts=False) as found:
+        assert (found.asked, found.said) == ([], [])
+        assert found.page.locator(".cell").count() == 126 + 2 + 3
