@@ -90,8 +90,6 @@ class EstimateCommand(Command):
 
 
 def _estimate(args: Namespace) -> None:
-    refuse_ignored(args)
-    _refuse_without_effect(args)
     output = _profile_file(args)
     refuse_ignored(args)
     _refuse_without_effect(args)
@@ -128,20 +126,9 @@ def _estimate(args: Namespace) -> None:
         print_result(args, profile.to_json(), view)
     if output is not None and not args.json:
         # Not through rich: a wrapped command cannot be pasted.
-        then = plan_command(output, budget_bytes)
-        print(streams.printable(f"Written to {output}. Next:\n{then}"))
-
-
-def _refuse_without_effect(args: Namespace) -> None:
-    """Raises OptionError for options that others leave without effect."""
-    if args.num_gpus is not None and args.job is not None:
-        raise without_effect("--num-gpus", str(args.job), "the file says how many GPUs")
-    for option, given in (
-        ("--sensitivity", args.sensitivity),
-        ("--reserve-gib", args.reserve_gib is not None),
-    ):
-        if given and args.json:
-            raise without_effect(option, "--json", "it prints the profile, which lacks this")
+        print(
+            streams.printable(f"Written to {output}. Next:\n{plan_command(output, budget_bytes)}")
+        )
 
 
 def _profile_file(args: Namespace) -> Path | None:
@@ -157,6 +144,18 @@ def _profile_file(args: Namespace) -> Path | None:
                 "-o FILE."
             )
     return output_file(args)
+
+
+def _refuse_without_effect(args: Namespace) -> None:
+    """Raises OptionError for options that others leave without effect."""
+    if args.num_gpus is not None and args.job is not None:
+        raise without_effect("--num-gpus", str(args.job), "the file says how many GPUs")
+    for option, given in (
+        ("--sensitivity", args.sensitivity),
+        ("--reserve-gib", args.reserve_gib is not None),
+    ):
+        if given and args.json:
+            raise without_effect(option, "--json", "it prints the profile, which lacks this")
 
 
 def read_job(args: Namespace) -> Job:

@@ -59,6 +59,7 @@ def print_result(args: Namespace, data: str, view: RenderableType) -> None:
     if args.json:
         print(data.rstrip("\n"))
     else:
+        # Names in a file are no markup, and move no cursor.
         console().print(streams.Printable(view))
 
 
@@ -85,10 +86,11 @@ def print_plan(args: Namespace, plan: Plan) -> None:
     print_result(args, plan.to_json(), view)
     if not args.json:
         for line in lines:
+            text = streams.printable(line)
             if line.startswith(("--", "cfg.")):
-                print(streams.printable(line))  # not through rich: a wrapped line cannot be pasted
+                print(text)  # not through rich: a wrapped line cannot be pasted
             else:
-                console().print(streams.printable(line))
+                console().print(text, markup=False)
 
 
 def progress_bars() -> Progress:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import print_result, progress_bars
 from megatron_autorecompute.cli.problem import add_problem, problems
@@ -78,24 +78,6 @@ class ParetoCommand(Command):
         print_result(args, as_json(points, strategies), view)
 
 
-def as_json(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> str:
-    """All plans, largest budget first, and all of Megatron's own settings."""
-    own = [{name: getattr(each, name) for name in STRATEGY_FIELDS} for each in strategies]
-    return json.dumps({"points": [asdict(p) for p in points], "strategies": own}, indent=1)
-
-
-def as_csv(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> str:
-    """The same as rows; a setting of Megatron's has no budget."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["budget_bytes", "step_ms", "peak_high_bytes", "recompute_policy"])
-    rows.writerows(
-        [p.budget_bytes, p.step_ms, p.peak_high_bytes, p.recompute_policy] for p in points
-    )
-    rows.writerows(["", s.step_ms, s.peak_high_bytes, s.name] for s in strategies)
-    return text.getvalue()
-
-
 def _draw(
     planner: Planner, strategies: Sequence[ManualResult], num_points: int, path: Path
 ) -> None:
@@ -112,4 +94,22 @@ def _draw(
             num_points,
         )
     curve_picture(Curve(planner.profile.model.name, points, tuple(strategies)), path)
-    print(f"Drawn: {path}.{_REARRANGED * (planner.layout.num_chunks > 1)}", file=sys.stderr)
+    streams.say(f"Drawn: {path}.{_REARRANGED * (planner.layout.num_chunks > 1)}")
+
+
+def as_json(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> str:
+    """All plans, largest budget first, and all of Megatron's own settings."""
+    own = [{name: getattr(each, name) for name in STRATEGY_FIELDS} for each in strategies]
+    return json.dumps({"points": [asdict(p) for p in points], "strategies": own}, indent=1)
+
+
+def as_csv(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> str:
+    """The same as rows; a setting of Megatron's has no budget."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["budget_bytes", "step_ms", "peak_high_bytes", "recompute_policy"])
+    rows.writerows(
+        [p.budget_bytes, p.step_ms, p.peak_high_bytes, p.recompute_policy] for p in points
+    )
+    rows.writerows(["", s.step_ms, s.peak_high_bytes, s.name] for s in strategies)
+    return text.getvalue()

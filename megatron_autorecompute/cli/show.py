@@ -13,10 +13,10 @@ from megatron_autorecompute.cli.output import (
     print_plan,
     print_result,
     refuse_ignored,
+    without_effect,
 )
 from megatron_autorecompute.cli.profile_view import profile_view
 from megatron_autorecompute.cli.values import file
-from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report.strip import strip_svg
@@ -34,35 +34,32 @@ class ShowCommand(Command):
             "--svg",
             type=file,
             metavar="FILE",
-            help="also draw the plan's policy, for a document; - prints it alone",
+            help="also draw the policy, for a document; - prints it alone",
         )
         add_json(parser)
         add_verbose(parser)
 
     def run(self, args: Namespace) -> None:
-        """Print it; raises ProfileError if the file is neither, or the picture cannot be written.
+        """Print it.
 
-        Raises OptionError for a picture of a profile.
+        Raises ProfileError if the file is neither plan nor profile or the picture cannot be
+        written, OptionError for a picture of a profile.
         """
         refuse_ignored(args)
         text = json_records.read(args.plan, Plan.__name__)
         if json_records.has_fields(text, "kinds", "parallelism"):
-            _show_profile(args, Profile.from_json(text, str(args.plan)))
-        else:
-            _show_plan(args, Plan.from_json(text, str(args.plan)))
-
-
-def _show_profile(args: Namespace, profile: Profile) -> None:
-    if args.svg:
-        raise OptionError(f"--svg draws a policy, and {args.plan} is a profile: give a plan.")
-    print_result(args, profile.to_json(), profile_view(profile, args.verbose))
-
-
-def _show_plan(args: Namespace, plan: Plan) -> None:
-    if args.svg and streams.is_standard_output(args.svg):
-        streams.write(strip_svg(plan))
-        return
-    if args.svg:
-        json_records.write_atomically(strip_svg(plan), args.svg)
-        streams.say(f"Drawn: {args.svg}")
-    print_plan(args, plan)
+            if args.svg:
+                raise without_effect("--svg", args.plan, "it is a profile and has no policy")
+            profile = Profile.from_json(text, str(args.plan))
+            print_result(args, profile.to_json(), profile_view(profile, args.verbose))
+            return
+        plan = Plan.from_json(text, str(args.plan))
+        if args.svg and streams.is_standard_output(args.svg):
+            if args.json:
+                raise without_effect("--json", f"--svg {args.svg}", "the picture is printed alone")
+            streams.write(strip_svg(plan))
+            return
+        if args.svg:
+            json_records.write_atomically(strip_svg(plan), args.svg)
+            streams.say(f"Drawn: {args.svg}")
+        print_plan(args, plan)

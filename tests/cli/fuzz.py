@@ -30,7 +30,7 @@ from pathlib import Path
 import yaml
 
 from megatron_autorecompute import json_records
-from megatron_autorecompute.cli import main
+from megatron_autorecompute.cli import main, streams
 from megatron_autorecompute.cli.estimate import plan_command
 from megatron_autorecompute.errors import AutorecomputeError
 from megatron_autorecompute.meta.job import load_job
@@ -184,10 +184,10 @@ def _damage(owner, key, rng):
         with contextlib.suppress(OverflowError):
             owner[key] *= rng.choice([-1, 0.5, 2, 3, 10**6, 1.0])
     elif how < 0.8:
-        for _ in range(rng.choice([1, 100, 400])):
+        for _ in range(rng.choice([1, 100, 5000])):
             owner[key] = [owner[key]]
     elif how < 0.9 and isinstance(owner, list):
-        owner.insert(key, copy.deepcopy(owner[key]))
+        owner.insert(key, owner[key])
     elif isinstance(owner, dict):
         owner[str(rng.choice(VALUES))[:40]] = owner.pop(key)
     else:
@@ -294,7 +294,7 @@ class Inputs:
 
     def flags(self, rng):
         path = self.folder / "p.json"
-        path.write_text(json.dumps(rng.choice(self.profiles)))
+        path.write_text(json.dumps(rng.choice(self.profiles[len(PROFILES) :])))
         words = [rng.choice(["plan", "plan", "pareto"]), "--profile", str(path)]
         words += ["--pp", rng.choice(["1", "2", "4"]), "--num-microbatches", rng.choice(["4", "8"])]
         words += ["--budget-gib", "60"] if words[0] == "plan" else ["--points", "3"]
@@ -324,9 +324,9 @@ class Inputs:
             try:
                 job = load_job(path)
                 job.layout(), job.schedule(), job.moe_pattern()
-                plan_command(job, Path("p.json"), 1 << 30)
+                plan_command(Path("p.json"), 1 << 30)
             except AutorecomputeError as error:
-                print(f"megatron-autorecompute: {error}", file=sys.stderr)
+                streams.say(f"megatron-autorecompute: {error}")
                 return error.exit_code
             return 0
 

@@ -535,8 +535,8 @@ def test_a_layer_that_is_repeated_for_every_depth_is_refused():
 
 
 def test_what_megatron_refuses_is_refused_with_its_reason():
-    with pytest.raises(OptionError, match=r"Megatron refuses this config: .*num_query_groups"):
-        profile_job(job({"num_query_groups": 3, "tensor_model_parallel_size": 2}), H100)
+    with pytest.raises(OptionError, match=r"Megatron refuses this config: .*num_attention_heads"):
+        profile_job(job({"tensor_model_parallel_size": 16}, num_gpus=16), H100)
 
 
 def test_a_recipe_needs_bridge():
