@@ -121,7 +121,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
     Path("loop").symlink_to("loop")
-    monkeypatch.setattr(plan_command, "planners", None)  # would be the work
+    monkeypatch.setattr(plan_command, "problems", None)  # would be the work
     assert main([*PLAN, "-o", path]) == 4
     assert said in capsys.readouterr().err
 
