@@ -63,7 +63,7 @@ def print_verified(args: Namespace, plan: Plan) -> None:
         verify.require_verified(checks)
         if not args.json:
             piped = lines is not None
-            console().print(verify.verdict(checks), markup=False, soft_wrap=piped)
+            console().print(verify.verdict(checks), soft_wrap=piped)
 
 
 def table(checks: Sequence[StageCheck], unit: Unit) -> Rows:
