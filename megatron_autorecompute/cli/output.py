@@ -35,9 +35,12 @@ def add_verbose(parser: ArgumentParser) -> None:
 
 
 def refuse_ignored(args: Namespace) -> None:
-    """Raise OptionError for -v beside --json."""
-    if args.json and args.verbose:
-        raise without_effect("-v", "--json", "JSON has every assumption")
+    """Raise OptionError for -v beside --json, or beside -o to standard output."""
+    if args.verbose and args.json:
+        output = getattr(args, "output", None)
+        to_output = output is not None and streams.is_standard_output(output)
+        beside = "-o -" if to_output else "--json"
+        raise without_effect("-v", beside, "JSON has every assumption")
 
 
 def without_effect(option: str, beside: str, why: str) -> OptionError:
