@@ -90,6 +90,7 @@ class EstimateCommand(Command):
 
 
 def _estimate(args: Namespace) -> None:
+    output = _profile_file(args)
     refuse_ignored(args)
     _refuse_without_effect(args)
     job, gpu, efficiency = read_job(args), device(args.gpu), read_efficiency(args.efficiency)
@@ -100,7 +101,6 @@ def _estimate(args: Namespace) -> None:
             "Leave one of them out."
         )
     measured = Profile.load(args.measured) if args.measured else None
-    output = _profile_file(args)
     with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
         # Loads torch and Megatron, which only this needs.
         from megatron_autorecompute.meta.profiling import profile_job

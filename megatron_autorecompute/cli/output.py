@@ -35,9 +35,12 @@ def add_verbose(parser: ArgumentParser) -> None:
 
 
 def refuse_ignored(args: Namespace) -> None:
-    """Raise OptionError for -v beside --json."""
-    if args.json and args.verbose:
-        raise without_effect("-v", "--json", "JSON has every assumption")
+    """Raise OptionError for -v beside --json, or beside -o to standard output."""
+    if args.verbose and args.json:
+        output = getattr(args, "output", None)
+        to_output = output is not None and streams.is_standard_output(output)
+        beside = "-o -" if to_output else "--json"
+        raise without_effect("-v", beside, "JSON has every assumption")
 
 
 def without_effect(option: str, beside: str, why: str) -> OptionError:
@@ -46,9 +49,12 @@ def without_effect(option: str, beside: str, why: str) -> OptionError:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where a command prints; where NO_COLOR is set, without bold too (https://no-color.org)."""
+    """Where a command prints; where NO_COLOR is set, without bold too (https://no-color.org).
+
+    Brackets and colons in names are no markup.
+    """
     plain: dict[str, Any] = {"color_system": None} if os.environ.get("NO_COLOR") else {}
-    return Console(highlight=False, stderr=stderr, **plain)
+    return Console(highlight=False, markup=False, emoji=False, stderr=stderr, **plain)
 
 
 def print_result(args: Namespace, data: str, view: RenderableType) -> None:
@@ -56,7 +62,7 @@ def print_result(args: Namespace, data: str, view: RenderableType) -> None:
     if args.json:
         print(data.rstrip("\n"))
     else:
-        # Names in a file are no markup, and move no cursor.
+        # Names in a file move no cursor.
         console().print(streams.Printable(view))
 
 

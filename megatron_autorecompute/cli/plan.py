@@ -63,8 +63,8 @@ class PlanCommand(Command):
 
     def run(self, args: Namespace) -> None:
         """Solve; if nothing fits, raises InfeasibleError with changes that would make it fit."""
-        refuse_ignored(args)
         output = output_file(args)
+        refuse_ignored(args)
         with progress_bars() as bars:
             plan = _solved(args, bars)
         try:

@@ -55,6 +55,8 @@ class ShowCommand(Command):
             return
         plan = Plan.from_json(text, str(args.plan))
         if args.svg and streams.is_standard_output(args.svg):
+            if args.json:
+                raise without_effect("--json", f"--svg {args.svg}", "the picture is printed alone")
             streams.write(strip_svg(plan))
             return
         if args.svg:

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
+if TYPE_CHECKING:  # --help needs no rich
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
 
 def prepare() -> None:

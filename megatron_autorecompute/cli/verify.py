@@ -62,7 +62,8 @@ def print_verified(args: Namespace, plan: Plan) -> None:
             console().print(table(checks, unit))
         verify.require_verified(checks)
         if not args.json:
-            console().print(verify.verdict(checks), markup=False)
+            piped = lines is not None
+            console().print(verify.verdict(checks), soft_wrap=piped)
 
 
 def table(checks: Sequence[StageCheck], unit: Unit) -> Rows:

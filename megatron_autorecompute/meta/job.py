@@ -143,7 +143,8 @@ class Job:
 
     def moe_pattern(self) -> tuple[bool, ...]:
         """Which decoder layers are MoE layers, from `moe_layer_freq`."""
-        freq = self.config.get("moe_layer_freq", 1)
+        freq = self.config.get("moe_layer_freq")
+        freq = 1 if freq is None else freq
         if not self.config.get("num_moe_experts"):
             return (False,) * self.num_layers
         if isinstance(freq, int):

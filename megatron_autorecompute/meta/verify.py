@@ -208,10 +208,10 @@ def require_verified(checks: tuple[StageCheck, ...]) -> None:
 def verdict(checks: Sequence[StageCheck]) -> str:
     """One sentence on checks that `require_verified` lets pass."""
     worst = max(checks, key=lambda check: abs(check.error))
-    stages = "The stage is" if len(checks) == 1 else f"All {len(checks)} stages are"
+    stages = "the stage fits" if len(checks) == 1 else f"all {len(checks)} stages fit"
     return (
-        f"Verified: {stages} within budget in Megatron's own schedule; predicted peaks are at most "
-        f"{abs(worst.error):.2%} from it."
+        f"Verified: {stages}; Megatron's own peaks are within {abs(worst.error):.2%} of those "
+        "predicted."
     )
 
 

@@ -158,26 +158,44 @@ def best_points(
     progress: Callable[[float], None],
     num_points: int = CURVE_POINTS,
 ) -> tuple[CurvePoint, ...]:
-    """The best policies for some budgets, largest first; each strategy's bytes are a budget.
+    """The best policies for some budgets, largest first.
 
     `Planner.pareto` solves `num_points` evenly spaced budgets quickly; their splits over chunks are
-    then rearranged here. The step of a plan is searched further.
+    then rearranged here; the step of a plan is searched further. The bytes of a strategy are a
+    budget too if it is faster than what these budgets give within its bytes.
     """
     even = planner.pareto(num_points, lambda share: progress(share / 2))
     least, most = even[-1].budget_bytes, even[0].budget_bytes
-    budgets = {point.budget_bytes for point in even}
-    budgets |= {s.peak_high_bytes for s in strategies if least <= s.peak_high_bytes <= most}
     points = {point.budget_bytes: point for point in known}
-    policies: dict[int, RecomputePolicy] = {}
-    for done, budget in enumerate(sorted(budgets - set(points)), start=1):
-        policies[budget] = _best(planner, budget)
-        progress(0.5 + done / len(budgets) / 2)
-    for (budget, policy), outcome in zip(
-        policies.items(), outcomes.of(list(policies.values())), strict=True
-    ):
-        peak = max(outcome.peak_high_bytes)
-        points[budget] = CurvePoint(budget, outcome.step_ms, peak, policy.format())
+    budgets = {point.budget_bytes for point in even} - set(points)
+    points |= _solved(planner, outcomes, budgets, lambda share: progress(0.5 + 0.4 * share))
+    faster = {
+        strategy.peak_high_bytes
+        for strategy in strategies
+        if least <= strategy.peak_high_bytes <= most
+        and strategy.step_ms < _fastest_within(points.values(), strategy.peak_high_bytes)
+    }
+    points |= _solved(planner, outcomes, faster, lambda share: progress(0.9 + 0.1 * share))
     return tuple(_never_slower(sorted(points.values(), key=lambda point: point.budget_bytes)))
+
+
+def _solved(
+    planner: Planner, outcomes: Outcomes, budgets: set[int], progress: Callable[[float], None]
+) -> dict[int, CurvePoint]:
+    """The best policy for every budget, by the budget."""
+    policies: dict[int, RecomputePolicy] = {}
+    for done, budget in enumerate(sorted(budgets), start=1):
+        policies[budget] = _best(planner, budget)
+        progress(done / len(budgets))
+    found = zip(policies.items(), outcomes.of(list(policies.values())), strict=True)
+    return {
+        budget: CurvePoint(budget, outcome.step_ms, max(outcome.peak_high_bytes), policy.format())
+        for (budget, policy), outcome in found
+    }
+
+
+def _fastest_within(points: Iterable[CurvePoint], budget_bytes: int) -> float:
+    return min(p.step_ms for p in points if p.budget_bytes <= budget_bytes)
 
 
 def _best(planner: Planner, budget: int) -> RecomputePolicy:

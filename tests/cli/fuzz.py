@@ -30,8 +30,7 @@ from pathlib import Path
 import yaml
 
 from megatron_autorecompute import json_records
-from megatron_autorecompute.cli import main
-from megatron_autorecompute.cli.estimate import plan_command
+from megatron_autorecompute.cli import main, streams
 from megatron_autorecompute.errors import AutorecomputeError
 from megatron_autorecompute.meta.job import load_job
 from megatron_autorecompute.planner.plan import DIGEST
@@ -67,9 +66,9 @@ LIKELY = ["1", "2", "3", "4", "8", "16", "1000000000", "30", "5", "none", "full"
 PROBLEM = [
     *("--pp", "--vp", "--num-microbatches", "--microbatch-group-size", "--imbalance-percentile"),
     *("--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage", "--only"),
-    *("--pipeline-model-parallel-layout", "--budget-gib", "--search-micro-batch", "--points"),
-    *("--moe-percentile", "--allow", "--profile", "--layer"),
+    *("--pipeline-model-parallel-layout", "--moe-percentile", "--allow", "--profile"),
 ]
+OWN = {"plan": ["--budget-gib", "--search-micro-batch"], "pareto": ["--points"]}
 SWITCHES = [
     *("--overlap-moe-expert-parallel-comm", "--account-for-embedding-in-pipeline-split"),
     *("--account-for-loss-in-pipeline-split", "--search-layout", "--json", "--help", "--nonsense"),
@@ -184,10 +183,10 @@ def _damage(owner, key, rng):
         with contextlib.suppress(OverflowError):
             owner[key] *= rng.choice([-1, 0.5, 2, 3, 10**6, 1.0])
     elif how < 0.8:
-        for _ in range(rng.choice([1, 100, 400])):
+        for _ in range(rng.choice([1, 100, 5000])):
             owner[key] = [owner[key]]
     elif how < 0.9 and isinstance(owner, list):
-        owner.insert(key, copy.deepcopy(owner[key]))
+        owner.insert(key, owner[key])
     elif isinstance(owner, dict):
         owner[str(rng.choice(VALUES))[:40]] = owner.pop(key)
     else:
@@ -272,8 +271,11 @@ class Inputs:
     def profile(self, rng):
         path = self.folder / "p.json"
         path.write_text(as_text(damaged(rng.choice(self.profiles[len(PROFILES) :]), rng), rng))
-        words = [rng.choice(["plan", "plan", "pareto"]), "--profile", str(path), "--pp", "2"]
-        words += ["--num-microbatches", "4"]
+        if rng.random() < 0.2:
+            words = ["show", str(path)]
+            return words, lambda: main(words)
+        words = [rng.choice(["plan", "plan", "pareto"]), "--profile", str(path)]
+        words += ["--pp", "2", "--num-microbatches", "4"] if rng.random() < 0.8 else []
         words += ["--budget-gib", "60"] if words[0] == "plan" else ["--points", "3"]
         return words, lambda: main(words)
 
@@ -285,23 +287,27 @@ class Inputs:
             with contextlib.suppress(ValueError, RecursionError):
                 data[DIGEST] = json_records.digest(data)
         path.write_text(as_text(data, rng))
-        words = [rng.choice(["show", "show", "explain", "report"]), str(path)]
+        words = [rng.choice(["show", "show", "explain", "report", "trace"]), str(path)]
         if words[0] == "explain" and rng.random() < 0.5:
             words += ["--layer", rng.choice(TEXTS)]
-        if words[0] != "report" and rng.random() < 0.2:
+        if words[0] in ("show", "explain") and rng.random() < 0.2:
             words.append("--json")
+        if words[0] == "show" and rng.random() < 0.2:
+            words += ["--svg", "-"]
         return words, lambda: main(words)
 
     def flags(self, rng):
         path = self.folder / "p.json"
-        path.write_text(json.dumps(rng.choice(self.profiles)))
+        path.write_text(json.dumps(rng.choice(self.profiles[len(PROFILES) :])))
         words = [rng.choice(["plan", "plan", "pareto"]), "--profile", str(path)]
         words += ["--pp", rng.choice(["1", "2", "4"]), "--num-microbatches", rng.choice(["4", "8"])]
         words += ["--budget-gib", "60"] if words[0] == "plan" else ["--points", "3"]
-        for _ in range(rng.choice([1, 1, 2, 3])):
+        verb = words[0]
+        for _ in range(rng.choice([1, 1, 1, 2])):
             how = rng.random()
             if how < 0.6:
-                words += [rng.choice(PROBLEM), rng.choice(rng.choice([TEXTS, LIKELY]))]
+                texts = rng.choice([TEXTS, LIKELY, LIKELY])
+                words += [rng.choice([*PROBLEM, *OWN[verb]]), rng.choice(texts)]
             elif how < 0.8:
                 words.append(rng.choice(SWITCHES))
             elif how < 0.9:
@@ -324,9 +330,8 @@ class Inputs:
             try:
                 job = load_job(path)
                 job.layout(), job.schedule(), job.moe_pattern()
-                plan_command(job, Path("p.json"), 1 << 30)
             except AutorecomputeError as error:
-                print(f"megatron-autorecompute: {error}", file=sys.stderr)
+                streams.say(f"megatron-autorecompute: {error}")
                 return error.exit_code
             return 0
 

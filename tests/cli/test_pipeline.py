@@ -206,6 +206,7 @@ def test_nothing_is_not_taken_for_not_given(estimated, words, capsys):
         (["--pp", "4", "--microbatch-group-size", "8"], ("--microbatch-group-size", "--vp 1")),
         (["--pp", "1", "--search-layout"], ("--search-layout", "--pp 1")),
         (["--pp", "4", "--json", "-v"], ("-v", "--json")),
+        (["--pp", "4", "-o", "-", "-v"], ("-v", "-o -")),
     ],
 )
 def test_an_option_without_effect_is_refused_and_both_are_named(words, named, capsys):
@@ -228,6 +229,13 @@ def test_estimate_refuses_an_option_without_effect_before_it_reads_the_job(words
     assert main(["estimate", "--gpu", "h100-80gb", *words]) == 9
     said = capsys.readouterr().err
     assert all(name in said for name in named)
+
+
+def test_show_refuses_json_beside_a_picture_that_is_printed_alone(estimated, tmp_path, capsys):
+    path = str(tmp_path / "plan.json")
+    plan(estimated, *BUDGET, "-o", path, capsys=capsys)
+    assert main(["show", path, "--svg", "-", "--json"]) == 9
+    assert "--json has no effect with --svg -" in capsys.readouterr().err
 
 
 def test_show_refuses_v_beside_json(capsys):

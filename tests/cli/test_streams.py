@@ -121,7 +121,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
     Path("loop").symlink_to("loop")
-    monkeypatch.setattr(plan_command, "planners", None)  # would be the work
+    monkeypatch.setattr(plan_command, "problems", None)  # would be the work
     assert main([*PLAN, "-o", path]) == 4
     assert said in capsys.readouterr().err
 
@@ -195,6 +195,11 @@ def test_escape_codes_in_names_are_shown_and_not_obeyed(hostile_plan, words, cap
     assert "\x1b" not in out
     if words == ["show"]:
         assert r"\x1b[31mred\x1b[0m [/] [bold]ä×\u202e:smile:" in out
+
+
+def test_brackets_in_the_name_of_a_kind_are_no_markup(hostile_plan, capsys):
+    assert main(["show", str(hostile_plan.parent / "profile.json")]) == 0
+    assert "[/]" in capsys.readouterr().out
 
 
 def test_escape_codes_in_an_error_are_shown_and_not_obeyed(tmp_path, capsys):

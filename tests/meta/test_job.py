@@ -139,6 +139,10 @@ def test_a_file_that_is_no_plain_data_is_refused_in_one_line(tmp_path, text, sai
     assert len(str(caught.value)) < 1000
 
 
+def test_a_field_of_no_value_is_as_if_it_were_left_out():
+    assert all(job({**MOE, "moe_layer_freq": None}).moe_pattern())
+
+
 def test_missing_dimensions_are_named():
     with pytest.raises(OptionError, match="config lacks num_layers, hidden_size"):
         job_from(

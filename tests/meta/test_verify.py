@@ -99,8 +99,7 @@ def test_a_plan_is_what_megatrons_schedule_does_in_any_pipeline(profile, tmp_pat
     assert [row.split()[0] for row in rows] == [str(stage) for stage in range(pp)]
     assert all(row.split()[3].endswith("0.00%") for row in rows)
     assert verdict == (
-        f"Verified: All {pp} stages are within budget in Megatron's own schedule; predicted peaks "
-        "are at most 0.00% from it."
+        f"Verified: all {pp} stages fit; Megatron's own peaks are within 0.00% of those predicted."
     )
 
 
