@@ -15,9 +15,11 @@ OTHERS = {
     "_checkpointed_forward",
     "_current_graph_task_id",
     "_deepcopy_dispatch",
+    "_dump_snapshot",
     "_exit",
     "_get_share_storage",
     "_modules",
+    "_record_memory_history",
 }
 """Names of Python, torch and Megatron that tests take: no source says whose an attribute is."""
 BY_NAME = {"attrgetter", "delattr", "get", "getattr", "hasattr", "methodcaller", "object", "patch"}
