@@ -243,7 +243,7 @@ def _messages(readers: dict[Connection, int], timeout_s: float) -> Iterator[Any]
             rank = pending[reader]
             try:
                 message = reader.recv()
-            except EOFError:
+            except (EOFError, OSError):  # between two messages, or within one
                 raise MachineError(
                     f"Rank {rank} died without a word (killed, or out of host memory). "
                     "Finished strategies are in the output folder; smaller sizes need less memory."

@@ -330,6 +330,6 @@ def test_interrupting_keeps_what_was_finished(running, tmp_path):
 def test_a_killed_rank_keeps_what_was_finished(running, tmp_path):
     os.kill(_ranks_of(running)[-1], signal.SIGKILL)
     _, errors = running.communicate(timeout=60)
-    assert running.returncode == 7
+    assert running.returncode == 7, errors
     assert "died without a word" in " ".join(errors.split())
     assert len(Comparison.load(tmp_path / "comparison.json").rows()) == 5
