@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
+from megatron_autorecompute import json_records
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import print_result, progress_bars
@@ -58,7 +59,9 @@ class ParetoCommand(Command):
         form.add_argument("--csv", action="store_true", help="print all as CSV, not a table")
 
     def run(self, args: Namespace) -> None:
-        """Print the curve, and draw it if asked; raises MachineError if the file cannot be."""
+        """Print the curve, and draw it if asked; raises ProfileError if no file can be there."""
+        if args.plot:
+            json_records.check_writable(args.plot)
         (planner,), asked = problems(args)
         with progress_bars() as bars:
             task = bars.add_task("Budgets", total=1)

@@ -46,6 +46,8 @@ class ShowCommand(Command):
         written, OptionError for a picture of a profile.
         """
         refuse_ignored(args)
+        if args.svg and not streams.is_standard_output(args.svg):
+            json_records.check_writable(args.svg)
         text = json_records.read(args.plan, Plan.__name__)
         if json_records.has_fields(text, "kinds", "parallelism"):
             if args.svg:
