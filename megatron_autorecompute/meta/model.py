@@ -118,16 +118,20 @@ def _refusals(job: Job) -> Iterator[None]:
         reason = " ".join(str(error).split())
         raise OptionError(
             f"{job.name}: Megatron cannot run this model: {type(error).__name__} in {place}: "
-            f"{reason:.300}. Correct the job's fields."
+            f"{reason:.300}. Correct the job's fields; if they are right, report this."
         ) from error
 
 
 def _in_megatron(traceback: TracebackType | None) -> str | None:
-    """The last line of Megatron's own code in a traceback; None if there is none."""
+    """The last line of Megatron's own code, or of a stand-in that it called; None if there is none.
+
+    A stand-in is named as it is: the fault may be this package's, and not the job's.
+    """
     place = None
     while traceback is not None:
         module = str(traceback.tb_frame.f_globals.get("__name__", ""))
-        if module.partition(".")[0] == "megatron":
+        package = module.partition(".")[0]
+        if package == "megatron" or (place and package == "megatron_autorecompute"):
             place = f"{module}, line {traceback.tb_lineno}"
         traceback = traceback.tb_next
     return place

@@ -4,8 +4,8 @@ When two chunks of a stage exchange what they recompute, the stage is as busy as
 interleaved schedule other stages then wait longer or shorter. This is a local search: stage by
 stage it makes the exchange that shortens the step most and keeps the stage in its budget, until
 there is none. It proves nothing about splits that it did not reach: `step_search` begins with what
-it finds. Instead of a long step it
-replays one of four groups of microbatches, which fills and drains as the whole does.
+it finds. Instead of a long step it replays one of four groups of microbatches, which fills and
+drains as the whole does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_EVENTS = 1 << 27
 """Events replayed in total, some seconds; then the search ends with the best split so far."""
 
 
-def rearranged(
+def with_exchanges(
     profile: Profile,
     layout: Layout,
     schedule: Schedule,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_autorecompute.planner.arrays import Ints
-from megatron_autorecompute.planner.chunk_splits import put_together, rearranged
+from megatron_autorecompute.planner.chunk_splits import put_together, with_exchanges
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
 from megatron_autorecompute.planner.schedule import Schedule
@@ -55,7 +55,7 @@ def fastest_step(
     """
     answer = _Answer(table, layout, schedule, budgets)
     busy = put_together(layout, [choice.policies for choice in choices])
-    exchanged = rearranged(table.profile, layout, schedule, busy, budgets, table.percentile)
+    exchanged = with_exchanges(table.profile, layout, schedule, busy, budgets, table.percentile)
     stages = answer.stages(searches, choices)
     policies = {answer.combination(policy, stages): policy for policy in (exchanged, *others)}
     found = StepSearch(schedule, stages).shortest(list(policies))
@@ -67,7 +67,7 @@ def fastest_step(
     if found.bound == found.step:
         return FastestStep(policy, cost, cost.step_ms)
     if policy != exchanged:
-        policy = rearranged(table.profile, layout, schedule, policy, budgets, table.percentile)
+        policy = with_exchanges(table.profile, layout, schedule, policy, budgets, table.percentile)
         cost = answer.cost(policy)
     bound_ms = found.bound * stages[0].unit / PS_PER_MS
     return FastestStep(policy, cost, min(bound_ms, cost.step_ms))

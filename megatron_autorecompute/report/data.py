@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.chunk_splits import put_together, rearranged
+from megatron_autorecompute.planner.chunk_splits import put_together, with_exchanges
 from megatron_autorecompute.planner.launch_lines import flags, job_lines, recipe_lines
 from megatron_autorecompute.planner.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
@@ -204,7 +204,7 @@ def _best(planner: Planner, budget: int) -> RecomputePolicy:
     choices = [choice for s in stages if (choice := planner.choose(s, budget)) is not None]
     policy = put_together(planner.layout, [choice.policies for choice in choices])
     context = planner.profile, planner.layout, planner.schedule
-    return rearranged(*context, policy, [budget] * len(stages), planner.percentile)
+    return with_exchanges(*context, policy, [budget] * len(stages), planner.percentile)
 
 
 def _never_slower(points: Sequence[CurvePoint]) -> list[CurvePoint]:

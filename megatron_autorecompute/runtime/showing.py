@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 from megatron_autorecompute.planner.plan import Plan
@@ -23,12 +24,13 @@ def show(plan: Plan, measured_bytes: Sequence[int] | None, writers: Any, iterati
         writers: TensorBoard's and W&B's; nothing is drawn if there are none.
         iteration: the step that the writers are told.
     """
+    parts = {name: cache(partial(make, plan, measured_bytes)) for name, make in _PARTS.items()}
     for writer in writers:
         is_tensorboard = hasattr(writer, "add_scalar")
         write = _to_tensorboard if is_tensorboard else _to_wandb
-        for name, part in _PARTS.items():
+        for name, part in parts.items():
             try:
-                write(writer, f"recompute/{name}", part(plan, measured_bytes), iteration)
+                write(writer, f"recompute/{name}", part(), iteration)
             except Exception as error:  # a picture is not worth a job
                 where = "TensorBoard" if is_tensorboard else "Weights & Biases"
                 logger.warning("recompute auto: %s gets no recompute/%s: %r", where, name, error)

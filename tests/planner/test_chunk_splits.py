@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from benchmarks import solve_speed
-from megatron_autorecompute.planner.chunk_splits import put_together, rearranged
+from megatron_autorecompute.planner.chunk_splits import put_together, with_exchanges
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from tests.planner.definitions import simulate
@@ -23,7 +23,7 @@ def before_and_after(planner, budget):
         return None
     found = put_together(planner.layout, [choice.policies for choice in choices])
     problem = planner.profile, planner.layout, planner.schedule
-    exchanged = rearranged(*problem, found, planner.budgets(budget), planner.percentile)
+    exchanged = with_exchanges(*problem, found, planner.budgets(budget), planner.percentile)
     return planner.evaluate(found), planner.evaluate(exchanged)
 
 

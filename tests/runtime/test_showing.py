@@ -115,9 +115,13 @@ def test_a_writer_that_refuses_everything_ends_nothing(plan, caplog):
     assert "Weights & Biases gets no recompute/costs" in caplog.text
 
 
-def test_without_writers_nothing_is_drawn(plan, monkeypatch):
-    monkeypatch.setattr(job_pictures, "policy_image", None)
+def test_a_picture_is_drawn_once_for_all_writers_and_never_without_one(plan, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(job_pictures, "policy_image", drawn.append)
     show(plan, None, [], 1)
+    assert not drawn
+    show(plan, None, [Board(), Board()], 1)
+    assert drawn == [plan]
 
 
 def test_tensorboards_own_writer_takes_them(plan, tmp_path, caplog):
