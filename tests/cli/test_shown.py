@@ -245,26 +245,6 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"megatron-autorecompute {__version__}\n"
 
 
-def seconds(*words):
-    """Processor time of a command, which a busy machine does not change; the least of three."""
-    taken = []
-    for _ in range(3):
-        before = os.times()
-        subprocess.run([*COMMAND, *words], capture_output=True, check=True)
-        after = os.times()
-        taken.append(
-            after.children_user
-            + after.children_system
-            - before.children_user
-            - before.children_system
-        )
-    return min(taken)
-
-
-def test_help_takes_a_fraction_of_a_second():
-    assert seconds("--help") < 0.3
-
-
 @pytest.mark.parametrize("heavy", ["numpy", "rich", "scipy", "pydantic", "torch"])
 def test_help_imports_nothing_heavy(heavy):
     code = (
