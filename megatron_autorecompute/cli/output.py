@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,11 @@ def output_file(args: Namespace) -> Path | None:
     return Path(args.output)
 
 
-def print_plan(args: Namespace, plan: Plan) -> None:
-    """Print a plan, and the text to paste into the job's launch."""
+def print_plan(args: Namespace, plan: Plan, beside: Mapping[str, Any] | None = None) -> None:
+    """Print a plan, and the text to paste into the job's launch; in JSON, `beside` too."""
     lines = launch_lines(plan)
     view = terminal.plan_view(plan, throughput_words(plan), verbose=args.verbose)
-    print_result(args, plan.to_json(), view)
+    print_result(args, plan.to_json(beside), view)
     if not args.json:
         for line in lines:
             text = streams.printable(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
 
 from rich.progress import Progress
 
@@ -18,13 +19,16 @@ from megatron_autorecompute.cli.output import (
 from megatron_autorecompute.cli.pipeline import MICRO_BATCH_SIZE
 from megatron_autorecompute.cli.problem import add_problem, problems
 from megatron_autorecompute.cli.values import budgets, file, sizes
-from megatron_autorecompute.cli.verify import print_verified
-from megatron_autorecompute.errors import InfeasibleError
+from megatron_autorecompute.cli.verify import add_measured, as_data, conclude, verified
+from megatron_autorecompute.errors import InfeasibleError, OptionError
 from megatron_autorecompute.planner.layout_search import search_layout
 from megatron_autorecompute.planner.micro_batch_search import search_micro_batch
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Budget, Planner
 from megatron_autorecompute.planner.suggestions import explained
+
+if TYPE_CHECKING:
+    from megatron_autorecompute.meta.verify import StageCheck
 
 
 class PlanCommand(Command):
@@ -58,6 +62,7 @@ class PlanCommand(Command):
         parser.add_argument(
             "--verify", action="store_true", help="run Megatron's own schedule under the plan"
         )
+        add_measured(parser)
         add_json(parser)
         add_verbose(parser)
 
@@ -65,15 +70,22 @@ class PlanCommand(Command):
         """Solve; if nothing fits, raises InfeasibleError with changes that would make it fit."""
         output = output_file(args)
         refuse_ignored(args)
+        if args.measured is not None and not args.verify:
+            raise OptionError(
+                "--measured has no effect without --verify. Add --verify, or leave it out."
+            )
         with progress_bars() as bars:
             plan = _solved(args, bars)
+        checks: list[StageCheck] | None = None
         try:
             if output is not None:
                 plan.save(output)
+            if args.verify and args.json:  # one JSON document has both
+                checks = verified(args, plan)
         finally:
-            print_plan(args, plan)
+            print_plan(args, plan, {"verified": as_data(checks)} if checks else {})
         if args.verify:
-            print_verified(args, plan)
+            conclude(args, verified(args, plan) if checks is None else checks)
 
 
 def _solved(args: Namespace, bars: Progress) -> Plan:

@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import add_json, console, progress_bars, quiet_upstream
@@ -26,58 +26,105 @@ class VerifyCommand(Command):
     description = "Ends with 10 where a stage exceeds its budget or differs by more than 0.5%%."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the plan's file."""
+        """Add the plan's file, and that of a job."""
         parser.add_argument("plan", metavar="PLAN.json")
+        add_measured(parser)
         add_json(parser)
 
     def run(self, args: Namespace) -> None:
         """Verify; raises VerificationError if Megatron's own schedule disagrees."""
-        print_verified(args, Plan.load(args.plan))
+        plan = Plan.load(args.plan)
+        checks = verified(args, plan)
+        if args.json:
+            print(json.dumps(as_data(checks), indent=1))
+        conclude(args, checks)
 
 
-def print_verified(args: Namespace, plan: Plan) -> None:
-    """Run Megatron's schedule under a plan; print the bytes of every stage, and a verdict.
+def add_measured(parser: ArgumentParser) -> None:
+    """Add the flag `--measured`."""
+    parser.add_argument(
+        "--measured",
+        metavar="JOB.json",
+        help="a plan file that a job wrote: the peaks of the step it measured stand beside "
+        "(default: the plan itself, where a job measured it)",
+    )
 
-    Lines of a pipe or file are written as soon as their stage is done. Raises VerificationError if
-    a stage exceeds its budget or differs from the prediction.
+
+def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
+    """Run Megatron's schedule under a plan, and under the policy of the step that a job measured.
+
+    Without --json a table is printed; its lines in a pipe or file are written as soon as their
+    stage is done.
     """
+    measured = _measured(args, plan)
     with quiet_upstream():
         from megatron_autorecompute.meta import verify  # loads torch and Megatron
 
         unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
-        lines = Lines(unit) if not args.json and not sys.stdout.isatty() else None
+        job = measured is not None
+        lines = Lines(unit, job) if not args.json and not sys.stdout.isatty() else None
+        if measured is not None:
+            verify.measured_peaks(plan, measured)
         with progress_bars() as bars:
-            task = bars.add_task("Megatron's own schedule", total=plan.layout.num_stages)
+            stages = plan.layout.num_stages
+            task = bars.add_task("Megatron's own schedule", total=stages * (1 + job))
 
             def done(check: StageCheck) -> None:
                 bars.advance(task)
                 if lines is not None:
                     lines.say(check)
 
-            checks = verify.verify(plan, done)
-        if args.json:
-            data = [asdict(each) | {"error": each.error, "fits": each.fits} for each in checks]
-            print(json.dumps(data, indent=1))
-        elif lines is None:
+            checks = [*verify.verify(plan, done)]
+            if measured is not None:
+                checks += verify.verify_measured(plan, measured, done)
+        if not args.json and lines is None:
             console().print(table(checks, unit))
-        verify.require_verified(checks)
-        if not args.json:
-            piped = lines is not None
-            console().print(verify.verdict(checks), soft_wrap=piped)
+    return checks
+
+
+def conclude(args: Namespace, checks: Sequence[StageCheck]) -> None:
+    """Print the verdict, unless JSON was asked for.
+
+    Raises: VerificationError if a stage exceeds its budget or differs from the prediction.
+    """
+    from megatron_autorecompute.meta import verify  # loads torch and Megatron
+
+    verify.require_verified(checks)
+    if not args.json:
+        console().print(verify.verdict(checks), soft_wrap=not sys.stdout.isatty())
+
+
+def as_data(checks: Sequence[StageCheck]) -> list[dict[str, Any]]:
+    """The checks as JSON."""
+    return [
+        asdict(each) | {"error": each.error, "job_error": each.job_error, "fits": each.fits}
+        for each in checks
+    ]
+
+
+def _measured(args: Namespace, plan: Plan) -> Plan | None:
+    """The plan file with the job's own step: the one named, else the plan where it has peaks."""
+    if args.measured is not None:
+        return Plan.load(args.measured)
+    step = plan.profile.measured_step
+    known = step is not None and all(r.max_memory_allocated_bytes is not None for r in step.ranks)
+    return plan if known else None
 
 
 def table(checks: Sequence[StageCheck], unit: Unit) -> Rows:
-    """One row per stage."""
-    columns = [Column(name) for name in _names(unit)]
-    return Rows([*columns, Column("", left=True)], [_cells(check, unit) for check in checks])
+    """One row per stage, and another one for each where a job measured it."""
+    job = any(check.job_bytes is not None for check in checks)
+    columns = [Column(name) for name in _names(unit, job)]
+    return Rows([*columns, Column("", left=True)], [_cells(check, unit, job) for check in checks])
 
 
 class Lines:
     """The table's rows for a pipe: written one at a time, in columns of the header's widths."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, job: bool = False) -> None:
         self._unit = unit
-        self._names = _names(unit)
+        self._job = job
+        self._names = _names(unit, job)
         self._begun = False
 
     def say(self, check: StageCheck) -> None:
@@ -85,32 +132,46 @@ class Lines:
         if not self._begun:
             print("  ".join(self._names))
         self._begun = True
-        *texts, remark = _cells(check, self._unit)
+        *texts, remark = _cells(check, self._unit, self._job)
         row = [text.rjust(len(name)) for text, name in zip(texts, self._names, strict=True)]
         print("  ".join([*row, remark]).rstrip(), flush=True)
 
 
-def _names(unit: Unit) -> tuple[str, ...]:
+def _names(unit: Unit, job: bool) -> tuple[str, ...]:
     """The columns but the last; none is narrower than its figures."""
     return (
+        *(("          step",) if job else ()),
         "stage",
         f"predicted {unit.name}",
         f"Megatron {unit.name}",
         "  error",
         f"total {unit.name}",
+        *((f"  job {unit.name}", "  error") if job else ()),
         f"budget {unit.name}",
     )
 
 
-def _cells(check: StageCheck, unit: Unit) -> tuple[str, ...]:
+def _cells(check: StageCheck, unit: Unit, job: bool) -> tuple[str, ...]:
     """One stage; the last text says what is wrong, if anything is."""
     digits = 3 if unit.size == GIB else 1
+    step = "plan" if check.iteration is None else f"iteration {check.iteration}"
+    ran = ("", "") if check.job_bytes is None else (unit.text(check.job_bytes), _percent(check))
+    remarks = {
+        "over budget": check.iteration is None and not check.fits,
+        "differs": not check.agrees,
+    }
     return (
+        *((step,) if job else ()),
         str(check.stage),
         f"{check.predicted_bytes / unit.size:.{digits}f}",
         f"{check.megatron_bytes / unit.size:.{digits}f}",
         f"{check.error:+.2%}",
-        unit.text(check.static_bytes + check.megatron_bytes),
+        unit.text(check.total_bytes),
+        *(ran if job else ()),
         unit.text(check.budget_bytes),
-        "" if check.fits and check.agrees else "differs" if check.fits else "over budget",
+        next((remark for remark, holds in remarks.items() if holds), ""),
     )
+
+
+def _percent(check: StageCheck) -> str:
+    return "" if check.job_error is None else f"{check.job_error:+.2%}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_autorecompute.compat import model_facts
-from megatron_autorecompute.errors import ProfileError, VerificationError
+from megatron_autorecompute.errors import OptionError, ProfileError, VerificationError
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
     StepShape,
@@ -28,6 +28,7 @@ from megatron_autorecompute.planner.peak_memory import Peak
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.units import GIB, gib
 
 TOLERANCE = 0.005
@@ -55,6 +56,20 @@ class StageCheck:
     boundary_bytes: int = 0
     """One boundary tensor. A prediction may be too high by this: the gradient of a chunk's output
     counts twice if the chunk's last layer is no checkpoint (docs/peak-fidelity.md)."""
+    iteration: int | None = None
+    """The job's own iteration whose policy and microbatches ran; None: the plan's."""
+    job_bytes: int | None = None
+    """`torch.cuda.max_memory_allocated` of that iteration, on the stage's rank with the most."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Static bytes and the peak in Megatron's own schedule."""
+        return self.static_bytes + self.megatron_bytes
+
+    @property
+    def job_error(self) -> float | None:
+        """`total_bytes` divided by the job's own peak, minus one; None: no job ran this."""
+        return self.total_bytes / self.job_bytes - 1 if self.job_bytes else None
 
     @property
     def error(self) -> float:
@@ -64,7 +79,7 @@ class StageCheck:
     @property
     def fits(self) -> bool:
         """Whether static bytes and the meta step's peak are within the budget."""
-        return self.static_bytes + self.megatron_bytes <= self.budget_bytes
+        return self.total_bytes <= self.budget_bytes
 
     @property
     def agrees(self) -> bool:
@@ -111,6 +126,69 @@ def verify(
 
     _run(plan, _shortest(plan, comparable), check)
     return tuple(checks)
+
+
+def verify_measured(
+    plan: Plan, measured: Plan, done: Callable[[StageCheck], None] = lambda _: None
+) -> tuple[StageCheck, ...]:
+    """Run the step that a job measured (`measured_step`), by the plan's profile, in Megatron's
+    schedule; the job's own peak stands beside.
+
+    Args:
+        plan: its profile predicts, and says how to build the model.
+        measured: the plan file that the job wrote; may be the plan itself.
+        done: called with each stage's check, first stage first.
+
+    Raises: OptionError as `measured_peaks` does, and what `verify` raises.
+    """
+    peaks = measured_peaks(plan, measured)
+    step = measured.profile.measured_step
+    assert step is not None  # measured_peaks has raised otherwise
+    policy = RecomputePolicy.parse(step.recompute_policy, num_layers=plan.profile.num_layers)
+    ran = replace(
+        plan,
+        recompute_policy=tuple(policy.to_config()),
+        schedule=replace(plan.schedule, num_microbatches=step.num_microbatches),
+    )
+    checks: list[StageCheck] = []
+
+    def beside(check: StageCheck) -> None:
+        checks.append(
+            replace(check, iteration=step.iteration, job_bytes=peaks[check.stage]),
+        )
+        done(checks[-1])
+
+    verify(ran, beside)
+    return tuple(checks)
+
+
+def measured_peaks(plan: Plan, measured: Plan) -> tuple[int, ...]:
+    """For every stage the job's own peak in the step it measured, in bytes.
+
+    Raises: OptionError if the job recorded none, or ran other layers, shapes or stages.
+    """
+    step = measured.profile.measured_step
+    found: list[int | None] = [None] * measured.layout.num_stages
+    for rank in step.ranks if step else ():
+        most, here = found[rank.stage], rank.max_memory_allocated_bytes
+        found[rank.stage] = here if most is None or here is None else max(most, here)
+    peaks = tuple(peak for peak in found if peak is not None)
+    if len(peaks) < len(found):
+        raise OptionError(
+            "--measured: the file holds no peak of a job's own step for every stage "
+            "(`measured_step` with max_memory_allocated_bytes, which `auto` writes on CUDA)."
+        )
+    for name, ours, theirs in (
+        ("layers", plan.profile.num_layers, measured.profile.num_layers),
+        ("stages and chunks", plan.layout.stages, measured.layout.stages),
+        ("micro-batch and shards", plan.profile.parallelism, measured.profile.parallelism),
+    ):
+        if ours != theirs:
+            raise OptionError(
+                f"--measured: that job ran other {name}: {theirs}, the plan {ours}. Plan for the "
+                "shapes and the pipeline of the job, or leave --measured out."
+            )
+    return peaks
 
 
 def _kept(plan: Plan) -> list[int]:
@@ -181,15 +259,14 @@ def _run(plan: Plan, num_microbatches: list[int], done: Callable[[StageStep], No
     )
 
 
-def require_verified(checks: tuple[StageCheck, ...]) -> None:
+def require_verified(checks: Sequence[StageCheck]) -> None:
     """Raise VerificationError for the worst stage that exceeds its budget or differs too much."""
-    over = [check for check in checks if not check.fits]
+    over = [check for check in checks if check.iteration is None and not check.fits]
     apart = [check for check in checks if not check.agrees]
     if over:
-        worst = max(over, key=lambda c: c.static_bytes + c.megatron_bytes - c.budget_bytes)
-        needed_bytes = worst.static_bytes + worst.megatron_bytes
+        worst = max(over, key=lambda c: c.total_bytes - c.budget_bytes)
         raise VerificationError(
-            f"Stage {worst.stage} needs {gib(needed_bytes)} GiB "
+            f"Stage {worst.stage} needs {gib(worst.total_bytes)} GiB "
             f"in Megatron's own schedule at its fullest moment, {worst.megatron_moment}; its "
             f"budget is {gib(worst.budget_bytes)} GiB. Plan again with a smaller budget, or "
             "measure the profile again."
@@ -206,13 +283,19 @@ def require_verified(checks: tuple[StageCheck, ...]) -> None:
 
 
 def verdict(checks: Sequence[StageCheck]) -> str:
-    """One sentence on checks that `require_verified` lets pass."""
+    """One sentence on checks that `require_verified` lets pass; two where a job measured some."""
     worst = max(checks, key=lambda check: abs(check.error))
-    stages = "the stage fits" if len(checks) == 1 else f"all {len(checks)} stages fit"
-    return (
+    own = [check for check in checks if check.iteration is None]
+    stages = "the stage fits" if len(own) == 1 else f"all {len(own)} stages fit"
+    said = (
         f"Verified: {stages}; Megatron's own peaks are within {abs(worst.error):.2%} of those "
         "predicted."
     )
+    errors = [check.job_error for check in checks if check.job_error is not None]
+    if not errors:
+        return said
+    furthest = max(errors, key=abs)
+    return f"{said} The job's own peaks differ from these totals by at most {abs(furthest):.2%}."
 
 
 def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:

@@ -165,9 +165,13 @@ class Plan:
             allowed=self.allowed,
         )
 
-    def to_json(self) -> str:
-        """JSON text with its digest, checked against the schema."""
-        data = json.loads(json_records.to_json(self))
+    def to_json(self, beside: Mapping[str, Any] | None = None) -> str:
+        """JSON text with its digest, checked against the schema.
+
+        Args:
+            beside: further fields, which a reader of plans ignores.
+        """
+        data = {**json.loads(json_records.to_json(self)), **(beside or {})}
         return json.dumps({**data, DIGEST: json_records.digest(data)}, indent=1) + "\n"
 
     @classmethod

@@ -22,10 +22,16 @@ from megatron_autorecompute.meta import verify
 from megatron_autorecompute.meta.meta_step import MOST_WORKERS, workers
 from megatron_autorecompute.meta.verify import StageCheck, layout_names, require_verified
 from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.plan import make_plan
+from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.profile import (
+    MeasuredStep,
+    Profile,
+    RankStep,
+    StageRecord,
+    StaticBytes,
+)
 from megatron_autorecompute.units import GIB, MIB, unit_for
 from tests.support import fresh_processes, run_ranks, tiny_config
 
@@ -165,6 +171,73 @@ def test_the_table_of_a_terminal_fits_it(width):
     assert max(map(len, out.getvalue().splitlines())) <= width
     assert out.getvalue().count("4.000") == 6
     assert out.getvalue().count("+0.00%") == 3
+
+
+def job_that_measured(plan, policy, peaks):
+    """The plan with a step that its job measured: two ranks a stage, the second one fuller."""
+    ranks = [
+        RankStep(2 * stage + rank, stage, max_memory_allocated_bytes=peak - (1 - rank))
+        for stage, peak in enumerate(peaks)
+        for rank in range(2)
+    ]
+    step = MeasuredStep(3, policy, plan.schedule.num_microbatches, tuple(ranks))
+    records = tuple(
+        StageRecord(tuple(layer for chunk in chunks for layer in chunk.layers), StaticBytes(0))
+        for chunks in plan.layout.stages
+    )
+    return replace(plan, profile=replace(plan.profile, stages=records, measured_step=step))
+
+
+def test_the_peak_of_the_step_that_a_job_measured_stands_beside_megatrons(
+    profile, tmp_path, capsys
+):
+    plan = job_that_measured(plan_of(profile), "full*8", [GIB] * 2)
+    leanest = replace(plan, recompute_policy=("full",) * 8)
+    totals = [check.total_bytes for check in verify.verify(leanest)]
+    job = job_that_measured(plan, "full*8", [round(total / 0.99) for total in totals])
+    job.save(tmp_path / "job.json")
+    plan.save(tmp_path / "plan.json")
+    words = ["verify", str(tmp_path / "plan.json"), "--measured", str(tmp_path / "job.json")]
+    assert main([*words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["iteration"], row["stage"]) for row in rows] == [
+        *((None, 0), (None, 1)),
+        *((3, 0), (3, 1)),
+    ]
+    assert [row["job_error"] for row in rows[2:]] == pytest.approx([-0.01, -0.01], abs=1e-4)
+    assert [row["static_bytes"] + row["megatron_bytes"] for row in rows[2:]] == totals
+
+    assert main(["verify", str(tmp_path / "job.json")]) == 0  # a plan that its own job measured
+    *_, last, verdict = capsys.readouterr().out.splitlines()
+    assert last.split()[:3] == ["iteration", "3", "1"]
+    assert verdict.endswith("The job's own peaks differ from these totals by at most 1.00%.")
+
+
+@pytest.mark.any_version
+def test_the_peaks_of_a_job_that_ran_something_else_are_refused(profile, tmp_path, capsys):
+    plan_of(profile).save(tmp_path / "plan.json")
+    other = plan_of(profile, pp=4)
+    for job, said in (
+        (other, "holds no peak of a job's own step for every stage"),
+        (job_that_measured(other, "full*8", [GIB] * 4), "ran other stages and chunks"),
+    ):
+        job.save(tmp_path / "job.json")
+        words = ["verify", str(tmp_path / "plan.json"), "--measured", str(tmp_path / "job.json")]
+        assert main(words) == 9
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.any_version
+def test_a_plan_and_its_verification_are_one_json_document(profile, tmp_path, capsys):
+    profile.save(tmp_path / "profile.json")
+    plan = plan_of(profile)
+    budget = str(plan.budget_bytes[0] / GIB)
+    words = ["plan", "--profile", str(tmp_path / "profile.json"), "--budget-gib", budget]
+    pipeline = ["--pp", "2", "--num-microbatches", "4"]
+    assert main([*words, *pipeline, "--verify", "--json"]) == 0
+    text = capsys.readouterr().out
+    assert [row["fits"] for row in json.loads(text)["verified"]] == [True, True]
+    assert Plan.from_json(text).proven
 
 
 def test_stages_run_in_as_many_processes_as_there_are_cores(monkeypatch):
