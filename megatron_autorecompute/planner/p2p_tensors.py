@@ -76,22 +76,24 @@ def decisive_moments(
     short = schedule.shortened()
     extra = extra_tensors(short, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
     counts = np.column_stack([short.in_flight(stage), extra])
-    events = short.events(stage)
-    same: dict[tuple[Direction, int], dict[tuple[int, ...], int]] = {}
-    for at, (event, row) in enumerate(zip(events, counts.tolist(), strict=True)):
-        same.setdefault((event.direction, event.chunk), {}).setdefault(tuple(row), at)
+    is_backward, chunk, _ = short.order(stage)
+    same: dict[tuple[bool, int], dict[tuple[int, ...], int]] = {}
+    found = zip(is_backward.tolist(), chunk.tolist(), map(tuple, counts.tolist()), strict=True)
+    for at, (*event, row) in enumerate(found):
+        same.setdefault((event[0], event[1]), {}).setdefault(row, at)
     kept: list[int] = []
     for rows in same.values():
         kept += _without_passages(_maximal(list(rows.values()), counts), counts)
+    kept.sort()
     return tuple(
         Moment(
-            events[at].direction,
-            events[at].chunk,
+            "backward" if is_backward[at] else "forward",
+            int(chunk[at]),
             tuple(counts[at, :-1].tolist()),
             int(counts[at, -1]),
-            schedule.microbatch(stage, at),
+            microbatch,
         )
-        for at in sorted(kept)
+        for at, microbatch in zip(kept, schedule.microbatches(stage, kept), strict=True)
     )
 
 

@@ -341,7 +341,7 @@ class Planner:
         chunks = self.layout.stages[stage]
         units = (unit for chunk in chunks for unit in self._table.chunk_units(chunk, policy))
         time_ps = sum(unit.time_ps for unit in units)
-        free = time_ps <= self.fastest[stage].time_ps
+        free = time_ps <= self.searches[stage].least_ps
         return StageEvidence(
             stage,
             budget,

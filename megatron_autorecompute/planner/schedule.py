@@ -5,6 +5,7 @@ The order is the same in megatron-core 0.16.1 and 0.19.2, so the version does no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -148,18 +149,22 @@ class Schedule:
         whole = _GROUPS if v > 1 else self.num_stages + _GROUPS
         return replace(self, num_microbatches=min(m // size, whole) * size + m % size)
 
-    def microbatch(self, stage: int, event: int) -> int:
-        """The microbatch here of the first event that is like one of the shortened schedule."""
+    def microbatches(self, stage: int, events: Sequence[int]) -> list[int]:
+        """The microbatches of the first events here that are like some of the shortened schedule.
+
+        `events` are positions in `shortened().events(stage)`.
+        """
         short = self.shortened()
         size = self.group_size if self.num_chunks > 1 else 1
         # A few periods after the warm-up pass until all bound tensors are of the steady state.
         once = short.warmup(stage) + 8 * size * self.num_chunks
-        later = self.num_microbatches - short.num_microbatches if event >= once else 0
-        return short.events(stage)[event].microbatch + later
+        later = self.num_microbatches - short.num_microbatches
+        own = short.order(stage)[2]
+        return [int(own[event]) + later * (event >= once) for event in events]
 
     def events(self, stage: int) -> tuple[Event, ...]:
         """Return everything the stage does in a step, in order."""
-        backward, chunk, microbatch = self._order(stage)
+        backward, chunk, microbatch = self.order(stage)
         return tuple(
             Event("backward" if is_backward else "forward", c, b)
             for is_backward, c, b in zip(
@@ -173,7 +178,7 @@ class Schedule:
         In flight: the forward is done and the backward has not begun. The microbatch of the event
         itself is therefore not counted.
         """
-        backward, chunk, _ = self._order(stage)
+        backward, chunk, _ = self.order(stage)
         position = np.arange(len(chunk))
         change = np.zeros((len(chunk), self.num_chunks), np.int32)
         change[position, chunk] = np.where(backward, -1, 1)
@@ -187,7 +192,7 @@ class Schedule:
                 f"Stage {stage} does not exist: stages are 0 to {self.num_stages - 1}."
             )
 
-    def _order(self, stage: int) -> tuple[Bools, NDArray[np.intp], NDArray[np.intp]]:
+    def order(self, stage: int) -> tuple[Bools, NDArray[np.intp], NDArray[np.intp]]:
         """Return for each event whether it is a backward, its chunk and its microbatch."""
         total, warmup = self.num_microbatches * self.num_chunks, self.warmup(stage)
         backward = np.zeros(2 * total, np.bool_)

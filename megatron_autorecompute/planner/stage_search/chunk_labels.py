@@ -67,7 +67,7 @@ class ChunkLabels:
     def _prepend_unit(self, rows: Ints, unit: Unit, output_gradient_bytes: int) -> Ints:
         held = np.int64(unit.held_bytes)
         rows = rows.copy()
-        rows[:, TIME] += self.chunk.unit_ps(unit) * self.limits.timed
+        rows[:, TIME] += self.chunk.unit_ps(unit)
         rows[:, APART] += np.array([unit.forward_ps, unit.backward_ps])
         rows[:, HELD] += held
         backward = unit.backward_transient_bytes + output_gradient_bytes
@@ -89,7 +89,7 @@ class ChunkLabels:
             np.tile(np.arange(start, start + len(later)), len(single.policies)),
             (single.held[pick], single.forward[pick], single.backward[pick] + gradient),
             (
-                chunk.single_ps(position)[pick] * self.limits.timed,
+                chunk.single_ps(position)[pick],
                 single.forward_ps[pick],
                 single.backward_ps[pick],
             ),
@@ -115,7 +115,7 @@ class ChunkLabels:
             np.arange(start, start + len(later)),
             (group.held_bytes[pick], group.forward_transient_bytes[pick], backward),
             (
-                chunk.group_ps(position)[pick] * self.limits.timed,
+                chunk.group_ps(position)[pick],
                 group.forward_ps[pick],
                 group.backward_ps[pick],
             ),
@@ -142,7 +142,7 @@ class Filters:
         self.left = math.inf  # least time plus priced bytes of the labels that were cut off
         chunk = problem.chunks[c]
         held, forward, backward = limits.prices(c)
-        self.before_price = chunk.covering(held + forward + backward, limits.timed)
+        self.before_price = chunk.covering(held + forward + backward)
         self.others_price = sum(b for i, b in enumerate(chunk_bounds) if i != c)
         self.least_held = chunk.least_held
         self.counts = problem.counts[:, c]

@@ -24,15 +24,13 @@ class Limits:
     """Bytes that the chunks may need at each moment, of shape [moment]."""
     price: Floats
     """Picoseconds per byte, of shape [moment]; any values >= 0 give a valid bound."""
-    timed: bool = True
-    """Whether time counts, or only bytes."""
     apart: bool = False
     """Whether the time of forwards and that of backwards each count by themselves, too."""
 
     @property
     def budget_price(self) -> float:
         """The limits times their prices, in picoseconds."""
-        return float(self.price @ self.room) if self.timed else 0.0
+        return float(self.price @ self.room)
 
     def prices(self, c: int) -> tuple[float, float, float]:
         """Prices of a byte of H, of M forward and of M backward of a chunk."""
@@ -46,8 +44,8 @@ class Limits:
     def unsearched_bound(self, c: int) -> float:
         """Least time plus priced bytes of a chunk if every layer could choose independently."""
         chunk, price = self.problem.chunks[c], sum(self.prices(c))
-        after = sum(chunk.unit_ps(u) * self.timed + price * u.held_bytes for u in chunk.after)
-        return float(chunk.covering(price, self.timed)[-1]) + after
+        after = sum(chunk.unit_ps(u) + price * u.held_bytes for u in chunk.after)
+        return float(chunk.covering(price)[-1]) + after
 
     def priced(self, rows: Ints, c: int) -> Floats:
         """Time plus priced bytes of labels of a chunk."""

@@ -118,7 +118,7 @@ class ChunkProblem:
             )
         )
 
-    def covering(self, price: float, timed: bool) -> Floats:
+    def covering(self, price: float, timed: bool = True) -> Floats:
         """Least time + price * held over all choices for the layers before each position.
 
         Of shape [position], for positions 0 .. number of layers; the units of `before` are

@@ -20,6 +20,7 @@ import numpy as np
 
 from megatron_autorecompute.planner.stage_search.chunk_labels import ChunkLabels, Filters
 from megatron_autorecompute.planner.stage_search.combine import ChunkOptions, Combiner, Goal
+from megatron_autorecompute.planner.stage_search.leanest import leanest
 from megatron_autorecompute.planner.stage_search.limits import NEVER, NO_LIMIT, SLACK, Limits
 from megatron_autorecompute.planner.stage_search.prices import multipliers
 from megatron_autorecompute.planner.stage_search.problem import StageChoice, StageProblem
@@ -116,7 +117,7 @@ class StageSearch:
         rounds = self._rounds(budget_bytes)
         if rounds.bound_ps >= NEVER:
             return None
-        least_ps = sum(chunk.least_ps for chunk in problem.chunks)
+        least_ps = self.least_ps
         if rounds.complete or rounds.bound_ps <= least_ps:
             # Usually the answer: the fastest choices if memory is no limit, otherwise choices at an
             # exact bound. With this goal nearly every label is dropped at once.
@@ -162,17 +163,14 @@ class StageSearch:
         return Combiner(problem, options).all_within(room, time_ps, most)
 
     @cached_property
+    def least_ps(self) -> int:
+        """Time of the fastest choices, whatever their peak."""
+        return sum(chunk.least_ps for chunk in self.problem.chunks)
+
+    @cached_property
     def leanest(self) -> StageChoice:
         """The choices with the lowest peak, whatever their time."""
-        moments = len(self.problem.constant)
-        limits = Limits(self.problem, np.full(moments, NO_LIMIT), np.zeros(moments), timed=False)
-        rounds = _Rounds(limits, None)
-        for width in self.effort.widths:
-            found, left_ps = rounds.round(Goal(), width)
-            if left_ps == math.inf:
-                break
-        assert found is not None  # without a budget everything fits
-        return found
+        return leanest(self.problem)
 
     def _rounds(self, budget_bytes: int) -> _Rounds:
         problem, complete = self.problem, self.complete

@@ -204,4 +204,4 @@ def _least_ps(chunk: ChunkProblem) -> tuple[int, int]:
 
 def _covered(chunk: ChunkProblem) -> int:
     after = sum(chunk.unit_ps(unit) for unit in chunk.after)
-    return math.floor((float(chunk.covering(0.0, timed=True)[-1]) + after) * (1 - 1e-9))
+    return math.floor((float(chunk.covering(0.0)[-1]) + after) * (1 - 1e-9))

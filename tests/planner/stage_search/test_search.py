@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_autorecompute.planner.chunk_splits import put_together
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.stage_search.search import Effort
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS
@@ -135,9 +136,11 @@ def test_a_search_below_static_bytes_finds_nothing():
 
 
 def test_the_leanest_need_is_the_least_budget_that_is_feasible():
-    for seed in range(40):
+    for seed in range(150):
         profile, layout, schedule, _ = problem(seed)
         planner = Planner(profile, layout, schedule)
         for stage, lean in enumerate(planner.leanest):
+            policy = put_together(layout, [choice.policies for choice in planner.leanest])
+            assert planner.evaluate(policy).stages[stage].peak_high_bytes == lean.peak_bytes
             assert planner.choose(stage, lean.peak_bytes) is not None
             assert planner.choose(stage, lean.peak_bytes - 1) is None
