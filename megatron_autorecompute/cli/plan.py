@@ -21,7 +21,7 @@ from megatron_autorecompute.cli.problem import add_problem, problems
 from megatron_autorecompute.cli.values import budgets, file, sizes
 from megatron_autorecompute.cli.verify import add_measured, as_data, conclude, verified
 from megatron_autorecompute.errors import InfeasibleError, OptionError
-from megatron_autorecompute.planner.layout_search import search_layout
+from megatron_autorecompute.planner.layout_search.search import search_layout
 from megatron_autorecompute.planner.micro_batch_search import search_micro_batch
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Budget, Planner

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.layout_search import SearchResult
+from megatron_autorecompute.planner.layout_search.search import SearchResult
 from megatron_autorecompute.planner.planner import Budget, Planner, Solution
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import Profile
@@ -29,7 +29,8 @@ def search_micro_batch(
     planner, solution = min(fitting, key=lambda pair: pair[1].cost.step_ms)
     notes = tuple(_micro_batch_note(p, s) for p, s in solved)
     size = planner.profile.parallelism.micro_batch_size
-    return SearchResult(planner, solution, {"--micro-batch-size": str(size)}, notes[0]), notes
+    flags = {"--micro-batch-size": str(size)}
+    return SearchResult(planner, solution, flags, notes[0], solution.step_evidence), notes
 
 
 def _micro_batch_note(planner: Planner, solution: Solution | None) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import InfeasibleError, PipelineError, PolicyError, ProfileError
 from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.layout_search import (
+from megatron_autorecompute.planner.layout_search.flags import (
     layers_per_stage,
     layout_flags,
     uneven_layouts,
@@ -125,11 +125,11 @@ def _other_layout(planner: Planner, budget: Budget) -> Change | None:
         pairs = zip(layers_per_stage(layout), asked, strict=True)
         return sum(abs(size - other) for size, other in pairs)
 
-    for layout in sorted(uneven_layouts(planner), key=moved)[:_NEAREST_LAYOUTS]:
+    for layout in sorted(uneven_layouts(planner.layout), key=moved)[:_NEAREST_LAYOUTS]:
         candidate = planner.replaced(layout=layout)
         solution = candidate.try_solve(budget)
         if solution and layout != planner.layout:
-            flags = layout_flags(planner, candidate)
+            flags = layout_flags(layout)
             text = " ".join(f"{name} {value}" for name, value in flags.items())
             return Change(f"another layout: {text}", solution.cost.step_ms)
     return None

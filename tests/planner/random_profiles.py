@@ -1,9 +1,11 @@
 """Small random planning problems."""
 
+import itertools
 import random
 from dataclasses import replace
 
 from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.layout_search.flags import one_chunk_each
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -185,3 +187,46 @@ def scale(profile, size, time):
         head_static=static(profile.head_static),
         stages=stages,
     )
+
+
+def problem_of_uneven_stages(seed):
+    """As `problem`, with one chunk on each of several stages and any layers per stage."""
+    rng = random.Random(seed)
+    stages, num_layers, mtp = rng.choice([2, 3, 3, 4]), rng.randint(3, 6), rng.random() < 0.2
+    owner = [rng.randrange(2) for _ in range(num_layers)]
+    kinds = [
+        LayerKind(
+            f"kind{k}",
+            tuple(i for i in range(num_layers) if owner[i] == k),
+            records(rng, rng.sample(CHOICES, rng.randint(1, 4))),
+            static=StaticBytes(rng.randint(0, 3)),
+        )
+        for k in range(2)
+    ]
+    if mtp:
+        depth = records(rng, ("none", "full"))
+        kinds.append(LayerKind("mtp", (num_layers,), depth, static=StaticBytes(1)))
+    profile = Profile(
+        Model("random", num_layers, int(mtp)),
+        Parallelism(micro_batch_size=2, seq_length=8),
+        tuple(kinds),
+        embedding=record(rng, "none"),
+        head=record(rng, "none"),
+        boundary_bytes=rng.randint(0, 2),
+        embedding_static=StaticBytes(1),
+        head_static=StaticBytes(0, 1, 2, 3),
+        deallocate_pipeline_outputs=rng.random() < 0.7,
+        overlap_p2p_comm=rng.random() < 0.5,
+        final_norm=record(rng, "none") if mtp else None,
+    )
+    cuts = sorted(rng.randint(0, num_layers) for _ in range(stages - 1))
+    sizes = [stop - start for start, stop in itertools.pairwise((0, *cuts, num_layers))]
+    layout = one_chunk_each(sizes, int(mtp))
+    if rng.random() < 0.3:
+        measured = (_stage_record(rng, chunks) for chunks in layout.stages)
+        profile = replace(
+            profile,
+            stages=tuple(replace(s, residual_ms=rng.choice([0.0, 1.5, -2.0])) for s in measured),
+        )
+    schedule = Schedule(stages, 1, rng.choice([1, 2, 3, 5, 9, 20]))
+    return profile, layout, schedule, rng.randint(15, 120)
