@@ -51,6 +51,12 @@ class Settings:
     """A key of PRECISIONS, for the linear layers inside transformer layers."""
     lora_rank: int = 0
     """Above 0: weights are frozen, and every linear layer outside experts has an adapter."""
+    linear_gradients: bool = False
+    """Whether the backward of a linear layer makes a tensor of its weight's shape, which its
+    parameter's hook frees: without gradient accumulation fusion the gradient, and with it the dummy
+    of Transformer Engine's versions that do not keep it (`shared_buffers`)."""
+    grouped_gradients: bool = False
+    """The same for experts' weights."""
 
 
 _settings = Settings()
@@ -106,6 +112,8 @@ class _Linear(torch.autograd.Function):
         precision: Precision,
     ) -> torch.Tensor:
         ctx.split, ctx.precision, ctx.normed = split, precision, norm_weight is not None
+        grouped = weight.dim() == 3
+        ctx.makes = _settings.grouped_gradients if grouped else _settings.linear_gradients
         kept: list[torch.Tensor] = [weight]
         normed = x
         if norm_weight is not None:
@@ -138,14 +146,16 @@ class _Linear(torch.autograd.Function):
             dx = _scattered(dx, split.group)
         elif split.reduces_gradient:
             torch.distributed.all_reduce(dx, group=split.group)
+        weight_gradient = None
         if not ctx.frozen:
+            weight_gradient = torch.empty_like(weight) if ctx.makes else None
             saved = kept[-1]
             total = _gathered(saved, split.group) if split.gathers else saved
             ops.gemm_weight_gradient(gradient, total, weight, precision.name)
             del total, saved
         if ctx.normed:
             dx = ops.norm_backward(dx, kept[0], kept[1])
-        return dx, None, None, None, None
+        return dx, weight_gradient, None, None, None
 
 
 class _Attention(torch.autograd.Function):
@@ -433,6 +443,13 @@ class GroupedRowLinear(_GroupedLinear):
     """Stands for TERowParallelGroupedLinear."""
 
     parallel = "row"
+
+
+LINEAR_TYPES = (
+    *(Linear, ColumnLinear, NormColumnLinear, RowLinear),
+    *(GroupedColumnLinear, GroupedRowLinear),
+)
+"""Every linear layer of Transformer Engine that has a stand-in."""
 
 
 class Attention(torch.nn.Module):

@@ -97,7 +97,12 @@ def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
 @contextlib.contextmanager
 def meta_megatron(job: Job) -> Iterator[None]:
     """In this block Megatron runs on meta tensors, with the stand-ins that the job needs."""
-    settings = kernels.Settings(precision=job.precision, lora_rank=job.lora_rank)
+    settings = kernels.Settings(
+        precision=job.precision,
+        lora_rank=job.lora_rank,
+        linear_gradients=not job.keeps_dummies("linear"),
+        grouped_gradients=not job.keeps_dummies("grouped"),
+    )
     # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     with without_cuda.activate(meta=True), kernels.stand_ins(settings), quiet, _refusals(job):
@@ -173,11 +178,19 @@ class JobStep:
         return output, lambda losses: (losses.float().mean(), {})
 
 
-def add_main_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Give trained parameters a main_grad, as DistributedDataParallel does; returns all of them."""
+def add_main_gradients(
+    parameters: Iterable[torch.Tensor], *, dummies: bool = False
+) -> list[torch.Tensor]:
+    """Give trained parameters a main_grad, as DistributedDataParallel does; returns all of them.
+
+    dummies: whether the backward of Megatron's own linear layers makes a new tensor of the weight's
+    shape for the hook (tensor_parallel/layers.py, where Transformer Engine is not installed).
+    """
     found = []
     for parameter in parameters:
         if parameter.requires_grad:
+            if dummies:
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             main: Any = torch.zeros_like(parameter, dtype=torch.float32)
             parameter.main_grad = main  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_forget_gradient)
@@ -254,8 +267,7 @@ def megatron_config(job: Job, changed: Mapping[str, Any]) -> Any:
     if isinstance(fields.get("activation_func"), str):
         fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
     config = meta_config(_constructed(job, fields))
-    # Megatron-LM's default; the stand-in adds a weight's gradient in the product itself.
-    config.gradient_accumulation_fusion = True
+    config.gradient_accumulation_fusion = job.fuses_weight_gradients
     return config
 
 
