@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
 
 from megatron_autorecompute.compat import versions
-from megatron_autorecompute.meta import ops
+from megatron_autorecompute.meta import context_parallel, ops
 from megatron_autorecompute.patched import patched
 
 
@@ -455,36 +455,38 @@ LINEAR_TYPES = (
 class Attention(torch.nn.Module):
     """Stands for TEDotProductAttention: q [s, b, heads, width] to [s, b, heads * v width].
 
-    Under context parallelism keys and values go around a ring of ranks, past each rank's queries.
-    Each rank does its share of the whole causal product, and holds one more k and v, which are in
-    transfer (TE context_parallel.py `AttnFuncWithCPAndKVP2P`).
+    Under context parallelism the layer's `cp_comm_type` says how ranks exchange keys and values, or
+    heads; Megatron's default is p2p.
     """
 
-    def __init__(self, config: Any, *, layer_number: int = 1, **_: Any) -> None:
+    def __init__(
+        self, config: Any, *, layer_number: int = 1, cp_comm_type: str | None = None, **_: Any
+    ) -> None:
         super().__init__()
-        self.ranks = config.context_parallel_size
         self.window_size = _window(config, layer_number)
-        self.group = parallel_state.get_context_parallel_group() if self.ranks > 1 else None
+        several = config.context_parallel_size > 1
+        self.group = parallel_state.get_context_parallel_group() if several else None
+        self.comm_type = comm_type(cp_comm_type)
+        self.hierarchy = config.hierarchical_context_parallel_sizes
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
         """Attention is causal; masks are not read."""
-        traveller = None
-        if self.group is not None:
-            traveller = _on_the_way(key, value, self.group)
-        out = _Attention.apply(query, key, value, 0.5 * self.ranks, self.window_size)
-        del traveller
+        if self.group is None:
+            out = _Attention.apply(query, key, value, context_parallel.CAUSAL, self.window_size)
+        else:
+            # Views of the projection are copied first, as `_Attention` says.
+            tensors = [part.contiguous() for part in (query, key, value)]
+            out = context_parallel.attend(
+                self.comm_type, tensors, self.group, self.window_size, self.hierarchy
+            )
         return out.flatten(2)
 
 
-def _on_the_way(key: torch.Tensor, value: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    with torch.no_grad():
-        parts = [torch.empty_like(part.detach()) for part in (key, value)]
-        for part in parts:
-            for _ in range(group.size() - 1):
-                torch.distributed.broadcast(part, group=group, group_src=0)
-    return parts
+def comm_type(name: str | None) -> str:
+    """A `cp_comm_type` as TE writes it; Megatron accepts allgather too."""
+    return "all_gather" if name == "allgather" else name or "p2p"
 
 
 def _window(config: Any, layer_number: int) -> int:

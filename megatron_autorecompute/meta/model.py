@@ -310,6 +310,8 @@ def _defaults(job: Job) -> dict[str, Any]:
 
 def _pattern(job: Job, kind_of: dict[int, JobKind]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
+    if isinstance(comm := job.config.get("cp_comm_type"), list):
+        fields["cp_comm_type"] = comm[0]  # the same for all layers
     if job.config.get("num_moe_experts"):
         fields["moe_layer_freq"] = [int(kind.is_moe) for kind in kind_of.values()]
     if job.config.get("window_size"):
