@@ -66,11 +66,13 @@ _settings = Settings()
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm or LayerNorm. Saves: input, one fp32 per token (`rsigma`; LayerNorm's `mu`, another
-    four bytes per token, is left out). TE pytorch/module/_common.py `apply_normalization`."""
+    """RMSNorm or LayerNorm. Saves: input, copied if it is a view of parts of a tensor, and one fp32
+    per token (`rsigma`; LayerNorm's `mu`, another four bytes per token, is left out). TE
+    pytorch/ops/basic/rmsnorm.py and layer_norm.py, `op_forward`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
         y, statistics = ops.norm(x, weight)
         ctx.save_for_backward(x, statistics)
         return y

@@ -23,8 +23,8 @@ from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
 from megatron_autorecompute.patched import patched_environ
 
-MAX_CHOICES = 48
-"""Choices tried per kind of layer; MLA with MoE has 41 sets of modules."""
+MAX_CHOICES = 96
+"""Choices tried per kind of layer; MLA with MoE has 83."""
 
 LEFT_OUT = {
     **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_scope", "cuda_graph_impl")},

@@ -20,7 +20,6 @@ from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.kernels import Attention
 from megatron_autorecompute.meta.measured import LAYER_FIELDS
 from megatron_autorecompute.meta.meta_step import kept_between_steps
 from megatron_autorecompute.meta.model import (
@@ -152,10 +151,9 @@ def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) 
 def _with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """Add to every kind, as inert choices, the sets of modules that only other kinds have.
 
-    Megatron's `recompute_modules` are one list for all layers: mlp does nothing on a MoE layer, and
-    core_attn almost nothing under fused attention.
+    Megatron's `recompute_modules` are one list for all layers: mlp does nothing on a MoE layer.
     """
-    modules = sorted({"core_attn"}.union(*map(_modules, kinds)))
+    modules = sorted(set[str]().union(*map(_modules, kinds)))
     sizes = range(1, len(modules) + 1)
     choices = [
         LayerPolicy("selective", chosen)
@@ -244,11 +242,14 @@ def _own_embedding(model: Any) -> list[torch.nn.Parameter]:
 
 
 def every_choice(layer: Any) -> Choices:
-    """All sets of modules, because a step costs no device time. Without core_attn under fused
-    attention, which would run the kernel again to save only its log-sum-exp."""
-    fused = isinstance(layer.self_attention.core_attention, Attention)
-    modules = [m for m in rules.usable_modules(layer) if not (fused and m == "core_attn")]
-    return choices(layer, modules, MAX_CHOICES)
+    """All sets of modules, because a step costs no device time.
+
+    core_attn under fused attention is one of them, though it hardly pays: Megatron's own settings
+    name it. It runs attention again, and mostly holds more: the checkpoint saves its inputs, of
+    which v is a view of the whole projection (megatron-core transformer/attention.py
+    `_checkpointed_attention_forward`).
+    """
+    return choices(layer, rules.usable_modules(layer), MAX_CHOICES)
 
 
 # --------------------------------------------------------------------------------- putting together
