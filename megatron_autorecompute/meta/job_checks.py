@@ -14,8 +14,8 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.json_records import shown_name
 from megatron_autorecompute.profile import MOST_LAYERS
 
-ACTIVATIONS = ("gelu", "silu")
-"""Names of `activation_func`, of torch.nn.functional."""
+ACTIVATIONS = ("gelu", "silu", "relu", "squared_relu", "quick_gelu", "fast_gelu")
+"""Names of `activation_func`: functions of torch.nn.functional and of Megatron."""
 COMM_TYPES = ("p2p", "all_gather", "allgather", "a2a", "a2a+p2p")
 """Names of `cp_comm_type`."""
 MOST_RANKS = 1 << 20

@@ -225,18 +225,39 @@ def _mla_gradients(
 
 
 class _Gated(torch.autograd.Function):
-    """SwiGLU and its like, times the router's weights for experts. Saves: its input, and the
-    weights. Megatron fusions/fused_bias_swiglu.py `SwiGLUFunction`, `WeightedSwiGLUFunction`."""
+    """SwiGLU and its like, times the router's weights for experts. Saves: its input, in one byte
+    per element with `activation_func_fp8_input_store`, and the weights. Megatron
+    fusions/fused_bias_swiglu.py `SwiGLUFunction`, `WeightedSwiGLUFunction`, fused_bias_geglu.py
+    `WeightedQuickGeGLUFunction`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, in_fp8: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x.to(torch.float8_e4m3fn) if in_fp8 else x, weights)
+        return ops.gated(x, weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weights = ctx.saved_tensors
+        dx, dweights = ops.gated_backward(gradient, x.to(gradient.dtype), weights)
+        return dx, None if weights is None else dweights, None
+
+
+class _Pointwise(torch.autograd.Function):
+    """An activation that is not gated, as one kernel. Saves: its input, and the router's weights.
+    Megatron fusions/fused_weighted_squared_relu.py `WeightedSquaredReLUFunction`,
+    fused_bias_gelu.py `GeLUFunction` (whose bias is a parameter)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weights)
-        return ops.gated(x, weights)
+        return ops.pointwise(x, weights)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weights = ctx.saved_tensors
-        dx, dweights = ops.gated_backward(gradient, x, weights)
+        dx, dweights = ops.pointwise_backward(gradient, x, weights)
         return dx, None if weights is None else dweights
 
 
@@ -348,7 +369,7 @@ class _LinearModule(torch.nn.Module):
             return self._adapted(x), None
         y = _Linear.apply(x, self.weight, self.layer_norm_weight, self.split, self.precision)
         if self.bias is not None and not self.skip_bias_add:
-            y = y + self.bias
+            y = y.add_(self.bias)  # in the product's own epilogue
         return y, self.bias if self.te_return_bias else None
 
     def _adapted(self, x: torch.Tensor) -> torch.Tensor:
@@ -409,10 +430,12 @@ class _GroupedLinear(torch.nn.Module):
         *,
         config: Any,
         bias: bool = False,
+        skip_bias_add: bool = False,
         pg_collection: Any = None,
         **_: Any,
     ) -> None:
         super().__init__()
+        self.te_return_bias = skip_bias_add and bias
         self.group = pg_collection.expt_tp if pg_collection else _tensor_group(True)
         ranks = self.group.size()
         sizes = (output_size // ranks, input_size)
@@ -428,10 +451,16 @@ class _GroupedLinear(torch.nn.Module):
             parameter.requires_grad_(not _settings.lora_rank)
         self.precision = PRECISIONS[_settings.precision]
 
-    def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, None]:
-        """x [tokens, in], sorted by expert, to [tokens, out]; biases are added in the product."""
+    def forward(
+        self, x: torch.Tensor, tokens_per_expert: Any
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """x [tokens, in], sorted by expert, to [tokens, out]. Biases are added in the product, or
+        returned, one [out] for each expert, if the caller adds them."""
         split = _Split(self.group)
-        return _Linear.apply(x, self.weight, None, split, self.precision), None
+        y = _Linear.apply(x, self.weight, None, split, self.precision)
+        if self.bias is None or not self.te_return_bias:
+            return y, None
+        return y, list(self.bias)
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""
@@ -569,12 +598,32 @@ def _mla_kv(
     return _MlaRotation.apply(kv, k_position, k_width, v_width)
 
 
-def _gate(x: torch.Tensor, bias: Any, *_: Any) -> torch.Tensor:
-    return _Gated.apply(x, None)
+def _gate(x: torch.Tensor, bias: Any, in_fp8: bool = False, *_: Any) -> torch.Tensor:
+    return _Gated.apply(x, None, in_fp8)
 
 
-def _weighted_gate(x: torch.Tensor, bias: Any, weights: torch.Tensor, *_: Any) -> torch.Tensor:
-    return _Gated.apply(x, weights)
+def _weighted_gate(
+    x: torch.Tensor, bias: Any, weights: torch.Tensor, in_fp8: bool = False, *_: Any
+) -> torch.Tensor:
+    return _Gated.apply(x, weights, in_fp8)
+
+
+def _quick_gate(x: torch.Tensor, weights: torch.Tensor, in_fp8: bool, *_: Any) -> torch.Tensor:
+    return _Gated.apply(x, weights, in_fp8)
+
+
+def _biased_quick_gate(
+    x: torch.Tensor, bias: Any, weights: torch.Tensor, in_fp8: bool, *_: Any
+) -> torch.Tensor:
+    return _Gated.apply(x, weights, in_fp8)
+
+
+def _gelu(x: torch.Tensor, bias: Any) -> torch.Tensor:
+    return _Pointwise.apply(x, None)
+
+
+def _weighted_square(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return _Pointwise.apply(x, weights)
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -620,6 +669,7 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         {
             "bias_swiglu_impl": _gate,
             "bias_geglu_impl": _gate,
+            "bias_gelu_impl": _gelu,
             "weighted_bias_swiglu_impl": _weighted_gate,
         },
     )
@@ -627,7 +677,15 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         module("transformer.moe.experts"),
         {
             "weighted_bias_swiglu_impl": _weighted_gate,
-            "weighted_bias_quick_geglu_impl": _weighted_gate,
+            "weighted_squared_relu_impl": _weighted_square,
+        },
+    )
+    # Around it Megatron's own code clamps, and copies what it clamped.
+    yield (
+        module("fusions.fused_bias_geglu"),
+        {
+            "WeightedQuickGeGLUFunction": SimpleNamespace(apply=_quick_gate),
+            "WeightedBiasQuickGeGLUFunction": SimpleNamespace(apply=_biased_quick_gate),
         },
     )
     yield (

@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from megatron.core import activations
+from megatron.core.fusions import fused_bias_geglu
 
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
@@ -37,7 +39,12 @@ LEFT_OUT = {
 }
 """Fields that the model is built without: they need a device, or are what is to be planned."""
 
-ACTIVATIONS = {name: getattr(torch.nn.functional, name) for name in job_checks.ACTIVATIONS}
+ACTIVATIONS = {
+    name: getattr(torch.nn.functional, name, None) or getattr(activations, name)
+    for name in job_checks.ACTIVATIONS
+}
+# Megatron has two of this name, and compares with the one that its flag sets.
+ACTIVATIONS["quick_gelu"] = fused_bias_geglu.quick_gelu
 
 
 @dataclass(frozen=True, slots=True)
