@@ -17,7 +17,7 @@ whichever module saves it; its output belongs to the next layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -195,15 +195,39 @@ class StaticBytes:
     """Master weights and moments, this rank's shard."""
     buffer_bytes: Bytes = 0
     """Everything else: masks, rotary tables, communication buffers inside torch."""
+    shared: dict[str, Bytes] = field(default_factory=dict)
+    """Buffers that a stage has once, however many of its parts name them, by name: workspaces of
+    matrix products, dummy weight gradients of one shape."""
+
+    @classmethod
+    def sum(cls, parts: Iterable[StaticBytes]) -> StaticBytes:
+        """Of all parts together; of a shared buffer that several name, the largest counts."""
+        counted = list(parts)
+        shared: dict[str, int] = {}
+        for part in counted:
+            for name, size in part.shared.items():
+                shared[name] = max(size, shared.get(name, 0))
+        return cls(
+            sum(part.parameter_bytes for part in counted),
+            sum(part.gradient_bytes for part in counted),
+            sum(part.optimizer_state_bytes for part in counted),
+            sum(part.buffer_bytes for part in counted),
+            shared,
+        )
+
+    @property
+    def all_buffer_bytes(self) -> int:
+        """Buffers, those that are shared included."""
+        return self.buffer_bytes + sum(self.shared.values())
 
     @property
     def total_bytes(self) -> int:
-        """All four parts together."""
+        """All parts together."""
         return (
             self.parameter_bytes
             + self.gradient_bytes
             + self.optimizer_state_bytes
-            + self.buffer_bytes
+            + self.all_buffer_bytes
         )
 
 

@@ -96,7 +96,7 @@ def _static(profile: Profile) -> Rows:
             static.parameter_bytes,
             static.gradient_bytes,
             static.optimizer_state_bytes,
-            static.buffer_bytes,
+            static.all_buffer_bytes,
             static.total_bytes,
         )
         stages.setdefault(parts, []).append(number)

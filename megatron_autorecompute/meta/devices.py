@@ -42,6 +42,8 @@ class Device:
     """One GPU. Rates are peaks, per second."""
 
     name: str
+    capability: float
+    """CUDA's compute capability: 9.0 is Hopper, 10.0 and 10.3 are Blackwell."""
     memory_bytes: int
     flops: Mapping[str, float]
     """By precision: bf16, fp8, fp4; without the precisions that the device lacks."""
@@ -93,6 +95,7 @@ def _device(name: str, data: Mapping[str, object]) -> Device:
     assert isinstance(tflops, dict), "devices.json is ours"
     return Device(
         name,
+        number("capability"),
         round(number("memory_gib") * GIB),
         {precision: value * 1e12 for precision, value in tflops.items()},
         number("bandwidth") * 1e9,

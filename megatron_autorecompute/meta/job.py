@@ -77,6 +77,8 @@ class Job:
     """Adam's first moment."""
     exp_avg_sq_dtype: Dtype = "fp32"
     """Adam's second moment."""
+    te_version: Annotated[str, Field(pattern=r"^(\d{1,3}\.\d{1,3}(\.\d{1,3})?)?$")] = "2.11"
+    """Transformer Engine's in the job's environment; empty: it is not installed."""
     lora_rank: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
     """Above 0: base weights are frozen; every linear layer outside experts has such an adapter."""
     described_by: Literal["yaml", "flags", "recipe"] = "yaml"
@@ -140,6 +142,27 @@ class Job:
     def mtp_num_layers(self) -> int:
         """Multi-token-prediction depths."""
         return int(self.config.get("mtp_num_layers") or 0)
+
+    @property
+    def fuses_weight_gradients(self) -> bool:
+        """Whether products add to main_grad themselves; the config's gradient_accumulation_fusion,
+        which Megatron-LM sets by default."""
+        return bool(self.config.get("gradient_accumulation_fusion", True))
+
+    def keeps_dummies(self, what: Literal["linear", "grouped"]) -> bool:
+        """Whether backward of these layers returns a dummy weight gradient that is kept.
+
+        `shared_buffers.dummy_weight_gradients` says what it is for. TE keeps one for each shape of
+        linear layers since 2.3 (commit ba5dc5dde, #1651), of experts since 2.10 (d2945c6a5, #2305).
+        """
+        version = tuple(int(part) for part in self.te_version.split(".") if part)
+        since = {"linear": (2, 3), "grouped": (2, 10)}
+        return self.fuses_weight_gradients and version >= since[what]
+
+    @property
+    def makes_dummies(self) -> bool:
+        """Whether backward makes a dummy weight gradient each time, and frees it."""
+        return self.fuses_weight_gradients and not self.keeps_dummies("linear")
 
     def moe_pattern(self) -> tuple[bool, ...]:
         """Which decoder layers are MoE layers, from `moe_layer_freq`."""

@@ -14,8 +14,10 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.json_records import shown_name
 from megatron_autorecompute.profile import MOST_LAYERS
 
-ACTIVATIONS = ("gelu", "silu")
-"""Names of `activation_func`, of torch.nn.functional."""
+ACTIVATIONS = ("gelu", "silu", "relu", "squared_relu", "quick_gelu", "fast_gelu")
+"""Names of `activation_func`: functions of torch.nn.functional and of Megatron."""
+COMM_TYPES = ("p2p", "all_gather", "allgather", "a2a", "a2a+p2p")
+"""Names of `cp_comm_type`."""
 MOST_RANKS = 1 << 20
 MOST_EXPERTS = 1 << 12
 MOST_WIDTH = 1 << 24
@@ -81,6 +83,9 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"config.{name}: {value!r:.80}; give true or false"
         elif name == "activation_func" and value not in ACTIVATIONS:
             yield f"config.{name}: {value!r:.80}; known are {', '.join(ACTIVATIONS)}"
+        elif name == "cp_comm_type" and not _one_of(value, COMM_TYPES):
+            known = ", ".join(COMM_TYPES)
+            yield f"config.{name}: {value!r:.80}; give one of {known} for all layers"
         elif name == "pipeline_model_parallel_layout" and not _is_layout(value):
             yield f"config.{name}: {value!r:.80}; give a text such as Et*3|(tt|)*6mL"
     for name in ("moe_layer_freq", "window_attn_skip_freq"):
@@ -110,12 +115,39 @@ def _wrong_together(config: Mapping[str, Any], seq_length: int) -> Iterator[str]
             f"seq_length {seq_length} is no multiple of {tensor * context}, tensor times context "
             "parallel size, as sequence_parallel needs"
         )
+    yield from _cannot_exchange_heads(config, groups)
     if experts:
         topk, parts = config.get("moe_router_topk"), config.get("expert_model_parallel_size") or 1
         if (topk or 1) > experts:
             yield f"moe_router_topk {topk} is more than num_moe_experts {experts}"
         if experts % parts:
             yield f"num_moe_experts {experts} is no multiple of expert_model_parallel_size {parts}"
+
+
+def _cannot_exchange_heads(config: Mapping[str, Any], groups: int) -> Iterator[str]:
+    """What TE's `AttnFuncWithCPAndQKVOA2A` asserts of q, k and v."""
+    comm, ranks = config.get("cp_comm_type"), config.get("context_parallel_size") or 1
+    comm = comm[0] if isinstance(comm, list) else comm
+    sizes = config.get("hierarchical_context_parallel_sizes")
+    if comm == "a2a+p2p" and ranks > 1 and (not sizes or math.prod(sizes) != ranks):
+        yield (
+            f"cp_comm_type a2a+p2p, hierarchical_context_parallel_sizes {sizes!r:.40}; give two "
+            f"numbers whose product is context_parallel_size {ranks}"
+        )
+        return
+    ranks = {"a2a": ranks, "a2a+p2p": sizes[0] if sizes else 1}.get(str(comm), 1)
+    heads = groups // (config.get("tensor_model_parallel_size") or 1)
+    if heads % ranks and not config.get("multi_latent_attention"):
+        yield (
+            f"cp_comm_type {comm} divides the heads of keys of a tensor parallel rank, {heads}, by "
+            f"{ranks} ranks; use another cp_comm_type or size"
+        )
+
+
+def _one_of(value: Any, known: Sequence[str]) -> bool:
+    """Whether it is one of the known names, or a list of the same one for each layer."""
+    values = value if isinstance(value, list) else [value]
+    return bool(values) and values[0] in known and all(one == values[0] for one in values)
 
 
 def _whole(value: Any, least: int, most: int) -> bool:

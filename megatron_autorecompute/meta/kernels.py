@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
 
 from megatron_autorecompute.compat import versions
-from megatron_autorecompute.meta import ops
+from megatron_autorecompute.meta import context_parallel, ops
 from megatron_autorecompute.patched import patched
 
 
@@ -51,6 +51,12 @@ class Settings:
     """A key of PRECISIONS, for the linear layers inside transformer layers."""
     lora_rank: int = 0
     """Above 0: weights are frozen, and every linear layer outside experts has an adapter."""
+    linear_gradients: bool = False
+    """Whether the backward of a linear layer makes a tensor of its weight's shape, which its
+    parameter's hook frees: without gradient accumulation fusion the gradient, and with it the dummy
+    of Transformer Engine's versions that do not keep it (`shared_buffers`)."""
+    grouped_gradients: bool = False
+    """The same for experts' weights."""
 
 
 _settings = Settings()
@@ -60,11 +66,13 @@ _settings = Settings()
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm or LayerNorm. Saves: input, one fp32 per token (`rsigma`; LayerNorm's `mu`, another
-    four bytes per token, is left out). TE pytorch/module/_common.py `apply_normalization`."""
+    """RMSNorm or LayerNorm. Saves: input, copied if it is a view of parts of a tensor, and one fp32
+    per token (`rsigma`; LayerNorm's `mu`, another four bytes per token, is left out). TE
+    pytorch/ops/basic/rmsnorm.py and layer_norm.py, `op_forward`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
         y, statistics = ops.norm(x, weight)
         ctx.save_for_backward(x, statistics)
         return y
@@ -106,6 +114,8 @@ class _Linear(torch.autograd.Function):
         precision: Precision,
     ) -> torch.Tensor:
         ctx.split, ctx.precision, ctx.normed = split, precision, norm_weight is not None
+        grouped = weight.dim() == 3
+        ctx.makes = _settings.grouped_gradients if grouped else _settings.linear_gradients
         kept: list[torch.Tensor] = [weight]
         normed = x
         if norm_weight is not None:
@@ -138,14 +148,16 @@ class _Linear(torch.autograd.Function):
             dx = _scattered(dx, split.group)
         elif split.reduces_gradient:
             torch.distributed.all_reduce(dx, group=split.group)
+        weight_gradient = None
         if not ctx.frozen:
+            weight_gradient = torch.empty_like(weight) if ctx.makes else None
             saved = kept[-1]
             total = _gathered(saved, split.group) if split.gathers else saved
             ops.gemm_weight_gradient(gradient, total, weight, precision.name)
             del total, saved
         if ctx.normed:
             dx = ops.norm_backward(dx, kept[0], kept[1])
-        return dx, None, None, None, None
+        return dx, weight_gradient, None, None, None
 
 
 class _Attention(torch.autograd.Function):
@@ -213,18 +225,39 @@ def _mla_gradients(
 
 
 class _Gated(torch.autograd.Function):
-    """SwiGLU and its like, times the router's weights for experts. Saves: its input, and the
-    weights. Megatron fusions/fused_bias_swiglu.py `SwiGLUFunction`, `WeightedSwiGLUFunction`."""
+    """SwiGLU and its like, times the router's weights for experts. Saves: its input, in one byte
+    per element with `activation_func_fp8_input_store`, and the weights. Megatron
+    fusions/fused_bias_swiglu.py `SwiGLUFunction`, `WeightedSwiGLUFunction`, fused_bias_geglu.py
+    `WeightedQuickGeGLUFunction`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, in_fp8: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x.to(torch.float8_e4m3fn) if in_fp8 else x, weights)
+        return ops.gated(x, weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weights = ctx.saved_tensors
+        dx, dweights = ops.gated_backward(gradient, x.to(gradient.dtype), weights)
+        return dx, None if weights is None else dweights, None
+
+
+class _Pointwise(torch.autograd.Function):
+    """An activation that is not gated, as one kernel. Saves: its input, and the router's weights.
+    Megatron fusions/fused_weighted_squared_relu.py `WeightedSquaredReLUFunction`,
+    fused_bias_gelu.py `GeLUFunction` (whose bias is a parameter)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weights)
-        return ops.gated(x, weights)
+        return ops.pointwise(x, weights)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weights = ctx.saved_tensors
-        dx, dweights = ops.gated_backward(gradient, x, weights)
+        dx, dweights = ops.pointwise_backward(gradient, x, weights)
         return dx, None if weights is None else dweights
 
 
@@ -336,7 +369,7 @@ class _LinearModule(torch.nn.Module):
             return self._adapted(x), None
         y = _Linear.apply(x, self.weight, self.layer_norm_weight, self.split, self.precision)
         if self.bias is not None and not self.skip_bias_add:
-            y = y + self.bias
+            y = y.add_(self.bias)  # in the product's own epilogue
         return y, self.bias if self.te_return_bias else None
 
     def _adapted(self, x: torch.Tensor) -> torch.Tensor:
@@ -397,10 +430,12 @@ class _GroupedLinear(torch.nn.Module):
         *,
         config: Any,
         bias: bool = False,
+        skip_bias_add: bool = False,
         pg_collection: Any = None,
         **_: Any,
     ) -> None:
         super().__init__()
+        self.te_return_bias = skip_bias_add and bias
         self.group = pg_collection.expt_tp if pg_collection else _tensor_group(True)
         ranks = self.group.size()
         sizes = (output_size // ranks, input_size)
@@ -416,10 +451,16 @@ class _GroupedLinear(torch.nn.Module):
             parameter.requires_grad_(not _settings.lora_rank)
         self.precision = PRECISIONS[_settings.precision]
 
-    def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, None]:
-        """x [tokens, in], sorted by expert, to [tokens, out]; biases are added in the product."""
+    def forward(
+        self, x: torch.Tensor, tokens_per_expert: Any
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """x [tokens, in], sorted by expert, to [tokens, out]. Biases are added in the product, or
+        returned, one [out] for each expert, if the caller adds them."""
         split = _Split(self.group)
-        return _Linear.apply(x, self.weight, None, split, self.precision), None
+        y = _Linear.apply(x, self.weight, None, split, self.precision)
+        if self.bias is None or not self.te_return_bias:
+            return y, None
+        return y, list(self.bias)
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""
@@ -435,39 +476,48 @@ class GroupedRowLinear(_GroupedLinear):
     parallel = "row"
 
 
+LINEAR_TYPES = (
+    *(Linear, ColumnLinear, NormColumnLinear, RowLinear),
+    *(GroupedColumnLinear, GroupedRowLinear),
+)
+"""Every linear layer of Transformer Engine that has a stand-in."""
+
+
 class Attention(torch.nn.Module):
     """Stands for TEDotProductAttention: q [s, b, heads, width] to [s, b, heads * v width].
 
-    Under context parallelism keys and values go around a ring of ranks, past each rank's queries.
-    Each rank does its share of the whole causal product, and holds one more k and v, which are in
-    transfer (TE context_parallel.py `AttnFuncWithCPAndKVP2P`).
+    Under context parallelism the layer's `cp_comm_type` says how ranks exchange keys and values, or
+    heads; Megatron's default is p2p.
     """
 
-    def __init__(self, config: Any, *, layer_number: int = 1, **_: Any) -> None:
+    def __init__(
+        self, config: Any, *, layer_number: int = 1, cp_comm_type: str | None = None, **_: Any
+    ) -> None:
         super().__init__()
-        self.ranks = config.context_parallel_size
         self.window_size = _window(config, layer_number)
-        self.group = parallel_state.get_context_parallel_group() if self.ranks > 1 else None
+        several = config.context_parallel_size > 1
+        self.group = parallel_state.get_context_parallel_group() if several else None
+        self.comm_type = comm_type(cp_comm_type)
+        self.hierarchy = config.hierarchical_context_parallel_sizes
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
         """Attention is causal; masks are not read."""
-        traveller = None
-        if self.group is not None:
-            traveller = _on_the_way(key, value, self.group)
-        out = _Attention.apply(query, key, value, 0.5 * self.ranks, self.window_size)
-        del traveller
+        if self.group is None:
+            out = _Attention.apply(query, key, value, context_parallel.CAUSAL, self.window_size)
+        else:
+            # Views of the projection are copied first, as `_Attention` says.
+            tensors = [part.contiguous() for part in (query, key, value)]
+            out = context_parallel.attend(
+                self.comm_type, tensors, self.group, self.window_size, self.hierarchy
+            )
         return out.flatten(2)
 
 
-def _on_the_way(key: torch.Tensor, value: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    with torch.no_grad():
-        parts = [torch.empty_like(part.detach()) for part in (key, value)]
-        for part in parts:
-            for _ in range(group.size() - 1):
-                torch.distributed.broadcast(part, group=group, group_src=0)
-    return parts
+def comm_type(name: str | None) -> str:
+    """A `cp_comm_type` as TE writes it; Megatron accepts allgather too."""
+    return "all_gather" if name == "allgather" else name or "p2p"
 
 
 def _window(config: Any, layer_number: int) -> int:
@@ -548,12 +598,32 @@ def _mla_kv(
     return _MlaRotation.apply(kv, k_position, k_width, v_width)
 
 
-def _gate(x: torch.Tensor, bias: Any, *_: Any) -> torch.Tensor:
-    return _Gated.apply(x, None)
+def _gate(x: torch.Tensor, bias: Any, in_fp8: bool = False, *_: Any) -> torch.Tensor:
+    return _Gated.apply(x, None, in_fp8)
 
 
-def _weighted_gate(x: torch.Tensor, bias: Any, weights: torch.Tensor, *_: Any) -> torch.Tensor:
-    return _Gated.apply(x, weights)
+def _weighted_gate(
+    x: torch.Tensor, bias: Any, weights: torch.Tensor, in_fp8: bool = False, *_: Any
+) -> torch.Tensor:
+    return _Gated.apply(x, weights, in_fp8)
+
+
+def _quick_gate(x: torch.Tensor, weights: torch.Tensor, in_fp8: bool, *_: Any) -> torch.Tensor:
+    return _Gated.apply(x, weights, in_fp8)
+
+
+def _biased_quick_gate(
+    x: torch.Tensor, bias: Any, weights: torch.Tensor, in_fp8: bool, *_: Any
+) -> torch.Tensor:
+    return _Gated.apply(x, weights, in_fp8)
+
+
+def _gelu(x: torch.Tensor, bias: Any) -> torch.Tensor:
+    return _Pointwise.apply(x, None)
+
+
+def _weighted_square(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return _Pointwise.apply(x, weights)
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -599,6 +669,7 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         {
             "bias_swiglu_impl": _gate,
             "bias_geglu_impl": _gate,
+            "bias_gelu_impl": _gelu,
             "weighted_bias_swiglu_impl": _weighted_gate,
         },
     )
@@ -606,7 +677,15 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         module("transformer.moe.experts"),
         {
             "weighted_bias_swiglu_impl": _weighted_gate,
-            "weighted_bias_quick_geglu_impl": _weighted_gate,
+            "weighted_squared_relu_impl": _weighted_square,
+        },
+    )
+    # Around it Megatron's own code clamps, and copies what it clamped.
+    yield (
+        module("fusions.fused_bias_geglu"),
+        {
+            "WeightedQuickGeGLUFunction": SimpleNamespace(apply=_quick_gate),
+            "WeightedBiasQuickGeGLUFunction": SimpleNamespace(apply=_biased_quick_gate),
         },
     )
     yield (

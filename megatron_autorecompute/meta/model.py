@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from megatron.core import activations
+from megatron.core.fusions import fused_bias_geglu
 
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
@@ -23,8 +25,8 @@ from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
 from megatron_autorecompute.patched import patched_environ
 
-MAX_CHOICES = 48
-"""Choices tried per kind of layer; MLA with MoE has 41 sets of modules."""
+MAX_CHOICES = 96
+"""Choices tried per kind of layer; MLA with MoE has 83."""
 
 LEFT_OUT = {
     **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_scope", "cuda_graph_impl")},
@@ -37,7 +39,12 @@ LEFT_OUT = {
 }
 """Fields that the model is built without: they need a device, or are what is to be planned."""
 
-ACTIVATIONS = {name: getattr(torch.nn.functional, name) for name in job_checks.ACTIVATIONS}
+ACTIVATIONS = {
+    name: getattr(torch.nn.functional, name, None) or getattr(activations, name)
+    for name in job_checks.ACTIVATIONS
+}
+# Megatron has two of this name, and compares with the one that its flag sets.
+ACTIVATIONS["quick_gelu"] = fused_bias_geglu.quick_gelu
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,12 @@ def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
 @contextlib.contextmanager
 def meta_megatron(job: Job) -> Iterator[None]:
     """In this block Megatron runs on meta tensors, with the stand-ins that the job needs."""
-    settings = kernels.Settings(precision=job.precision, lora_rank=job.lora_rank)
+    settings = kernels.Settings(
+        precision=job.precision,
+        lora_rank=job.lora_rank,
+        linear_gradients=not job.keeps_dummies("linear"),
+        grouped_gradients=not job.keeps_dummies("grouped"),
+    )
     # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     with without_cuda.activate(meta=True), kernels.stand_ins(settings), quiet, _refusals(job):
@@ -173,11 +185,19 @@ class JobStep:
         return output, lambda losses: (losses.float().mean(), {})
 
 
-def add_main_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Give trained parameters a main_grad, as DistributedDataParallel does; returns all of them."""
+def add_main_gradients(
+    parameters: Iterable[torch.Tensor], *, dummies: bool = False
+) -> list[torch.Tensor]:
+    """Give trained parameters a main_grad, as DistributedDataParallel does; returns all of them.
+
+    dummies: whether the backward of Megatron's own linear layers makes a new tensor of the weight's
+    shape for the hook (tensor_parallel/layers.py, where Transformer Engine is not installed).
+    """
     found = []
     for parameter in parameters:
         if parameter.requires_grad:
+            if dummies:
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             main: Any = torch.zeros_like(parameter, dtype=torch.float32)
             parameter.main_grad = main  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_forget_gradient)
@@ -254,8 +274,7 @@ def megatron_config(job: Job, changed: Mapping[str, Any]) -> Any:
     if isinstance(fields.get("activation_func"), str):
         fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
     config = meta_config(_constructed(job, fields))
-    # Megatron-LM's default; the stand-in adds a weight's gradient in the product itself.
-    config.gradient_accumulation_fusion = True
+    config.gradient_accumulation_fusion = job.fuses_weight_gradients
     return config
 
 
@@ -298,6 +317,8 @@ def _defaults(job: Job) -> dict[str, Any]:
 
 def _pattern(job: Job, kind_of: dict[int, JobKind]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
+    if isinstance(comm := job.config.get("cp_comm_type"), list):
+        fields["cp_comm_type"] = comm[0]  # the same for all layers
     if job.config.get("num_moe_experts"):
         fields["moe_layer_freq"] = [int(kind.is_moe) for kind in kind_of.values()]
     if job.config.get("window_size"):

@@ -100,6 +100,16 @@ gated_backward = _define(
         x.new_empty(0) if weights is None else torch.empty_like(weights),
     ),
 )
+pointwise = _define(
+    "pointwise(Tensor x, Tensor? weights) -> Tensor", lambda x, weights: torch.empty_like(x)
+)
+pointwise_backward = _define(
+    "pointwise_backward(Tensor gradient, Tensor x, Tensor? weights) -> (Tensor, Tensor)",
+    lambda gradient, x, weights: (
+        torch.empty_like(x),
+        x.new_empty(0) if weights is None else torch.empty_like(weights),
+    ),
+)
 mla_rotate = _define(
     "mla_rotate(Tensor kv, Tensor k_position, int k_width, int v_width) -> (Tensor, Tensor)",
     lambda kv, k_position, k_width, v_width: (

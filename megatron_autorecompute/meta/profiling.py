@@ -20,7 +20,6 @@ from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.kernels import Attention
 from megatron_autorecompute.meta.measured import LAYER_FIELDS
 from megatron_autorecompute.meta.meta_step import kept_between_steps
 from megatron_autorecompute.meta.model import (
@@ -34,6 +33,7 @@ from megatron_autorecompute.meta.model import (
     shard,
 )
 from megatron_autorecompute.meta.roofline import Roofline
+from megatron_autorecompute.meta.shared_buffers import shared_buffers
 from megatron_autorecompute.meta.static_bytes import (
     Parameters,
     optimizer_step_bytes,
@@ -138,7 +138,7 @@ def _choices_of_kinds(job: Job) -> list[int]:
 def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) -> _Part:
     progress(f"{job.name}: building one rank's layers on meta tensors")
     with shard(job, copies) as built:
-        counted = _Counted(job, built)
+        counted = _Counted(job, built, clock.device)
         measured = _measured(job, built, counted, clock, progress)
         kinds = tuple(_kind(job, kind, built, counted) for kind in measured.kinds)
         config = model_facts.of_config(model_layers.unwrapped(built.model).config)
@@ -151,10 +151,9 @@ def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) 
 def _with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """Add to every kind, as inert choices, the sets of modules that only other kinds have.
 
-    Megatron's `recompute_modules` are one list for all layers: mlp does nothing on a MoE layer, and
-    core_attn almost nothing under fused attention.
+    Megatron's `recompute_modules` are one list for all layers: mlp does nothing on a MoE layer.
     """
-    modules = sorted({"core_attn"}.union(*map(_modules, kinds)))
+    modules = sorted(set[str]().union(*map(_modules, kinds)))
     sizes = range(1, len(modules) + 1)
     choices = [
         LayerPolicy("selective", chosen)
@@ -189,7 +188,7 @@ def _measured(
     depth = len(built.kind_of)
     own = job.mtp_num_layers and job.size("pipeline") > 1
     parameters = [*model.parameters(), *(_own_embedding(model) if own else [])]
-    gradients = add_main_gradients(parameters)
+    gradients = add_main_gradients(parameters, dummies=job.makes_dummies)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
 
@@ -243,11 +242,14 @@ def _own_embedding(model: Any) -> list[torch.nn.Parameter]:
 
 
 def every_choice(layer: Any) -> Choices:
-    """All sets of modules, because a step costs no device time. Without core_attn under fused
-    attention, which would run the kernel again to save only its log-sum-exp."""
-    fused = isinstance(layer.self_attention.core_attention, Attention)
-    modules = [m for m in rules.usable_modules(layer) if not (fused and m == "core_attn")]
-    return choices(layer, modules, MAX_CHOICES)
+    """All sets of modules, because a step costs no device time.
+
+    core_attn under fused attention is one of them, though it hardly pays: Megatron's own settings
+    name it. It runs attention again, and mostly holds more: the checkpoint saves its inputs, of
+    which v is a view of the whole projection (megatron-core transformer/attention.py
+    `_checkpointed_attention_forward`).
+    """
+    return choices(layer, rules.usable_modules(layer), MAX_CHOICES)
 
 
 # --------------------------------------------------------------------------------- putting together
@@ -256,7 +258,7 @@ def every_choice(layer: Any) -> Choices:
 class _Counted:
     """Static bytes of one rank's parameters, by their place in the model."""
 
-    def __init__(self, job: Job, built: Shard) -> None:
+    def __init__(self, job: Job, built: Shard, device: Device) -> None:
         model: Any = built.model
         self.job = job
         self._buffer_bytes = 0
@@ -265,7 +267,8 @@ class _Counted:
         self._head = _count(model.output_layer) + _count(model_layers.final_norm(model.decoder))
         if several and not job.untie_embeddings_and_output_weights:
             self._head += self._embedding  # the last stage has a copy of the tied weights
-        mtp = [_count(site.mtp) for site in model_layers.mtp_sites([model])]
+        depths = [site.mtp for site in model_layers.mtp_sites([model])]
+        mtp = [_count(depth) for depth in depths]
         if several and mtp:
             mtp[0] += self._embedding  # so has the stage of the MTP depths
         layers = [
@@ -277,6 +280,18 @@ class _Counted:
             for index in kind.layers
         }
         self._layers |= {job.num_layers + depth: count for depth, count in enumerate(mtp)}
+        of_kind = {
+            index: shared_buffers(job, device, layers[built_index])
+            for built_index, kind in built.kind_of.items()
+            for index in kind.layers[:1]
+        }
+        self._shared = {
+            index: of_kind[kind.layers[0]]
+            for kind in built.kind_of.values()
+            for index in kind.layers
+        }
+        of_depth = shared_buffers(job, device, *depths)
+        self._shared |= {job.num_layers + depth: of_depth for depth in range(len(mtp))}
         self._moe = [
             index for kind in built.kind_of.values() if kind.is_moe for index in kind.layers
         ]
@@ -286,12 +301,15 @@ class _Counted:
             self._built_moe += len(mtp)
         self._kept_bytes: dict[int, int] = {}
         self.embedding = static_bytes(job, self._embedding)
-        self.head = static_bytes(job, self._head)
+        # The loss of an MTP depth runs the output layer too, on the stage of the head.
+        head = shared_buffers(job, device, model.output_layer)
+        self.head = replace(static_bytes(job, self._head), shared=head)
 
     def with_ends_of(self, whole: _Counted) -> _Counted:
         """These counts, with those of the ends from the shard that has MTP depths."""
         self.job, self.head = whole.job, whole.head
         self._layers |= whole._layers
+        self._shared |= whole._shared
         self._kept_bytes = whole._kept_bytes | self._kept_bytes
         return self
 
@@ -311,7 +329,8 @@ class _Counted:
     def layer(self, index: int) -> StaticBytes:
         """Static bytes of one layer of the whole model."""
         static = static_bytes(self.job, self._layers[index], quantised=True)
-        return replace(static, buffer_bytes=self._kept_bytes.get(index, 0))
+        kept_bytes = self._kept_bytes.get(index, 0)
+        return replace(static, buffer_bytes=kept_bytes, shared=self._shared[index])
 
     def stage(self, layers: tuple[int, ...], embedding: bool, head: bool) -> StageRecord:
         """Record of one pipeline stage."""
@@ -321,12 +340,7 @@ class _Counted:
         counts += [self._embedding] * embedding + [self._head] * head
         return StageRecord(
             layers=layers,
-            static=StaticBytes(
-                sum(part.parameter_bytes for part in parts),
-                sum(part.gradient_bytes for part in parts),
-                sum(part.optimizer_state_bytes for part in parts),
-                sum(part.buffer_bytes for part in parts) + self._buffer_bytes,
-            ),
+            static=StaticBytes.sum([*parts, StaticBytes(buffer_bytes=self._buffer_bytes)]),
             optimizer_step_peak_bytes=optimizer_step_bytes(self.job, sum(counts, Parameters())),
         )
 
@@ -414,6 +428,17 @@ def _fingerprint(job: Job, device: Device, efficiency: Efficiency) -> dict[str, 
     }
 
 
+def _weight_gradients(job: Job) -> str:
+    if not job.fuses_weight_gradients:
+        return "Every weight gradient exists in 16 bits until it is added to main_grad."
+    kept = " and one dummy of each weight's shape is kept" * job.keeps_dummies("linear")
+    engine = f"Transformer Engine {job.te_version}" if job.te_version else "no Transformer Engine"
+    return (
+        f"Weight gradients are added in the product (gradient_accumulation_fusion),{kept} "
+        f"({engine}); cuBLAS keeps its workspaces."
+    )
+
+
 def _stated(imbalance: dict[str, float]) -> str:
     if not imbalance:
         return ""
@@ -429,7 +454,7 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
         "Nothing here is measured: bytes are those of a run on meta tensors, times a roofline.",
         f"Times: {device.name} ({device.source}) at these shares of its peaks: {shares}; no "
         "communication overlaps arithmetic.",
-        "Weight gradients are added in the product (gradient_accumulation_fusion).",
+        _weight_gradients(job),
         "Static bytes follow Megatron's rules for the distributed optimizer; buffers are not "
         "padded.",
     ]

@@ -52,6 +52,8 @@ def _model(model: Any, num_gpus: int | None) -> dict[str, Any]:
     known = {
         field.name: getattr(config, field.name, None) for field in dataclasses.fields(config_type)
     }
+    # Its default says what is installed here, and not what the job runs with.
+    del known["gradient_accumulation_fusion"]
     return {
         "described_by": "recipe",
         "config": plain_config(known),

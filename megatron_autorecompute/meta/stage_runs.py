@@ -80,6 +80,7 @@ def run_stage(job: Job, num_microbatches: int, policy: RecomputePolicy, stage: i
         with fake_ranks(config, stage, shape):
             build = functools.partial(build_chunk, job=job)
             models = build_chunks(config, shape, build, device)
-            add_main_gradients(p for model in models for p in model.parameters())
+            parameters = [p for model in models for p in model.parameters()]
+            add_main_gradients(parameters, dummies=job.makes_dummies)
             with applied(policy, models):
                 return trace_step(models, shape, device, JobStep(job))

@@ -154,13 +154,7 @@ def _added_static(profile: Profile, chunks: Sequence[Chunk], stage: int) -> Stat
             f"of {', '.join(missing)} to add them up from. Plan the measured layout "
             f"({[len(s.layers) for s in profile.stages]} layers per stage), or add `static`."
         )
-    parts = [static for _, static in named if static is not None]
-    return StaticBytes(
-        sum(part.parameter_bytes for part in parts),
-        sum(part.gradient_bytes for part in parts),
-        sum(part.optimizer_state_bytes for part in parts),
-        sum(part.buffer_bytes for part in parts),
-    )
+    return StaticBytes.sum(static for _, static in named if static is not None)
 
 
 @dataclass(frozen=True, slots=True)

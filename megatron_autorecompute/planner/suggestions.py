@@ -179,6 +179,7 @@ def _scaled(profile: Profile, factor: float, static: float) -> Profile:
             round(old.gradient_bytes * static),
             round(old.optimizer_state_bytes * static),
             round(old.buffer_bytes * static),
+            {name: round(size_bytes * static) for name, size_bytes in old.shared.items()},
         )
 
     def kind(old: LayerKind) -> LayerKind:

@@ -1,0 +1,110 @@
+"""Attention under context parallelism: what is saved, and what is alive while it runs."""
+
+import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.meta import context_parallel
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from tests.meta.test_no_device import (
+    GROUPS,
+    HEADS,
+    HIDDEN,
+    SEQUENCE,
+    UNIT,
+    dense_held_bytes,
+    job,
+    records,
+)
+
+RANKS = 2
+Q = 2 * UNIT // RANKS
+LSE = 4 * HEADS * SEQUENCE // RANKS
+
+
+def config_of(comm_type, ranks=RANKS):
+    sizes = {"hierarchical_context_parallel_sizes": [2, ranks // 2]}
+    fields = {"context_parallel_size": ranks, "cp_comm_type": comm_type}
+    return fields | (sizes if comm_type == "a2a+p2p" else {})
+
+
+@pytest.mark.parametrize(
+    ("comm_type", "more"),
+    [("p2p", 0), (None, 0), ("a2a+p2p", 0), ("a2a", Q), ("all_gather", Q)],
+)
+def test_the_exchange_of_heads_and_the_gathered_keys_save_the_output_twice(comm_type, more):
+    found = records(config_of(comm_type))
+    assert found["none"].held_bytes == dense_held_bytes() / RANKS + more
+
+
+def attention_peaks(comm_type, ranks):
+    """Most bytes alive in forward and in backward, of heads that have as many keys."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        size = (SEQUENCE // ranks, 1, HEADS, HIDDEN // HEADS)
+        with torch.device("meta"):
+            parts = [torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+        with LiveBytes(parts) as live:
+            group = torch.distributed.group.WORLD
+            out = context_parallel.attend(comm_type, parts, group, 0, None)
+            live.mark("backward")
+            out.backward(torch.empty_like(out))
+        forward, backward = live.spans()
+    finally:
+        torch.distributed.destroy_process_group()
+    return forward.peak_bytes, backward.peak_bytes
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_ring_holds_every_steps_keys_and_outputs(ranks):
+    q, lse = 2 * UNIT / ranks, 4 * HEADS * SEQUENCE / ranks
+    forward, backward = attention_peaks("p2p", ranks)
+    assert forward == ranks * 2 * q + ranks * q + q + lse
+    saved = 2 * q + q + lse  # k and v that came last, out; q is the caller's
+    # dout; dq; twice k, v and their gradients; dq, dk and dv of one step.
+    assert backward == saved + q + q + 8 * q + 3 * q
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gathered_keys_are_alive_once_in_forward_and_three_times_in_backward(ranks):
+    q, lse = 2 * UNIT / ranks, 4 * HEADS * SEQUENCE / ranks
+    forward, backward = attention_peaks("all_gather", ranks)
+    gathered = ranks * 2 * q
+    # While v is put in order, or with half of q, out and its halves.
+    assert forward == max(1.5 * gathered, gathered + q / 2 + 2 * q + lse)
+    saved = q + q + lse  # the halves of out, and out itself, which is still the caller's
+    assert backward == saved + q + 3 * gathered + 3 * q
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_exchanging_heads_needs_copies_and_not_more_with_more_ranks(ranks):
+    q, lse = 2 * UNIT / ranks, 4 * HEADS * SEQUENCE / ranks
+    forward, backward = attention_peaks("a2a", ranks)
+    # q, k, v and out after the exchange; out in order, arrived, and as it is returned.
+    assert forward == 4 * q + lse + 3 * q
+    saved = 5 * q + lse  # and the output of the caller
+    # dout as it came and exchanged; dq, dk and dv as computed, in order and arrived, and one of
+    # them as it is returned.
+    assert backward == saved + 2 * q + 3 * 3 * q + q
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"cp_comm_type": "ring"}, "give one of p2p, all_gather"),
+        ({"cp_comm_type": ["p2p", "a2a", "p2p", "p2p"]}, "for all layers"),
+        ({"cp_comm_type": "a2a", "context_parallel_size": 4}, "divides the heads of keys"),
+        ({"cp_comm_type": "a2a+p2p", "context_parallel_size": 2}, "product is context_parallel"),
+    ],
+)
+def test_a_way_to_exchange_that_the_heads_do_not_allow_is_refused(fields, said):
+    with pytest.raises(OptionError, match=said):
+        job(fields)
+
+
+def test_one_way_for_each_layer_may_be_listed_if_it_is_the_same():
+    fields = {"context_parallel_size": 2}
+    listed = records({**fields, "cp_comm_type": ["a2a"] * 4})
+    assert listed == records({**fields, "cp_comm_type": "a2a"})
+    assert GROUPS % RANKS == 0

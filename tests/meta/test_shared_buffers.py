@@ -1,0 +1,135 @@
+"""Dummy weight gradients and workspaces: one for each shape of a stage, by Megatron's own calls."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import layers as megatron_layers
+
+from megatron_autorecompute.meta.devices import device
+from megatron_autorecompute.meta.model import JobStep, add_main_gradients, shard
+from megatron_autorecompute.meta.profiling import profile_job
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.peak_memory import stage_base
+from tests.meta.test_no_device import FFN, GROUPS, H100, HEADS, HIDDEN, LOCAL, MOE, job
+
+VOCABULARY = 1024  # of `job`, padded
+DENSE_SHAPES = [
+    (HIDDEN + 2 * HIDDEN * GROUPS // HEADS, HIDDEN),
+    (HIDDEN, HIDDEN),
+    (2 * FFN, HIDDEN),
+    (HIDDEN, FFN),
+]
+EXPERT_SHAPES = [(2 * 512, HIDDEN), (HIDDEN, 512)]
+
+
+def dummies(shared):
+    return {name: size for name, size in shared.items() if name.startswith("dummy")}
+
+
+def bytes_of(shapes):
+    return sum(2 * rows * columns for rows, columns in set(shapes))
+
+
+def test_a_stage_has_one_dummy_of_each_shape_however_many_layers_it_has():
+    profile = profile_job(job(), H100)
+    (kind,) = profile.kinds
+    assert sum(dummies(kind.static.shared).values()) == bytes_of(DENSE_SHAPES)
+    assert dummies(profile.head_static.shared) == {
+        f"dummy weight gradient {VOCABULARY}x{HIDDEN}": 2 * VOCABULARY * HIDDEN
+    }
+    assert profile.embedding_static.shared == {}
+    whole = bytes_of([*DENSE_SHAPES, (VOCABULARY, HIDDEN)])
+    for layout in (Layout.from_flags(4, 1), Layout.from_flags(4, 2)):
+        last = stage_base(profile, layout, layout.num_stages - 1).static
+        assert sum(dummies(last.shared).values()) == whole
+        layers = layout.num_layers // layout.num_stages
+        parts = layers * kind.static.parameter_bytes + profile.head_static.parameter_bytes
+        assert last.parameter_bytes - parts in (0, profile.embedding_static.parameter_bytes)
+
+
+def test_tensor_parallelism_splits_the_dummies():
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    (kind,) = profile_job(job(split), H100).kinds
+    assert 2 * sum(dummies(kind.static.shared).values()) == bytes_of(DENSE_SHAPES)
+
+
+def test_all_experts_of_a_layer_share_one_dummy():
+    moe = profile_job(job(MOE), H100).kinds[1]
+    assert sum(dummies(moe.static.shared).values()) == bytes_of([*DENSE_SHAPES[:2], *EXPERT_SHAPES])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_megatrons_output_layer_asks_for_the_dummies_that_are_counted(monkeypatch, tied):
+    asked = job(LOCAL, transformer_impl="local", untie_embeddings_and_output_weights=not tied)
+    kept = {}
+
+    def get_dummy_wgrad(shape, dtype, zero=False):
+        return kept.setdefault((*shape, dtype), torch.empty(shape, dtype=dtype, device="meta"))
+
+    monkeypatch.setattr(megatron_layers, "HAVE_TE", True)
+    monkeypatch.setattr(megatron_layers, "get_dummy_wgrad", get_dummy_wgrad, raising=False)
+    with shard(asked, [1]) as built:
+        add_main_gradients(built.model.parameters(), dummies=True)
+        JobStep(asked)(None, built.model)[0].float().mean().backward()
+    profile = profile_job(asked, H100)
+    counted = {**profile.kinds[0].static.shared, **profile.head_static.shared}
+    size = sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
+    assert sum(dummies(counted).values()) == size
+
+
+def test_frozen_weights_have_no_dummies():
+    (kind,) = profile_job(job(lora_rank=4), H100).kinds
+    assert dummies(kind.static.shared) == {}
+
+
+def test_without_fusion_a_weight_gradient_is_alive_while_its_layer_runs():
+    # With so few tokens the largest weight's gradient makes the peak.
+    fused, real = (
+        profile_job(job({"gradient_accumulation_fusion": fusion}, seq_length=16), H100).kinds[0]
+        for fusion in (True, False)
+    )
+    assert dummies(real.static.shared) == {}
+    largest = max(2 * rows * columns for rows, columns in DENSE_SHAPES)
+    more = (
+        real.record("none").backward_transient_bytes - fused.record("none").backward_transient_bytes
+    )
+    assert 0.9 * largest < more <= largest
+    assert real.record("none").held_bytes == fused.record("none").held_bytes
+
+
+@pytest.mark.parametrize(("version", "kept"), [("2.11", True), ("2.9", False), ("", False)])
+def test_versions_before_2_10_make_every_experts_dummy_anew(version, kept):
+    moe = profile_job(job(MOE, te_version=version), H100).kinds[1]
+    names = {f"dummy weight gradient {rows}x{columns}" for rows, columns in EXPERT_SHAPES}
+    assert (names <= moe.static.shared.keys()) == kept
+    newest = profile_job(job(MOE), H100).kinds[1]
+    for choice in ("none", "full"):
+        more = (
+            moe.record(choice).backward_transient_bytes
+            - newest.record(choice).backward_transient_bytes
+        )
+        assert more == 0 if kept else more > 0
+
+
+def test_workspaces_are_those_of_the_device_and_of_the_products_that_run():
+    sizes = {}
+    for gpu in ("h100-80gb", "a100-80gb"):
+        dense, moe = profile_job(job(MOE), device(gpu)).kinds
+        for kind in (dense, moe):
+            found = kind.static.shared
+            sizes[gpu, kind.name] = sum(found.values()) - sum(dummies(found).values())
+    of_te = (32 << 20) + 1024
+    assert sizes["h100-80gb", "dense"] == (32 << 20) + of_te
+    assert sizes["h100-80gb", "moe"] == (32 << 20) + 5 * of_te
+    assert sizes["a100-80gb", "dense"] == (8 << 20) + (128 << 10) + (4 << 20)
+
+
+def test_a_shared_buffer_counts_once_and_at_its_largest():
+    static = profile_job(job(), H100).kinds[0].static
+    smaller = replace(static, shared={name: 1 for name in static.shared})
+    both = type(static).sum([static, smaller, static])
+    assert both.shared == static.shared
+    assert both.total_bytes == 3 * (static.total_bytes - sum(static.shared.values())) + sum(
+        static.shared.values()
+    )
