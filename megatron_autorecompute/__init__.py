@@ -7,8 +7,10 @@ Importing this package imports neither torch nor megatron and changes nothing. I
 - `Layout`, `Schedule`: which pipeline stage holds which layers, and in which order they run.
 - `solve(profile, layout, schedule, budget)`: the fastest policy that fits, and the proof.
 - `Plan`: a policy with its predicted cost, the proof and the profile, as one file.
-- `apply(policy, model)`: make a built model recompute as a policy says. This one needs torch and
-  megatron-core.
+- `apply(policy, model)`: make a built model recompute as a policy says.
+- `attach(model_chunks, optimizer)`: let a training loop over Megatron-Core choose by itself.
+
+The last two need torch and megatron-core.
 
 docs/api.md has an example and lists the modules for further use. Every error that is raised on
 purpose is an `errors.AutorecomputeError`.
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
     from megatron_autorecompute.profile import Profile
     from megatron_autorecompute.runtime.apply import apply
+    from megatron_autorecompute.runtime.attach import attach
 
 
 __version__ = "0.1.0"
@@ -39,6 +42,7 @@ __all__ = [
     "Schedule",
     "__version__",
     "apply",
+    "attach",
     "solve",
 ]
 
@@ -49,6 +53,7 @@ _HOME = {
     "Layout": "planner.layout",
     "Schedule": "planner.schedule",
     "Plan": "planner.plan",
+    "attach": "runtime.attach",
     "solve": "planner.planner",
 }
 

@@ -8,7 +8,7 @@
     megatron_bridge.set_policy(cfg.model, "auto")
     megatron_bridge.pretrain(cfg, forward_step)        # Bridge's own, with our callback
 
-`auto` is the same `AutoTuner` as in Megatron-LM; this module gives it facts about the job and calls
+`auto` is the same `Auto` as in Megatron-LM; this module gives it facts about the job and calls
 it around every step. Written for Bridge 0.3.1; docs/bridge.md lists what was read and run of 0.6.0.
 Importing this module imports neither torch nor megatron.
 """
@@ -305,7 +305,7 @@ def callback(options: AutoOptions) -> Iterator[Any]:
     with ExitStack() as job, ExitStack() as step:
 
         class AutorecomputeCallback(Callback):
-            """Measures, decides and watches in ordinary training steps; see `AutoTuner`."""
+            """Measures, decides and watches in ordinary training steps; see `Auto`."""
 
             def on_train_start(self, context: Any) -> None:
                 self.tuner = _new_tuner(context, options)

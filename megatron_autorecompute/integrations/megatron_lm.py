@@ -43,7 +43,7 @@ RANK_0_SPEAKS_S = 10.0
 
 
 class Tuner(Protocol):
-    """The interface of `controller.AutoTuner` for a training job."""
+    """The interface of `controller.Auto` for a training job."""
 
     def step(self) -> AbstractContextManager[None]:
         """Surround a training step; Megatron counts a lost one as skipped."""
@@ -182,7 +182,7 @@ def _whole_policy(text: str, model_config: Any, encoder_layers: int) -> Any:
 
 
 def with_tuner(train: Function) -> Function:
-    """For `train`: under auto, an `AutoTuner` for the whole training.
+    """For `train`: under auto, an `Auto` for the whole training.
 
     Raises:
         SystemExit: with the reason printed, if no part of this model can run a policy, or the

@@ -20,11 +20,10 @@ def climb(
     next plan down.
 
     Raises:
-        InfeasibleError: even the leanest policy needs more than the budget.
+        InfeasibleError: with plan only, the leanest policy needs more than the budget.
         LostStepsError: several steps in a row ran out of memory.
     """
     budgets, lean = decisions.budgets(profile), decisions.lean_peaks(profile)
-    # If even the leanest policy exceeds the budget, solving raises the error.
     halfway = [min(high, (low + high + 1) // 2) for low, high in zip(lean, budgets, strict=True)]
     first = (halfway, "a plan for half of the slack"), (budgets, "a plan for all of the slack")
     for goal, what in itertools.chain(first, itertools.repeat((budgets, "a corrected plan"))):

@@ -1,14 +1,16 @@
-"""`--recompute-policy auto` inside a job: measure, decide, agree, climb, watch.
+"""`auto` inside a job: measure, decide, agree, climb, watch.
 
-Wrap every training step in `AutoTuner.step()`. The first steps are ordinary training steps that are
-measured (`measuring`). Then one rank solves, all ranks follow (`decisions`), and from then on only
-the peak is measured. This module does not import `megatron.training` or Megatron Bridge: `JobFacts`
-has what it needs from them.
+Wrap every training call of Megatron's schedule in `Auto.schedule`, or surround it with `Auto.step`.
+The first calls are ordinary ones that are measured (`measuring`). Then one rank solves, all ranks
+follow (`decisions`), and from then on only the peak is measured. This module does not import
+`megatron.training` or Megatron Bridge: `JobFacts` has what it needs from them. `attach` makes an
+`Auto` in any other loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -16,6 +18,8 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.compat import model_layers
+from megatron_autorecompute.errors import ApplyError
+from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.apply import apply
@@ -30,23 +34,26 @@ from megatron_autorecompute.runtime.model_shard import ModelShard
 from megatron_autorecompute.runtime.plan_in_force import PlanInForce
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.step_memory import StepMemory
-from megatron_autorecompute.runtime.telling import tell
+from megatron_autorecompute.runtime.telling import report, tell
+from megatron_autorecompute.units import gib
 
-__all__ = ["AutoTuner", "JobFacts"]
+__all__ = ["Auto", "JobFacts"]
+
+Function = Callable[..., Any]
 
 
-class AutoTuner:
+class Auto:
     """Finds, applies and watches the policy of one job; every rank makes one in the same way.
 
     Args:
         chunks: this rank's model chunks, built, without a policy.
-        optimizer: Megatron's optimizer on them.
+        optimizer: Megatron's optimizer on them; None if the job has none.
         options: the user's options.
         job: facts from the training program.
 
     Raises:
-        AutorecomputeError: auto cannot measure this config, no budget can be found, or the plan
-            path cannot be written.
+        AutorecomputeError: auto cannot measure this config, a policy is in force on the model, no
+            budget can be found, or the plan path cannot be written.
     """
 
     def __init__(
@@ -70,6 +77,7 @@ class AutoTuner:
         guard = self._in_force.guard
         self._measuring = Measuring(self.decisions, optimizer, self.applied, guard)
         self._course = self._steps()
+        self._closed = False
 
     def _fingerprint(self) -> dict[str, str]:
         shapes = {f.name: str(getattr(self.job.parallelism, f.name)) for f in fields(Parallelism)}
@@ -78,6 +86,83 @@ class AutoTuner:
         device = "CPU" if self.job.without_cuda else torch.cuda.get_device_name()
         given = {**shapes, **self.job.shapes, **encoder, "device": device}
         return fingerprint(self.shard.chunks, self.optimizer, self.shard.layout, given)
+
+    # --- what the training loop calls -------------------------------------------------------------
+
+    def schedule(self, forward_backward: Function) -> Function:
+        """Megatron's schedule function, with `step` around its training calls.
+
+        Calls with `forward_only`, or without gradients, pass through: they are neither counted nor
+        measured.
+
+        Args:
+            forward_backward: what `get_forward_backward_func()` returned. One that was wrapped
+                before is returned as it is.
+        """
+        if getattr(forward_backward, "auto", None) is self:
+            return forward_backward
+
+        @functools.wraps(forward_backward)
+        def call(*args: Any, **named: Any) -> Any:
+            if self._closed or named.get("forward_only") or not torch.is_grad_enabled():
+                return forward_backward(*args, **named)
+            with self.step(num_microbatches=named.get("num_microbatches")):
+                return forward_backward(*args, **named)
+
+        setattr(call, "auto", self)  # noqa: B010  # mypy knows no attributes of functions
+        return call
+
+    @contextmanager
+    def step(self, *, num_microbatches: int | None = None) -> Iterator[None]:
+        """Around one training call of the schedule, or one training step, on every rank.
+
+        Args:
+            num_microbatches: of this call, if the loop knows; ranks may have different ones.
+
+        Raises:
+            ApplyError: this object was closed.
+            AutorecomputeError: as `measuring`, `climb` and `plan_in_force` say.
+        """
+        if self._closed:
+            raise ApplyError("close() ended this auto: attach() makes another one.")
+        self._agree(num_microbatches)
+        with next(self._course):
+            yield
+        self._store.step_done()
+
+    def _agree(self, num_microbatches: int | None) -> None:
+        guard = self._in_force.guard
+        if self.job.calls is not None:
+            guard.outcome = self.job.calls.agree(num_microbatches, guard.own_outcome)
+
+    def close(self) -> None:
+        """Stop, and give the model back as it was; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._course.close()
+        self._store.close()
+        self.applied.undo()
+        self.job.on_close()
+
+    # --- what it answers --------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> RecomputePolicy:
+        """The policy in force; after `close`, the last one."""
+        return self.applied.policy
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None while measuring."""
+        return self._in_force.plan
+
+    def report(self) -> str:
+        """The plan as a table, with what its steps needed; while measuring, a line that says so."""
+        if self.plan is None:
+            return f"recompute auto: measuring, {self.steps} steps done"
+        own = f"rank's last peak {gib(self.peak_bytes)} GiB on stage {self.shard.stage}"
+        return f"{report(self.plan, self.decisions, None)}; this {own}"
 
     @property
     def steps(self) -> int:
@@ -89,20 +174,11 @@ class AutoTuner:
         """The most bytes this rank allocated in the last measured step, or since its plan began."""
         return self.memory.peak_bytes
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around one training step, forward to optimizer, on every rank."""
-        with next(self._course):
-            yield
-        self._store.step_done()
-
-    def close(self) -> None:
-        """Stop, and leave the policy in force on the model."""
-        self._course.close()
-        self._store.close()
+    # --- the course of a job ----------------------------------------------------------------------
 
     def _steps(self) -> Steps:
-        """All phases of the job, one context for each step."""
+        """All phases of the job, one context for each step; it begins inside the first step."""
+        self.memory.read_others()
         plan = self.decisions.known_plan(self._store)
         if plan is None:
             ended_before = self._store.ended_measuring()

@@ -58,9 +58,28 @@ class Decisions:
         )
 
     def solved(self, profile: Profile, budgets: Sequence[int], notes: Sequence[str] = ()) -> Plan:
-        """A plan for these budgets (bytes by stage); one rank solves, all get its plan or error."""
+        """A plan for these budgets (bytes by stage); one rank solves, all get its plan or error.
+
+        A running job does not end because a budget is too small: a stage whose leanest choices need
+        more than its budget is planned for what they need, and this is said.
+
+        Raises:
+            InfeasibleError: with plan only, a stage needs more than its budget.
+        """
         planner = self.planner(profile)
+        if not self.options.recompute_plan_only:
+            budgets = self._at_least_lean(budgets, self.lean_peaks(profile))
         return on_rank_0(lambda: make_plan(planner, budgets, notes=notes))
+
+    def _at_least_lean(self, budgets: Sequence[int], lean: Sequence[int]) -> list[int]:
+        for stage, (budget, least) in enumerate(zip(budgets, lean, strict=True)):
+            if least > budget:
+                self.job.say(
+                    f"recompute auto: OVER BUDGET: stage {stage} needs {gib(least)} GiB with its "
+                    f"leanest choices, its budget is {gib(budget)} GiB: {reason(self.options)}. "
+                    "It runs its leanest choices."
+                )
+        return [max(pair) for pair in zip(budgets, lean, strict=True)]
 
     def lean_peaks(self, profile: Profile) -> list[int]:
         """Predicted peak bytes of every stage under its leanest choices, high end."""
@@ -126,23 +145,27 @@ class Decisions:
             stage = replace(stage, available_bytes=today)
         return self.shard.by_stage(stage_budget_bytes(self.options, stage), min)
 
-    def check_leanest_fits(self, step: int) -> None:
-        """After a step under the leanest policy, check that it is within the budget.
+    def too_lean(self, step: int) -> str | None:
+        """After a step under the leanest policy: what is over the budget; None if nothing is.
 
         Raises:
-            InfeasibleError: some stage needed more than its budget.
+            InfeasibleError: with plan only, some stage needed more than its budget.
         """
         peaks, budgets = self.peaks(), self.found_budgets()
         stage = max(range(len(peaks)), key=lambda stage: peaks[stage] - budgets[stage])
-        if peaks[stage] > budgets[stage]:
-            layers = [i for chunk in self.shard.layout.stages[stage] for i in chunk.layers]
-            lean = RecomputePolicy(tuple(self.leanest.layers[i] for i in layers))
-            raise InfeasibleError(
-                f"Stage {stage} needed {gib(peaks[stage])} GiB in training step {step} even "
-                f"with its leanest choices ({lean.format() or 'no layers'}); the budget "
-                f"is {gib(budgets[stage])} GiB: {reason(self.options)}. Raise the budget, lower "
-                "the micro-batch size, or spread the model over more ranks."
-            )
+        if peaks[stage] <= budgets[stage]:
+            return None
+        layers = [i for chunk in self.shard.layout.stages[stage] for i in chunk.layers]
+        lean = RecomputePolicy(tuple(self.leanest.layers[i] for i in layers))
+        what = (
+            f"Stage {stage} needed {gib(peaks[stage])} GiB in training step {step} even "
+            f"with its leanest choices ({lean.format() or 'no layers'}); the budget "
+            f"is {gib(budgets[stage])} GiB: {reason(self.options)}. Raise the budget, lower "
+            "the micro-batch size, or spread the model over more ranks."
+        )
+        if self.options.recompute_plan_only:
+            raise InfeasibleError(what)
+        return what
 
     # --- what a profile misses --------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_autorecompute.profile import Parallelism
+from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.probe import Memory
 
 
@@ -39,6 +40,13 @@ class JobFacts:
 
     without_cuda: bool = False
     """Whether there is no CUDA; bytes then come from `LiveBytes`."""
+
+    calls: Calls | None = None
+    """In a loop whose calls differ: what ranks agree on before each. Such a loop does not go on
+    after a skipped update, so running out of memory is raised."""
+
+    on_close: Callable[[], None] = lambda: None
+    """Called when auto ends, with the model given back."""
 
     memory: Callable[[], AbstractContextManager[Memory]] | None = None
     """Another place to read bytes from, in every step; for tests that enforce a budget."""

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from megatron_autorecompute.errors import LostStepsError
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.runtime.oom_guard import FAILED, StepGuard
+from megatron_autorecompute.runtime.call_guard import Guard
+from megatron_autorecompute.runtime.oom_guard import FAILED
 
 NOTCHES = 16
 """Number of notches from a stage's plan down to its leanest policy. After each lost step in a row
@@ -15,7 +16,7 @@ LOST_IN_A_ROW = NOTCHES.bit_length() + 1
 """Lost steps in a row that end the job; the last of them ran the leanest policy."""
 
 
-def was_lost(guard: StepGuard, policy: RecomputePolicy, say: Callable[[str], None]) -> bool:
+def was_lost(guard: Guard, policy: RecomputePolicy, say: Callable[[str], None]) -> bool:
     """Whether a rank ran out of memory in the step that has just run; says so.
 
     Raises:
@@ -34,6 +35,6 @@ def was_lost(guard: StepGuard, policy: RecomputePolicy, say: Callable[[str], Non
     return True
 
 
-def notches(guard: StepGuard) -> int:
+def notches(guard: Guard) -> int:
     """How many notches to go down: twice as many after every further lost step in a row."""
     return int(min(NOTCHES, 2 ** max(0, guard.lost_in_a_row - 1)))

@@ -11,10 +11,11 @@ import torch
 
 from megatron_autorecompute.profile import Profile, RankStep
 from megatron_autorecompute.runtime.apply import AppliedPolicy
+from megatron_autorecompute.runtime.call_guard import Guard
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import was_lost
 from megatron_autorecompute.runtime.measurement import Measurement
-from megatron_autorecompute.runtime.oom_guard import FAILED, StepGuard
+from megatron_autorecompute.runtime.oom_guard import FAILED
 from megatron_autorecompute.runtime.static_bytes import static_bytes
 from megatron_autorecompute.runtime.whole_steps import (
     BACKWARD,
@@ -51,7 +52,11 @@ class Measuring:
     """
 
     def __init__(
-        self, decisions: Decisions, optimizer: Any, applied: AppliedPolicy, guard: StepGuard
+        self,
+        decisions: Decisions,
+        optimizer: Any,
+        applied: AppliedPolicy,
+        guard: Guard,
     ) -> None:
         self.decisions, self.shard = decisions, decisions.shard
         self.memory, self.job = decisions.memory, decisions.job
@@ -72,7 +77,7 @@ class Measuring:
                 measuring; each halves how many layers leave the leanest policy at once.
 
         Raises:
-            InfeasibleError: the leanest policy needs more than the budget.
+            InfeasibleError: with plan only, the leanest policy needs more than the budget.
             LostStepsError: several steps in a row ran out of memory.
         """
         self.job.say("recompute auto: measuring in the first steps, from the leanest policy on")
@@ -82,11 +87,7 @@ class Measuring:
                 "measuring; fewer layers at once leave the leanest policy this time."
             )
         self.memory.begin_measuring()
-        settled = 0
-        while settled < SETTLING_STEPS:
-            yield self._settling()
-            settled += not self._was_lost()
-            self.decisions.check_leanest_fits(self.guard.steps)
+        yield from self._settle()
         lean = self.decisions.peaks()
         yield from self._all_choices(lean, ended_before)
         profile = self.measurement.profile(
@@ -96,6 +97,20 @@ class Measuring:
             fingerprint=fingerprint,
         )
         return self.decisions.with_others(self._with_whole_steps(profile), lean)
+
+    def _settle(self) -> Steps:
+        """Run the leanest policy until it has settled and is within the budget."""
+        settled, said = 0, False
+        while settled < SETTLING_STEPS:
+            yield self._settling()
+            over = self.decisions.too_lean(self.guard.steps)
+            settled += not self._was_lost() and over is None
+            if over and not said:
+                said = True
+                self.job.say(
+                    f"recompute auto: OVER BUDGET: {over} Training goes on under the leanest "
+                    "policy; measuring begins when it is within the budget."
+                )
 
     def _all_choices(self, lean: tuple[int, ...], ended_before: int) -> Steps:
         # If reading bytes distorts times, bytes and times take separate steps.

@@ -14,7 +14,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.auto_options import AutoOptions
-from megatron_autorecompute.runtime.controller import AutoTuner, JobFacts
+from megatron_autorecompute.runtime.controller import Auto, JobFacts
 
 
 def tuner(
@@ -23,8 +23,8 @@ def tuner(
     options: AutoOptions,
     facts: JobFacts,
     save: str | None,
-) -> AutoTuner:
-    """The job's `AutoTuner`, whose plan goes to the folder of the job's checkpoints by default.
+) -> Auto:
+    """The job's `Auto`, whose plan goes to the folder of the job's checkpoints by default.
 
     Args:
         chunks: this rank's model chunks.
@@ -35,7 +35,7 @@ def tuner(
     """
     if save is not None:
         os.makedirs(save, exist_ok=True)  # the plan comes before the first checkpoint
-    return AutoTuner(chunks, optimizer, options.with_plan_in(save), facts)
+    return Auto(chunks, optimizer, options.with_plan_in(save), facts)
 
 
 def job_facts(settings: Any, micro_batch_size: int, seq_length: int, **known: Any) -> JobFacts:

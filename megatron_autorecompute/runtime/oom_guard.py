@@ -205,7 +205,7 @@ class StepGuard:
     def _agree(self, *, finalizes: bool = False) -> None:
         """Exchange outcomes: the worst rank's counts. All ranks call it at the same place."""
         self.own_outcome = FAILED if self._failed else SHORT if self._is_short() else FINE
-        self.outcome = all_reduce_max(self.own_outcome)
+        (self.outcome,) = all_reduce_max(self.own_outcome)
         self._agreed = True
         if self.outcome == FAILED:
             for chunk in self._chunks if finalizes else ():

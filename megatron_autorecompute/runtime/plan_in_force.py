@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.apply import AppliedPolicy
+from megatron_autorecompute.runtime.call_guard import CallGuard, Guard
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import notches, was_lost
 from megatron_autorecompute.runtime.oom_guard import FAILED, FINE, StepGuard
@@ -40,14 +41,20 @@ class PlanInForce:
     ) -> None:
         self._decisions, self._memory, self._job = decisions, decisions.memory, decisions.job
         self._applied, self._store = applied, store
-        self._plan: Plan | None = None
-        self.guard = StepGuard(decisions.shard.chunks, optimizer, self._is_short, self._leave_less)
+        self.plan: Plan | None = None
+        """The plan that runs; None before the first."""
+        self.guard: Guard = (
+            StepGuard(decisions.shard.chunks, optimizer, self._is_short, self._leave_less)
+            if decisions.job.calls is None
+            else CallGuard(self._is_short, self._leave_less)
+        )
         """Guards every step, also those before the first plan."""
 
     def run(self, plan: Plan, what: str) -> None:
         """Run a plan from the next step on, on every rank; `what` describes it in the log."""
         self._applied.switch(plan.policy)
         self._memory.plan_begins()
+        self.plan = plan
         fullest = max(range(plan.layout.num_stages), key=lambda s: plan.cost.stages[s].peak.bytes)
         self._job.say(
             f"recompute auto: running {what}; predicted {gib(plan.cost.stages[fullest].peak.bytes)}"
@@ -62,7 +69,7 @@ class PlanInForce:
             LostStepsError: the steps before it were lost too, down to the leanest policy.
         """
         self.run(plan, what)
-        yield self._step(plan, reads_bytes=True)
+        yield self._step(reads_bytes=True)
         return self._step_down(plan) if self._was_lost() else None
 
     def one_step(self, plan: Plan, *, reads_bytes: bool) -> Generator[Step, None, Plan]:
@@ -71,7 +78,7 @@ class PlanInForce:
         Raises:
             LostStepsError: as `try_step`.
         """
-        yield self._step(plan, reads_bytes)
+        yield self._step(reads_bytes)
         if self._was_lost() or self.guard.outcome != FINE:
             return self._step_down(plan)
         return plan
@@ -95,10 +102,9 @@ class PlanInForce:
         return plan
 
     @contextmanager
-    def _step(self, plan: Plan, reads_bytes: bool) -> Iterator[None]:
-        self._plan = plan
+    def _step(self, reads_bytes: bool) -> Iterator[None]:
         read = self._memory.watching() if reads_bytes else nullcontext()
-        with self.guard.step(), read:
+        with read, self.guard.step():
             yield
 
     def _was_lost(self) -> bool:
@@ -117,9 +123,9 @@ class PlanInForce:
 
     def _is_short(self) -> bool:
         """Whether this rank passed its budget in this step, or its allocator had to retry."""
-        if self._plan is None:
+        if self.plan is None:
             return False
-        return self._memory.is_short(self._plan.budget_bytes[self._decisions.shard.stage])
+        return self._memory.is_short(self.plan.budget_bytes[self._decisions.shard.stage])
 
     def _leave_less(self, why: str) -> None:
         """Before this rank's error ends the job, save the next plan down for the restart.
@@ -127,17 +133,17 @@ class PlanInForce:
         The other ranks wait for this one, so it decides alone.
         """
         left = "no smaller plan could be left"
-        if self._plan is None and self._store.leave_ended_measuring():
+        if self.plan is None and self._store.leave_ended_measuring():
             left = "a restart measures with fewer layers at once beyond the leanest policy"
-        elif self._plan is None:
+        elif self.plan is None:
             left = (
                 "the next job would measure in the same way: give "
                 "--recompute-plan-path, or a lower --recompute-memory-budget-gib"
             )
         else:
-            outcomes = [FINE] * self._plan.layout.num_stages
+            outcomes = [FINE] * self.plan.layout.num_stages
             outcomes[self._decisions.shard.stage] = FAILED
-            less = self._less(self._plan, outcomes)
+            less = self._less(self.plan, outcomes)
             if less is not None and self._store.leave(less):
                 left = f"a restart begins with less, from {self._store.path}"
         logger.error(

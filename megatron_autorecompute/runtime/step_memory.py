@@ -49,16 +49,21 @@ class StepMemory:
         self.torch_peaks: tuple[int | None, int | None] = (None, None)
         """The most bytes allocated, and reserved, by the process in the last step of `measuring`;
         None without CUDA."""
-        self.others_bytes = None if without_cuda else self._allocated_by_others()
-        """Bytes other than model and optimizer before the first step; None without CUDA."""
+        self.others_bytes: int | None = None
+        """Bytes other than model and optimizer at the beginning of a step, the most of those read;
+        None without CUDA."""
         self._allocated = self._reserved = 0
         self._reading: Memory | None = None
         self._static_bytes = self._peak_before = self._retries_before = 0
 
-    def _allocated_by_others(self) -> int:
+    def read_others(self) -> None:
+        """At the beginning of a step: note what others hold in this process."""
+        if self._without_cuda:
+            return
         gc.collect()  # unreachable cycles are not held by anyone
         own_bytes = static_bytes(self._chunks, self._optimizer).total_bytes
-        return max(0, torch.cuda.memory_allocated() - own_bytes)
+        more_bytes = torch.cuda.memory_allocated() - own_bytes
+        self.others_bytes = max(self.others_bytes or 0, more_bytes)
 
     @property
     def is_cheap(self) -> bool:

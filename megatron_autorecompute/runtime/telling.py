@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.auto_text import plan_text
 from megatron_autorecompute.runtime.decisions import Decisions
@@ -19,9 +21,8 @@ def tell(plan: Plan, decisions: Decisions, steps: int) -> None:
         steps: how many training steps are done.
     """
     job = decisions.job
-    full = decisions.planner(plan.profile).evaluate(decisions.leanest)
     peaks = decisions.peaks() if steps else None
-    job.say(f"recompute auto: the plan\n{plan_text(plan, peaks, full.step_ms)}")
+    job.say(report(plan, decisions, peaks))
     iteration = steps if job.iteration is None else job.iteration()
     for stage, cost in enumerate(plan.cost.stages):
         figures = {"predicted_peak_gib": cost.peak.bytes / GIB, "recompute_ms": cost.recompute_ms}
@@ -30,6 +31,18 @@ def tell(plan: Plan, decisions: Decisions, steps: int) -> None:
         for name, value in figures.items():
             _write(job, f"recompute/{name}/stage{stage}", value, iteration)
     show(plan, peaks, job.writers(), iteration)
+
+
+def report(plan: Plan, decisions: Decisions, peaks: Sequence[int] | None) -> str:
+    """The plan as text, a row per stage.
+
+    Args:
+        plan: the plan that runs.
+        decisions: of the job.
+        peaks: bytes of every stage in a step under this plan; None if they are not known.
+    """
+    full = decisions.planner(plan.profile).evaluate(decisions.leanest)
+    return f"recompute auto: the plan\n{plan_text(plan, peaks, full.step_ms)}"
 
 
 def _write(job: JobFacts, name: str, value: float, iteration: int) -> None:

@@ -295,7 +295,7 @@ def trained_with_auto(plan_path):
     from megatron_autorecompute.compare.workload import TrainingJob
     from megatron_autorecompute.profile import Parallelism
     from megatron_autorecompute.runtime.auto_options import AutoOptions
-    from megatron_autorecompute.runtime.controller import AutoTuner, JobFacts
+    from megatron_autorecompute.runtime.controller import Auto, JobFacts
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     job = TrainingJob(SHAPE, TEXT)
@@ -306,7 +306,7 @@ def trained_with_auto(plan_path):
     facts = JobFacts(
         parallelism, lambda: SHAPE.num_microbatches, lambda text: None, without_cuda=True
     )
-    tuner = AutoTuner(job.chunks, job.optimizer, options, facts)
+    tuner = Auto(job.chunks, job.optimizer, options, facts)
     for _ in range(16):
         with tuner.step():
             job.step()

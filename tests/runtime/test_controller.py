@@ -33,7 +33,7 @@ def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **chang
     from megatron_autorecompute.profile import Parallelism
     from megatron_autorecompute.runtime.apply import HOLDER_KEY
     from megatron_autorecompute.runtime.auto_options import AutoOptions
-    from megatron_autorecompute.runtime.controller import AutoTuner, JobFacts
+    from megatron_autorecompute.runtime.controller import Auto, JobFacts
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=shape.pipeline_stages)
     job = TrainingJob(shape, TEXT)
@@ -63,7 +63,7 @@ def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **chang
         without_cuda=True,
         memory=enforced.reading if fails_in else None,
     )
-    tuner = AutoTuner(job.chunks, job.optimizer, options, facts)
+    tuner = Auto(job.chunks, job.optimizer, options, facts)
     steps = changes.get("steps", STEPS)
     for _ in range(steps):
         job.shape = replace(job.shape, num_microbatches=microbatches(len(losses)))

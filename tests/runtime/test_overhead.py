@@ -103,7 +103,7 @@ def auto_calls(job):
     """Calls of a step that `auto` only watches, and of the same step without `auto` around it."""
     from megatron_autorecompute.profile import Parallelism
     from megatron_autorecompute.runtime.auto_options import AutoOptions
-    from megatron_autorecompute.runtime.controller import AutoTuner, JobFacts
+    from megatron_autorecompute.runtime.controller import Auto, JobFacts
 
     facts = JobFacts(
         Parallelism(SHAPE.micro_batch_size, SHAPE.seq_length, dtype="float32"),
@@ -112,7 +112,7 @@ def auto_calls(job):
         without_cuda=True,
     )
     options = AutoOptions(recompute_memory_budget_gib=1)
-    tuner = AutoTuner(job.chunks, job.optimizer, options, facts)
+    tuner = Auto(job.chunks, job.optimizer, options, facts)
 
     def step():
         with tuner.step():

@@ -308,7 +308,7 @@ def trained(kind, with_auto, steps=14):
 def tuning(ddp, optimizer):
     from megatron_autorecompute.profile import Parallelism
     from megatron_autorecompute.runtime.auto_options import AutoOptions
-    from megatron_autorecompute.runtime.controller import AutoTuner, JobFacts
+    from megatron_autorecompute.runtime.controller import Auto, JobFacts
 
     facts = JobFacts(
         Parallelism(MICRO_BATCH_SIZE, SEQ_LENGTH, dtype="float32"),
@@ -317,7 +317,7 @@ def tuning(ddp, optimizer):
         without_cuda=True,
     )
     options = AutoOptions(recompute_memory_budget_gib=1.0)
-    return closing(AutoTuner([ddp], optimizer, options, facts))
+    return closing(Auto([ddp], optimizer, options, facts))
 
 
 @pytest.mark.parametrize("kind", ["BERT", *RETURNED])

@@ -39,7 +39,7 @@ class Job:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.timers import Timers
 
-        from megatron_autorecompute.runtime.controller import AutoTuner, JobFacts
+        from megatron_autorecompute.runtime.controller import Auto, JobFacts
 
         config = tiny_config(num_layers=8)
         ddp = DistributedDataParallelConfig()
@@ -53,7 +53,7 @@ class Job:
             self.said.append,
             timers=Timers(0, "minmax"),  # which this loop never starts
         )
-        self.tuner = AutoTuner(self.models, self.optimizer, options, facts)
+        self.tuner = Auto(self.models, self.optimizer, options, facts)
         self.policies, self.peaks = [], []
 
     def train(self, steps, after=lambda step: None):
@@ -179,13 +179,20 @@ def test_what_others_hold_since_a_plan_was_made_is_planned_for_before_the_first_
     assert grown > 0.8 * reference.numel()
 
 
-def test_a_budget_below_the_leanest_policy_ends_the_job_after_its_first_step(one_rank):
+def test_a_budget_below_the_leanest_policy_is_said_once_and_the_leanest_policy_runs(one_rank):
+    with fake_cuda(64 * MIB):
+        job = Job(AutoOptions(recompute_memory_budget_gib=4 / 1024)).train(6)
+    assert job.policies == ["full*8"] * 6
+    (said,) = (line for line in job.said if "OVER BUDGET" in line)
+    assert "Stage 0 needed" in said
+    assert "in training step 1 even with its leanest choices (full*8)" in said
+
+
+def test_a_plan_alone_is_not_made_for_a_budget_below_the_leanest_policy(one_rank):
+    options = AutoOptions(recompute_memory_budget_gib=4 / 1024, recompute_plan_only=True)
     steps = []
-    with (
-        fake_cuda(64 * MIB),
-        pytest.raises(InfeasibleError, match=r"Stage 0 needed .* in training step 1 .*full\*8"),
-    ):
-        Job(AutoOptions(recompute_memory_budget_gib=4 / 1024)).train(STEPS, steps.append)
+    with fake_cuda(64 * MIB), pytest.raises(InfeasibleError, match="in training step 1"):
+        Job(options).train(STEPS, steps.append)
     assert steps == [0]
 
 

@@ -1,0 +1,142 @@
+"""`attach`: `auto` in any training loop that calls Megatron-Core's schedule itself.
+
+    auto = attach(model_chunks, optimizer, max_tokens=16384, plan_path="plan.json")
+    forward_backward = auto.schedule(get_forward_backward_func())
+
+Nothing of `megatron.training` is needed. The unit is one training call of the schedule: nothing is
+in flight between two calls, so each may run a policy of its own, and what a loop does in between
+(generation, log-prob passes, moving states to the host) is outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_autorecompute.compat import model_layers, parallel, rules
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.megatron_fields import NO_RECOMPUTE
+from megatron_autorecompute.runtime.apply import HOLDER_KEY
+from megatron_autorecompute.runtime.auto_options import AutoOptions
+from megatron_autorecompute.runtime.calls import Calls
+from megatron_autorecompute.runtime.controller import Auto, JobFacts
+from megatron_autorecompute.runtime.megatron_job import parallelism
+
+
+def attach(
+    model_chunks: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: Any,
+    *,
+    max_tokens: int | None = None,
+    budget_gib: float | None = None,
+    reserve_gib: float | None = None,
+    plan_path: str | None = None,
+    replace_recompute: bool = False,
+    say: Callable[[str], None] = print,
+) -> Auto:
+    """Make a built model choose by itself what each layer recomputes; call it on every rank.
+
+    Args:
+        model_chunks: this rank's model chunks, wrapped (DDP, Float16Module) or bare.
+        optimizer: Megatron's optimizer on them, or None.
+        max_tokens: the most tokens of a microbatch on a rank, as the loop packs them: what the
+            model is given, after padding and after context parallelism has split it.
+        budget_gib: GiB that torch may allocate on every device. Without it: what the device has
+            free in the first training call, less the reserve.
+        reserve_gib: GiB kept free for fragmentation if no budget is given; by default measured.
+        plan_path: file that the plan is written to, and read from at a restart.
+        replace_recompute: whether recompute that the model's config sets is replaced until
+            `close`. If False, such a config is refused.
+        say: prints a text; called on rank 0.
+
+    Raises:
+        OptionError: an argument is impossible, or the config sets recompute of its own.
+        AutorecomputeError: as `Auto`.
+    """
+    chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
+    options = AutoOptions(
+        recompute_memory_budget_gib=budget_gib,
+        recompute_memory_reserve_gib=reserve_gib,
+        recompute_plan_path=plan_path,
+    )
+    config = model_layers.unwrapped(chunks[0]).config
+    calls = Calls(max_tokens, 2 * _fewest_microbatches(config, len(chunks)))
+    put_back = _replaced(chunks) if replace_recompute else _refuse(chunks)
+    job = JobFacts(
+        # A layer's costs are lines in tokens: those of one long sample.
+        parallelism=parallelism(config, micro_batch_size=1, seq_length=1),
+        num_microbatches=calls.num_microbatches,
+        say=lambda text: say(text) if _is_first_rank() else None,
+        calls=calls,
+        without_cuda=not torch.cuda.is_available(),
+        on_close=put_back,
+    )
+    try:
+        return Auto(chunks, optimizer, options, job)
+    except BaseException:
+        put_back()
+        raise
+
+
+def _fewest_microbatches(config: Any, num_chunks: int) -> int:
+    """Microbatches that fill the pipeline."""
+    stages = parallel.pipeline_size()
+    group = config.microbatch_group_size_per_vp_stage if num_chunks > 1 else None
+    return max(stages, group or 0)
+
+
+def _is_first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+# --- recompute that a config sets -----------------------------------------------------------------
+
+
+def _configs(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
+    """Every config of the model that can set recompute, once; not one that a policy stands in."""
+    seen = set()
+    for chunk in chunks:
+        for module in chunk.modules():
+            config = getattr(module, "config", None)
+            if (
+                hasattr(config, "recompute_granularity")
+                and HOLDER_KEY not in vars(module)
+                and id(config) not in seen
+            ):
+                seen.add(id(config))
+                yield config
+
+
+def _refuse(chunks: Sequence[torch.nn.Module]) -> Callable[[], None]:
+    for config in _configs(chunks):
+        own = rules.own_recompute(config)
+        if own is None:
+            continue
+        lines = ", ".join(
+            f"{name}={value!r}"
+            for name in (*NO_RECOMPUTE, "moe_layer_recompute")
+            if (value := getattr(config, name, None))
+        )
+        raise OptionError(
+            f"The model's config sets recompute of its own ({own}). Remove {lines} from it, or "
+            "give attach(..., replace_recompute=True) to replace it until close()."
+        )
+    return lambda: None
+
+
+def _replaced(chunks: Sequence[torch.nn.Module]) -> Callable[[], None]:
+    """Take recompute out of the configs; returns what puts it back."""
+    before = []
+    for config in _configs(chunks):
+        for name, nothing in {**NO_RECOMPUTE, "moe_layer_recompute": False}.items():
+            if hasattr(config, name):
+                before.append((config, name, getattr(config, name)))
+                setattr(config, name, nothing)
+
+    def put_back() -> None:
+        for config, name, value in before:
+            setattr(config, name, value)
+
+    return put_back
