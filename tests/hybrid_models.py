@@ -29,10 +29,13 @@ def runnable():
     """In this block HybridModels of `local_spec` are built and run."""
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.ssm.gated_delta_net import common
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     def l2norm(x, **_):
         return torch.nn.functional.normalize(x, dim=-1)
+
+    MTPLossLoggingHelper.tracker.clear()  # has a place for each depth of the process's first model
 
     with (
         patched(hybrid_block, "TENorm", WrappedTorchNorm),
