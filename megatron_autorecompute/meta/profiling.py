@@ -267,8 +267,14 @@ class _Counted:
         )
         if several and not job.untie_embeddings_and_output_weights:
             self._head += self._embedding  # the last stage has a copy of the tied weights
-        depths = [site.mtp for site in model_layers.mtp_sites([model])]
-        mtp = [counted_weights(depth) for depth in depths]
+        sites = model_layers.mtp_sites([model])
+        depths = [site.mtp for site in sites]
+        # The weights of a layer that runs for several depths count for the first.
+        mtp = [
+            counted_weights(site.mtp if index == site.indices[0] else None)
+            for site in sites
+            for index in site.indices
+        ]
         if several and mtp:
             mtp[0] += self._embedding  # so has the stage of the MTP depths
         layers = [
