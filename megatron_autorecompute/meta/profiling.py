@@ -267,8 +267,14 @@ class _Counted:
         self._head = _count(model.output_layer) + _count(model_layers.final_norm(model.decoder))
         if several and not job.untie_embeddings_and_output_weights:
             self._head += self._embedding  # the last stage has a copy of the tied weights
-        depths = [site.mtp for site in model_layers.mtp_sites([model])]
-        mtp = [_count(depth) for depth in depths]
+        sites = model_layers.mtp_sites([model])
+        depths = [site.mtp for site in sites]
+        # The weights of a layer that runs for several depths count for the first.
+        mtp = [
+            _count(site.mtp if index == site.indices[0] else None)
+            for site in sites
+            for index in site.indices
+        ]
         if several and mtp:
             mtp[0] += self._embedding  # so has the stage of the MTP depths
         layers = [
