@@ -40,7 +40,7 @@ def table(comparison: Comparison) -> Group:
         shown.add_row(*map(escape, cells(comparison, strategy)), style=style)
         policy = escape(strategy.policy.replace(",", ", "))
         policies.add_row(escape(strategy.name), policy, style=style)
-    return Group(shown, policies, *map(escape, not_tried(comparison)))
+    return Group(shown, policies, *map(escape, by_hand(comparison)))
 
 
 def markdown(comparison: Comparison) -> str:
@@ -50,17 +50,23 @@ def markdown(comparison: Comparison) -> str:
     for strategy in comparison.rows():
         row = (*cells(comparison, strategy), f"`{strategy.policy}`")
         lines.append(f"| {' | '.join(row)} |")
-    for line in not_tried(comparison):
+    for line in by_hand(comparison):
         lines += ["", line]
     return "\n".join(lines) + "\n"
 
 
-def not_tried(comparison: Comparison) -> list[str]:
-    """A sentence for each reason why the manual search skipped settings."""
+def by_hand(comparison: Comparison) -> list[str]:
+    """Whether none of the settings tried fits; a sentence for each reason why some were skipped."""
+    tried = [strategy for strategy in comparison.strategies if strategy.family == "tried"]
+    found = []
+    if tried and all(map(comparison.exceeds, tried)):
+        found = [f"None of the {len(tried)} settings tried by hand fits: there is no row manual."]
     names: dict[str, list[str]] = {}
     for setting in comparison.not_tried:
         names.setdefault(setting.reason, []).append(setting.name)
-    return [f"Not tried by hand: {', '.join(those)}: {reason}." for reason, those in names.items()]
+    return found + [
+        f"Not tried by hand: {', '.join(those)}: {reason}." for reason, those in names.items()
+    ]
 
 
 def _budget(comparison: Comparison) -> str:

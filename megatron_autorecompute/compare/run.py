@@ -314,7 +314,7 @@ def _compare(settings: Settings, tell: Callable[[Any], None]) -> None:
     # With biases, which few current models have, Megatron's own recompute of mlp never ends.
     variant = Variant({"add_bias_linear": False})
     job = TrainingJob(settings.shape, read_text(Path(settings.text)), variant)
-    contest = _Contest(settings, job, tell)
+    contest = Contest(settings, job, tell)
     contest.warm_up()
     contest.anchors()
     contest.set_budget()
@@ -323,7 +323,7 @@ def _compare(settings: Settings, tell: Callable[[Any], None]) -> None:
     contest.rounds()
 
 
-class _Contest:
+class Contest:
     """All phases of a comparison on one rank."""
 
     def __init__(self, settings: Settings, job: Any, tell: Callable[[Any], None]) -> None:
@@ -366,12 +366,9 @@ class _Contest:
         self._step(f"{name}: memory")
         with self.job.strategy(policy):
             peaks, out_of_memory = self.job.peak_bytes()
+        (on_any_rank,) = all_reduce_max(out_of_memory)
         return StrategyResult(
-            name,
-            family,
-            policy,
-            _by_stage(peaks),
-            out_of_memory=bool(all_reduce_max(out_of_memory)),
+            name, family, policy, _by_stage(peaks), out_of_memory=bool(on_any_rank)
         )
 
     def set_budget(self) -> None:
@@ -390,7 +387,7 @@ class _Contest:
         self.tell(self.comparison)
 
     def manual_search(self) -> None:
-        """Search by hand: try the settings, time those that fit, keep the fastest.
+        """Search by hand: try the settings, time those that fit, keep the fastest, if any.
 
         Settings that recompute more than one that fits are skipped; see `manual_search`.
         """
@@ -410,6 +407,9 @@ class _Contest:
             self._note(result)
         for module, reason in self.job.left_out().items():
             self._pass_over(f"selective with {module}", reason)
+        if not fitting:  # which the table says
+            self.tell(self.comparison)
+            return
         best = min(fitting.values(), key=lambda result: result.median_ms or 0.0)
         self._note(
             replace(
@@ -447,7 +447,16 @@ class _Contest:
         return replace(result, step_ms=(*result.step_ms, *slowest))
 
     def ours(self) -> None:
-        """Measure, solve, apply; correct the plan while its measured peak exceeds the budget."""
+        """Measure, solve, apply; correct the plan while its measured peak exceeds the budget.
+
+        Raises: InfeasibleError if there is no memory to measure in, or no plan fits.
+        """
+        if any(s.family == "full" and s.out_of_memory for s in self.comparison.strategies):
+            raise InfeasibleError(
+                "The device runs out of memory even where every layer is recomputed, as while the "
+                "choices are measured: there is no plan of ours. Lower --micro-batch-size or "
+                "--seq-length."
+            )
         begin = time.perf_counter()
         profile, budget_bytes = self._profile(), self.comparison.budget_bytes or 0
         for _ in range(CORRECTIONS):

@@ -563,7 +563,7 @@ def _recorded(models: list[torch.nn.Module], live: LiveBytes) -> Iterator[None]:
             for site in model_layers.block_sites(models)
             for pair in zip(site.block.layers, site.layers, strict=True)
         ]
-        layers += [(site.layer, site.index) for site in model_layers.mtp_sites(models)]
+        layers += [(site.layer, site.indices[0]) for site in model_layers.mtp_sites(models)]
         for layer, index in layers:
             for handle in recorder.watch(layer, index):
                 undo.callback(handle.remove)

@@ -57,8 +57,14 @@ def fastest_step(
     busy = put_together(layout, [choice.policies for choice in choices])
     exchanged = with_exchanges(table.profile, layout, schedule, busy, budgets, table.percentile)
     stages = answer.stages(searches, choices)
+    search = StepSearch(schedule, stages)
     policies = {answer.combination(policy, stages): policy for policy in (exchanged, *others)}
-    found = StepSearch(schedule, stages).shortest(list(policies))
+    if aligned := search.aligned():
+        splits = [own.found[option].split for own, option in zip(stages, aligned, strict=True)]
+        start = put_together(layout, splits)
+        start = with_exchanges(table.profile, layout, schedule, start, budgets, table.percentile)
+        policies.setdefault(answer.combination(start, stages), start)
+    found = search.shortest(list(policies))
     policy = policies.get(found.chosen)
     if policy is None:
         pairs = zip(stages, found.chosen, strict=True)

@@ -28,7 +28,7 @@ from megatron_autorecompute.megatron_fields import (
 )
 from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.chunk_splits import put_together
-from megatron_autorecompute.planner.fastest_step import fastest_step
+from megatron_autorecompute.planner.fastest_step import FastestStep, fastest_step
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import (
     StageBase,
@@ -169,6 +169,7 @@ class Planner:
         self._effort = effort
         self._table = CostTable(profile, self.percentile, "high")
         self._solved: dict[int, dict[int, StageChoice]] = {}
+        self._known: list[FastestStep] = []
 
     def replaced(
         self,
@@ -258,14 +259,28 @@ class Planner:
             choices.append(choice)
         manual = self.best_manual(budgets)
         others = [manual.policy] if manual is not None and self._may_be(manual.policy) else []
+        others += [found.policy for found in self._fastest_known(budgets)]
         problem = self._table, self.layout, self.schedule, self.searches
         found = fastest_step(*problem, budgets, choices, [p for p in others if p is not None])
+        self._known.append(found)
         evidence = tuple(
             self._evidence(stage, budgets[stage], choice, found.policy, found.cost)
             for stage, choice in enumerate(choices)
         )
         step_evidence = StepEvidence.of(found.cost.step_ms, found.bound_ms)
         return Solution(found.policy, found.cost, evidence, step_evidence)
+
+    def _fastest_known(self, budgets: Sequence[int]) -> list[FastestStep]:
+        """Of other budgets' plans the one with the shortest step that fits; none where none does.
+
+        So of all budgets asked so far a plan is never slower than that of a smaller one before it.
+        """
+        fitting = [
+            found
+            for found in self._known
+            if all(s.peak_high_bytes <= b for s, b in zip(found.cost.stages, budgets, strict=True))
+        ]
+        return sorted(fitting, key=lambda found: found.cost.step_ms)[:1]
 
     def _may_be(self, policy: RecomputePolicy | None) -> bool:
         """Whether a policy is made of what is allowed."""

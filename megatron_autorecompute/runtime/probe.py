@@ -194,7 +194,7 @@ class Probe:
         depths = model_layers.mtp_sites([chunk])
         for site in model_layers.block_sites([chunk]):
             for layer, index in zip(site.block.layers, site.layers, strict=True):
-                self._watch_layer(layer, index)
+                self._watch_layer(layer, (index,))
             if site.block.config.mtp_num_layers:
                 self._watch_input(model_layers.final_norm(site.block), "final_norm")
                 self._watch_output(depths[-1].mtp if depths else site.block, "head")
@@ -202,12 +202,16 @@ class Probe:
                 ends: Place = "between" if site.layers[-1:] == encoder_ends else "head"
                 self._watch_end(site.block, ends)
         for depth in depths:
-            self._watch_layer(depth.mtp, depth.index)
+            self._watch_layer(depth.mtp, depth.indices)
         self._call(model.register_forward_hook, model_ends)
 
-    def _watch_layer(self, layer: torch.nn.Module, index: int) -> None:
+    def _watch_layer(self, layer: torch.nn.Module, indices: Sequence[int]) -> None:
+        """Note where a layer begins; several indices: one for each time that a forward runs it."""
+
         def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._forward is not None and not _recomputing():
+                seen = {mark.place for mark in self._forward.marks}
+                index = next((one for one in indices if one not in seen), indices[-1])
                 hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
                 size_bytes = hidden_states.untyped_storage().nbytes()
                 self.boundary_bytes = max(self.boundary_bytes, size_bytes)

@@ -9,17 +9,20 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from rich.console import Console
 
 from megatron_autorecompute.cli import main as verify
+from megatron_autorecompute.compare import rendering
 from megatron_autorecompute.compare.comparison import Comparison, Shape
-from megatron_autorecompute.compare.run import main, parse
+from megatron_autorecompute.compare.run import Contest, Settings, main, parse
 from megatron_autorecompute.compat import lost_step, model_layers
-from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.errors import InfeasibleError, MachineError
 from megatron_autorecompute.planner.plan import Plan
 
 # Importing megatron-core 0.19 warns of a model that nobody here uses.
@@ -247,6 +250,27 @@ def test_a_strategy_that_runs_out_of_memory_is_a_row_and_the_next_one_runs(when)
     for policy in ("megatron:uniform/1", "megatron:none", "full*2,none*2"):
         with job.strategy(policy):
             assert job.peak_bytes()[0] == pytest.approx(peak_under(policy, untouched), rel=0.01)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_where_no_setting_fits_the_table_says_so_and_the_comparison_is_infeasible():
+    told, job = [], small_job()
+    contest = Contest(Settings(job.shape, tries=1), job, told.append)
+    contest.job.peak_bytes = lambda: (123456, True)
+    contest.anchors()
+    contest.set_budget()
+    contest.manual_search()
+    for shown in (rendering.markdown(told[-1]), printed(rendering.table(told[-1]))):
+        assert shown.count("OOM") == 3
+        assert f"None of the {len(job.own_settings())} settings tried by hand fits" in shown
+    with pytest.raises(InfeasibleError, match=r"memory even where every layer .* Lower --micro-b"):
+        contest.ours()
+
+
+def printed(shown):
+    console = Console(width=200, file=StringIO())
+    console.print(shown)
+    return console.file.getvalue()
 
 
 def peak_under(policy, job):

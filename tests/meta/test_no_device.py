@@ -14,7 +14,6 @@ import pytest
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.errors import (
-    ApplyError,
     MachineError,
     OptionError,
     ProfileError,
@@ -545,11 +544,13 @@ def test_an_unknown_field_of_the_config_is_named():
         profile_job(job({"num_layer": 3}), H100)
 
 
-@pytest.mark.any_version
-def test_a_layer_that_is_repeated_for_every_depth_is_refused():
-    # Core 0.16 has no such field.
-    with pytest.raises((ApplyError, OptionError), match="mtp_use_repeated_layer"):
-        profile_job(job({"mtp_num_layers": 2, "mtp_use_repeated_layer": True}), H100)
+@pytest.mark.skipif(not importlib.util.find_spec("megatron.core.recompute"), reason="since 0.18")
+def test_a_layer_that_is_repeated_for_every_depth_has_its_weights_once():
+    repeated = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+    first, second = profile_job(job(repeated), H100).kinds[-2:]
+    assert (first.name, second.name) == ("mtp-0", "mtp-1")
+    assert first.static.parameter_bytes > 0 == second.static.parameter_bytes
+    assert second.record("none").held_bytes > second.record("full").held_bytes > 0
 
 
 def test_what_megatron_refuses_is_refused_with_its_reason():

@@ -27,6 +27,8 @@ from megatron_autorecompute.planner.step_search.one_by_one import Combination, O
 from megatron_autorecompute.planner.step_search.stage_options import Least, StageOptions
 from megatron_autorecompute.planner.step_time import finished
 
+_ALIKE = (2, 16)
+"""By how much chunks count alike where the next one counts by 1 more than the one before."""
 _PERIODS = 8
 """Groups of microbatches, beyond which a step is hardly more work to replay."""
 
@@ -108,6 +110,23 @@ class StepSearch:
             self._look_at_the_rest(weights, parts)
         self._give_back(starts[0])
         return Shortest(self.chosen, self.step, min(self.bound, self.step))
+
+    def aligned(self) -> Combination | None:
+        """The best of some combinations whose slow chunks are the same ones on all stages.
+
+        A microbatch waits least where all stages take alike for it. The first chunks, whose
+        activations are held the longest, are mostly the ones to save at: so later ones count for
+        more, by more or less. None where there is one chunk a stage.
+        """
+        chunks = np.arange(self.schedule.num_chunks)
+        if len(chunks) == 1:
+            return None
+        found = [
+            tuple(own.least(np.stack([chunks + alike] * 2)).option for own in self.stages)
+            for alike in _ALIKE
+        ]
+        self.replay(found)
+        return min(found, key=self._steps.__getitem__)
 
     # --- from both sides --------------------------------------------------------------------------
 

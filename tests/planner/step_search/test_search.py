@@ -155,6 +155,23 @@ def test_a_step_of_a_thousand_million_microbatches_has_a_bound(layout):
     assert 0 <= solution.step_evidence.gap < 1e-6
 
 
+def test_more_budget_is_never_a_slower_plan_of_the_same_planner(monkeypatch):
+    least = search.Work(searches=0, least_mixtures=1, events=0, nodes=0)
+    monkeypatch.setattr(search, "Work", lambda: least)
+    slower_alone = 0
+    for seed in (24, 26, 27):
+        planner, _ = random_step(seed, SEVERAL_CHUNKS, 2)
+        low, high = (
+            max(choice.peak_bytes for choice in own) for own in (planner.leanest, planner.fastest)
+        )
+        budgets = [low + (high - low) * n // 6 for n in range(7)]
+        alone = [planner.replaced().solve(budget).cost.step_ms for budget in budgets]
+        slower_alone += alone != sorted(alone, reverse=True)
+        steps = [planner.solve(budget).cost.step_ms for budget in budgets]
+        assert steps == sorted(steps, reverse=True), seed
+    assert slower_alone > 0
+
+
 SOLVE = """
 from benchmarks import solve_speed
 planner = solve_speed.planner(solve_speed.Case(32, 4, 2))
