@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
 
 from megatron_autorecompute.compat import versions
-from megatron_autorecompute.meta import context_parallel, ops
+from megatron_autorecompute.meta import context_parallel, ops, permutation
 from megatron_autorecompute.patched import patched
 
 
@@ -687,6 +687,8 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "weighted_squared_relu_impl": _weighted_square,
         },
     )
+    utils = module("transformer.moe.moe_utils")
+    yield utils, {k: v for k, v in permutation.REPLACEMENTS.items() if hasattr(utils, k)}
     # Around it Megatron's own code clamps, and copies what it clamped.
     yield (
         module("fusions.fused_bias_geglu"),

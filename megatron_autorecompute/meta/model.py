@@ -31,7 +31,7 @@ MAX_CHOICES = 96
 
 LEFT_OUT = {
     **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_scope", "cuda_graph_impl")},
-    **{name: False for name in ("moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap")},
+    **{name: False for name in ("moe_router_fusion", "tp_comm_overlap")},
     **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
     **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
     **megatron_fields.NO_RECOMPUTE,
