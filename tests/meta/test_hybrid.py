@@ -11,7 +11,6 @@ from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import TOLERANCE, verify
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.policy import RecomputePolicy
 
 pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
 
@@ -86,7 +85,7 @@ def test_mambas_scan_saves_what_mamba_ssm_does():
 
         kept = saved(scan, projected)
         normed = saved(norm, torch.empty(length, 1, inner, dtype=BF16, requires_grad=True))
-    # ssd_combined.py: ctx.save_for_backward(zxbcdt, conv1d_weight, conv1d_bias, out_x, A, D, dt_bias)
+    # ssd_combined.py saves zxbcdt, conv1d_weight, conv1d_bias, out_x, A, D, dt_bias.
     assert kept == listed(
         [
             ((1, length, inner + mixed + heads), BF16),
