@@ -10,11 +10,11 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_autorecompute.errors import MachineError, OptionError
-from megatron_autorecompute.meta.job import Job, job_from
+from megatron_autorecompute.meta.job import TE_VERSION, Job, job_from
 from megatron_autorecompute.patched import patched, patched_environ
 
 _COPIED = (
@@ -60,6 +60,7 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
         with (
             without_cuda.activate(training=True),
             kernels.stand_ins(kernels.Settings()),  # the config asks for some of them
+            _engine(),
             contextlib.redirect_stdout(io.StringIO()),  # Megatron prints every argument
             patched_environ(world),
             patched(sys, "argv", ["pretrain_gpt.py", *flags]),
@@ -77,6 +78,22 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
         ) from error
     except (AssertionError, ValueError) as error:
         raise OptionError(f"Megatron refuses these flags: {error}") from error
+
+
+@contextlib.contextmanager
+def _engine() -> Iterator[None]:
+    """In this block Megatron's checks find the Transformer Engine that the job will have, whatever
+    is installed here: its version, and its fused permutation."""
+    from megatron.core import utils
+    from megatron.core.transformer.moe import moe_utils
+    from packaging.version import Version
+
+    names = ("permute", "permute_with_probs", "unpermute", "sort_chunks_by_index")
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(patched(utils, "_te_version", Version(TE_VERSION)))
+        for name in (*names, "sort_chunks_by_index_with_probs"):
+            undo.enter_context(patched(moe_utils, f"fused_{name}", object()))
+        yield
 
 
 def _namespace(arguments: Any) -> Any:

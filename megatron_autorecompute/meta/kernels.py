@@ -630,6 +630,12 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> tor
     return _CrossEntropy.apply(logits)
 
 
+def _sinkhorn(logits: torch.Tensor, tolerance: float = 0.0) -> torch.Tensor:
+    """Scores of the size that Megatron transformer/moe/moe_utils.py `sinkhorn` returns; it iterates
+    until values no longer change, and here are none. It runs without gradients."""
+    return torch.exp(logits)
+
+
 def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor, main_gradient: torch.Tensor) -> None:
     ops.gemm_weight_gradient(gradient, x, main_gradient, "bf16")
 
@@ -680,6 +686,7 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "weighted_squared_relu_impl": _weighted_square,
         },
     )
+    yield module("transformer.moe.router"), {"sinkhorn": _sinkhorn}
     # Around it Megatron's own code clamps, and copies what it clamped.
     yield (
         module("fusions.fused_bias_geglu"),

@@ -34,6 +34,7 @@ LEFT_OUT = {
     **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
     **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
     **megatron_fields.NO_RECOMPUTE,
+    **{name: False for name in ("fp8_param", "fp4_param")},
     megatron_fields.POLICY_FIELD: None,
     **{name: "alltoall" for name in ("moe_token_dispatcher_type",)},
 }
@@ -260,6 +261,7 @@ def _shard_config(job: Job, copies: Sequence[int]) -> tuple[Any, dict[int, JobKi
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
         "microbatch_group_size_per_vp_stage": None,
+        "defer_embedding_wgrad_compute": False,
     }
     return megatron_config(job, fields), kind_of
 
@@ -303,11 +305,12 @@ def _constructed(job: Job, fields: dict[str, Any]) -> Any:
 def _defaults(job: Job) -> dict[str, Any]:
     """Values that Megatron-LM's arguments set, if TransformerConfig's own default differs."""
     fused = job.transformer_impl == "transformer_engine"
+    dtype = torch.float16 if job.config.get("fp16") else torch.bfloat16
     return {
-        "bf16": True,
+        "bf16": dtype == torch.bfloat16,
         "transformer_impl": job.transformer_impl,
-        "params_dtype": torch.bfloat16,
-        "pipeline_dtype": torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
         "apply_rope_fusion": fused and job.position_embedding_type in ("rope", "yarn"),
         "bias_activation_fusion": fused and bool(job.config.get("gated_linear_unit")),
         "moe_grouped_gemm": fused and bool(job.config.get("num_moe_experts")),
