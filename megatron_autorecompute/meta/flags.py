@@ -116,6 +116,8 @@ def plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
             value = getattr(value, "__name__", value)
         if name == "pipeline_model_parallel_layout":
             value = getattr(value, "input_data", value)
+        if name == "attention_backend":
+            value = getattr(value, "name", value)
         try:
             json.dumps(value)
         except TypeError:

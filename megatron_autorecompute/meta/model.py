@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core import activations
 from megatron.core.fusions import fused_bias_geglu
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
@@ -275,8 +276,11 @@ def megatron_config(job: Job, changed: Mapping[str, Any]) -> Any:
     }
     if isinstance(fields.get("activation_func"), str):
         fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
+    if isinstance(fields.get("attention_backend"), str):
+        fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
     config = meta_config(_constructed(job, fields))
     config.gradient_accumulation_fusion = job.fuses_weight_gradients
+    config.masked_softmax_fusion = bool(job.config.get("masked_softmax_fusion", True))
     return config
 
 
