@@ -15,7 +15,6 @@ WITHOUT_BEARING = (
         "data-path",
         "dataloader-type",
         "decoupled-",
-        "deterministic-mode",
     ),
     *("dist-ckpt-", "distributed-backend", "distributed-timeout", "empty-unused-memory-level"),
     *("enable-experimental", "eval-", "exit-", "fim-", "finetune", "high-priority-stream-groups"),

@@ -53,6 +53,7 @@ def _point(run: Run, prediction: Prediction, measured: Measured) -> Data:
         "gpus_said": len(run.worlds) == 1,
         "stage": measured.stage % len(prediction.stages),
         "measured_bytes": measured.peak_bytes,
+        "between_steps_bytes": run.between_steps_bytes,
         "predicted_bytes": stage.peak_bytes,
         "error": round(stage.peak_bytes / measured.peak_bytes - 1, 6),
         "moment": stage.moment,

@@ -24,6 +24,7 @@ from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.meta import job_checks, kernels, without_cuda
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
+from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 from megatron_autorecompute.patched import patched_environ
 
 MAX_CHOICES = 96
@@ -31,7 +32,7 @@ MAX_CHOICES = 96
 
 LEFT_OUT = {
     **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_scope", "cuda_graph_impl")},
-    **{name: False for name in ("moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap")},
+    **{name: False for name in ("moe_router_fusion", "tp_comm_overlap")},
     **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
     **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
     **megatron_fields.NO_RECOMPUTE,
@@ -111,6 +112,7 @@ def meta_megatron(job: Job) -> Iterator[None]:
         lora_rank=job.lora_rank,
         linear_gradients=not job.keeps_dummies("linear"),
         grouped_gradients=not job.keeps_dummies("grouped"),
+        weight_copy_bytes=2 * COPY_BYTES[job.precision] if job.copies_weights else 0,
     )
     # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})

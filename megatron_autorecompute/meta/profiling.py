@@ -19,6 +19,7 @@ import torch
 
 from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.measured import LAYER_FIELDS
@@ -33,13 +34,10 @@ from megatron_autorecompute.meta.model import (
     job_kinds,
     shard,
 )
+from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
 from megatron_autorecompute.meta.roofline import Roofline
 from megatron_autorecompute.meta.shared_buffers import shared_buffers
-from megatron_autorecompute.meta.static_bytes import (
-    Parameters,
-    optimizer_step_bytes,
-    static_bytes,
-)
+from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -280,18 +278,20 @@ class _Counted:
 
     def __init__(self, job: Job, built: Shard, device: Device) -> None:
         model: Any = built.model
-        self.job = job
+        self.job, self._device = job, device
         self._buffer_bytes = 0
         several = job.size("pipeline") > 1
-        self._embedding = _count(model.embedding)
-        self._head = _count(model.output_layer) + _count(model_layers.final_norm(model.decoder))
+        self._embedding = counted_weights(model.embedding)
+        self._head = counted_weights(model.output_layer) + counted_weights(
+            model_layers.final_norm(model.decoder)
+        )
         if several and not job.untie_embeddings_and_output_weights:
             self._head += self._embedding  # the last stage has a copy of the tied weights
         sites = model_layers.mtp_sites([model])
         depths = [site.mtp for site in sites]
         # The weights of a layer that runs for several depths count for the first.
         mtp = [
-            _count(site.mtp if index == site.indices[0] else None)
+            counted_weights(site.mtp if index == site.indices[0] else None)
             for site in sites
             for index in site.indices
         ]
@@ -301,7 +301,7 @@ class _Counted:
             layer for site in model_layers.block_sites([model]) for layer in site.block.layers
         ]
         self._layers = {
-            index: _count(layers[built_index])
+            index: counted_weights(layers[built_index])
             for built_index, kind in built.kind_of.items()
             for index in kind.layers
         }
@@ -326,10 +326,10 @@ class _Counted:
             self._moe += range(job.num_layers, job.num_layers + len(mtp))
             self._built_moe += len(mtp)
         self._kept_bytes: dict[int, int] = {}
-        self.embedding = static_bytes(job, self._embedding)
+        self.embedding = static_bytes(job, device, self._embedding)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
         head = shared_buffers(job, device, model.output_layer)
-        self.head = replace(static_bytes(job, self._head), shared=head)
+        self.head = replace(static_bytes(job, device, self._head), shared=head)
 
     def with_ends_of(self, whole: _Counted) -> _Counted:
         """These counts, with those of the ends from the shard that has MTP depths."""
@@ -354,7 +354,7 @@ class _Counted:
 
     def layer(self, index: int) -> StaticBytes:
         """Static bytes of one layer of the whole model."""
-        static = static_bytes(self.job, self._layers[index], quantised=True)
+        static = static_bytes(self.job, self._device, self._layers[index])
         kept_bytes = self._kept_bytes.get(index, 0)
         return replace(static, buffer_bytes=kept_bytes, shared=self._shared[index])
 
@@ -367,20 +367,28 @@ class _Counted:
         return StageRecord(
             layers=layers,
             static=StaticBytes.sum([*parts, StaticBytes(buffer_bytes=self._buffer_bytes)]),
-            optimizer_step_peak_bytes=optimizer_step_bytes(self.job, sum(counts, Parameters())),
+            optimizer_step_peak_bytes=optimizer_step_bytes(self.job, sum(counts, Weights())),
         )
 
 
-def _count(module: Any) -> Parameters:
-    dense = expert = frozen = 0
-    for parameter in module.parameters() if module is not None else ():
-        if not parameter.requires_grad:
-            frozen += parameter.numel()
-        elif getattr(parameter, "allreduce", True):
-            dense += parameter.numel()
-        else:
-            expert += parameter.numel()
-    return Parameters(dense, expert, frozen)
+def counted_weights(part: Any) -> Weights:
+    """Numbers of parameters of a part's modules, by how they are kept."""
+    found = Weights()
+    if part is None:
+        return found
+    linear = {id(m.weight) for m in part.modules() if isinstance(m, kernels.LINEAR_TYPES)}
+    for parameter in part.parameters():
+        count = _counted(parameter)
+        found += Weights(quantised=count) if id(parameter) in linear else Weights(others=count)
+    return found
+
+
+def _counted(parameter: torch.Tensor) -> Parameters:
+    if not parameter.requires_grad:
+        return Parameters(frozen=parameter.numel())
+    if getattr(parameter, "allreduce", True):
+        return Parameters(dense=parameter.numel())
+    return Parameters(expert=parameter.numel())
 
 
 def _stages(job: Job, counted: _Counted) -> tuple[StageRecord, ...]:
