@@ -29,11 +29,10 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Device, Efficiency, device
 from megatron_autorecompute.meta.job import Job, load_job
 from megatron_autorecompute.meta.measured import with_measured
+from megatron_autorecompute.meta.outside_torch import outside_torch
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB, gib
 
-RESERVE_GIB = 2.0
-"""Assumed GiB of CUDA's context and NCCL's buffers, outside torch."""
 RESERVE_SHARE = 0.05
 """Assumed share of the device's memory for fragmentation of torch's allocator."""
 
@@ -94,7 +93,7 @@ def _estimate(args: Namespace) -> None:
     refuse_ignored(args)
     _refuse_without_effect(args)
     job, gpu, efficiency = read_job(args), device(args.gpu), read_efficiency(args.efficiency)
-    budget_bytes = default_budget_bytes(gpu, args.reserve_gib)
+    budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
     if args.measured and args.sensitivity:
         raise OptionError(
             "--sensitivity moves the modelled shares, and --measured replaces what they give. "
@@ -113,7 +112,8 @@ def _estimate(args: Namespace) -> None:
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
     budget = (
-        f"Budget {gib(budget_bytes)} GiB: the device's memory less {kept_back(args.reserve_gib)}."
+        f"Budget {gib(budget_bytes)} GiB: the device's memory less "
+        f"{kept_back(gpu, args.reserve_gib, job)}."
     )
     view = Group(
         profile_view(profile, args.verbose, f" on {job.num_gpus} GPUs"),
@@ -197,26 +197,27 @@ def read_efficiency(text: str | None) -> Efficiency:
     return Efficiency(**shares)
 
 
-def reserve_bytes(gpu: Device, reserve_gib: float | None) -> int:
+def reserve_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:
     """Bytes of a device's memory that are kept back."""
     if reserve_gib is not None:
         return round(reserve_gib * GIB)
-    return round(RESERVE_GIB * GIB + RESERVE_SHARE * gpu.memory_bytes)
+    return round(outside_torch(job, gpu).size_bytes + RESERVE_SHARE * gpu.memory_bytes)
 
 
-def kept_back(reserve_gib: float | None) -> str:
+def kept_back(gpu: Device, reserve_gib: float | None, job: Job) -> str:
     """The reserve in words."""
     if reserve_gib is not None:
         return f"{reserve_gib:g} GiB as asked"
+    outside = outside_torch(job, gpu)
     return (
-        f"{RESERVE_GIB:g} GiB outside torch and {RESERVE_SHARE:.0%} for fragmentation (assumed; "
-        "--reserve-gib)"
+        f"{outside.size_bytes / GIB:.3g} GiB outside torch ({outside.reason}) and "
+        f"{RESERVE_SHARE:.0%} for fragmentation (assumed; --reserve-gib)"
     )
 
 
-def default_budget_bytes(gpu: Device, reserve_gib: float | None) -> int:
+def default_budget_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:
     """Bytes that torch may allocate; raises OptionError if the reserve leaves nothing."""
-    budget = gpu.memory_bytes - reserve_bytes(gpu, reserve_gib)
+    budget = gpu.memory_bytes - reserve_bytes(gpu, reserve_gib, job)
     if budget <= 0:
         raise OptionError(
             f"--reserve-gib {reserve_gib} leaves nothing of {gpu.name}'s {gib(gpu.memory_bytes)} "
