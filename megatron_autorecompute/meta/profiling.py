@@ -62,6 +62,7 @@ def profile_job(
     device: Device,
     efficiency: Efficiency | None = None,
     progress: Progress = lambda _: None,
+    clock_type: type[Roofline] = Roofline,
 ) -> Profile:
     """Profile every choice of every kind of layer of a job, without running it.
 
@@ -70,12 +71,13 @@ def profile_job(
         device: the device whose peak rates the times are computed from.
         efficiency: assumed shares of the peaks; default `Efficiency()`.
         progress: called with a sentence before each step.
+        clock_type: what the times are of.
 
     Raises OptionError, PipelineError and MachineError if the job cannot be read or built.
     """
     efficiency = efficiency or Efficiency()
     job.layout(), job.schedule()  # refused before anything is built
-    clock = Roofline(device, efficiency)
+    clock = clock_type(device, efficiency)
     # MTP depths on another stage have a copy of the embedding's weights. On one stage both share
     # it, and its gradient from the depths waits for that of the first layer.
     apart = job.mtp_num_layers and job.size("pipeline") > 1
@@ -84,15 +86,15 @@ def profile_job(
     whole = decoder
     if apart:
         last = [0] * (len(job_kinds(job)) - 1) + [1]  # the depths are built like this layer
-        whole = _part(job, Roofline(device, efficiency), last, progress)
+        whole = _part(job, clock_type(device, efficiency), last, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
     facts = _facts(job, decoder.layer_facts)
     return Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
-        parallelism=_parallelism(job),
-        kinds=_with_inert(kinds),
+        parallelism=parallelism(job),
+        kinds=with_inert(kinds),
         embedding=decoder.embedding,
         head=whole.head,
         final_norm=whole.final_norm,
@@ -146,7 +148,7 @@ def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) 
     return _Part(kinds, embedding, head, norm, measured.boundary_bytes, counted, layer_facts)
 
 
-def _with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+def with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """Add to every kind, as inert choices, the sets of modules that only other kinds have.
 
     Megatron's `recompute_modules` are one list for all layers: mlp does nothing on a MoE layer.
@@ -185,7 +187,7 @@ def _measured(
     step = JobStep(job)
     depth = len(built.kind_of)
     own = job.mtp_num_layers and job.size("pipeline") > 1
-    parameters = [*model.parameters(), *(_own_embedding(model) if own else [])]
+    parameters = [*model.parameters(), *(own_embedding(model) if own else [])]
     gradients = add_main_gradients(parameters, dummies=job.makes_dummies)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
@@ -219,14 +221,14 @@ def _measured(
                 "Measure this model on a device, or report the config."
             )
         profile = measurement.profile(
-            Model(job.name, depth, job.mtp_num_layers), _parallelism(job), StaticBytes()
+            Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
         )
     first, both, *_ = forwards_bytes
     counted.keep_buffers([*kept, *step.static], of_one_microbatch=2 * first - both)
     return profile
 
 
-def _own_embedding(model: Any) -> list[torch.nn.Parameter]:
+def own_embedding(model: Any) -> list[torch.nn.Parameter]:
     """Give MTP depths the copy of the embedding that their stage has."""
     groups = torch.distributed.ProcessGroup  # cannot be copied
     shared = [v for m in model.embedding.modules() for v in vars(m).values()]
@@ -408,7 +410,8 @@ def _sourced(record: ChoiceRecord) -> ChoiceRecord:
     return replace(record, source=source, spread_ms=0.0, percentiles=())
 
 
-def _parallelism(job: Job) -> Parallelism:
+def parallelism(job: Job) -> Parallelism:
+    """The job's shapes, as a profile has them."""
     return Parallelism(
         micro_batch_size=job.micro_batch_size,
         seq_length=job.seq_length,
@@ -453,7 +456,8 @@ def _weight_gradients(job: Job) -> str:
     )
 
 
-def _stated(imbalance: dict[str, float]) -> str:
+def stated(imbalance: dict[str, float]) -> str:
+    """What a job says of uneven routing, as the end of a sentence about its records."""
     if not imbalance:
         return ""
     factors = ", ".join(f"x {factor:g} at percentile {at}" for at, factor in imbalance.items())
@@ -485,7 +489,7 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
     if job.config.get("num_moe_experts"):
         sentences.append(
             "MoE: in the records every expert gets equally many tokens"
-            + _stated(job.moe_imbalance)
+            + stated(job.moe_imbalance)
             + "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
         )
     if job.lora_rank:
