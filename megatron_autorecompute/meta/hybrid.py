@@ -1,21 +1,16 @@
-"""Builds HybridModels on meta tensors: Megatron's own layer spec, with stand-ins in its places.
-
-`hybrid_layer_specs.py` names Transformer Engine's modules at import. Here its code runs once more,
-in a module of its own, with the stand-ins of `kernels` under these names.
-"""
+"""Builds HybridModels on meta tensors: Megatron's own layer spec, with stand-ins in its places."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
-import importlib.util
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 
-from megatron_autorecompute.compat import model_layers
+from megatron_autorecompute.compat import hybrid_spec, model_layers
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import gated_delta, kernels, mamba, ops
 from megatron_autorecompute.meta.meta_step import StepShape
@@ -71,16 +66,7 @@ def build_hybrid(
 @functools.cache
 def _spec() -> Any:
     """Megatron's hybrid_stack_spec, of stand-ins."""
-    engine = importlib.import_module("megatron.core.extensions.transformer_engine")
-    moe = importlib.import_module("megatron.core.models.gpt.moe_module_specs")
-    found: Any = importlib.util.find_spec("megatron.core.models.hybrid.hybrid_layer_specs")
-    module = importlib.util.module_from_spec(found)
-    with contextlib.ExitStack() as undo:
-        for name, stand_in in _TE_NAMES.items():
-            undo.enter_context(patched(engine, name, stand_in))
-        undo.enter_context(patched(moe, "TESpecProvider", kernels.StandIns))
-        found.loader.exec_module(module)
-    return module.hybrid_stack_spec
+    return hybrid_spec.with_modules(_TE_NAMES, kernels.StandIns)
 
 
 class _Hadamard(torch.autograd.Function):
