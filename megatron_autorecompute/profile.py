@@ -40,6 +40,8 @@ ROUNDING = 1e-3
 
 MEASURED = "measured"
 """`ChoiceRecord.source` of what ran on a device."""
+MEASURED_ON_ONE_DEVICE = "measured on one device; communication: modelled"
+"""`ChoiceRecord.source` of what ran on a device alone, without the job's other ranks."""
 IMBALANCE_PERCENTILE = 99.0
 """The default percentile for layers with experts: in auto, and if a profile states imbalance."""
 
@@ -148,6 +150,9 @@ class ChoiceRecord:
     schedule keeps the input that it received."""
     source: str = MEASURED
     """Where the figures come from: measured, counted, assumed, or a description."""
+    communication_ms: Milliseconds = 0.0
+    """The part of forward_ms + backward_ms that is modelled communication, beside measured
+    arithmetic; 0 where all is measured, or all is modelled."""
     percentiles: tuple[BytesAt, ...] = ()
     """Measured MoE layers: the byte figures at percentiles; the fields above are the maximum."""
 

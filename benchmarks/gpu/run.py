@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -156,8 +157,10 @@ def _child(given: Sequence[str], name: str, seconds: float) -> str:
     if process.returncode == 0:
         return ""
     print(said, file=sys.stderr)
-    last = said.strip().splitlines() or ["no word"]
-    return f"exit code {process.returncode}: {last[-1]}"
+    every = said.strip().splitlines() or ["no word"]
+    # What torch says last, of a process group left behind, is not why.
+    errors = [line for line in every if re.search(r"Error\b|\berror:", line)]
+    return f"exit code {process.returncode}: {(errors or every)[-1]}"
 
 
 def _file(options: argparse.Namespace) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -52,33 +53,7 @@ class EstimateCommand(Command):
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the job, the device, and how the times are modelled."""
         parser.add_argument("--gpu", required=True, metavar="NAME", help="such as h100-80gb")
-        parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="see docs/no-device.md")
-        parser.add_argument("--recipe", metavar="NAME", help="a recipe function of Megatron Bridge")
-        parser.add_argument(
-            "--num-gpus", type=at_least(1), metavar="N", help="world size, with flags or a recipe"
-        )
-        parser.add_argument(
-            "--reserve-gib",
-            type=number_of_gib,
-            metavar="GIB",
-            help="memory kept free (default: 2 GiB and 5%% of the device)",
-        )
-        parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="assumed shares")
-        parser.add_argument(
-            "--measured", metavar="P.json", help="measured profile of the same layers"
-        )
-        parser.add_argument(
-            "--sensitivity", action="store_true", help="plan with each share moved 20%%"
-        )
-        parser.add_argument(
-            "-o",
-            "--output",
-            type=file,
-            metavar="P.json",
-            help=f"default: {DEFAULT_OUTPUT}, unless there is one; - prints it",
-        )
-        add_json(parser)
-        add_verbose(parser)
+        add_options(parser)
 
     def run(self, args: Namespace) -> None:
         """Make the profile, print it, and print the next command.
@@ -86,13 +61,41 @@ class EstimateCommand(Command):
         Raises OptionError for contradictory or impossible options.
         """
         with quiet_upstream():
-            _estimate(args)
+            estimate(args)
 
 
-def _estimate(args: Namespace) -> None:
-    output = _profile_file(args)
-    refuse_ignored(args)
-    _refuse_without_effect(args)
+def add_options(parser: ArgumentParser) -> None:
+    """Add where the job is read from, and what the profile is made and printed with."""
+    parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="see docs/no-device.md")
+    parser.add_argument("--recipe", metavar="NAME", help="a recipe function of Megatron Bridge")
+    parser.add_argument(
+        "--num-gpus", type=at_least(1), metavar="N", help="world size, with flags or a recipe"
+    )
+    parser.add_argument(
+        "--reserve-gib",
+        type=number_of_gib,
+        metavar="GIB",
+        help="memory kept free (default: 2 GiB and 5%% of the device)",
+    )
+    parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="assumed shares")
+    parser.add_argument("--measured", metavar="P.json", help="measured profile of the same layers")
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="plan with each share moved 20%%"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=file,
+        metavar="P.json",
+        help=f"default: {DEFAULT_OUTPUT}, unless there is one; - prints it",
+    )
+    add_json(parser)
+    add_verbose(parser)
+
+
+def estimate(args: Namespace) -> None:
+    """The command, without a change to how warnings are shown."""
+    output = checked_output(args)
     job, gpu, efficiency = read_job(args), device(args.gpu), read_efficiency(args.efficiency)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib)
     if args.measured and args.sensitivity:
@@ -112,13 +115,16 @@ def _estimate(args: Namespace) -> None:
         lines = []
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
-    budget = (
-        f"Budget {gib(budget_bytes)} GiB: the device's memory less {kept_back(args.reserve_gib)}."
-    )
-    view = Group(
-        profile_view(profile, args.verbose, f" on {job.num_gpus} GPUs"),
-        *map(Text, [budget, *lines]),
-    )
+    budget = budget_words(budget_bytes, args.reserve_gib)
+    show_profile(args, profile, output, budget_bytes, [budget, *lines])
+
+
+def show_profile(
+    args: Namespace, profile: Profile, output: Path | None, budget_bytes: int, lines: Sequence[str]
+) -> None:
+    """Save a job's profile, print it, and print the next command; `lines` are printed below it."""
+    gpus = profile.model.facts["num_gpus"]
+    view = Group(profile_view(profile, args.verbose, f" on {gpus} GPUs"), *map(Text, lines))
     try:
         if output is not None:
             profile.save(output)
@@ -131,11 +137,24 @@ def _estimate(args: Namespace) -> None:
         )
 
 
-def _profile_file(args: Namespace) -> Path | None:
+def budget_words(budget_bytes: int, reserve_gib: float | None) -> str:
+    """The budget that is proposed, and why."""
+    return f"Budget {gib(budget_bytes)} GiB: the device's memory less {kept_back(reserve_gib)}."
+
+
+def checked_output(args: Namespace) -> Path | None:
     """Where the profile is written; None for standard output.
 
-    Raises OptionError if a file is there that was not named, ProfileError if it cannot be written.
+    Raises OptionError if a file is there that was not named, or for options that others leave
+    without effect; ProfileError if it cannot be written.
     """
+    output = _profile_file(args)
+    refuse_ignored(args)
+    _refuse_without_effect(args)
+    return output
+
+
+def _profile_file(args: Namespace) -> Path | None:
     if args.output is None:
         args.output = DEFAULT_OUTPUT
         if os.path.lexists(DEFAULT_OUTPUT):

@@ -29,6 +29,13 @@ _COPIED = (
     "use_distributed_optimizer",
     "use_precision_aware_optimizer",
 )
+DTYPES_OF_STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+DTYPE_NAMES = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.uint8": "fp8",
+}
 PRECISION_OF_RECIPE = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}
 
 
@@ -45,6 +52,9 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
     data["name"] = f"pretrain_gpt on {num_gpus} GPUs"
     data["config"] = plain_config(vars(config))
     data["num_gpus"], data["vocab_size"] = num_gpus, args.vocab_size
+    data["disable_parameter_transpose_cache"] = bool(config.disable_parameter_transpose_cache)
+    for name in DTYPES_OF_STATES:
+        data[name] = DTYPE_NAMES[str(getattr(args, name))]
     if args.fp8:
         data["precision"] = PRECISION_OF_RECIPE.get(str(args.fp8_recipe), "fp8")
         data["fp8_param_gather"] = bool(args.fp8_param_gather)

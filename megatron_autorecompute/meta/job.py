@@ -58,7 +58,8 @@ class Job:
     fp8_param_gather: bool = True
     """True: weights are kept in fp8 only. False: in bf16, with quantised copies."""
     disable_parameter_transpose_cache: bool = False
-    """As the config's field of that name. True: fp8 weights are kept once, not in two layouts."""
+    """As the config's field of that name. True: quantised copies of bf16 weights are made for every
+    microbatch, and kept until its backward."""
     position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
     """As --position-embedding-type."""
     untie_embeddings_and_output_weights: bool = True
@@ -155,9 +156,39 @@ class Job:
         `shared_buffers.dummy_weight_gradients` says what it is for. TE keeps one for each shape of
         linear layers since 2.3 (commit ba5dc5dde, #1651), of experts since 2.10 (d2945c6a5, #2305).
         """
-        version = tuple(int(part) for part in self.te_version.split(".") if part)
         since = {"linear": (2, 3), "grouped": (2, 10)}
-        return self.fuses_weight_gradients and version >= since[what]
+        return self.fuses_weight_gradients and self.has_te(*since[what])
+
+    def has_te(self, *version: int) -> bool:
+        """Whether Transformer Engine has this version or a later one."""
+        return tuple(int(part) for part in self.te_version.split(".") if part) >= version
+
+    @property
+    def keeps_bf16_weights(self) -> bool:
+        """Whether weights are parameters in bf16, of which quantised copies are made."""
+        return self.precision == "nvfp4" or not self.fp8_param_gather
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether every microbatch makes quantised copies of the weights, in both layouts, and
+        keeps them until its backward: megatron-core extensions/transformer_engine.py passes no
+        `is_first_microbatch`, so Transformer Engine caches no copy but saves it
+        (pytorch/module/linear.py, `weightmat`)."""
+        quantises = self.precision != "bf16" and self.keeps_bf16_weights
+        return quantises and self.disable_parameter_transpose_cache
+
+    @property
+    def adam_keeps_main_params(self) -> bool:
+        """Whether FusedAdam holds the master weights, reads main gradients as they are and writes
+        the weights: OptimizerConfig `use_precision_aware_optimizer_no_fp8_or_ds_fp8`.
+
+        Without `fp8_recipe` in the config, fp8 means scales of the current tensor, which is
+        Megatron Bridge's default; TransformerConfig's is delayed scales.
+        """
+        delayed = self.precision in ("bf16", "nvfp4") or (
+            self.precision == "fp8" and self.config.get("fp8_recipe") == "delayed"
+        )
+        return self.use_precision_aware_optimizer and (delayed or self.main_params_dtype != "fp32")
 
     @property
     def makes_dummies(self) -> bool:

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
 
 from megatron_autorecompute.compat import versions
-from megatron_autorecompute.meta import context_parallel, ops
+from megatron_autorecompute.meta import context_parallel, ops, permutation
 from megatron_autorecompute.patched import patched
 
 
@@ -57,6 +57,8 @@ class Settings:
     of Transformer Engine's versions that do not keep it (`shared_buffers`)."""
     grouped_gradients: bool = False
     """The same for experts' weights."""
+    weight_copy_bytes: float = 0
+    """Bytes per element of a quantised copy of the weight that every microbatch makes and saves."""
 
 
 _settings = Settings()
@@ -101,7 +103,8 @@ class _Linear(torch.autograd.Function):
     """y = norm(x) W^T. Saves: with a norm its input, its statistics and the normalised input;
     without a norm the input. The tensor that the weight gradient reads is quantised under fp8 and
     fp4, and not saved if the weight is frozen. Under sequence parallelism only this rank's part is
-    saved; it is gathered again in backward. TE pytorch/module/layernorm_linear.py and linear.py
+    saved; it is gathered again in backward. A quantised copy of the weight is saved too if it is
+    not cached (`Job.copies_weights`). TE pytorch/module/layernorm_linear.py and linear.py
     (`_LayerNormLinear`, `_Linear`, their `save_for_backward` lists)."""
 
     @staticmethod
@@ -117,6 +120,9 @@ class _Linear(torch.autograd.Function):
         grouped = weight.dim() == 3
         ctx.makes = _settings.grouped_gradients if grouped else _settings.linear_gradients
         kept: list[torch.Tensor] = [weight]
+        ctx.copies = _settings.weight_copy_bytes > 0
+        if ctx.copies:
+            kept.append(ops.quantize(weight, _settings.weight_copy_bytes))
         normed = x
         if norm_weight is not None:
             normed, statistics = ops.norm(x, norm_weight)
@@ -141,6 +147,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         split, precision = ctx.split, ctx.precision
         weight, *kept = ctx.saved_tensors
+        kept = kept[ctx.copies :]
         if split.scatters:
             gradient = _gathered(gradient, split.group)
         dx = ops.gemm_data_gradient(gradient, weight, precision.name)
@@ -680,6 +687,8 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "weighted_squared_relu_impl": _weighted_square,
         },
     )
+    utils = module("transformer.moe.moe_utils")
+    yield utils, {k: v for k, v in permutation.REPLACEMENTS.items() if hasattr(utils, k)}
     # Around it Megatron's own code clamps, and copies what it clamped.
     yield (
         module("fusions.fused_bias_geglu"),

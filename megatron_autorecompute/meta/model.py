@@ -23,14 +23,16 @@ from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.meta import job_checks, kernels, without_cuda
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
+from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 from megatron_autorecompute.patched import patched_environ
+from megatron_autorecompute.runtime.oom_guard import is_out_of_memory
 
 MAX_CHOICES = 96
 """Choices tried per kind of layer; MLA with MoE has 83."""
 
 LEFT_OUT = {
     **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_scope", "cuda_graph_impl")},
-    **{name: False for name in ("moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap")},
+    **{name: False for name in ("moe_router_fusion", "tp_comm_overlap")},
     **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
     **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
     **megatron_fields.NO_RECOMPUTE,
@@ -93,7 +95,7 @@ def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
     Raises OptionError for a config that Megatron refuses, and MachineError as without_cuda does.
     """
     with meta_megatron(job):
-        config, kind_of = _shard_config(job, copies)
+        config, kind_of = shard_config(job, copies)
         shape = step_shape(job, 1)
         with fake_ranks(config, 0, shape):
             with torch.device("meta"):
@@ -109,15 +111,16 @@ def meta_megatron(job: Job) -> Iterator[None]:
         lora_rank=job.lora_rank,
         linear_gradients=not job.keeps_dummies("linear"),
         grouped_gradients=not job.keeps_dummies("grouped"),
+        weight_copy_bytes=2 * COPY_BYTES[job.precision] if job.copies_weights else 0,
     )
     # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    with without_cuda.activate(meta=True), kernels.stand_ins(settings), quiet, _refusals(job):
+    with without_cuda.activate(meta=True), kernels.stand_ins(settings), quiet, refusals(job):
         yield
 
 
 @contextlib.contextmanager
-def _refusals(job: Job) -> Iterator[None]:
+def refusals(job: Job) -> Iterator[None]:
     """Errors that Megatron's code has on a model are OptionError: its fields do not go together."""
     try:
         yield
@@ -125,7 +128,7 @@ def _refusals(job: Job) -> Iterator[None]:
         raise
     except Exception as error:
         place = _in_megatron(error.__traceback__)
-        if place is None:
+        if place is None or is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())
         raise OptionError(
@@ -163,16 +166,17 @@ def step_shape(job: Job, num_microbatches: int) -> StepShape:
 class JobStep:
     """Megatron's `forward_step_func` over one batch of tokens, the same for every microbatch.
 
+    device: where they are; by default meta.
+
     static: tensors that stay from step to step: tokens, positions, labels [micro-batch, sequence of
     one rank], and the mask if attention reads one.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, device: torch.device | None = None) -> None:
         size = (job.micro_batch_size, job.seq_length // job.size("context"))
-        with torch.device("meta"):
-            self.tokens, self.positions, self.labels = (
-                torch.zeros(size, dtype=torch.long) for _ in range(3)
-            )
+        with device or torch.device("meta"):
+            self.tokens, self.labels = (torch.randint(job.vocab_size, size) for _ in range(2))
+            self.positions = torch.arange(size[1]).repeat(size[0], 1)
             self.mask = None
             if job.transformer_impl == "local":
                 self.mask = torch.ones(1, 1, size[1], size[1], dtype=torch.bool).triu(1)
@@ -200,13 +204,21 @@ def add_main_gradients(
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             main: Any = torch.zeros_like(parameter, dtype=torch.float32)
             parameter.main_grad = main  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+            parameter.register_post_accumulate_grad_hook(
+                _forget_gradient if parameter.is_meta else _add_gradient
+            )
             found.append(main)
     return found
 
 
 def _forget_gradient(parameter: torch.Tensor) -> None:
     # DistributedDataParallel's hook adds it to main_grad and frees it.
+    parameter.grad = None
+
+
+def _add_gradient(parameter: Any) -> None:
+    if not getattr(parameter, "grad_added_to_main_grad", False):
+        parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
 
 
@@ -245,8 +257,16 @@ def _freeze_ends(model: Any) -> None:
         model.embedding.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
 
 
-def _shard_config(job: Job, copies: Sequence[int]) -> tuple[Any, dict[int, JobKind]]:
-    """Megatron's config of the shard, and the kind of each of its layers."""
+def shard_config(
+    job: Job, copies: Sequence[int], left_out: Mapping[str, Any] = LEFT_OUT
+) -> tuple[Any, dict[int, JobKind]]:
+    """Megatron's config of the shard, and the kind of each of its layers.
+
+    Args:
+        job: its model is built.
+        copies: number of layers of each of its `job_kinds`.
+        left_out: fields of the job's config that the shard is built without.
+    """
     numbers = zip(job_kinds(job), copies, strict=True)
     kind_of = dict(enumerate(kind for kind, number in numbers for _ in range(number)))
     fields = {
@@ -261,14 +281,16 @@ def _shard_config(job: Job, copies: Sequence[int]) -> tuple[Any, dict[int, JobKi
         "account_for_loss_in_pipeline_split": False,
         "microbatch_group_size_per_vp_stage": None,
     }
-    return megatron_config(job, fields), kind_of
+    return megatron_config(job, fields, left_out), kind_of
 
 
-def megatron_config(job: Job, changed: Mapping[str, Any]) -> Any:
-    """The job's TransformerConfig with some fields changed, for meta tensors."""
+def megatron_config(
+    job: Job, changed: Mapping[str, Any], left_out: Mapping[str, Any] = LEFT_OUT
+) -> Any:
+    """The job's TransformerConfig with some fields changed and some left out, for meta tensors."""
     fields = {
         **_defaults(job),
-        **{name: value for name, value in job.config.items() if name not in LEFT_OUT},
+        **{name: value for name, value in job.config.items() if name not in left_out},
         **changed,
     }
     if isinstance(fields.get("activation_func"), str):

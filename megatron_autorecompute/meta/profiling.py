@@ -18,6 +18,7 @@ import torch
 
 from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.measured import LAYER_FIELDS
@@ -32,13 +33,10 @@ from megatron_autorecompute.meta.model import (
     job_kinds,
     shard,
 )
+from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
 from megatron_autorecompute.meta.roofline import Roofline
 from megatron_autorecompute.meta.shared_buffers import shared_buffers
-from megatron_autorecompute.meta.static_bytes import (
-    Parameters,
-    optimizer_step_bytes,
-    static_bytes,
-)
+from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -64,6 +62,7 @@ def profile_job(
     device: Device,
     efficiency: Efficiency | None = None,
     progress: Progress = lambda _: None,
+    clock_type: type[Roofline] = Roofline,
 ) -> Profile:
     """Profile every choice of every kind of layer of a job, without running it.
 
@@ -72,12 +71,13 @@ def profile_job(
         device: the device whose peak rates the times are computed from.
         efficiency: assumed shares of the peaks; default `Efficiency()`.
         progress: called with a sentence before each step.
+        clock_type: what the times are of.
 
     Raises OptionError, PipelineError and MachineError if the job cannot be read or built.
     """
     efficiency = efficiency or Efficiency()
     job.layout(), job.schedule()  # refused before anything is built
-    clock = Roofline(device, efficiency)
+    clock = clock_type(device, efficiency)
     # MTP depths on another stage have a copy of the embedding's weights. On one stage both share
     # it, and its gradient from the depths waits for that of the first layer.
     apart = job.mtp_num_layers and job.size("pipeline") > 1
@@ -86,15 +86,15 @@ def profile_job(
     whole = decoder
     if apart:
         last = [0] * (len(job_kinds(job)) - 1) + [1]  # the depths are built like this layer
-        whole = _part(job, Roofline(device, efficiency), last, progress)
+        whole = _part(job, clock_type(device, efficiency), last, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
     facts = _facts(job, decoder.layer_facts)
     return Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
-        parallelism=_parallelism(job),
-        kinds=_with_inert(kinds),
+        parallelism=parallelism(job),
+        kinds=with_inert(kinds),
         embedding=decoder.embedding,
         head=whole.head,
         final_norm=whole.final_norm,
@@ -148,7 +148,7 @@ def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) 
     return _Part(kinds, embedding, head, norm, measured.boundary_bytes, counted, layer_facts)
 
 
-def _with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+def with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """Add to every kind, as inert choices, the sets of modules that only other kinds have.
 
     Megatron's `recompute_modules` are one list for all layers: mlp does nothing on a MoE layer.
@@ -187,7 +187,7 @@ def _measured(
     step = JobStep(job)
     depth = len(built.kind_of)
     own = job.mtp_num_layers and job.size("pipeline") > 1
-    parameters = [*model.parameters(), *(_own_embedding(model) if own else [])]
+    parameters = [*model.parameters(), *(own_embedding(model) if own else [])]
     gradients = add_main_gradients(parameters, dummies=job.makes_dummies)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
@@ -221,14 +221,14 @@ def _measured(
                 "Measure this model on a device, or report the config."
             )
         profile = measurement.profile(
-            Model(job.name, depth, job.mtp_num_layers), _parallelism(job), StaticBytes()
+            Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
         )
     first, both, *_ = forwards_bytes
     counted.keep_buffers([*kept, *step.static], of_one_microbatch=2 * first - both)
     return profile
 
 
-def _own_embedding(model: Any) -> list[torch.nn.Parameter]:
+def own_embedding(model: Any) -> list[torch.nn.Parameter]:
     """Give MTP depths the copy of the embedding that their stage has."""
     groups = torch.distributed.ProcessGroup  # cannot be copied
     shared = [v for m in model.embedding.modules() for v in vars(m).values()]
@@ -260,18 +260,20 @@ class _Counted:
 
     def __init__(self, job: Job, built: Shard, device: Device) -> None:
         model: Any = built.model
-        self.job = job
+        self.job, self._device = job, device
         self._buffer_bytes = 0
         several = job.size("pipeline") > 1
-        self._embedding = _count(model.embedding)
-        self._head = _count(model.output_layer) + _count(model_layers.final_norm(model.decoder))
+        self._embedding = counted_weights(model.embedding)
+        self._head = counted_weights(model.output_layer) + counted_weights(
+            model_layers.final_norm(model.decoder)
+        )
         if several and not job.untie_embeddings_and_output_weights:
             self._head += self._embedding  # the last stage has a copy of the tied weights
         sites = model_layers.mtp_sites([model])
         depths = [site.mtp for site in sites]
         # The weights of a layer that runs for several depths count for the first.
         mtp = [
-            _count(site.mtp if index == site.indices[0] else None)
+            counted_weights(site.mtp if index == site.indices[0] else None)
             for site in sites
             for index in site.indices
         ]
@@ -281,7 +283,7 @@ class _Counted:
             layer for site in model_layers.block_sites([model]) for layer in site.block.layers
         ]
         self._layers = {
-            index: _count(layers[built_index])
+            index: counted_weights(layers[built_index])
             for built_index, kind in built.kind_of.items()
             for index in kind.layers
         }
@@ -306,10 +308,10 @@ class _Counted:
             self._moe += range(job.num_layers, job.num_layers + len(mtp))
             self._built_moe += len(mtp)
         self._kept_bytes: dict[int, int] = {}
-        self.embedding = static_bytes(job, self._embedding)
+        self.embedding = static_bytes(job, device, self._embedding)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
         head = shared_buffers(job, device, model.output_layer)
-        self.head = replace(static_bytes(job, self._head), shared=head)
+        self.head = replace(static_bytes(job, device, self._head), shared=head)
 
     def with_ends_of(self, whole: _Counted) -> _Counted:
         """These counts, with those of the ends from the shard that has MTP depths."""
@@ -334,7 +336,7 @@ class _Counted:
 
     def layer(self, index: int) -> StaticBytes:
         """Static bytes of one layer of the whole model."""
-        static = static_bytes(self.job, self._layers[index], quantised=True)
+        static = static_bytes(self.job, self._device, self._layers[index])
         kept_bytes = self._kept_bytes.get(index, 0)
         return replace(static, buffer_bytes=kept_bytes, shared=self._shared[index])
 
@@ -347,20 +349,28 @@ class _Counted:
         return StageRecord(
             layers=layers,
             static=StaticBytes.sum([*parts, StaticBytes(buffer_bytes=self._buffer_bytes)]),
-            optimizer_step_peak_bytes=optimizer_step_bytes(self.job, sum(counts, Parameters())),
+            optimizer_step_peak_bytes=optimizer_step_bytes(self.job, sum(counts, Weights())),
         )
 
 
-def _count(module: Any) -> Parameters:
-    dense = expert = frozen = 0
-    for parameter in module.parameters() if module is not None else ():
-        if not parameter.requires_grad:
-            frozen += parameter.numel()
-        elif getattr(parameter, "allreduce", True):
-            dense += parameter.numel()
-        else:
-            expert += parameter.numel()
-    return Parameters(dense, expert, frozen)
+def counted_weights(part: Any) -> Weights:
+    """Numbers of parameters of a part's modules, by how they are kept."""
+    found = Weights()
+    if part is None:
+        return found
+    linear = {id(m.weight) for m in part.modules() if isinstance(m, kernels.LINEAR_TYPES)}
+    for parameter in part.parameters():
+        count = _counted(parameter)
+        found += Weights(quantised=count) if id(parameter) in linear else Weights(others=count)
+    return found
+
+
+def _counted(parameter: torch.Tensor) -> Parameters:
+    if not parameter.requires_grad:
+        return Parameters(frozen=parameter.numel())
+    if getattr(parameter, "allreduce", True):
+        return Parameters(dense=parameter.numel())
+    return Parameters(expert=parameter.numel())
 
 
 def _stages(job: Job, counted: _Counted) -> tuple[StageRecord, ...]:
@@ -400,7 +410,8 @@ def _sourced(record: ChoiceRecord) -> ChoiceRecord:
     return replace(record, source=source, spread_ms=0.0, percentiles=())
 
 
-def _parallelism(job: Job) -> Parallelism:
+def parallelism(job: Job) -> Parallelism:
+    """The job's shapes, as a profile has them."""
     return Parallelism(
         micro_batch_size=job.micro_batch_size,
         seq_length=job.seq_length,
@@ -445,7 +456,8 @@ def _weight_gradients(job: Job) -> str:
     )
 
 
-def _stated(imbalance: dict[str, float]) -> str:
+def stated(imbalance: dict[str, float]) -> str:
+    """What a job says of uneven routing, as the end of a sentence about its records."""
     if not imbalance:
         return ""
     factors = ", ".join(f"x {factor:g} at percentile {at}" for at, factor in imbalance.items())
@@ -477,7 +489,7 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
     if job.config.get("num_moe_experts"):
         sentences.append(
             "MoE: in the records every expert gets equally many tokens"
-            + _stated(job.moe_imbalance)
+            + stated(job.moe_imbalance)
             + "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
         )
     if job.lora_rank:

@@ -236,9 +236,9 @@ def _run(plan: Plan, num_microbatches: list[int], done: Callable[[StageStep], No
     facts = plan.profile.model.facts
     if facts.get("measured"):
         raise ProfileError(
-            "The profile was made with --measured: some of its records come from a device, but "
-            "stand-ins run here, whose bytes may differ. Verify the plan of a profile made "
-            "without --measured, or on the device with --recompute-policy @PLAN."
+            "Some of the profile's records come from a device, by --measured or by profile "
+            "--device, but stand-ins run here, whose bytes may differ. Verify the plan of a "
+            "profile made by estimate, or on the device with --recompute-policy @PLAN."
         )
     if "job" in facts:  # made without a device
         from megatron_autorecompute.meta.job import job_from

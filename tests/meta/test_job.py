@@ -14,12 +14,6 @@ from megatron_autorecompute.cli import estimate
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Efficiency, device, devices
 from megatron_autorecompute.meta.job import job_from, load_job
-from megatron_autorecompute.meta.static_bytes import (
-    Parameters,
-    expert_data_parallel,
-    optimizer_step_bytes,
-    static_bytes,
-)
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.units import GIB
 
@@ -240,72 +234,6 @@ def test_nine_tenths_of_nvidias_recipes_are_in_the_page_and_none_is_slower():
     for recipe in recipes:
         assert recipe.removesuffix("_config") in names or f"| {recipe} |" in rest
     assert not [row for row in rows if row[9].startswith("-")]
-
-
-# ------------------------------------------------------------------------------- static bytes
-
-
-def test_distributed_optimizer_takes_6_plus_12_over_d_bytes():
-    # The table in Megatron-LM's docs of the distributed optimizer: bf16 weights, fp32 gradients.
-    found = static_bytes(job(), Parameters(dense=800))
-    assert found.total_bytes == 800 * (6 + 12 / 8)
-
-
-def test_without_it_every_rank_takes_18_bytes():
-    found = static_bytes(job(use_distributed_optimizer=False), Parameters(dense=800))
-    assert found.total_bytes == 800 * 18
-
-
-def test_context_parallel_ranks_share_the_optimizer_state():
-    found = static_bytes(job({"context_parallel_size": 4}), Parameters(dense=800))
-    assert found.optimizer_state_bytes == 800 * 12 // 8
-
-
-def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones():
-    moe = job({"expert_model_parallel_size": 4})
-    assert expert_data_parallel(moe) == 2
-    assert static_bytes(moe, Parameters(expert=800)).optimizer_state_bytes == 800 * 12 // 2
-
-
-def test_precision_aware_optimizer_keeps_two_bytes_of_each_state():
-    aware = job(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
-    found = static_bytes(aware, Parameters(dense=800))
-    assert found.optimizer_state_bytes == 800 * (2 + 2 + 2) // 8
-
-
-def test_frozen_weights_have_neither_gradient_nor_state():
-    assert static_bytes(job(), Parameters(frozen=800)).total_bytes == 1600
-
-
-@pytest.mark.parametrize(
-    ("fields", "bytes_each"),
-    [
-        ({"precision": "bf16"}, 2),
-        ({"precision": "fp8"}, 2),
-        ({"precision": "fp8", "disable_parameter_transpose_cache": True}, 1),
-        ({"precision": "fp8", "fp8_param_gather": False}, 4),
-        ({"precision": "nvfp4"}, 2 + 2 * (0.5 + 1 / 16)),
-    ],
-)
-def test_quantised_weights_are_kept_for_forward_and_backward(fields, bytes_each):
-    found = static_bytes(job(**fields), Parameters(dense=800), quantised=True)
-    assert found.parameter_bytes == 800 * bytes_each
-
-
-def test_only_bf16_gradients_are_copied_for_the_optimizer_step():
-    assert optimizer_step_bytes(job(), Parameters(dense=800)) == 0
-    bf16 = job(accumulate_allreduce_grads_in_fp32=False)
-    assert optimizer_step_bytes(bf16, Parameters(dense=800)) == 4 * 800 // 8
-
-
-def test_fused_adam_copies_the_bf16_moments_of_one_group_at_a_time():
-    moe = {"num_moe_experts": 8, "expert_model_parallel_size": 4}
-    fields = {"use_precision_aware_optimizer": True, "accumulate_allreduce_grads_in_fp32": False}
-    both = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-    parameters = Parameters(dense=8000, expert=6000)  # 1000 and 3000 of them on this rank
-    assert optimizer_step_bytes(job(moe, **fields, **both), parameters) == 2 * 4 * 3000
-    assert optimizer_step_bytes(job(moe, **fields, exp_avg_dtype="fp16"), parameters) == 4 * 3000
-    assert optimizer_step_bytes(job(moe, **fields), parameters) == 0
 
 
 # ------------------------------------------------------------------------------------ devices

@@ -1,10 +1,6 @@
 """Reports in a real browser: the three jobs of examples/no_device, and a step of 65,536 events."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +10,8 @@ from megatron_autorecompute.report.html import html
 from megatron_autorecompute.report.strip import strip_svg
 from tests.report.browser import chromium, opened
 from tests.report.plans import long_step
+from tests.support import EXAMPLE_JOBS
 
-ROOT = Path(__file__).parents[2]
-JOBS = ("llama3-70b", "llama31-405b", "deepseek-v3")
 WHOLE = "view[0] === 0 && view[1] === end"
 SIDEWAYS = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 PAINTED = """id => {
@@ -35,20 +30,13 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def reports(browser, tmp_path_factory):
-    """Plans and reports of the examples, made as `make examples` does."""
-    pytest.importorskip("megatron.core")
-    folder = tmp_path_factory.mktemp("reports")
-    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    paths["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    command = [str(ROOT / "examples/no_device/run.sh"), str(folder)]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, **paths})
-    for job in JOBS:
-        assert main(["report", str(folder / f"{job}.plan.json")]) == 0
-    return folder
+def reports(browser, examples):
+    for job in EXAMPLE_JOBS:
+        assert main(["report", str(examples.folder / f"{job}.plan.json")]) == 0
+    return examples.folder
 
 
-@pytest.fixture(params=JOBS)
+@pytest.fixture(params=EXAMPLE_JOBS)
 def report(request, reports):
     return reports / f"{request.param}.plan.html"
 
