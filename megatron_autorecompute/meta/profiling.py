@@ -7,6 +7,7 @@ assumptions are listed in the profile and printed with every result made from it
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ from megatron_autorecompute.runtime.model_shard import Choices, ModelShard, alon
 from megatron_autorecompute.runtime.model_shard import kinds as kinds_of
 
 Progress = Callable[[str], None]
+ChoicesOf = Callable[[torch.nn.Module], Choices]
 
 
 def profile_job(
@@ -63,6 +65,7 @@ def profile_job(
     efficiency: Efficiency | None = None,
     progress: Progress = lambda _: None,
     clock_type: type[Roofline] = Roofline,
+    only: Sequence[str] | None = None,
 ) -> Profile:
     """Profile every choice of every kind of layer of a job, without running it.
 
@@ -72,6 +75,8 @@ def profile_job(
         efficiency: assumed shares of the peaks; default `Efficiency()`.
         progress: called with a sentence before each step.
         clock_type: what the times are of.
+        only: modules; beside none and full, only their set is profiled, of each kind those that it
+            has. By default every choice, which takes many times as long.
 
     Raises OptionError, PipelineError and MachineError if the job cannot be read or built.
     """
@@ -82,11 +87,12 @@ def profile_job(
     # it, and its gradient from the depths waits for that of the first layer.
     apart = job.mtp_num_layers and job.size("pipeline") > 1
     with_decoder = replace_mtp(job, 0) if apart else job
-    decoder = _part(with_decoder, clock, _choices_of_kinds(with_decoder), progress)
+    every = every_choice if only is None else functools.partial(_set_of, only)
+    decoder = _part(with_decoder, clock, _choices_of_kinds(with_decoder, every), every, progress)
     whole = decoder
     if apart:
         last = [0] * (len(job_kinds(job)) - 1) + [1]  # the depths are built like this layer
-        whole = _part(job, clock_type(device, efficiency), last, progress)
+        whole = _part(job, clock_type(device, efficiency), last, every, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
@@ -111,7 +117,11 @@ def profile_job(
 
 def replace_mtp(job: Job, depths: int) -> Job:
     """The job with another number of MTP depths."""
-    return replace(job, config={**job.config, "mtp_num_layers": depths or None})
+    config = {**job.config, "mtp_num_layers": depths or None}
+    pattern = job.pattern
+    if pattern is not None:
+        config["hybrid_layer_pattern"] = str(replace(pattern, mtp_num_layers=depths))
+    return replace(job, config=config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +137,21 @@ class _Part:
     layer_facts: dict[str, Any]
 
 
-def _choices_of_kinds(job: Job) -> list[int]:
+def _choices_of_kinds(job: Job, every: ChoicesOf) -> list[int]:
     """How many layers of each kind are needed to run all of its choices in one step."""
     with shard(job, [1] * len(job_kinds(job))) as built:
-        kinds = kinds_of([built.model], every_choice)
+        kinds = kinds_of([built.model], every)
     numbers = {layer: len(kind.choices) for kind in kinds for layer in kind.layers}
     return [numbers[layer] for layer in built.kind_of]
 
 
-def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) -> _Part:
+def _part(
+    job: Job, clock: Roofline, copies: Sequence[int], every: ChoicesOf, progress: Progress
+) -> _Part:
     progress(f"{job.name}: building one rank's layers on meta tensors")
     with shard(job, copies) as built:
         counted = _Counted(job, built, clock.device)
-        measured = _measured(job, built, counted, clock, progress)
+        measured = _measured(job, built, counted, clock, every, progress)
         kinds = tuple(_kind(job, kind, built, counted) for kind in measured.kinds)
         config = model_facts.of_config(model_layers.unwrapped(built.model).config)
     layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
@@ -181,7 +193,12 @@ def _modules(kind: LayerKind) -> set[str]:
 
 
 def _measured(
-    job: Job, built: Shard, counted: _Counted, clock: Roofline, progress: Progress
+    job: Job,
+    built: Shard,
+    counted: _Counted,
+    clock: Roofline,
+    every: ChoicesOf,
+    progress: Progress,
 ) -> Profile:
     model = built.model
     step = JobStep(job)
@@ -200,7 +217,7 @@ def _measured(
         LiveBytes(static) as live,
         kept_between_steps([model], live) as kept,
     ):
-        whole = ModelShard([model], all_gather=alone, choices_of=every_choice)
+        whole = ModelShard([model], all_gather=alone, choices_of=every)
         measurement = Measurement(whole, applied, clock)
         forwards_bytes = []
         for number, _ in enumerate(measurement.policies()):
@@ -252,6 +269,13 @@ def every_choice(layer: Any) -> Choices:
     return choices(layer, rules.usable_modules(layer), MAX_CHOICES)
 
 
+def _set_of(modules: Sequence[str], layer: Any) -> Choices:
+    """None, full, and the set of those of the modules that the layer has."""
+    usable = {name for name in rules.usable_modules(layer) if name in modules}
+    found = every_choice(layer)
+    return tuple(c for c in found if c.granularity != "selective" or set(c.modules) == usable)
+
+
 # --------------------------------------------------------------------------------- putting together
 
 
@@ -300,13 +324,13 @@ class _Counted:
         }
         of_depth = shared_buffers(job, device, *depths)
         self._shared |= {job.num_layers + depth: of_depth for depth in range(len(mtp))}
-        self._moe = [
-            index for kind in built.kind_of.values() if kind.is_moe for index in kind.layers
-        ]
+        moe = [index for kind in built.kind_of.values() if kind.is_moe for index in kind.layers]
         self._built_moe = sum(kind.is_moe for kind in built.kind_of.values())
-        if mtp and job.moe_pattern()[-1]:
-            self._moe += range(job.num_layers, job.num_layers + len(mtp))
-            self._built_moe += len(mtp)
+        # Dispatchers keep by module: one for all depths of a layer that is repeated.
+        of_depths = [site.indices[0] - len(built.kind_of) + job.num_layers for site in sites]
+        self._moe = dict.fromkeys(moe, 1)
+        self._moe |= dict.fromkeys(of_depths, job.experts_of_depth) if job.experts_of_depth else {}
+        self._built_moe += job.experts_of_depth * len(sites)
         self._kept_bytes: dict[int, int] = {}
         self.embedding = static_bytes(job, device, self._embedding)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
@@ -327,7 +351,8 @@ class _Counted:
         of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch.
         """
         if self._moe:
-            self._kept_bytes = dict.fromkeys(self._moe, -(-of_one_microbatch // self._built_moe))
+            each = -(-of_one_microbatch // self._built_moe)
+            self._kept_bytes = {index: each * count for index, count in self._moe.items()}
         size_bytes = storage_bytes(tensors)
         if self.job.transformer_impl == "local":
             self._buffer_bytes = size_bytes
@@ -394,7 +419,7 @@ def _kind(job: Job, kind: LayerKind, built: Shard, counted: _Counted) -> LayerKi
     layers += [job.num_layers + index - depth for index in kind.layers if index >= depth]
     # MTP depths are built like the last layer.
     of_depth = min(layers) >= job.num_layers
-    is_moe = job.moe_pattern()[-1] if of_depth else any(one.is_moe for one in found.values())
+    is_moe = bool(job.experts_of_depth) if of_depth else any(one.is_moe for one in found.values())
     return replace(
         kind,
         layers=tuple(sorted(layers)),
