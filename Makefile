@@ -13,7 +13,7 @@ HAS_CUDA := $(shell $(PYTHON) -c "import torch; print(torch.cuda.is_available())
 export TORCHDYNAMO_DISABLE := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: compare results examples test test-core-016 test-core-019 test-once test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks clean
+.PHONY: compare results examples measured test test-core-016 test-core-019 test-once test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks clean
 
 ## Run Megatron under its own strategies and ours, on this machine; print the table, and where the
 ## report of our plan is.
@@ -44,6 +44,10 @@ examples: $(INSTALLED)
 	$(BIN)/python scripts/nvidia_recipes.py
 	$(BIN)/python scripts/quote_results.py
 
+## Hold predictions against every published measurement: docs/measured-runs.md. Takes minutes.
+measured: $(INSTALLED) $(CORE_019)
+	PYTHONPATH=$(CORE_019) $(BIN)/python -m benchmarks.measured $(ARGS)
+
 ## Run all tests: both supported versions of megatron-core, Megatron Bridge, lint, types and rules.
 test: $(INSTALLED) $(CORE_019) $(BRIDGE_SITE)
 	$(MAKE) --jobs=2 --keep-going test-core-016 test-core-019 test-once test-bridge lint
@@ -59,6 +63,7 @@ test-core-016: $(INSTALLED)
 
 test-core-019: $(INSTALLED) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m pytest $(MEETS_MEGATRON) \
+	    tests/benchmarks/test_measured.py \
 	    -m "not any_version" $(ARGS) \
 	    $(call OF,core 0.19.2)
 

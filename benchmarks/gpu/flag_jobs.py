@@ -21,6 +21,7 @@ _DENSE = (
     "--num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --vocab-size 131073"
 )
 _UNFUSED_GRADIENTS = "--no-gradient-accumulation-fusion"
+_ROTARY = f"{_DENSE} {_UNFUSED_GRADIENTS} --position-embedding-type rope"
 _MODERN = "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
 _MOE = (
     f"{_EVERY} {_MODERN} --num-layers 3 --hidden-size 2048 --num-attention-heads 32 "
@@ -44,19 +45,21 @@ _UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-
 _SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 JOBS = {
-    "7B, 4 layers": f"{_DENSE} {_UNFUSED_GRADIENTS}",
-    "7B, 4 layers, gradient accumulation fusion": _DENSE,
-    "7B, 4 layers, core_attn": f"{_DENSE} {_UNFUSED_GRADIENTS} {_SELECTIVE} core_attn",
-    "7B, 4 layers, full": f"{_DENSE} {_UNFUSED_GRADIENTS} {_UNIFORM}",
-    "7B, 4 layers, mlp": f"{_DENSE} --disable-bias-linear {_SELECTIVE} mlp",
-    "7B, 4 layers, fp8 tensorwise, fp8 weights": (
-        f"{_DENSE} --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"
-    ),
-    "7B, 4 layers, fp8 blockwise": f"{_DENSE} --fp8-format hybrid --fp8-recipe blockwise",
     "Qwen3-30B-A3B, 3 layers": _MOE,
     "Qwen3-30B-A3B, 3 layers, moe_act": f"{_MOE} {_SELECTIVE} moe_act",
     "Nemotron-H, 11 layers": _HYBRID,
     "Nemotron-H, 11 layers, full": f"{_HYBRID} {_UNIFORM}",
+    "7B, 4 layers, rope": _ROTARY,
+    "7B, 4 layers, rope, core_attn": f"{_ROTARY} {_SELECTIVE} core_attn",
+    "7B, 4 layers, fp8 tensorwise, fp8 weights": (
+        f"{_DENSE} --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"
+    ),
+    "7B, 4 layers, full": f"{_DENSE} {_UNFUSED_GRADIENTS} {_UNIFORM}",
+    "7B, 4 layers": f"{_DENSE} {_UNFUSED_GRADIENTS}",
+    "7B, 4 layers, gradient accumulation fusion": _DENSE,
+    "7B, 4 layers, core_attn": f"{_DENSE} {_UNFUSED_GRADIENTS} {_SELECTIVE} core_attn",
+    "7B, 4 layers, fp8 blockwise": f"{_DENSE} --fp8-format hybrid --fp8-recipe blockwise",
+    "7B, 4 layers, mlp": f"{_DENSE} --disable-bias-linear {_SELECTIVE} mlp",
 }
 """Name and flags; Adam, weights and gradients of each take up to 60 GiB of the device."""
 TINY = {

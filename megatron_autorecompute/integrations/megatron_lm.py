@@ -487,8 +487,9 @@ def _require_training() -> None:
 def _decorate(original: Function, decorator: Callable[[Function], Function]) -> None:
     """Replace the original by the decorated function in every module that imported it by name."""
     decorated, name = decorator(original), original.__name__
-    for module in list(sys.modules.values()):
-        if module.__name__.startswith("megatron.") and vars(module).get(name) is original:
+    # Entries need not be modules: packages put objects of their own there.
+    for imported, module in list(sys.modules.items()):
+        if imported.startswith("megatron.") and vars(module).get(name) is original:
             setattr(module, name, decorated)
 
 

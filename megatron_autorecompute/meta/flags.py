@@ -10,11 +10,11 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_autorecompute.errors import MachineError, OptionError
-from megatron_autorecompute.meta.job import Job, job_from
+from megatron_autorecompute.meta.job import TE_VERSION, Job, job_from
 from megatron_autorecompute.patched import patched, patched_environ
 
 _COPIED = (
@@ -70,6 +70,7 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
         with (
             without_cuda.activate(training=True),
             kernels.stand_ins(kernels.Settings()),  # the config asks for some of them
+            _engine(),
             contextlib.redirect_stdout(io.StringIO()),  # Megatron prints every argument
             patched_environ(world),
             patched(sys, "argv", ["pretrain_gpt.py", *flags]),
@@ -87,6 +88,16 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
         ) from error
     except (AssertionError, ValueError) as error:
         raise OptionError(f"Megatron refuses these flags: {error}") from error
+
+
+@contextlib.contextmanager
+def _engine() -> Iterator[None]:
+    """In this block Megatron's checks find the version of Transformer Engine that the job will
+    have, whatever is installed here."""
+    from megatron.core import utils
+
+    with patched(utils, "_te_version", utils.PkgVersion(TE_VERSION)):
+        yield
 
 
 def _namespace(arguments: Any) -> Any:
@@ -109,6 +120,8 @@ def plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
             value = getattr(value, "__name__", value)
         if name == "pipeline_model_parallel_layout":
             value = getattr(value, "input_data", value)
+        if name == "attention_backend":
+            value = getattr(value, "name", value)
         try:
             json.dumps(value)
         except TypeError:

@@ -27,6 +27,8 @@ Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Percent = Annotated[str, Field(pattern=r"^(100(\.0+)?|\d{1,2}(\.\d+)?)$")]
 Factor = Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
+TE_VERSION = "2.11"
+"""Assumed of Transformer Engine where a job does not say."""
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -78,7 +80,7 @@ class Job:
     """Adam's first moment."""
     exp_avg_sq_dtype: Dtype = "fp32"
     """Adam's second moment."""
-    te_version: Annotated[str, Field(pattern=r"^(\d{1,3}\.\d{1,3}(\.\d{1,3})?)?$")] = "2.11"
+    te_version: Annotated[str, Field(pattern=r"^(\d{1,3}\.\d{1,3}(\.\d{1,3})?)?$")] = TE_VERSION
     """Transformer Engine's in the job's environment; empty: it is not installed."""
     lora_rank: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
     """Above 0: base weights are frozen; every linear layer outside experts has such an adapter."""

@@ -16,6 +16,9 @@ from megatron_autorecompute.profile import MOST_LAYERS
 
 ACTIVATIONS = ("gelu", "silu", "relu", "squared_relu", "quick_gelu", "fast_gelu")
 """Names of `activation_func`: functions of torch.nn.functional and of Megatron."""
+ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
+"""Names of `attention_backend`."""
+_NAMES = {"activation_func": ACTIVATIONS, "attention_backend": ATTENTION_BACKENDS}
 COMM_TYPES = ("p2p", "all_gather", "allgather", "a2a", "a2a+p2p")
 """Names of `cp_comm_type`."""
 MOST_RANKS = 1 << 20
@@ -81,8 +84,8 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"config.{name}: {value!r:.80}; give a whole number from {least} to {most}"
         elif name in _SWITCHES and not isinstance(value, bool):
             yield f"config.{name}: {value!r:.80}; give true or false"
-        elif name == "activation_func" and value not in ACTIVATIONS:
-            yield f"config.{name}: {value!r:.80}; known are {', '.join(ACTIVATIONS)}"
+        elif name in _NAMES and value not in _NAMES[name]:
+            yield f"config.{name}: {value!r:.80}; known are {', '.join(_NAMES[name])}"
         elif name == "cp_comm_type" and not _one_of(value, COMM_TYPES):
             known = ", ".join(COMM_TYPES)
             yield f"config.{name}: {value!r:.80}; give one of {known} for all layers"

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_autorecompute.compat import versions
-from megatron_autorecompute.meta import context_parallel, ops, permutation
+from megatron_autorecompute.meta import context_parallel, ops, permutation, unfused_attention
 from megatron_autorecompute.patched import patched
 
 
@@ -502,6 +503,9 @@ class Attention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.window_size = _window(config, layer_number)
+        self.dropout = None
+        if config.attention_backend is AttnBackend.unfused:
+            self.dropout = config.attention_dropout
         several = config.context_parallel_size > 1
         self.group = parallel_state.get_context_parallel_group() if several else None
         self.comm_type = comm_type(cp_comm_type)
@@ -511,7 +515,9 @@ class Attention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
         """Attention is causal; masks are not read."""
-        if self.group is None:
+        if self.dropout is not None:
+            out = unfused_attention.attend(query, key, value, self.dropout)
+        elif self.group is None:
             out = _Attention.apply(query, key, value, context_parallel.CAUSAL, self.window_size)
         else:
             # Views of the projection are copied first, as `_Attention` says.
@@ -637,6 +643,12 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> tor
     return _CrossEntropy.apply(logits)
 
 
+def _sinkhorn(logits: torch.Tensor, tolerance: float = 0.0) -> torch.Tensor:
+    """Scores of the size that Megatron transformer/moe/moe_utils.py `sinkhorn` returns; it iterates
+    until values no longer change, and here are none. It runs without gradients."""
+    return torch.exp(logits)
+
+
 def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor, main_gradient: torch.Tensor) -> None:
     ops.gemm_weight_gradient(gradient, x, main_gradient, "bf16")
 
@@ -687,6 +699,19 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "weighted_squared_relu_impl": _weighted_square,
         },
     )
+    yield (
+        module("fusions.fused_softmax"),
+        {
+            "ScaledUpperTriangMaskedSoftmax": unfused_attention.SOFTMAX,
+            "ScaledMaskedSoftmax": unfused_attention.SOFTMAX,
+            "ScaledSoftmax": unfused_attention.SOFTMAX,
+        },
+    )
+    yield (
+        module("fusions.fused_softmax").FusedScaleMaskSoftmax,
+        {"get_batch_per_block": staticmethod(lambda *_: 1)},
+    )
+    yield module("transformer.moe.router"), {"sinkhorn": _sinkhorn}
     utils = module("transformer.moe.moe_utils")
     yield utils, {k: v for k, v in permutation.REPLACEMENTS.items() if hasattr(utils, k)}
     # Around it Megatron's own code clamps, and copies what it clamped.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core import activations
 from megatron.core.fusions import fused_bias_geglu
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
@@ -36,6 +37,7 @@ LEFT_OUT = {
     **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
     **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
     **megatron_fields.NO_RECOMPUTE,
+    **{name: False for name in ("fp8_param", "fp4_param")},
     megatron_fields.POLICY_FIELD: None,
     **{name: "alltoall" for name in ("moe_token_dispatcher_type",)},
 }
@@ -280,6 +282,7 @@ def shard_config(
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
         "microbatch_group_size_per_vp_stage": None,
+        "defer_embedding_wgrad_compute": False,
     }
     return megatron_config(job, fields, left_out), kind_of
 
@@ -295,8 +298,11 @@ def megatron_config(
     }
     if isinstance(fields.get("activation_func"), str):
         fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
+    if isinstance(fields.get("attention_backend"), str):
+        fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
     config = meta_config(_constructed(job, fields))
     config.gradient_accumulation_fusion = job.fuses_weight_gradients
+    config.masked_softmax_fusion = bool(job.config.get("masked_softmax_fusion", True))
     return config
 
 
@@ -325,11 +331,12 @@ def _constructed(job: Job, fields: dict[str, Any]) -> Any:
 def _defaults(job: Job) -> dict[str, Any]:
     """Values that Megatron-LM's arguments set, if TransformerConfig's own default differs."""
     fused = job.transformer_impl == "transformer_engine"
+    dtype = torch.float16 if job.config.get("fp16") else torch.bfloat16
     return {
-        "bf16": True,
+        "bf16": dtype == torch.bfloat16,
         "transformer_impl": job.transformer_impl,
-        "params_dtype": torch.bfloat16,
-        "pipeline_dtype": torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
         "apply_rope_fusion": fused and job.position_embedding_type in ("rope", "yarn"),
         "bias_activation_fusion": fused and bool(job.config.get("gated_linear_unit")),
         "moe_grouped_gemm": fused and bool(job.config.get("num_moe_experts")),

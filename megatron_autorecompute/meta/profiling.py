@@ -7,6 +7,7 @@ assumptions are listed in the profile and printed with every result made from it
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ from megatron_autorecompute.runtime.model_shard import Choices, ModelShard, alon
 from megatron_autorecompute.runtime.model_shard import kinds as kinds_of
 
 Progress = Callable[[str], None]
+ChoicesOf = Callable[[torch.nn.Module], Choices]
 
 
 def profile_job(
@@ -63,6 +65,7 @@ def profile_job(
     efficiency: Efficiency | None = None,
     progress: Progress = lambda _: None,
     clock_type: type[Roofline] = Roofline,
+    only: Sequence[str] | None = None,
 ) -> Profile:
     """Profile every choice of every kind of layer of a job, without running it.
 
@@ -72,6 +75,8 @@ def profile_job(
         efficiency: assumed shares of the peaks; default `Efficiency()`.
         progress: called with a sentence before each step.
         clock_type: what the times are of.
+        only: modules; beside none and full, only their set is profiled, of each kind those that it
+            has. By default every choice, which takes many times as long.
 
     Raises OptionError, PipelineError and MachineError if the job cannot be read or built.
     """
@@ -82,11 +87,12 @@ def profile_job(
     # it, and its gradient from the depths waits for that of the first layer.
     apart = job.mtp_num_layers and job.size("pipeline") > 1
     with_decoder = replace_mtp(job, 0) if apart else job
-    decoder = _part(with_decoder, clock, _choices_of_kinds(with_decoder), progress)
+    every = every_choice if only is None else functools.partial(_set_of, only)
+    decoder = _part(with_decoder, clock, _choices_of_kinds(with_decoder, every), every, progress)
     whole = decoder
     if apart:
         last = [0] * (len(job_kinds(job)) - 1) + [1]  # the depths are built like this layer
-        whole = _part(job, clock_type(device, efficiency), last, progress)
+        whole = _part(job, clock_type(device, efficiency), last, every, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
@@ -127,19 +133,21 @@ class _Part:
     layer_facts: dict[str, Any]
 
 
-def _choices_of_kinds(job: Job) -> list[int]:
+def _choices_of_kinds(job: Job, every: ChoicesOf) -> list[int]:
     """How many layers of each kind are needed to run all of its choices in one step."""
     with shard(job, [1] * len(job_kinds(job))) as built:
-        kinds = kinds_of([built.model], every_choice)
+        kinds = kinds_of([built.model], every)
     numbers = {layer: len(kind.choices) for kind in kinds for layer in kind.layers}
     return [numbers[layer] for layer in built.kind_of]
 
 
-def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) -> _Part:
+def _part(
+    job: Job, clock: Roofline, copies: Sequence[int], every: ChoicesOf, progress: Progress
+) -> _Part:
     progress(f"{job.name}: building one rank's layers on meta tensors")
     with shard(job, copies) as built:
         counted = _Counted(job, built, clock.device)
-        measured = _measured(job, built, counted, clock, progress)
+        measured = _measured(job, built, counted, clock, every, progress)
         kinds = tuple(_kind(job, kind, built, counted) for kind in measured.kinds)
         config = model_facts.of_config(model_layers.unwrapped(built.model).config)
     layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
@@ -181,7 +189,12 @@ def _modules(kind: LayerKind) -> set[str]:
 
 
 def _measured(
-    job: Job, built: Shard, counted: _Counted, clock: Roofline, progress: Progress
+    job: Job,
+    built: Shard,
+    counted: _Counted,
+    clock: Roofline,
+    every: ChoicesOf,
+    progress: Progress,
 ) -> Profile:
     model = built.model
     step = JobStep(job)
@@ -200,7 +213,7 @@ def _measured(
         LiveBytes(static) as live,
         kept_between_steps([model], live) as kept,
     ):
-        whole = ModelShard([model], all_gather=alone, choices_of=every_choice)
+        whole = ModelShard([model], all_gather=alone, choices_of=every)
         measurement = Measurement(whole, applied, clock)
         forwards_bytes = []
         for number, _ in enumerate(measurement.policies()):
@@ -250,6 +263,13 @@ def every_choice(layer: Any) -> Choices:
     `_checkpointed_attention_forward`).
     """
     return choices(layer, rules.usable_modules(layer), MAX_CHOICES)
+
+
+def _set_of(modules: Sequence[str], layer: Any) -> Choices:
+    """None, full, and the set of those of the modules that the layer has."""
+    usable = {name for name in rules.usable_modules(layer) if name in modules}
+    found = every_choice(layer)
+    return tuple(c for c in found if c.granularity != "selective" or set(c.modules) == usable)
 
 
 # --------------------------------------------------------------------------------- putting together
