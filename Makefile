@@ -13,7 +13,7 @@ HAS_CUDA := $(shell $(PYTHON) -c "import torch; print(torch.cuda.is_available())
 export TORCHDYNAMO_DISABLE := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: compare results examples test test-core-016 test-core-019 test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks clean
+.PHONY: compare results examples measured test test-core-016 test-core-019 test-once test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks clean
 
 ## Run Megatron under its own strategies and ours, on this machine; print the table, and where the
 ## report of our plan is.
@@ -44,23 +44,33 @@ examples: $(INSTALLED)
 	$(BIN)/python scripts/nvidia_recipes.py
 	$(BIN)/python scripts/quote_results.py
 
-## Run all tests: lint, types and rules, both supported versions of megatron-core, Megatron Bridge.
-test: lint $(CORE_019) $(BRIDGE_SITE)
-	$(MAKE) --jobs=2 --keep-going test-core-019 test-core-016 test-bridge
+## Hold predictions against every published measurement: docs/measured-runs.md. Takes minutes.
+measured: $(INSTALLED) $(CORE_019)
+	PYTHONPATH=$(CORE_019) $(BIN)/python -m benchmarks.measured $(ARGS)
 
-# Two suites at a time: every line says whose it is.
+## Run all tests: both supported versions of megatron-core, Megatron Bridge, lint, types and rules.
+test: $(INSTALLED) $(CORE_019) $(BRIDGE_SITE)
+	$(MAKE) --jobs=2 --keep-going test-core-016 test-core-019 test-once test-bridge lint
+
+# Two suites at a time, the longest first: every line says whose it is.
 OF = | sed --unbuffered 's/^/$(1): /'
-
-test-core-016: $(INSTALLED)
-	$(BIN)/python -m pytest tests --ignore=tests/rules $(ARGS) $(call OF,core 0.16.1)
 
 # What meets Megatron, and asks something of its version.
 MEETS_MEGATRON := $(addprefix tests/, compat runtime meta compare pretrain)
 
+test-core-016: $(INSTALLED)
+	$(BIN)/python -m pytest $(MEETS_MEGATRON) $(ARGS) $(call OF,core 0.16.1)
+
 test-core-019: $(INSTALLED) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m pytest $(MEETS_MEGATRON) \
+	    tests/benchmarks/test_measured.py \
 	    -m "not any_version" $(ARGS) \
 	    $(call OF,core 0.19.2)
+
+# All other tests.
+test-once: $(INSTALLED)
+	$(BIN)/python -m pytest tests --ignore=tests/rules $(addprefix --ignore=,$(MEETS_MEGATRON)) \
+	    $(ARGS) $(call OF,once)
 
 ## What runs on a GPU, as far as CPU can: its tests, and every part that needs no checkout.
 gpu-dry-run: $(INSTALLED) $(CORE_019)

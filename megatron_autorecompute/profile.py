@@ -40,6 +40,8 @@ ROUNDING = 1e-3
 
 MEASURED = "measured"
 """`ChoiceRecord.source` of what ran on a device."""
+MEASURED_ON_ONE_DEVICE = "measured on one device; communication: modelled"
+"""`ChoiceRecord.source` of what ran on a device alone, without the job's other ranks."""
 IMBALANCE_PERCENTILE = 99.0
 """The default percentile for layers with experts: in auto, and if a profile states imbalance."""
 
@@ -137,7 +139,9 @@ class ChoiceRecord:
     backward_ms: Milliseconds
     """Backward time, median, recompute included."""
     spread_ms: Milliseconds = 0.0
-    """Half the width of the interval that forward_ms + backward_ms lies in."""
+    """How far single runs spread: half the interquartile range of forward plus that of backward."""
+    runs: Positive = 1
+    """How many runs the times are medians of; 1: they err as much as one run does."""
     uncertainty_bytes: Bytes = 0
     """Each of the three byte figures may be higher or lower by this much."""
     input_kept: bool = True
@@ -146,6 +150,9 @@ class ChoiceRecord:
     schedule keeps the input that it received."""
     source: str = MEASURED
     """Where the figures come from: measured, counted, assumed, or a description."""
+    communication_ms: Milliseconds = 0.0
+    """The part of forward_ms + backward_ms that is modelled communication, beside measured
+    arithmetic; 0 where all is measured, or all is modelled."""
     percentiles: tuple[BytesAt, ...] = ()
     """Measured MoE layers: the byte figures at percentiles; the fields above are the maximum."""
 
@@ -357,7 +364,9 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One whole measuring step, to compare with the sum of its layers. Plans do not depend on it.
+    """One whole measuring step, to compare with the sum of its layers.
+
+    Of a plan only the interval of its step depends on it: residuals are those under its policy.
 
     It is the measuring step with the median forward plus backward time.
     """

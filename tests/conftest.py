@@ -1,7 +1,13 @@
 """For all tests: how hypothesis runs, that children can be interrupted, and a world of one rank."""
 
+import os
+import re
 import resource
 import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -14,6 +20,38 @@ settings.load_profile("no_deadline")
 
 # A shell's background job starts with SIGINT ignored, which every child would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Profiles and plans of the three jobs of examples/no_device."""
+
+    folder: Path
+    processor_s: dict[str, float]
+    """What profiling each took."""
+    largest_bytes: int
+    """Memory of the largest process that has run so far."""
+
+
+@pytest.fixture(scope="session")
+def examples(tmp_path_factory):
+    """The examples' own script takes most of a minute: once for all tests."""
+    pytest.importorskip("megatron.core")
+    from tests.support import EXAMPLE_JOBS, NO_DEVICE
+
+    folder = tmp_path_factory.mktemp("examples")
+    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    paths["PYTHONPATH"] = f"{NO_DEVICE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"
+    ran = subprocess.run(
+        [str(NO_DEVICE / "run.sh"), str(folder)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **paths},
+    )
+    assert ran.returncode == 0, ran.stderr
+    took_s = map(float, re.findall(r"profiled in (\S+) s of processor time", ran.stdout))
+    largest_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return Examples(folder, dict(zip(EXAMPLE_JOBS, took_s, strict=True)), largest_kib << 10)
 
 
 @pytest.fixture(scope="module")

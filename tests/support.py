@@ -23,12 +23,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_autorecompute.meta import without_cuda
 
+NO_DEVICE = Path(__file__).parents[1] / "examples" / "no_device"
+EXAMPLE_JOBS = ("llama3-70b", "llama31-405b", "deepseek-v3")
+"""Of that folder, in the order in which its script runs them."""
 VOCAB = 128
 SEQ_LENGTH = 32
 MICRO_BATCH_SIZE = 2

@@ -96,10 +96,10 @@ _MLA = {
 GPT3_760M = Case("gpt3-760m-48l", _shape(48, 1536, 16, 1024, 8))
 """The Autodist document's model, linear biases and all."""
 DENSE = Case("gpt-350m-unfused", _shape(24, 1024, 16, 1024, 8), _NO_BIAS)
-DENSE_TE = Case("gpt-1.3b-te", _shape(24, 2048, 16, 2048, 4), _NO_BIAS, layers="te")
+DENSE_TE = Case("gpt-600m-te", _shape(12, 2048, 16, 2048, 4), _NO_BIAS, layers="te")
 MOE = Case(
-    "moe-8x350m",
-    _shape(16, 1024, 16, 2048, 4),
+    "moe-8-experts",
+    _shape(8, 1024, 16, 2048, 4),
     _MOE,
     {
         "moe_ffn_hidden_size": 64,
@@ -109,8 +109,8 @@ MOE = Case(
     "te",
 )
 MLA = Case(
-    "mla-1b",
-    _shape(16, 2048, 16, 2048, 4),
+    "mla-350m",
+    _shape(8, 2048, 16, 2048, 4),
     _MLA,
     {
         "q_lora_rank": 32,

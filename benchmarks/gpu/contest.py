@@ -127,11 +127,14 @@ class Contest:
                 with measurement.watch(None):
                     job.step()
             dtype = "bfloat16" if shape.bf16 else "float32"
-            return measurement.profile(
+            profile = measurement.profile(
                 Model("GPT", shape.num_layers, facts=asdict(shape)),
                 Parallelism(shape.micro_batch_size, shape.seq_length, dtype=dtype),
                 job.static(),
             )
+        # What libraries keep on the device from the first step on, cuBLAS its workspaces.
+        kept = torch.cuda.memory_allocated() if job.on_cuda else 0
+        return _with_residual(profile, max(0, kept - job.static().total_bytes))
 
     def cost(self, profile: Profile, policy: RecomputePolicy) -> PolicyCost:
         """What the planner predicts for any policy."""
@@ -206,6 +209,10 @@ def _corrected(profile: Profile, predicted: int, peak: Peak, budget_bytes: int) 
     missed = max(peak.allocated_bytes - predicted, 0)
     if peak.out_of_memory:
         missed = max(missed, int(FRAGMENTS * budget_bytes))
+    return _with_residual(profile, missed)
+
+
+def _with_residual(profile: Profile, more_bytes: int) -> Profile:
     [stage] = profile.stages
-    stage = replace(stage, residual_bytes=stage.residual_bytes + missed)
+    stage = replace(stage, residual_bytes=stage.residual_bytes + more_bytes)
     return replace(profile, stages=(stage,))

@@ -31,6 +31,7 @@ TITLES = {
     5: "Overhead of our forward running Megatron's strategies",
     6: "`--recompute-policy auto` in the job",
     7: "Upstream's own tests",
+    8: "Jobs by their flags, predicted without a device",
 }
 
 
@@ -351,6 +352,58 @@ def _upstream(section: Section) -> list[str]:
     ]
 
 
+def _by_flags(section: Section) -> list[str]:
+    jobs = {k: v for k, v in section.items.items() if k.startswith("job/")}
+    rows = []
+    for name, job in jobs.items():
+        found = section.items.get(name.replace("job/", "predicted/"))
+        times = job["step_ms"][2:]
+        if job["out_of_memory"]:
+            rows.append((name.removeprefix("job/"), "out of memory", *["-"] * 6))
+            continue
+        off = found["peak_bytes"] / job["peak_bytes"] - 1 if found else None
+        rows.append(
+            (
+                name.removeprefix("job/"),
+                _gib(job["peak_bytes"]),
+                _gib(found and found["peak_bytes"]),
+                NOT_YET if off is None else _percent(off),
+                _gib(settled_static(job)),
+                _gib(found and found["static_bytes"]),
+                _ms(times),
+                _gib(job["outside_torch_bytes"]),
+            )
+        )
+    if not rows:
+        return [NOT_YET]
+    return [
+        "Measured by torch in Megatron's own job, without this package; predicted from the same "
+        "flags by `python -m benchmarks.gpu.predict`, without a device. Static: allocated before "
+        "a step's first forward, once the optimizer has its state.",
+        "",
+        *table(
+            (
+                "job",
+                "peak GiB",
+                "predicted",
+                "off",
+                "static GiB",
+                "predicted",
+                "step ms",
+                "outside torch GiB",
+            ),
+            rows,
+        ),
+    ]
+
+
+def settled_static(job: dict[str, Any]) -> int:
+    """Bytes before the last step's first forward."""
+    steps = len(job["losses"])
+    before: list[int] = job["before_forwards_bytes"]
+    return before[-(len(before) // steps)] if before and steps else 0
+
+
 _BODIES: dict[int, Callable[[Section], list[str]]] = {
     1: _autodist,
     2: _curve,
@@ -359,6 +412,7 @@ _BODIES: dict[int, Callable[[Section], list[str]]] = {
     5: _overhead,
     6: _auto,
     7: _upstream,
+    8: _by_flags,
 }
 
 

@@ -1,4 +1,4 @@
-"""Parts 4, 6 and 7: what needs processes of its own, pytest's or a training script's."""
+"""Parts 4 and 6 to 8: what needs processes of its own, pytest's or a training script's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import flag_jobs
 from benchmarks.gpu.children import lines
 from benchmarks.gpu.results import OUTCOMES, BenchmarkError, Ledger, between
 from megatron_autorecompute.errors import MachineError, OptionError
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("pretrain.py")
+APEX_STAND_IN = Path(__file__).with_name("apex_stand_in")
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 AUTO_FRACTION = 0.3
 """Where the tight budget of part 6 stands between full and none."""
@@ -184,7 +186,9 @@ def _flags(tiny: bool, steps: int) -> str:
     )
 
 
-def _job(flags: str, ledger: Ledger, *, with_us: bool = False) -> dict[str, Any]:
+def _job(
+    flags: str, ledger: Ledger, *, with_us: bool = False, path: Sequence[str] = ()
+) -> dict[str, Any]:
     """Run the script with torchrun on one device; what it printed, step by step.
 
     Raises: MachineError when it ended early, but not for want of memory: that is a result.
@@ -197,7 +201,7 @@ def _job(flags: str, ledger: Ledger, *, with_us: bool = False) -> dict[str, Any]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += [*launcher, str(SCRIPT), *flags.split(), *cpu]
     begin = time.perf_counter()
-    said = "".join(lines(command, ledger.seconds_left(), cwd=ROOT, env=_environment()))
+    said = "".join(lines(command, ledger.seconds_left(), cwd=ROOT, env=_environment(path)))
     read = read_log(said)
     if f"--train-iters {len(read['losses'])} " not in flags and not read["out_of_memory"]:
         raise MachineError(f"The job ended early; it said last:\n{read['end']}")
@@ -213,6 +217,8 @@ def read_log(text: str) -> dict[str, Any]:
     norms = re.findall(r"grad norm: \S+", text)
     times = [float(ms) for ms, _ in steps]
     peak = re.search(r"peak allocated bytes: (\d+)", text)
+    before = re.search(r"bytes before every forward: ([\d ]+)", text)
+    outside = re.search(r"bytes outside torch: (\d+)", text)
     settled = times[len(times) // 2 :]
     usual = statistics.median(settled) if settled else 0.0
     early = times[1 : len(times) // 2]  # the first step starts CUDA and allocates, with or without
@@ -222,9 +228,11 @@ def read_log(text: str) -> dict[str, Any]:
         "settled_ms": settled,
         "lost_s": sum(max(0.0, ms - usual) for ms in early) / 1e3,
         "peak_bytes": int(peak[1]) if peak else 0,
+        "before_forwards_bytes": [int(count) for count in before[1].split()] if before else [],
+        "outside_torch_bytes": int(outside[1]) if outside else 0,
         "out_of_memory": "OutOfMemoryError" in text or "out of memory" in text,
         "said": [line for line in text.splitlines() if line.startswith("recompute auto")],
-        "end": text[-1500:],
+        "end": text.partition("torch.distributed.elastic.multiprocessing.errors")[0][-3000:],
     }
 
 
@@ -270,3 +278,32 @@ def upstream(ledger: Ledger, options: Namespace) -> None:
         ledger.item(way, lambda every=every: every)
         if plugin:
             ledger.item(f"forwards, {way}", lambda forwards=forwards: forwards)
+
+
+# --- 8: jobs by their flags -----------------------------------------------------------------------
+
+
+def by_flags(ledger: Ledger, options: Namespace) -> None:
+    """Megatron's own jobs, without us: what predictions from the same flags are held against.
+
+    Raises: BenchmarkError when a job failed; the others ran all the same.
+    """
+    failed = []
+    for name, flags in flag_jobs_of(options.tiny).items():
+        try:
+            ledger.item(
+                f"job/{name}", lambda flags=flags: _job(flags, ledger, path=[str(APEX_STAND_IN)])
+            )
+        except MachineError as error:
+            failed.append(name)
+            print(f"{name}: {error}", file=sys.stderr)
+    if failed:
+        raise BenchmarkError(f"failed: {', '.join(failed)}")
+
+
+def flag_jobs_of(tiny: bool) -> dict[str, str]:
+    """Name and flags of every job of part 8."""
+    if not tiny:
+        return flag_jobs.JOBS
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    return {k: f"{flags} --distributed-backend {backend}" for k, flags in flag_jobs.TINY.items()}

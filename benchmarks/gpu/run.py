@@ -1,7 +1,7 @@
 """Measure on this machine what the package claims; everything lands in one JSON file.
 
     python -m benchmarks.gpu.run                        # all parts
-    python -m benchmarks.gpu.run --only 1 --only 3-moe-8x350m
+    python -m benchmarks.gpu.run --only 1 --only 3-moe-8-experts
     python -m benchmarks.gpu.run --tiny --output build/gpu-dry   # a dry run, on CPU too
 
 Every part runs in a process of its own, for at most --part-minutes; run again, it goes on where it
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ SECTIONS: dict[str, tuple[int, Case | None]] = {
         (2, CURVES[:1]),
         (3, CURVES[:1]),
         (4, (None,)),
+        (8, (None,)),
         (6, (None,)),
         (7, (None,)),
         (2, CURVES[1:]),
@@ -80,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     folders = "default: benchmarks/results/gpu, or build/gpu-dry with --tiny"
     add("--output", type=Path, help=f"folder ({folders})")
-    add("--only", action="append", default=[], help="a part (1 to 7) or section; repeatable")
+    add("--only", action="append", default=[], help="a part (1 to 8) or section; repeatable")
     add("--tiny", action="store_true", help="a size that runs anywhere in seconds and proves none")
     add("--part-minutes", type=float, default=8.0, help="longest one section runs (default: 8)")
     add("--minutes", type=float, default=1e9, help="begin no section that may end later than this")
@@ -99,7 +101,7 @@ def selected(only: Sequence[str]) -> list[str]:
     unknown = [name for name in only if name not in parts and name not in SECTIONS]
     if unknown:
         raise OptionError(
-            f"--only {', '.join(unknown)}: there are parts 1 to 7 and the sections "
+            f"--only {', '.join(unknown)}: there are parts 1 to 8 and the sections "
             f"{', '.join(SECTIONS)}."
         )
     return [k for k, (part, _) in SECTIONS.items() if not only or k in only or str(part) in only]
@@ -155,8 +157,10 @@ def _child(given: Sequence[str], name: str, seconds: float) -> str:
     if process.returncode == 0:
         return ""
     print(said, file=sys.stderr)
-    last = said.strip().splitlines() or ["no word"]
-    return f"exit code {process.returncode}: {last[-1]}"
+    every = said.strip().splitlines() or ["no word"]
+    # What torch says last, of a process group left behind, is not why.
+    errors = [line for line in every if re.search(r"Error\b|\berror:", line)]
+    return f"exit code {process.returncode}: {(errors or every)[-1]}"
 
 
 def _file(options: argparse.Namespace) -> Path:
@@ -203,6 +207,10 @@ def _plugin_configuration(part: int, options: argparse.Namespace) -> dict[str, A
 
         flags = auto_flags(options.tiny)
         return {**flags, "budget, from full to none": AUTO_FRACTION}
+    if part == 8:
+        from benchmarks.gpu.processes import flag_jobs_of
+
+        return flag_jobs_of(options.tiny)
     return {"Megatron-LM": cases.commit(options.megatron_lm) if options.megatron_lm else "none"}
 
 
@@ -220,7 +228,12 @@ def _trainings() -> dict[int, Callable[[Case, Ledger, int], None]]:
 def _processes() -> dict[int, Callable[[Ledger, Any], None]]:
     from benchmarks.gpu import processes
 
-    return {4: processes.equality, 6: processes.auto, 7: processes.upstream}
+    return {
+        4: processes.equality,
+        6: processes.auto,
+        7: processes.upstream,
+        8: processes.by_flags,
+    }
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -29,11 +30,10 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Device, Efficiency, device
 from megatron_autorecompute.meta.job import Job, load_job
 from megatron_autorecompute.meta.measured import with_measured
+from megatron_autorecompute.meta.outside_torch import outside_torch
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB, gib
 
-RESERVE_GIB = 2.0
-"""Assumed GiB of CUDA's context and NCCL's buffers, outside torch."""
 RESERVE_SHARE = 0.05
 """Assumed share of the device's memory for fragmentation of torch's allocator."""
 
@@ -52,33 +52,7 @@ class EstimateCommand(Command):
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the job, the device, and how the times are modelled."""
         parser.add_argument("--gpu", required=True, metavar="NAME", help="such as h100-80gb")
-        parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="see docs/no-device.md")
-        parser.add_argument("--recipe", metavar="NAME", help="a recipe function of Megatron Bridge")
-        parser.add_argument(
-            "--num-gpus", type=at_least(1), metavar="N", help="world size, with flags or a recipe"
-        )
-        parser.add_argument(
-            "--reserve-gib",
-            type=number_of_gib,
-            metavar="GIB",
-            help="memory kept free (default: 2 GiB and 5%% of the device)",
-        )
-        parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="assumed shares")
-        parser.add_argument(
-            "--measured", metavar="P.json", help="measured profile of the same layers"
-        )
-        parser.add_argument(
-            "--sensitivity", action="store_true", help="plan with each share moved 20%%"
-        )
-        parser.add_argument(
-            "-o",
-            "--output",
-            type=file,
-            metavar="P.json",
-            help=f"default: {DEFAULT_OUTPUT}, unless there is one; - prints it",
-        )
-        add_json(parser)
-        add_verbose(parser)
+        add_options(parser)
 
     def run(self, args: Namespace) -> None:
         """Make the profile, print it, and print the next command.
@@ -86,15 +60,43 @@ class EstimateCommand(Command):
         Raises OptionError for contradictory or impossible options.
         """
         with quiet_upstream():
-            _estimate(args)
+            estimate(args)
 
 
-def _estimate(args: Namespace) -> None:
-    output = _profile_file(args)
-    refuse_ignored(args)
-    _refuse_without_effect(args)
+def add_options(parser: ArgumentParser) -> None:
+    """Add where the job is read from, and what the profile is made and printed with."""
+    parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="see docs/no-device.md")
+    parser.add_argument("--recipe", metavar="NAME", help="a recipe function of Megatron Bridge")
+    parser.add_argument(
+        "--num-gpus", type=at_least(1), metavar="N", help="world size, with flags or a recipe"
+    )
+    parser.add_argument(
+        "--reserve-gib",
+        type=number_of_gib,
+        metavar="GIB",
+        help="memory kept free (default: 5%% of the device and 2 GiB or more)",
+    )
+    parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="assumed shares")
+    parser.add_argument("--measured", metavar="P.json", help="measured profile of the same layers")
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="plan with each share moved 20%%"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=file,
+        metavar="P.json",
+        help=f"default: {DEFAULT_OUTPUT}, unless there is one; - prints it",
+    )
+    add_json(parser)
+    add_verbose(parser)
+
+
+def estimate(args: Namespace) -> None:
+    """The command, without a change to how warnings are shown."""
+    output = checked_output(args)
     job, gpu, efficiency = read_job(args), device(args.gpu), read_efficiency(args.efficiency)
-    budget_bytes = default_budget_bytes(gpu, args.reserve_gib)
+    budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
     if args.measured and args.sensitivity:
         raise OptionError(
             "--sensitivity moves the modelled shares, and --measured replaces what they give. "
@@ -112,13 +114,16 @@ def _estimate(args: Namespace) -> None:
         lines = []
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
-    budget = (
-        f"Budget {gib(budget_bytes)} GiB: the device's memory less {kept_back(args.reserve_gib)}."
-    )
-    view = Group(
-        profile_view(profile, args.verbose, f" on {job.num_gpus} GPUs"),
-        *map(Text, [budget, *lines]),
-    )
+    budget = budget_words(gpu, args.reserve_gib, job)
+    show_profile(args, profile, output, budget_bytes, [budget, *lines])
+
+
+def show_profile(
+    args: Namespace, profile: Profile, output: Path | None, budget_bytes: int, lines: Sequence[str]
+) -> None:
+    """Save a job's profile, print it, and print the next command; `lines` are printed below it."""
+    gpus = profile.model.facts["num_gpus"]
+    view = Group(profile_view(profile, args.verbose, f" on {gpus} GPUs"), *map(Text, lines))
     try:
         if output is not None:
             profile.save(output)
@@ -131,11 +136,28 @@ def _estimate(args: Namespace) -> None:
         )
 
 
-def _profile_file(args: Namespace) -> Path | None:
+def budget_words(gpu: Device, reserve_gib: float | None, job: Job) -> str:
+    """The budget that is proposed, and why."""
+    budget_bytes = default_budget_bytes(gpu, reserve_gib, job)
+    return (
+        f"Budget {gib(budget_bytes)} GiB: the device's memory less "
+        f"{kept_back(gpu, reserve_gib, job)}."
+    )
+
+
+def checked_output(args: Namespace) -> Path | None:
     """Where the profile is written; None for standard output.
 
-    Raises OptionError if a file is there that was not named, ProfileError if it cannot be written.
+    Raises OptionError if a file is there that was not named, or for options that others leave
+    without effect; ProfileError if it cannot be written.
     """
+    output = _profile_file(args)
+    refuse_ignored(args)
+    _refuse_without_effect(args)
+    return output
+
+
+def _profile_file(args: Namespace) -> Path | None:
     if args.output is None:
         args.output = DEFAULT_OUTPUT
         if os.path.lexists(DEFAULT_OUTPUT):
@@ -197,26 +219,27 @@ def read_efficiency(text: str | None) -> Efficiency:
     return Efficiency(**shares)
 
 
-def reserve_bytes(gpu: Device, reserve_gib: float | None) -> int:
+def reserve_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:
     """Bytes of a device's memory that are kept back."""
     if reserve_gib is not None:
         return round(reserve_gib * GIB)
-    return round(RESERVE_GIB * GIB + RESERVE_SHARE * gpu.memory_bytes)
+    return round(outside_torch(job, gpu).size_bytes + RESERVE_SHARE * gpu.memory_bytes)
 
 
-def kept_back(reserve_gib: float | None) -> str:
+def kept_back(gpu: Device, reserve_gib: float | None, job: Job) -> str:
     """The reserve in words."""
     if reserve_gib is not None:
         return f"{reserve_gib:g} GiB as asked"
+    outside = outside_torch(job, gpu)
     return (
-        f"{RESERVE_GIB:g} GiB outside torch and {RESERVE_SHARE:.0%} for fragmentation (assumed; "
-        "--reserve-gib)"
+        f"{outside.size_bytes / GIB:.3g} GiB outside torch ({outside.reason}) and "
+        f"{RESERVE_SHARE:.0%} for fragmentation (assumed; --reserve-gib)"
     )
 
 
-def default_budget_bytes(gpu: Device, reserve_gib: float | None) -> int:
+def default_budget_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:
     """Bytes that torch may allocate; raises OptionError if the reserve leaves nothing."""
-    budget = gpu.memory_bytes - reserve_bytes(gpu, reserve_gib)
+    budget = gpu.memory_bytes - reserve_bytes(gpu, reserve_gib, job)
     if budget <= 0:
         raise OptionError(
             f"--reserve-gib {reserve_gib} leaves nothing of {gpu.name}'s {gib(gpu.memory_bytes)} "

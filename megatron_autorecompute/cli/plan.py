@@ -92,20 +92,18 @@ def _solved(args: Namespace, bars: Progress) -> Plan:
     found, asked = problems(args, args.search_micro_batch)
     budget = args.budget_gib[0] if len(args.budget_gib) == 1 else args.budget_gib
     planner, notes, flags = found[0], list(asked.notes), dict(asked.megatron_flags)
-    if args.search_micro_batch:
-        bars.add_task("Micro-batch sizes", total=None)
-        searched, sentences = search_micro_batch(found, budget)
-        planner = searched.planner
-        notes += sentences
-        flags.update(searched.megatron_flags)
-    if args.search_layout:
-        bars.add_task("Layouts", total=None)
-        searched = search_layout(planner, budget)
-        notes.append(searched.note)
-        if searched.planner is not planner:
-            planner = searched.planner
-            size = {name: flags[name] for name in (MICRO_BATCH_SIZE,) if name in flags}
-            flags = {**size, **searched.megatron_flags}
+    if args.search_micro_batch or args.search_layout:
+        if args.search_micro_batch:
+            bars.add_task("Micro-batch sizes", total=None)
+            searched, sentences = search_micro_batch(found, budget, layouts=args.search_layout)
+        else:
+            bars.add_task("Layouts", total=None)
+            searched = search_layout(planner, budget)
+            sentences = (searched.note,)
+        planner, notes = searched.planner, [*notes, *sentences]
+        if planner.layout != asked.layout:  # which the flags of before say
+            flags = {name: flags[name] for name in (MICRO_BATCH_SIZE,) if name in flags}
+        flags |= searched.megatron_flags
     _choose(planner, budget, bars)
     bars.add_task("Megatron's own settings", total=None)
     try:

@@ -1,27 +1,126 @@
-"""`megatron-autorecompute profile --no-device`, the former name of `estimate`."""
+"""`megatron-autorecompute profile`: makes a profile of a job of any size, on one device."""
 
 from __future__ import annotations
 
+import functools
 from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
 
-from megatron_autorecompute.cli.estimate import EstimateCommand
+from megatron_autorecompute.cli import streams
+from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.estimate import (
+    add_options,
+    budget_words,
+    checked_output,
+    default_budget_bytes,
+    estimate,
+    read_efficiency,
+    read_job,
+    show_profile,
+)
+from megatron_autorecompute.cli.output import console, quiet_upstream, without_effect
+from megatron_autorecompute.cli.values import at_least
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.meta.devices import Device, device
+from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.options import say_renamed
 
+if TYPE_CHECKING:
+    import torch
 
-class ProfileCommand(EstimateCommand):
-    """Does what `estimate` does, and prints the new name."""
+REPEATS = 5
+
+
+class ProfileCommand(Command):
+    """Measures a job's layers on one device; with --no-device does what `estimate` does."""
 
     name = "profile"
-    description = "The former name of estimate."
+    description = "Arguments after -- are flags of pretrain_gpt.py."
+    takes_megatron_flags = True
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add --no-device, which this name requires, and the flags of `estimate`."""
-        parser.add_argument(
-            "--no-device", action="store_true", required=True, help="as estimate, without a device"
+        """Add the device that measures, and the job with the flags of `estimate`."""
+        where = parser.add_mutually_exclusive_group(required=True)
+        where.add_argument("--device", choices=("cuda", "cpu"), help="what runs the layers")
+        where.add_argument(
+            "--no-device", action="store_true", help="the former name of the command estimate"
         )
-        super().add_arguments(parser)
+        parser.add_argument(
+            "--gpu",
+            metavar="NAME",
+            help="the job's GPU, for its links, such as h100-80gb (default: the one that measures)",
+        )
+        parser.add_argument(
+            "--repeats",
+            type=at_least(2),
+            metavar="N",
+            help=f"how often each choice is measured; the first is a warm-up (default: {REPEATS})",
+        )
+        add_options(parser)
 
     def run(self, args: Namespace) -> None:
-        """Print the new name, and run `estimate`."""
-        say_renamed("profile --no-device", "estimate")
-        super().run(args)
+        """Make the profile, print it, and print the next command.
+
+        Raises OptionError for contradictory or impossible options, MachineError if the device or
+        what runs on it is not there.
+        """
+        with quiet_upstream():
+            if not args.no_device:
+                _profile(args)
+                return
+            say_renamed("profile --no-device", "estimate")
+            if args.gpu is None:
+                raise OptionError("profile --no-device needs --gpu NAME, such as h100-80gb.")
+            if args.repeats is not None:
+                raise without_effect("--repeats", "--no-device", "nothing is measured")
+            estimate(args)
+
+
+def _profile(args: Namespace) -> None:
+    for option, given in (("--measured", args.measured), ("--sensitivity", args.sensitivity)):
+        if given:
+            raise without_effect(option, "--device", "the layers' times are measured")
+    output = checked_output(args)
+    efficiency = read_efficiency(args.efficiency)
+    # Loads torch and Megatron, which estimate needs only later.
+    from megatron_autorecompute.one_device.build import device_of
+    from megatron_autorecompute.one_device.profiling import profile_on_device
+
+    where = device_of(args.device)
+    job, gpu = _job(args, where), _gpu(args, where)
+    budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
+    with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
+        profile = profile_on_device(
+            job, where, gpu, efficiency, args.repeats or REPEATS, status.update
+        )
+    budget = budget_words(gpu, args.reserve_gib, job)
+    show_profile(args, profile, output, budget_bytes, [budget])
+
+
+def _gpu(args: Namespace, where: torch.device) -> Device:
+    """The job's GPU; by default the one that measures."""
+    if args.gpu is not None:
+        return device(args.gpu)
+    if where.type == "cpu":
+        raise OptionError(
+            "--device cpu does not say what the job runs on: add --gpu NAME, such as h100-80gb, "
+            "for its links and memory."
+        )
+    import torch
+
+    return device(torch.cuda.get_device_name(where))
+
+
+def _job(args: Namespace, where: torch.device) -> Job:
+    if where.type == "cuda" and args.megatron_flags:
+        # Megatron's own parser runs in a process that sees no CUDA, as in estimate.
+        from megatron_autorecompute.meta.meta_step import in_processes
+
+        asked = Namespace(**{n: v for n, v in vars(args).items() if n != "command"})
+        [job] = in_processes(functools.partial(_read, asked), [0])
+        return job
+    return read_job(args)
+
+
+def _read(args: Namespace, _: int) -> Job:
+    return read_job(args)

@@ -9,7 +9,12 @@ from rich.console import Group
 from rich.text import Text
 
 from megatron_autorecompute.cli.pipeline import known_of, shape_words
-from megatron_autorecompute.profile import MEASURED, ChoiceRecord, Profile
+from megatron_autorecompute.profile import (
+    MEASURED,
+    MEASURED_ON_ONE_DEVICE,
+    ChoiceRecord,
+    Profile,
+)
 from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.report.terminal import assumption_lines
 from megatron_autorecompute.units import MIB, unit_for
@@ -36,6 +41,8 @@ def _came_from(profile: Profile) -> str:
     measured = {r.source == MEASURED for kind in profile.kinds for r in kind.choices}
     if measured == {True}:
         return "measured"
+    if any(r.source == MEASURED_ON_ONE_DEVICE for kind in profile.kinds for r in kind.choices):
+        return "measured on one device, communication modelled"
     return "measured where said, else modelled" if True in measured else "modelled, not measured"
 
 
@@ -60,18 +67,22 @@ def _made_for(profile: Profile) -> Iterator[str]:
 
 
 def _records(profile: Profile) -> Rows:
+    shown_ms = 0.005  # the least that two digits show
+    apart = any(r.communication_ms >= shown_ms for kind in profile.kinds for r in kind.choices)
     columns = (
         Column("layers", left=True),
         Column("choice", folded=True),
         *map(Column, ("held MiB", "fwd +MiB", "bwd +MiB", "fwd ms", "bwd ms")),
+        *([Column("comm.", name="of it communication ms")] if apart else []),
     )
     named = [(f"{len(k.layers)} {k.name}", r) for k in profile.kinds for r in k.choices]
     norm = [("final norm", profile.final_norm)] if profile.final_norm else []
     places = [("embedding", profile.embedding), *named, *norm, ("head", profile.head)]
-    return Rows(columns, [(place, *_cells(record)) for place, record in places])
+    return Rows(columns, [(place, *_cells(record, apart)) for place, record in places])
 
 
-def _cells(record: ChoiceRecord) -> tuple[str, ...]:
+def _cells(record: ChoiceRecord, apart: bool) -> tuple[str, ...]:
+    """A record's row, with its communication if that is told apart."""
     sizes = (
         record.held_bytes,
         record.forward_transient_bytes,
@@ -82,6 +93,7 @@ def _cells(record: ChoiceRecord) -> tuple[str, ...]:
         *(f"{size / MIB:.0f}" if size >= 10 * MIB else f"{size / MIB:.3g}" for size in sizes),
         f"{record.forward_ms:.2f}",
         f"{record.backward_ms:.2f}",
+        *([f"{record.communication_ms:.2f}"] if apart else []),
     )
 
 

@@ -22,6 +22,7 @@ from megatron_autorecompute.packages import needed
 PROGRAM = "megatron-autorecompute"
 COMMANDS: dict[str, str | None] = {
     "estimate": "profile a job without a device: modelled figures",
+    "profile": "measure a job's layers on one device: communication alone is modelled",
     "plan": "solve a profile for a budget",
     "show": "print a plan, stage by stage, or a profile",
     "explain": "why a plan chose what it chose",
@@ -30,7 +31,6 @@ COMMANDS: dict[str, str | None] = {
     "report": "look at a plan: one HTML file that opens offline",
     "trace": "a plan's step as a trace for Perfetto or chrome://tracing",
     "compare": "run Megatron's own strategies and ours on this machine, and print the table",
-    "profile": None,
 }
 """Every command and its line in `--help`, in that order; None: it is not listed. The command is the
 class `NameCommand` in the module of its name."""

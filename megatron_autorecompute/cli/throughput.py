@@ -12,7 +12,7 @@ from megatron_autorecompute.meta.devices import Device, device
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.planner.model_flops import flops_per_token
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.profile import MEASURED, Profile
+from megatron_autorecompute.profile import MEASURED, MEASURED_ON_ONE_DEVICE, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,15 @@ def throughput_words(plan: Plan) -> str:
     if found.mfu is not None and found.peak_flops is not None:
         peak = f"{found.peak_flops / 1e12:,.0f} {found.precision}"
         words.append(f"MFU {found.mfu:.1%} (of {peak} TFLOP/s)")
-    return f"{', '.join(words)}{'' if _is_measured(plan.profile) else '; times are modelled'}."
+    return f"{', '.join(words)}{_modelled(plan.profile)}."
 
 
-def _is_measured(profile: Profile) -> bool:
-    return any(record.source == MEASURED for kind in profile.kinds for record in kind.choices)
+def _modelled(profile: Profile) -> str:
+    """What of the times is modelled, as the end of a sentence."""
+    sources = {record.source for kind in profile.kinds for record in kind.choices}
+    if MEASURED_ON_ONE_DEVICE in sources:
+        return "; communication is modelled"
+    return "" if MEASURED in sources else "; times are modelled"
 
 
 def _model(profile: Profile) -> _Model | None:

@@ -205,7 +205,7 @@ class TrainingJob:
                 out_of_memory = True
             peak = memory.peak_bytes
         if out_of_memory:  # what the step held is freed here
-            lost_step.leave_interrupted_checkpoint()
+            lost_step.leave_interrupted_checkpoint(self.chunks)
             if self.on_cuda:
                 torch.cuda.empty_cache()
         return peak if self.on_cuda else peak + self.static().total_bytes, out_of_memory

@@ -31,10 +31,28 @@ def has_experts(layer: Layer) -> bool:
     return any(isinstance(module, MoELayer) for module in layer.modules())
 
 
+_FAMILY_OF_CLASS = {
+    "MambaLayer": "mamba",
+    "GatedDeltaNet": "gdn",
+    "MLASelfAttention": "mla",
+    "FusedMLASelfAttention": "mla",
+    "AbsorbedMLASelfAttention": "dsa",
+}
+"""Families of a HybridModel's layers, by the class of the layer or of its attention."""
+
+
 def name(layer: Layer) -> str:
-    """A label: moe, decoder (after an encoder), dense, or else the name of the class."""
+    """A label: moe, decoder (after an encoder), dense; a HybridModel's layer its family
+    (attention, mlp, mamba, gdn, mla, dsa); or else the name of the class."""
     if isinstance(getattr(layer, "mlp", None), MoELayer):
         return "moe"
     if attends_to_context(layer):
         return "decoder"
-    return "dense" if isinstance(layer, TransformerLayer) else type(layer).__name__
+    if not isinstance(layer, TransformerLayer):
+        return _FAMILY_OF_CLASS.get(type(layer).__name__, type(layer).__name__)
+    attends, has_mlp = (
+        not isinstance(part, IdentityOp) for part in (layer.self_attention, layer.mlp)
+    )
+    if attends and not has_mlp:
+        return _FAMILY_OF_CLASS.get(type(layer.self_attention).__name__, "attention")
+    return "mlp" if has_mlp and not attends else "dense"

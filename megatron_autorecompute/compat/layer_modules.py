@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.compat.untyped import Layer
 
 MODULE_FLAGS: dict[str, tuple[str, ...]] = {
@@ -28,8 +29,12 @@ the config that all layers share; every forward reads them again."""
 
 
 def flags(layer: Layer, module: str) -> list[tuple[Any, str]]:
-    """The (object, attribute) pairs that turn `module` on in this layer; empty if it is inert."""
-    found = (_flag(layer, path) for path in MODULE_FLAGS[module])
+    """The (object, attribute) pairs that turn `module` on in this layer; empty if it is inert.
+
+    Of a multi-token-prediction depth with a stack of its own, those of all the stack's layers.
+    """
+    nested = model_layers.nested_layers(layer)
+    found = (_flag(one, path) for one in nested for path in MODULE_FLAGS[module])
     return [flag for flag in found if flag is not None]
 
 
@@ -50,7 +55,7 @@ def _is_inert(owner: Any, attribute: str) -> bool:
     if attribute == "recompute_pre_mlp_layernorm":
         return isinstance(owner.pre_mlp_layernorm, IdentityOp)
     if attribute == "recompute_mlp":
-        return isinstance(owner.mlp, MoELayer)
+        return isinstance(owner.mlp, MoELayer | IdentityOp)
     if attribute == "shared_experts_recompute":
         return owner.shared_experts is None
     return False
@@ -62,7 +67,8 @@ def set_modules(layer: Layer, modules: Sequence[str]) -> None:
         for owner, attribute in flags(layer, name):
             setattr(owner, attribute, name in modules)
     if layer.config.fp8 or layer.config.fp4:
-        _set_saved_inputs(layer, modules)
+        for one in model_layers.nested_layers(layer):
+            _set_saved_inputs(one, modules)
 
 
 def _set_saved_inputs(layer: Layer, modules: Sequence[str]) -> None:
@@ -70,8 +76,8 @@ def _set_saved_inputs(layer: Layer, modules: Sequence[str]) -> None:
     recomputed must save it unquantised (TransformerLayer.__init__, TEGroupedMLP.__init__)."""
     from megatron.core.extensions.transformer_engine import set_save_original_input
 
-    if "layernorm" in modules:
-        if flags(layer, "layernorm") and not isinstance(layer.input_layernorm, IdentityOp):
+    if "layernorm" in modules and flags(layer, "layernorm"):  # a MambaLayer has none
+        if not isinstance(layer.input_layernorm, IdentityOp):
             layer.self_attention.set_for_recompute_input_layernorm()
         if not isinstance(layer.pre_mlp_layernorm, IdentityOp):
             if isinstance(layer.mlp, MoELayer):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,14 +51,20 @@ def why_no_stand_in(config: TransformerConfig) -> str | None:
     return None
 
 
-def leave_interrupted_checkpoint() -> None:
-    """Clear the flag that a checkpoint leaves set when an exception ends it.
+def leave_interrupted_checkpoint(chunks: Iterable[torch.nn.Module]) -> None:
+    """Clear what checkpoints leave behind when an exception ends a step before their backward.
 
-    Symptom: `is_checkpointing()` stays true. Reference: `CheckpointFunction.forward` in
-    `tensor_parallel.random` sets the flag without `finally`. Remove when it does.
+    Symptom: `is_checkpointing()` stays true; the graph of the step is never freed. Reference:
+    `CheckpointFunction.forward` in `tensor_parallel.random` sets the flag without `finally`; a
+    layer's last `CheckpointWithoutOutput` is an attribute of the layer, and keeps inputs and
+    outputs until its backward. Remove when neither is so.
     """
     if hasattr(megatron_random, "_unset_checkpointing"):
         megatron_random._unset_checkpointing()
+    modules = (module for chunk in chunks for module in chunk.modules())
+    for value in itertools.chain.from_iterable(vars(module).values() for module in modules):
+        if isinstance(value, megatron_random.CheckpointWithoutOutput):
+            value.run_function = value.ctx = value.outputs = None
 
 
 def stop_interrupted_timer(config: TransformerConfig) -> None:

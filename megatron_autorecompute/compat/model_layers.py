@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.models.T5.t5_model import T5Model
@@ -29,11 +30,12 @@ class BlockSite:
 
 @dataclass(frozen=True, slots=True)
 class MtpSite:
-    """A multi-token-prediction layer, the transformer layer inside it, and its index."""
+    """A multi-token-prediction layer, the layer or stack inside it, and the depths it runs for."""
 
     mtp: Layer
     layer: Layer
-    index: int
+    indices: tuple[int, ...]
+    """Depth d has index num_layers + d. Several with mtp_use_repeated_layer, in order."""
 
 
 def _block_types() -> tuple[type, ...]:
@@ -47,6 +49,21 @@ def _block_types() -> tuple[type, ...]:
 def constructed_types() -> tuple[type, ...]:
     """The classes whose instances a policy applies to once they are built."""
     return (*_block_types(), MultiTokenPredictionLayer)
+
+
+def pattern_types() -> tuple[type, ...]:
+    """The models that are built from a pattern and whose blocks a policy applies to."""
+    if seam.is_method():
+        return ()
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return (HybridModel,)
+
+
+def nested_layers(layer: Layer) -> tuple[Layer, ...]:
+    """The layers of a depth's own stack (HybridModel); of any other layer, itself."""
+    stack: Any = layer
+    return tuple(stack.layers) if isinstance(layer, _block_types()) else (layer,)
 
 
 def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
@@ -102,7 +119,7 @@ def encoder_layers(chunks: Iterable[Chunk]) -> int:
 
 
 def mtp_sites(modules: Iterable[Chunk]) -> list[MtpSite]:
-    """Every multi-token-prediction layer below `modules`; depth d has index num_layers + d.
+    """Every multi-token-prediction layer below `modules`.
 
     The inner layer is `transformer_layer` in 0.16 and `mtp_model_layer` since 0.17, where it is
     numbered from 1 again: the outer layer's number is the depth in both.
@@ -111,12 +128,19 @@ def mtp_sites(modules: Iterable[Chunk]) -> list[MtpSite]:
         MtpSite(
             module,
             getattr(module, "mtp_model_layer", None) or module.transformer_layer,
-            module.config.num_layers + module.layer_number - 1,
+            _depths(module),
         )
         for chunk in modules
         for module in chunk.modules()
         if isinstance(module, MultiTokenPredictionLayer)
     ]
+
+
+def _depths(mtp: Layer) -> tuple[int, ...]:
+    first = mtp.config.num_layers + mtp.layer_number - 1
+    return tuple(
+        range(first, first + (mtp.config.mtp_num_layers if repeats_depths(mtp.config) else 1))
+    )
 
 
 def repeats_depths(config: TransformerConfig) -> bool:
@@ -126,10 +150,13 @@ def repeats_depths(config: TransformerConfig) -> bool:
 
 
 def numbered_layers(chunks: Iterable[Chunk]) -> list[tuple[Layer, int]]:
-    """Every single layer of these model chunks with its global index."""
+    """Every single layer of these model chunks with its global index.
+
+    A layer that runs for several depths (mtp_use_repeated_layer) comes once for each."""
     chunks = list(chunks)
     pairs = [p for s in block_sites(chunks) for p in zip(s.block.layers, s.layers, strict=True)]
-    return pairs + [(site.layer, site.index) for site in mtp_sites(chunks)]
+    depths = [(site.layer, index) for site in mtp_sites(chunks) for index in site.indices]
+    return pairs + depths
 
 
 def unwrapped(chunk: Chunk) -> Chunk:

@@ -194,8 +194,16 @@ def usable_modules(layer: Layer) -> list[str]:
     return [
         name
         for name in runnable_modules(layer)
-        if not (name == "layernorm" and isinstance(layer.input_layernorm, torch.nn.RMSNorm))
+        if not (name == "layernorm" and _recomputes_rms_norm(layer))
     ]
+
+
+def _recomputes_rms_norm(layer: Layer) -> bool:
+    names = {"recompute_input_layernorm": "input_layernorm"}
+    return any(
+        isinstance(getattr(owner, names.get(flag, "pre_mlp_layernorm")), torch.nn.RMSNorm)
+        for owner, flag in layer_modules.flags(layer, "layernorm")
+    )
 
 
 def _can_be_compiled(module: str) -> bool:

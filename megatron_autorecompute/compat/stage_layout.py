@@ -1,10 +1,46 @@
-"""How many layers a policy covers, and which stage holds which, from a config's fields."""
+"""How many layers a policy covers, and which stage holds which: from a config, or a pattern.
+
+Megatron keeps a HybridModel's pattern in the model and not in its config; Bridge's providers are
+configs that have it; in a job of Megatron-LM `note_pattern` writes it into the config.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.layout import Layout
+
+_PATTERN_NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""Of models and providers; the second one before 0.18."""
+
+
+def pattern_of(holder: Any) -> HybridPattern | None:
+    """The pattern of a model or config that has one.
+
+    Raises PipelineError for a pattern that Megatron does not build, or that does not match the
+    config's num_layers and mtp_num_layers.
+    """
+    texts = (getattr(holder, name, None) for name in _PATTERN_NAMES)
+    text = next((text for text in texts if isinstance(text, str)), None)
+    if text is None:
+        return None
+    config = getattr(holder, "config", holder)
+    pattern = HybridPattern.parse(text)
+    return pattern.check_numbers(int(config.num_layers), int(config.mtp_num_layers or 0))
+
+
+def note_pattern(config: TransformerConfig, text: str | None) -> None:
+    """Make a config say the pattern of the model that is built from it."""
+    if text is not None:
+        vars(config)[_PATTERN_NAMES[0]] = text
+
+
+def lacks_pattern(config: TransformerConfig) -> bool:
+    """Whether the config is of a hybrid model, and only the model knows the pattern."""
+    return bool(getattr(config, "is_hybrid_model", False)) and pattern_of(config) is None
 
 
 def num_policy_layers(config: TransformerConfig, encoder_layers: int = 0) -> int:
@@ -12,13 +48,28 @@ def num_policy_layers(config: TransformerConfig, encoder_layers: int = 0) -> int
     return encoder_layers + int(config.num_layers) + int(config.mtp_num_layers or 0)
 
 
-def pipeline_layout(config: TransformerConfig, encoder_layers: int = 0) -> Layout:
-    """Which stage and chunk holds which layers, from the config's own fields."""
+def pipeline_layout(
+    config: TransformerConfig, encoder_layers: int = 0, pattern: HybridPattern | None = None
+) -> Layout:
+    """Which stage and chunk holds which layers, from the pattern, or else the config's fields.
+
+    pattern: the model's; by default the config's, if it has one.
+    """
+    pattern = pattern or pattern_of(config)
+    pp, vp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    if pattern is not None:
+        return Layout.from_pattern(
+            pattern,
+            pp,
+            vp or 1,  # a model built without chunks would leave out the other segments
+            num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
+        )
     given = config.pipeline_model_parallel_layout
     return Layout.from_flags(
         encoder_layers + config.num_layers,
-        config.pipeline_model_parallel_size,
-        config.virtual_pipeline_model_parallel_size,
+        pp,
+        vp,
         mtp_num_layers=config.mtp_num_layers or 0,
         num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,

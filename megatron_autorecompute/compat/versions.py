@@ -60,7 +60,9 @@ def unbound_te_names() -> list[tuple[ModuleType, str]]:
     """(module, name): names that a module uses but binds only with Transformer Engine (0.16)."""
     from megatron.core.transformer.moe import moe_utils
 
-    names = ["te_general_gemm"]
+    fused = ("permute", "permute_with_probs", "unpermute", "sort_chunks_by_index")
+    names = ["te_general_gemm", *(f"fused_{name}" for name in fused)]
+    names.append("fused_sort_chunks_by_index_with_probs")
     return [(moe_utils, name) for name in names if not hasattr(moe_utils, name)]
 
 

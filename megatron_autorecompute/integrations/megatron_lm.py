@@ -142,6 +142,7 @@ def check(args: Namespace) -> None:
         args.recompute_policy = None
     # Megatron builds the same config again for the model; here its rules are checked early.
     model_config = arguments.core_transformer_config_from_args(args)
+    _check_pattern(args, model_config)
     if encoder_layers and policy != "auto":
         _keep_for_whole_model(model_config, encoder_layers, policy)
     if policy == "auto":
@@ -152,6 +153,17 @@ def check(args: Namespace) -> None:
 def _encoder_layers(args: Namespace) -> int:
     """Layers of T5's encoder, from a flag that only T5's script requires; 0 for other models."""
     return 0 if args.decoder_seq_length is None else int(args.encoder_num_layers)
+
+
+def _check_pattern(args: Namespace, model_config: Any) -> None:
+    """Check the policy on the chunks of a hybrid pattern, of which the config knows nothing."""
+    from megatron_autorecompute.compat import stage_layout
+    from megatron_autorecompute.runtime import config_field
+
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        stage_layout.note_pattern(model_config, pattern)
+        config_field.policy_of(model_config)
 
 
 def _keep_for_whole_model(model_config: Any, encoder_layers: int, text: str) -> None:
@@ -341,6 +353,11 @@ def with_policy(init: Function) -> Function:
     return _lazily(init, "runtime.config_field", "applying_init")
 
 
+def with_pattern(init: Function) -> Function:
+    """For `__init__` of HybridModel: its config says the pattern, from which layouts are read."""
+    return _lazily(init, "runtime.config_field", "noting_pattern")
+
+
 def with_runner(checkpointed_forward: Function) -> Function:
     """For `checkpointed_forward` (from 0.18 on): a block under a policy runs its own runner.
 
@@ -470,8 +487,9 @@ def _require_training() -> None:
 def _decorate(original: Function, decorator: Callable[[Function], Function]) -> None:
     """Replace the original by the decorated function in every module that imported it by name."""
     decorated, name = decorator(original), original.__name__
-    for module in list(sys.modules.values()):
-        if module.__name__.startswith("megatron.") and vars(module).get(name) is original:
+    # Entries need not be modules: packages put objects of their own there.
+    for imported, module in list(sys.modules.items()):
+        if imported.startswith("megatron.") and vars(module).get(name) is original:
             setattr(module, name, decorated)
 
 

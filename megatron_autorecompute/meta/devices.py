@@ -55,6 +55,12 @@ class Device:
     """Bytes per second in one direction, between such groups."""
     source: str
 
+    @property
+    def needs_fp8_transposes(self) -> bool:
+        """Whether fp8 products with one scale per tensor need a transposed copy of a weight: not on
+        Blackwell's data-center GPUs (TE pytorch/utils.py `is_non_tn_fp8_gemm_supported`)."""
+        return not (10 <= self.capability < 12 or self.capability >= 13)
+
     def rate(self, precision: str) -> float:
         """Peak of matrix products, in FLOP/s; OptionError if the device lacks the precision."""
         if precision not in self.flops:

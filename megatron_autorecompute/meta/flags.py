@@ -10,11 +10,11 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_autorecompute.errors import MachineError, OptionError
-from megatron_autorecompute.meta.job import Job, job_from
+from megatron_autorecompute.meta.job import TE_VERSION, Job, job_from
 from megatron_autorecompute.patched import patched, patched_environ
 
 _COPIED = (
@@ -29,6 +29,13 @@ _COPIED = (
     "use_distributed_optimizer",
     "use_precision_aware_optimizer",
 )
+DTYPES_OF_STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+DTYPE_NAMES = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.uint8": "fp8",
+}
 PRECISION_OF_RECIPE = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}
 
 
@@ -45,6 +52,9 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
     data["name"] = f"pretrain_gpt on {num_gpus} GPUs"
     data["config"] = plain_config(vars(config))
     data["num_gpus"], data["vocab_size"] = num_gpus, args.vocab_size
+    data["disable_parameter_transpose_cache"] = bool(config.disable_parameter_transpose_cache)
+    for name in DTYPES_OF_STATES:
+        data[name] = DTYPE_NAMES[str(getattr(args, name))]
     if args.fp8:
         data["precision"] = PRECISION_OF_RECIPE.get(str(args.fp8_recipe), "fp8")
         data["fp8_param_gather"] = bool(args.fp8_param_gather)
@@ -60,6 +70,7 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
         with (
             without_cuda.activate(training=True),
             kernels.stand_ins(kernels.Settings()),  # the config asks for some of them
+            _engine(),
             contextlib.redirect_stdout(io.StringIO()),  # Megatron prints every argument
             patched_environ(world),
             patched(sys, "argv", ["pretrain_gpt.py", *flags]),
@@ -77,6 +88,16 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
         ) from error
     except (AssertionError, ValueError) as error:
         raise OptionError(f"Megatron refuses these flags: {error}") from error
+
+
+@contextlib.contextmanager
+def _engine() -> Iterator[None]:
+    """In this block Megatron's checks find the version of Transformer Engine that the job will
+    have, whatever is installed here."""
+    from megatron.core import utils
+
+    with patched(utils, "_te_version", utils.PkgVersion(TE_VERSION)):
+        yield
 
 
 def _namespace(arguments: Any) -> Any:
@@ -99,6 +120,8 @@ def plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
             value = getattr(value, "__name__", value)
         if name == "pipeline_model_parallel_layout":
             value = getattr(value, "input_data", value)
+        if name == "attention_backend":
+            value = getattr(value, "name", value)
         try:
             json.dumps(value)
         except TypeError:

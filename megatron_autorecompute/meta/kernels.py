@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_autorecompute.compat import versions
-from megatron_autorecompute.meta import context_parallel, ops
+from megatron_autorecompute.meta import context_parallel, ops, permutation, unfused_attention
 from megatron_autorecompute.patched import patched
 
 
@@ -57,6 +58,8 @@ class Settings:
     of Transformer Engine's versions that do not keep it (`shared_buffers`)."""
     grouped_gradients: bool = False
     """The same for experts' weights."""
+    weight_copy_bytes: float = 0
+    """Bytes per element of a quantised copy of the weight that every microbatch makes and saves."""
 
 
 _settings = Settings()
@@ -101,7 +104,8 @@ class _Linear(torch.autograd.Function):
     """y = norm(x) W^T. Saves: with a norm its input, its statistics and the normalised input;
     without a norm the input. The tensor that the weight gradient reads is quantised under fp8 and
     fp4, and not saved if the weight is frozen. Under sequence parallelism only this rank's part is
-    saved; it is gathered again in backward. TE pytorch/module/layernorm_linear.py and linear.py
+    saved; it is gathered again in backward. A quantised copy of the weight is saved too if it is
+    not cached (`Job.copies_weights`). TE pytorch/module/layernorm_linear.py and linear.py
     (`_LayerNormLinear`, `_Linear`, their `save_for_backward` lists)."""
 
     @staticmethod
@@ -117,6 +121,9 @@ class _Linear(torch.autograd.Function):
         grouped = weight.dim() == 3
         ctx.makes = _settings.grouped_gradients if grouped else _settings.linear_gradients
         kept: list[torch.Tensor] = [weight]
+        ctx.copies = _settings.weight_copy_bytes > 0
+        if ctx.copies:
+            kept.append(ops.quantize(weight, _settings.weight_copy_bytes))
         normed = x
         if norm_weight is not None:
             normed, statistics = ops.norm(x, norm_weight)
@@ -141,6 +148,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         split, precision = ctx.split, ctx.precision
         weight, *kept = ctx.saved_tensors
+        kept = kept[ctx.copies :]
         if split.scatters:
             gradient = _gathered(gradient, split.group)
         dx = ops.gemm_data_gradient(gradient, weight, precision.name)
@@ -495,6 +503,9 @@ class Attention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.window_size = _window(config, layer_number)
+        self.dropout = None
+        if config.attention_backend is AttnBackend.unfused:
+            self.dropout = config.attention_dropout
         several = config.context_parallel_size > 1
         self.group = parallel_state.get_context_parallel_group() if several else None
         self.comm_type = comm_type(cp_comm_type)
@@ -504,7 +515,9 @@ class Attention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
         """Attention is causal; masks are not read."""
-        if self.group is None:
+        if self.dropout is not None:
+            out = unfused_attention.attend(query, key, value, self.dropout)
+        elif self.group is None:
             out = _Attention.apply(query, key, value, context_parallel.CAUSAL, self.window_size)
         else:
             # Views of the projection are copied first, as `_Attention` says.
@@ -630,6 +643,12 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> tor
     return _CrossEntropy.apply(logits)
 
 
+def _sinkhorn(logits: torch.Tensor, tolerance: float = 0.0) -> torch.Tensor:
+    """Scores of the size that Megatron transformer/moe/moe_utils.py `sinkhorn` returns; it iterates
+    until values no longer change, and here are none. It runs without gradients."""
+    return torch.exp(logits)
+
+
 def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor, main_gradient: torch.Tensor) -> None:
     ops.gemm_weight_gradient(gradient, x, main_gradient, "bf16")
 
@@ -680,6 +699,21 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "weighted_squared_relu_impl": _weighted_square,
         },
     )
+    yield (
+        module("fusions.fused_softmax"),
+        {
+            "ScaledUpperTriangMaskedSoftmax": unfused_attention.SOFTMAX,
+            "ScaledMaskedSoftmax": unfused_attention.SOFTMAX,
+            "ScaledSoftmax": unfused_attention.SOFTMAX,
+        },
+    )
+    yield (
+        module("fusions.fused_softmax").FusedScaleMaskSoftmax,
+        {"get_batch_per_block": staticmethod(lambda *_: 1)},
+    )
+    yield module("transformer.moe.router"), {"sinkhorn": _sinkhorn}
+    utils = module("transformer.moe.moe_utils")
+    yield utils, {k: v for k, v in permutation.REPLACEMENTS.items() if hasattr(utils, k)}
     # Around it Megatron's own code clamps, and copies what it clamped.
     yield (
         module("fusions.fused_bias_geglu"),

@@ -24,12 +24,13 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch.utils._pytree import tree_iter
@@ -44,6 +45,7 @@ from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 MOST_WORKERS = 8
 """Processes that run stages at the same time; each needs about half a GiB of memory."""
 
+Result = TypeVar("Result")
 Build = Callable[[Any, bool, bool, int | None, "StepShape"], torch.nn.Module]
 """(config, pre_process, post_process, vp_stage, shape) -> one chunk, on the default device."""
 
@@ -157,11 +159,11 @@ def workers(num_stages: int) -> int:
 
 
 def in_processes(
-    run: Callable[[int], StageStep],
+    run: Callable[[int], Result],
     stages: Sequence[int],
     max_workers: int = 1,
-    done: Callable[[StageStep], None] = lambda _: None,
-) -> tuple[StageStep, ...]:
+    done: Callable[[Result], None] = lambda _: None,
+) -> tuple[Result, ...]:
     """Call `run`, which must be picklable, for every stage in processes that never see CUDA.
 
     An interrupt ends these processes; it reaches only this one, wherever they are.
@@ -205,6 +207,8 @@ def _interrupts_held() -> Iterator[None]:
 
 def _start_process() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # It may not load without CUDA; stand-ins take its place.
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     torch.set_num_threads(1)
     # Since 0.19 GPTModel logs once per process that it is deprecated.
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -559,7 +563,7 @@ def _recorded(models: list[torch.nn.Module], live: LiveBytes) -> Iterator[None]:
             for site in model_layers.block_sites(models)
             for pair in zip(site.block.layers, site.layers, strict=True)
         ]
-        layers += [(site.layer, site.index) for site in model_layers.mtp_sites(models)]
+        layers += [(site.layer, site.indices[0]) for site in model_layers.mtp_sites(models)]
         for layer, index in layers:
             for handle in recorder.watch(layer, index):
                 undo.callback(handle.remove)

@@ -9,31 +9,38 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from megatron.core import activations
 from megatron.core.fusions import fused_bias_geglu
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_autorecompute import megatron_fields
+from megatron_autorecompute.compat import stage_layout
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
-from megatron_autorecompute.meta import job_checks, kernels, without_cuda
+from megatron_autorecompute.meta import hybrid, job_checks, kernels, without_cuda
+from megatron_autorecompute.meta.hybrid import build_hybrid
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
+from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 from megatron_autorecompute.patched import patched_environ
+from megatron_autorecompute.runtime.oom_guard import is_out_of_memory
 
 MAX_CHOICES = 96
 """Choices tried per kind of layer; MLA with MoE has 83."""
 
 LEFT_OUT = {
     **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_scope", "cuda_graph_impl")},
-    **{name: False for name in ("moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap")},
+    **{name: False for name in ("moe_router_fusion", "tp_comm_overlap")},
     **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
     **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
     **megatron_fields.NO_RECOMPUTE,
+    **{name: False for name in ("fp8_param", "fp4_param")},
     megatron_fields.POLICY_FIELD: None,
     **{name: "alltoall" for name in ("moe_token_dispatcher_type",)},
 }
@@ -53,14 +60,19 @@ class JobKind:
 
     is_moe: bool
     windowed: bool
+    symbol: str
+    """Of a HybridModel's pattern; empty for a GPTModel."""
     layers: tuple[int, ...]
 
 
 def job_kinds(job: Job) -> tuple[JobKind, ...]:
     """Every kind of decoder layer, in the order of its first layer."""
-    found: dict[tuple[bool, bool], list[int]] = {}
+    found: dict[tuple[bool, bool, str], list[int]] = {}
+    pattern = job.pattern
     for index, is_moe in enumerate(job.moe_pattern()):
-        found.setdefault((is_moe, _windowed(job, index)), []).append(index)
+        symbol = "" if pattern is None else pattern.symbols[index]
+        windowed = symbol in "*" and _windowed(job, index)
+        found.setdefault((is_moe, windowed, symbol), []).append(index)
     return tuple(JobKind(*key, tuple(layers)) for key, layers in found.items())
 
 
@@ -93,7 +105,7 @@ def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
     Raises OptionError for a config that Megatron refuses, and MachineError as without_cuda does.
     """
     with meta_megatron(job):
-        config, kind_of = _shard_config(job, copies)
+        config, kind_of = shard_config(job, copies)
         shape = step_shape(job, 1)
         with fake_ranks(config, 0, shape):
             with torch.device("meta"):
@@ -109,15 +121,22 @@ def meta_megatron(job: Job) -> Iterator[None]:
         lora_rank=job.lora_rank,
         linear_gradients=not job.keeps_dummies("linear"),
         grouped_gradients=not job.keeps_dummies("grouped"),
+        weight_copy_bytes=2 * COPY_BYTES[job.precision] if job.copies_weights else 0,
     )
     # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    with without_cuda.activate(meta=True), kernels.stand_ins(settings), quiet, _refusals(job):
+    with (
+        without_cuda.activate(meta=True),
+        kernels.stand_ins(settings),
+        hybrid.stand_ins(),
+        quiet,
+        refusals(job),
+    ):
         yield
 
 
 @contextlib.contextmanager
-def _refusals(job: Job) -> Iterator[None]:
+def refusals(job: Job) -> Iterator[None]:
     """Errors that Megatron's code has on a model are OptionError: its fields do not go together."""
     try:
         yield
@@ -125,7 +144,7 @@ def _refusals(job: Job) -> Iterator[None]:
         raise
     except Exception as error:
         place = _in_megatron(error.__traceback__)
-        if place is None:
+        if place is None or is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())
         raise OptionError(
@@ -163,16 +182,17 @@ def step_shape(job: Job, num_microbatches: int) -> StepShape:
 class JobStep:
     """Megatron's `forward_step_func` over one batch of tokens, the same for every microbatch.
 
+    device: where they are; by default meta.
+
     static: tensors that stay from step to step: tokens, positions, labels [micro-batch, sequence of
     one rank], and the mask if attention reads one.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, device: torch.device | None = None) -> None:
         size = (job.micro_batch_size, job.seq_length // job.size("context"))
-        with torch.device("meta"):
-            self.tokens, self.positions, self.labels = (
-                torch.zeros(size, dtype=torch.long) for _ in range(3)
-            )
+        with device or torch.device("meta"):
+            self.tokens, self.labels = (torch.randint(job.vocab_size, size) for _ in range(2))
+            self.positions = torch.arange(size[1]).repeat(size[0], 1)
             self.mask = None
             if job.transformer_impl == "local":
                 self.mask = torch.ones(1, 1, size[1], size[1], dtype=torch.bool).triu(1)
@@ -200,7 +220,9 @@ def add_main_gradients(
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             main: Any = torch.zeros_like(parameter, dtype=torch.float32)
             parameter.main_grad = main  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+            parameter.register_post_accumulate_grad_hook(
+                _forget_gradient if parameter.is_meta else _add_gradient
+            )
             found.append(main)
     return found
 
@@ -210,26 +232,37 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
+def _add_gradient(parameter: Any) -> None:
+    if not getattr(parameter, "grad_added_to_main_grad", False):
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
 def build_chunk(
     config: Any, pre: bool, post: bool, vp_stage: int | None, shape: StepShape, *, job: Job
 ) -> torch.nn.Module:
     """One chunk of the job's model, as `meta_step.Build`."""
     local = job.transformer_impl == "local"
+    if local and job.pattern is not None:
+        raise OptionError(
+            f"{job.name}: transformer_impl local with hybrid_layer_pattern: Megatron builds the "
+            "layers of hybrid models with Transformer Engine only. Use transformer_engine."
+        )
     if local and (job.lora_rank or job.precision != "bf16"):
         raise OptionError(
             f"{job.name}: transformer_impl local with lora_rank {job.lora_rank} and precision "
             f"{job.precision}: both need the stand-ins. Use transformer_engine."
         )
-    model = build_gpt(
-        config,
-        pre,
-        post,
-        vp_stage,
-        shape,
-        position_embedding_type=job.position_embedding_type,
-        share_embeddings_and_output_weights=not job.untie_embeddings_and_output_weights,
-        use_transformer_engine=not local,
-    )
+    ends: dict[str, Any] = {
+        "position_embedding_type": job.position_embedding_type,
+        "share_embeddings_and_output_weights": not job.untie_embeddings_and_output_weights,
+    }
+    pattern = stage_layout.pattern_of(config)
+    if pattern is None:
+        build = functools.partial(build_gpt, use_transformer_engine=not local)
+    else:
+        build = functools.partial(build_hybrid, pattern=str(pattern))
+    model = build(config, pre, post, vp_stage, shape, **ends)
     if job.lora_rank:
         _freeze_ends(model)
     return model
@@ -245,8 +278,16 @@ def _freeze_ends(model: Any) -> None:
         model.embedding.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
 
 
-def _shard_config(job: Job, copies: Sequence[int]) -> tuple[Any, dict[int, JobKind]]:
-    """Megatron's config of the shard, and the kind of each of its layers."""
+def shard_config(
+    job: Job, copies: Sequence[int], left_out: Mapping[str, Any] = LEFT_OUT
+) -> tuple[Any, dict[int, JobKind]]:
+    """Megatron's config of the shard, and the kind of each of its layers.
+
+    Args:
+        job: its model is built.
+        copies: number of layers of each of its `job_kinds`.
+        left_out: fields of the job's config that the shard is built without.
+    """
     numbers = zip(job_kinds(job), copies, strict=True)
     kind_of = dict(enumerate(kind for kind, number in numbers for _ in range(number)))
     fields = {
@@ -260,21 +301,31 @@ def _shard_config(job: Job, copies: Sequence[int]) -> tuple[Any, dict[int, JobKi
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
         "microbatch_group_size_per_vp_stage": None,
+        "defer_embedding_wgrad_compute": False,
     }
-    return megatron_config(job, fields), kind_of
+    return megatron_config(job, fields, left_out), kind_of
 
 
-def megatron_config(job: Job, changed: Mapping[str, Any]) -> Any:
-    """The job's TransformerConfig with some fields changed, for meta tensors."""
+def megatron_config(
+    job: Job, changed: Mapping[str, Any], left_out: Mapping[str, Any] = LEFT_OUT
+) -> Any:
+    """The job's TransformerConfig with some fields changed and some left out, for meta tensors."""
     fields = {
         **_defaults(job),
-        **{name: value for name, value in job.config.items() if name not in LEFT_OUT},
+        **{name: value for name, value in job.config.items() if name not in left_out},
         **changed,
     }
+    pattern = fields.pop("hybrid_layer_pattern", None)
+    if pattern is not None:
+        hybrid.check_supported(job.name)
     if isinstance(fields.get("activation_func"), str):
         fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
+    if isinstance(fields.get("attention_backend"), str):
+        fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
     config = meta_config(_constructed(job, fields))
+    stage_layout.note_pattern(config, pattern)
     config.gradient_accumulation_fusion = job.fuses_weight_gradients
+    config.masked_softmax_fusion = bool(job.config.get("masked_softmax_fusion", True))
     return config
 
 
@@ -288,7 +339,7 @@ def _constructed(job: Job, fields: dict[str, Any]) -> Any:
         MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     )
     known = {field.name for field in dataclasses.fields(config_type)}
-    unknown = sorted(set(job.config) - known - set(LEFT_OUT))
+    unknown = sorted(set(job.config) - known - set(LEFT_OUT) - {"hybrid_layer_pattern"})
     if unknown:
         raise OptionError(
             f"{job.name}: config names {', '.join(unknown)}, which {config_type.__name__} of the "
@@ -303,11 +354,12 @@ def _constructed(job: Job, fields: dict[str, Any]) -> Any:
 def _defaults(job: Job) -> dict[str, Any]:
     """Values that Megatron-LM's arguments set, if TransformerConfig's own default differs."""
     fused = job.transformer_impl == "transformer_engine"
+    dtype = torch.float16 if job.config.get("fp16") else torch.bfloat16
     return {
-        "bf16": True,
+        "bf16": dtype == torch.bfloat16,
         "transformer_impl": job.transformer_impl,
-        "params_dtype": torch.bfloat16,
-        "pipeline_dtype": torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
         "apply_rope_fusion": fused and job.position_embedding_type in ("rope", "yarn"),
         "bias_activation_fusion": fused and bool(job.config.get("gated_linear_unit")),
         "moe_grouped_gemm": fused and bool(job.config.get("num_moe_experts")),
@@ -319,7 +371,11 @@ def _pattern(job: Job, kind_of: dict[int, JobKind]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if isinstance(comm := job.config.get("cp_comm_type"), list):
         fields["cp_comm_type"] = comm[0]  # the same for all layers
-    if job.config.get("num_moe_experts"):
+    pattern = job.pattern
+    if pattern is not None:
+        symbols = "".join(kind.symbol for kind in kind_of.values())
+        fields["hybrid_layer_pattern"] = str(replace(pattern, segments=(symbols,)))
+    elif job.config.get("num_moe_experts"):
         fields["moe_layer_freq"] = [int(kind.is_moe) for kind in kind_of.values()]
     if job.config.get("window_size"):
         fields["window_attn_skip_freq"] = [int(kind.windowed) for kind in kind_of.values()]

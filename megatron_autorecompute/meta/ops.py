@@ -121,7 +121,17 @@ mla_rotate_backward = _define(
     "mla_rotate_backward(Tensor dk, Tensor dv, Tensor kv, Tensor k_position) -> (Tensor, Tensor)",
     lambda dk, dv, kv, k_position: (torch.empty_like(kv), torch.empty_like(k_position)),
 )
+reorder = _define(
+    "reorder(Tensor x, int rows) -> Tensor", lambda x, rows: x.new_empty(rows, *x.shape[1:])
+)
+"""Rows of x taken, repeated or added up."""
 cross_entropy = _define(
     "cross_entropy(Tensor logits) -> Tensor",
     lambda logits: logits.new_empty(logits.shape[:-1], dtype=torch.float32),
 )
+kernel = _define(
+    "kernel(Tensor[] moved, int flops) -> ()",
+    lambda moved, flops: None,
+    lambda moved, flops: flops,
+)
+"""A kernel that reads or writes these tensors once, in the caller's count of operations."""

@@ -7,6 +7,7 @@ assumptions are listed in the profile and printed with every result made from it
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch
 
 from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.measured import LAYER_FIELDS
@@ -32,13 +34,10 @@ from megatron_autorecompute.meta.model import (
     job_kinds,
     shard,
 )
+from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
 from megatron_autorecompute.meta.roofline import Roofline
 from megatron_autorecompute.meta.shared_buffers import shared_buffers
-from megatron_autorecompute.meta.static_bytes import (
-    Parameters,
-    optimizer_step_bytes,
-    static_bytes,
-)
+from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -57,6 +56,7 @@ from megatron_autorecompute.runtime.model_shard import Choices, ModelShard, alon
 from megatron_autorecompute.runtime.model_shard import kinds as kinds_of
 
 Progress = Callable[[str], None]
+ChoicesOf = Callable[[torch.nn.Module], Choices]
 
 
 def profile_job(
@@ -64,6 +64,8 @@ def profile_job(
     device: Device,
     efficiency: Efficiency | None = None,
     progress: Progress = lambda _: None,
+    clock_type: type[Roofline] = Roofline,
+    only: Sequence[str] | None = None,
 ) -> Profile:
     """Profile every choice of every kind of layer of a job, without running it.
 
@@ -72,29 +74,33 @@ def profile_job(
         device: the device whose peak rates the times are computed from.
         efficiency: assumed shares of the peaks; default `Efficiency()`.
         progress: called with a sentence before each step.
+        clock_type: what the times are of.
+        only: modules; beside none and full, only their set is profiled, of each kind those that it
+            has. By default every choice, which takes many times as long.
 
     Raises OptionError, PipelineError and MachineError if the job cannot be read or built.
     """
     efficiency = efficiency or Efficiency()
     job.layout(), job.schedule()  # refused before anything is built
-    clock = Roofline(device, efficiency)
+    clock = clock_type(device, efficiency)
     # MTP depths on another stage have a copy of the embedding's weights. On one stage both share
     # it, and its gradient from the depths waits for that of the first layer.
     apart = job.mtp_num_layers and job.size("pipeline") > 1
     with_decoder = replace_mtp(job, 0) if apart else job
-    decoder = _part(with_decoder, clock, _choices_of_kinds(with_decoder), progress)
+    every = every_choice if only is None else functools.partial(_set_of, only)
+    decoder = _part(with_decoder, clock, _choices_of_kinds(with_decoder, every), every, progress)
     whole = decoder
     if apart:
         last = [0] * (len(job_kinds(job)) - 1) + [1]  # the depths are built like this layer
-        whole = _part(job, Roofline(device, efficiency), last, progress)
+        whole = _part(job, clock_type(device, efficiency), last, every, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
     facts = _facts(job, decoder.layer_facts)
     return Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
-        parallelism=_parallelism(job),
-        kinds=_with_inert(kinds),
+        parallelism=parallelism(job),
+        kinds=with_inert(kinds),
         embedding=decoder.embedding,
         head=whole.head,
         final_norm=whole.final_norm,
@@ -111,7 +117,11 @@ def profile_job(
 
 def replace_mtp(job: Job, depths: int) -> Job:
     """The job with another number of MTP depths."""
-    return replace(job, config={**job.config, "mtp_num_layers": depths or None})
+    config = {**job.config, "mtp_num_layers": depths or None}
+    pattern = job.pattern
+    if pattern is not None:
+        config["hybrid_layer_pattern"] = str(replace(pattern, mtp_num_layers=depths))
+    return replace(job, config=config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +137,21 @@ class _Part:
     layer_facts: dict[str, Any]
 
 
-def _choices_of_kinds(job: Job) -> list[int]:
+def _choices_of_kinds(job: Job, every: ChoicesOf) -> list[int]:
     """How many layers of each kind are needed to run all of its choices in one step."""
     with shard(job, [1] * len(job_kinds(job))) as built:
-        kinds = kinds_of([built.model], every_choice)
+        kinds = kinds_of([built.model], every)
     numbers = {layer: len(kind.choices) for kind in kinds for layer in kind.layers}
     return [numbers[layer] for layer in built.kind_of]
 
 
-def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) -> _Part:
+def _part(
+    job: Job, clock: Roofline, copies: Sequence[int], every: ChoicesOf, progress: Progress
+) -> _Part:
     progress(f"{job.name}: building one rank's layers on meta tensors")
     with shard(job, copies) as built:
         counted = _Counted(job, built, clock.device)
-        measured = _measured(job, built, counted, clock, progress)
+        measured = _measured(job, built, counted, clock, every, progress)
         kinds = tuple(_kind(job, kind, built, counted) for kind in measured.kinds)
         config = model_facts.of_config(model_layers.unwrapped(built.model).config)
     layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
@@ -148,7 +160,7 @@ def _part(job: Job, clock: Roofline, copies: Sequence[int], progress: Progress) 
     return _Part(kinds, embedding, head, norm, measured.boundary_bytes, counted, layer_facts)
 
 
-def _with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+def with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """Add to every kind, as inert choices, the sets of modules that only other kinds have.
 
     Megatron's `recompute_modules` are one list for all layers: mlp does nothing on a MoE layer.
@@ -181,13 +193,18 @@ def _modules(kind: LayerKind) -> set[str]:
 
 
 def _measured(
-    job: Job, built: Shard, counted: _Counted, clock: Roofline, progress: Progress
+    job: Job,
+    built: Shard,
+    counted: _Counted,
+    clock: Roofline,
+    every: ChoicesOf,
+    progress: Progress,
 ) -> Profile:
     model = built.model
     step = JobStep(job)
     depth = len(built.kind_of)
     own = job.mtp_num_layers and job.size("pipeline") > 1
-    parameters = [*model.parameters(), *(_own_embedding(model) if own else [])]
+    parameters = [*model.parameters(), *(own_embedding(model) if own else [])]
     gradients = add_main_gradients(parameters, dummies=job.makes_dummies)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
@@ -200,7 +217,7 @@ def _measured(
         LiveBytes(static) as live,
         kept_between_steps([model], live) as kept,
     ):
-        whole = ModelShard([model], all_gather=alone, choices_of=every_choice)
+        whole = ModelShard([model], all_gather=alone, choices_of=every)
         measurement = Measurement(whole, applied, clock)
         forwards_bytes = []
         for number, _ in enumerate(measurement.policies()):
@@ -221,14 +238,14 @@ def _measured(
                 "Measure this model on a device, or report the config."
             )
         profile = measurement.profile(
-            Model(job.name, depth, job.mtp_num_layers), _parallelism(job), StaticBytes()
+            Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
         )
     first, both, *_ = forwards_bytes
     counted.keep_buffers([*kept, *step.static], of_one_microbatch=2 * first - both)
     return profile
 
 
-def _own_embedding(model: Any) -> list[torch.nn.Parameter]:
+def own_embedding(model: Any) -> list[torch.nn.Parameter]:
     """Give MTP depths the copy of the embedding that their stage has."""
     groups = torch.distributed.ProcessGroup  # cannot be copied
     shared = [v for m in model.embedding.modules() for v in vars(m).values()]
@@ -252,6 +269,13 @@ def every_choice(layer: Any) -> Choices:
     return choices(layer, rules.usable_modules(layer), MAX_CHOICES)
 
 
+def _set_of(modules: Sequence[str], layer: Any) -> Choices:
+    """None, full, and the set of those of the modules that the layer has."""
+    usable = {name for name in rules.usable_modules(layer) if name in modules}
+    found = every_choice(layer)
+    return tuple(c for c in found if c.granularity != "selective" or set(c.modules) == usable)
+
+
 # --------------------------------------------------------------------------------- putting together
 
 
@@ -260,22 +284,30 @@ class _Counted:
 
     def __init__(self, job: Job, built: Shard, device: Device) -> None:
         model: Any = built.model
-        self.job = job
+        self.job, self._device = job, device
         self._buffer_bytes = 0
         several = job.size("pipeline") > 1
-        self._embedding = _count(model.embedding)
-        self._head = _count(model.output_layer) + _count(model_layers.final_norm(model.decoder))
+        self._embedding = counted_weights(model.embedding)
+        self._head = counted_weights(model.output_layer) + counted_weights(
+            model_layers.final_norm(model.decoder)
+        )
         if several and not job.untie_embeddings_and_output_weights:
             self._head += self._embedding  # the last stage has a copy of the tied weights
-        depths = [site.mtp for site in model_layers.mtp_sites([model])]
-        mtp = [_count(depth) for depth in depths]
+        sites = model_layers.mtp_sites([model])
+        depths = [site.mtp for site in sites]
+        # The weights of a layer that runs for several depths count for the first.
+        mtp = [
+            counted_weights(site.mtp if index == site.indices[0] else None)
+            for site in sites
+            for index in site.indices
+        ]
         if several and mtp:
             mtp[0] += self._embedding  # so has the stage of the MTP depths
         layers = [
             layer for site in model_layers.block_sites([model]) for layer in site.block.layers
         ]
         self._layers = {
-            index: _count(layers[built_index])
+            index: counted_weights(layers[built_index])
             for built_index, kind in built.kind_of.items()
             for index in kind.layers
         }
@@ -292,18 +324,18 @@ class _Counted:
         }
         of_depth = shared_buffers(job, device, *depths)
         self._shared |= {job.num_layers + depth: of_depth for depth in range(len(mtp))}
-        self._moe = [
-            index for kind in built.kind_of.values() if kind.is_moe for index in kind.layers
-        ]
+        moe = [index for kind in built.kind_of.values() if kind.is_moe for index in kind.layers]
         self._built_moe = sum(kind.is_moe for kind in built.kind_of.values())
-        if mtp and job.moe_pattern()[-1]:
-            self._moe += range(job.num_layers, job.num_layers + len(mtp))
-            self._built_moe += len(mtp)
+        # Dispatchers keep by module: one for all depths of a layer that is repeated.
+        of_depths = [site.indices[0] - len(built.kind_of) + job.num_layers for site in sites]
+        self._moe = dict.fromkeys(moe, 1)
+        self._moe |= dict.fromkeys(of_depths, job.experts_of_depth) if job.experts_of_depth else {}
+        self._built_moe += job.experts_of_depth * len(sites)
         self._kept_bytes: dict[int, int] = {}
-        self.embedding = static_bytes(job, self._embedding)
+        self.embedding = static_bytes(job, device, self._embedding)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
         head = shared_buffers(job, device, model.output_layer)
-        self.head = replace(static_bytes(job, self._head), shared=head)
+        self.head = replace(static_bytes(job, device, self._head), shared=head)
 
     def with_ends_of(self, whole: _Counted) -> _Counted:
         """These counts, with those of the ends from the shard that has MTP depths."""
@@ -319,7 +351,8 @@ class _Counted:
         of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch.
         """
         if self._moe:
-            self._kept_bytes = dict.fromkeys(self._moe, -(-of_one_microbatch // self._built_moe))
+            each = -(-of_one_microbatch // self._built_moe)
+            self._kept_bytes = {index: each * count for index, count in self._moe.items()}
         size_bytes = storage_bytes(tensors)
         if self.job.transformer_impl == "local":
             self._buffer_bytes = size_bytes
@@ -328,7 +361,7 @@ class _Counted:
 
     def layer(self, index: int) -> StaticBytes:
         """Static bytes of one layer of the whole model."""
-        static = static_bytes(self.job, self._layers[index], quantised=True)
+        static = static_bytes(self.job, self._device, self._layers[index])
         kept_bytes = self._kept_bytes.get(index, 0)
         return replace(static, buffer_bytes=kept_bytes, shared=self._shared[index])
 
@@ -341,20 +374,28 @@ class _Counted:
         return StageRecord(
             layers=layers,
             static=StaticBytes.sum([*parts, StaticBytes(buffer_bytes=self._buffer_bytes)]),
-            optimizer_step_peak_bytes=optimizer_step_bytes(self.job, sum(counts, Parameters())),
+            optimizer_step_peak_bytes=optimizer_step_bytes(self.job, sum(counts, Weights())),
         )
 
 
-def _count(module: Any) -> Parameters:
-    dense = expert = frozen = 0
-    for parameter in module.parameters() if module is not None else ():
-        if not parameter.requires_grad:
-            frozen += parameter.numel()
-        elif getattr(parameter, "allreduce", True):
-            dense += parameter.numel()
-        else:
-            expert += parameter.numel()
-    return Parameters(dense, expert, frozen)
+def counted_weights(part: Any) -> Weights:
+    """Numbers of parameters of a part's modules, by how they are kept."""
+    found = Weights()
+    if part is None:
+        return found
+    linear = {id(m.weight) for m in part.modules() if isinstance(m, kernels.LINEAR_TYPES)}
+    for parameter in part.parameters():
+        count = _counted(parameter)
+        found += Weights(quantised=count) if id(parameter) in linear else Weights(others=count)
+    return found
+
+
+def _counted(parameter: torch.Tensor) -> Parameters:
+    if not parameter.requires_grad:
+        return Parameters(frozen=parameter.numel())
+    if getattr(parameter, "allreduce", True):
+        return Parameters(dense=parameter.numel())
+    return Parameters(expert=parameter.numel())
 
 
 def _stages(job: Job, counted: _Counted) -> tuple[StageRecord, ...]:
@@ -378,7 +419,7 @@ def _kind(job: Job, kind: LayerKind, built: Shard, counted: _Counted) -> LayerKi
     layers += [job.num_layers + index - depth for index in kind.layers if index >= depth]
     # MTP depths are built like the last layer.
     of_depth = min(layers) >= job.num_layers
-    is_moe = job.moe_pattern()[-1] if of_depth else any(one.is_moe for one in found.values())
+    is_moe = bool(job.experts_of_depth) if of_depth else any(one.is_moe for one in found.values())
     return replace(
         kind,
         layers=tuple(sorted(layers)),
@@ -394,7 +435,8 @@ def _sourced(record: ChoiceRecord) -> ChoiceRecord:
     return replace(record, source=source, spread_ms=0.0, percentiles=())
 
 
-def _parallelism(job: Job) -> Parallelism:
+def parallelism(job: Job) -> Parallelism:
+    """The job's shapes, as a profile has them."""
     return Parallelism(
         micro_batch_size=job.micro_batch_size,
         seq_length=job.seq_length,
@@ -439,7 +481,8 @@ def _weight_gradients(job: Job) -> str:
     )
 
 
-def _stated(imbalance: dict[str, float]) -> str:
+def stated(imbalance: dict[str, float]) -> str:
+    """What a job says of uneven routing, as the end of a sentence about its records."""
     if not imbalance:
         return ""
     factors = ", ".join(f"x {factor:g} at percentile {at}" for at, factor in imbalance.items())
@@ -471,7 +514,7 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
     if job.config.get("num_moe_experts"):
         sentences.append(
             "MoE: in the records every expert gets equally many tokens"
-            + _stated(job.moe_imbalance)
+            + stated(job.moe_imbalance)
             + "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
         )
     if job.lora_rank:

@@ -9,7 +9,12 @@ import pkgutil
 from typing import Any
 
 from megatron_autorecompute.errors import MachineError, OptionError
-from megatron_autorecompute.meta.flags import PRECISION_OF_RECIPE, plain_config
+from megatron_autorecompute.meta.flags import (
+    DTYPE_NAMES,
+    DTYPES_OF_STATES,
+    PRECISION_OF_RECIPE,
+    plain_config,
+)
 from megatron_autorecompute.meta.job import Job, job_from
 
 
@@ -36,9 +41,11 @@ def job_from_recipe(name: str, num_gpus: int | None = None) -> Job:
             f"The recipe {name} reads its model's public config, and that failed: {error}. Run it "
             "once where the hub can be reached, or describe the job in YAML (examples/no_device)."
         ) from error
-    return job_from(
-        {"name": name, **_model(cfg.model, num_gpus), **_training(cfg)}, f"The recipe {name}"
-    )
+    data = {"name": name, **_model(cfg.model, num_gpus), **_training(cfg)}
+    if data.get("precision") == "fp8":
+        # Bridge sets the model's recipe of fp8 from the mixed precision when a job starts.
+        data["config"]["fp8_recipe"] = _mixed_precision(cfg).fp8_recipe
+    return job_from(data, f"The recipe {name}")
 
 
 def _model(model: Any, num_gpus: int | None) -> dict[str, Any]:
@@ -62,16 +69,22 @@ def _model(model: Any, num_gpus: int | None) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
         "position_embedding_type": model.position_embedding_type,
+        "disable_parameter_transpose_cache": config.disable_parameter_transpose_cache,
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
     }
 
 
-def _training(cfg: Any) -> dict[str, Any]:
+def _mixed_precision(cfg: Any) -> Any:
     mixed = cfg.mixed_precision
     if isinstance(mixed, str):
         from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
         mixed = get_mixed_precision_config(mixed)
+    return mixed
+
+
+def _training(cfg: Any) -> dict[str, Any]:
+    mixed = _mixed_precision(cfg)
     found = {
         "micro_batch_size": cfg.train.micro_batch_size,
         "global_batch_size": cfg.train.global_batch_size,
@@ -82,22 +95,14 @@ def _training(cfg: Any) -> dict[str, Any]:
     }
     if cfg.optimizer.use_precision_aware_optimizer:
         found["use_precision_aware_optimizer"] = True
-        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-            found[name] = _DTYPES[str(getattr(cfg.optimizer, name))]
+        for name in DTYPES_OF_STATES:
+            found[name] = DTYPE_NAMES[str(getattr(cfg.optimizer, name))]
     if mixed is not None and mixed.fp8:
         found["precision"] = PRECISION_OF_RECIPE.get(mixed.fp8_recipe, "fp8")
         found["fp8_param_gather"] = bool(mixed.fp8_param_gather)
     if mixed is not None and mixed.fp4:
         found["precision"] = "nvfp4"
     return found
-
-
-_DTYPES = {
-    "torch.float32": "fp32",
-    "torch.bfloat16": "bf16",
-    "torch.float16": "fp16",
-    "torch.uint8": "fp8",
-}
 
 
 def _gpus(config: Any) -> int:

@@ -88,6 +88,15 @@ class Roofline(TorchDispatchMode):
         return moved_bytes / (rate * self.efficiency.communication)
 
 
+class Communication(Roofline):
+    """Adds up the modelled time of collectives alone."""
+
+    def _kernel_seconds(
+        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any
+    ) -> float:
+        return 0.0
+
+
 def _storages(operands: Any) -> dict[int, int]:
     """By storage, the most bytes that one of the tensors spans in it."""
     found: dict[int, int] = {}

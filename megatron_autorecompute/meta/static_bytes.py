@@ -3,12 +3,14 @@
 Rules: `DistributedOptimizer` and `_ParamAndGradBuffer` of megatron-core (the table in Megatron-LM's
 docs/source/api-guide/dist_optimizer.md: bf16 weights with fp32 gradients take 6 + 12/d bytes), and
 OptimizerConfig's precision-aware dtypes. Padding of buffers to multiples of the ranks is left out.
+TE is NVIDIA/TransformerEngine 2.11.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import ELEMENT_BYTES, Job
 from megatron_autorecompute.profile import StaticBytes
 
@@ -35,22 +37,37 @@ class Parameters:
         return self.dense + self.expert + self.frozen
 
 
-def static_bytes(job: Job, parameters: Parameters, *, quantised: bool = False) -> StaticBytes:
-    """Static bytes of parameters on one rank.
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Parameters of one part of the model on one rank."""
 
-    quantised: whether they are weights of layers that multiply in the job's precision.
-    """
-    trained = parameters.dense + parameters.expert
-    gradient = _gradient_bytes(job)
+    quantised: Parameters = Parameters()
+    """Weights of layers that multiply in the job's precision."""
+    others: Parameters = Parameters()
+    """Norms, biases, embedding, router, output layer."""
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(self.quantised + other.quantised, self.others + other.others)
+
+    @property
+    def total(self) -> Parameters:
+        """Both."""
+        return self.quantised + self.others
+
+
+def static_bytes(job: Job, device: Device, weights: Weights) -> StaticBytes:
+    """Static bytes of parameters on one rank."""
+    total = weights.total
     shards = (
-        (parameters.dense, job.data_parallel * job.size("context")),
-        (parameters.expert, expert_data_parallel(job)),
+        (total.dense, job.data_parallel * job.size("context")),
+        (total.expert, expert_data_parallel(job)),
     )
-    state = _state_bytes(job)
     divided = job.use_distributed_optimizer
+    state = state_bytes(job)
+    quantised_bytes = weight_bytes(job, device) * weights.quantised.total
     return StaticBytes(
-        parameter_bytes=round(_weight_bytes(job, quantised) * parameters.total),
-        gradient_bytes=gradient * trained,
+        parameter_bytes=round(quantised_bytes) + 2 * weights.others.total,
+        gradient_bytes=_gradient_bytes(job) * (total.dense + total.expert),
         optimizer_state_bytes=sum(
             -(-state * count // (ranks if divided else 1)) for count, ranks in shards
         ),
@@ -63,44 +80,38 @@ def expert_data_parallel(job: Job) -> int:
     return max(1, job.num_gpus // ranks)
 
 
-def optimizer_step_bytes(job: Job, parameters: Parameters) -> int:
-    """Bytes of fp32 copies that the optimizer step makes of one rank's shard, above static bytes.
+COPY_BYTES = {"fp8": 1, "fp8_block": 1 + 4 / 128**2, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+"""Bytes for each element of a quantised weight in one layout. TE pytorch/tensor: Float8Tensor,
+Float8BlockwiseQTensor (an fp32 scale for 128 x 128 elements), MXFP8Tensor (a byte for 32),
+NVFP4Tensor (a byte for 16)."""
 
-    bf16 main gradients are copied all at once (DistributedOptimizer
-    `_copy_model_grads_to_main_grads`). The precision-aware optimizer reads gradients as they are,
-    but Transformer Engine's FusedAdam makes an fp32 copy of every state that is not fp32, for one
-    parameter group at a time (pytorch/optimizers/fused_adam.py `step`, `get_unscaled_state`, as
-    read in 2025). Dense weights are one group here and expert weights another; the few weights
-    without weight decay are counted in these groups.
+
+def weight_bytes(job: Job, device: Device) -> float:
+    """Bytes for each weight of a layer that multiplies in the job's precision.
+
+    Forward and backward read a layout each; fp8 with one scale per tensor has a transpose only
+    where `Device.needs_fp8_transposes`. Weights that are quantised themselves have all layouts
+    however `disable_parameter_transpose_cache` is set: TE pytorch/module/base.py
+    `get_weight_workspace` adds the layout that is missing and drops none.
     """
-    divided = job.use_distributed_optimizer
-    dense = parameters.dense // (job.data_parallel * job.size("context") if divided else 1)
-    expert = parameters.expert // (expert_data_parallel(job) if divided else 1)
-    if job.use_precision_aware_optimizer:
-        dtypes = (job.main_params_dtype, job.exp_avg_dtype, job.exp_avg_sq_dtype)
-        return 4 * sum(dtype != "fp32" for dtype in dtypes) * max(dense, expert)
-    return 0 if job.accumulate_allreduce_grads_in_fp32 else 4 * (dense + expert)
-
-
-def _weight_bytes(job: Job, quantised: bool) -> float:
-    """Bytes per weight. bf16: 2. Quantised: TE keeps each weight for forward and for backward
-    (rowwise and columnwise), and also in bf16 if the parameters themselves are not quantised."""
-    if not quantised or job.precision == "bf16":
+    if job.precision == "bf16" or job.copies_weights:
         return 2.0
-    once = 0.5 + 1 / 16 if job.precision == "nvfp4" else 1.0
-    copies = 1 if job.disable_parameter_transpose_cache else 2
-    keeps_bf16 = job.precision == "nvfp4" or not job.fp8_param_gather
-    return copies * once + 2 * keeps_bf16
+    once = job.precision == "fp8" and not device.needs_fp8_transposes
+    return (1 if once else 2) * COPY_BYTES[job.precision] + 2 * job.keeps_bf16_weights
+
+
+def state_bytes(job: Job) -> int:
+    """Bytes of optimizer state for each parameter: master weight and both moments."""
+    if not job.use_precision_aware_optimizer:
+        return 12
+    moments = ELEMENT_BYTES[job.exp_avg_dtype] + ELEMENT_BYTES[job.exp_avg_sq_dtype]
+    if not job.adam_keeps_main_params:
+        return 4 + moments
+    main = ELEMENT_BYTES[job.main_params_dtype]
+    if job.main_params_dtype == "fp32" and job.store_param_remainders:
+        main = 2
+    return main + moments
 
 
 def _gradient_bytes(job: Job) -> int:
     return 4 if job.accumulate_allreduce_grads_in_fp32 else 2
-
-
-def _state_bytes(job: Job) -> int:
-    if not job.use_precision_aware_optimizer:
-        return 12
-    main = ELEMENT_BYTES[job.main_params_dtype]
-    if job.main_params_dtype == "fp32" and job.store_param_remainders:
-        main = 2
-    return main + ELEMENT_BYTES[job.exp_avg_dtype] + ELEMENT_BYTES[job.exp_avg_sq_dtype]

@@ -101,6 +101,18 @@ def activate(*, meta: bool = False, training: bool = False) -> Activation:
     return _active
 
 
+@contextlib.contextmanager
+def on_the_device() -> Iterator[None]:
+    """In this block, the stand-ins that one process also needs where there is CUDA: names that
+    recompute uses and Transformer Engine defines, and a state of its own for auxiliary losses."""
+    device = torch.device("cuda")
+    with contextlib.ExitStack() as undo:
+        for patches in (_te_names, _kept_by_the_process):
+            for patch in patches(device):
+                undo.enter_context(patched(*patch))
+        yield
+
+
 # ---------------------------------------------------------------------------- two context managers
 
 
@@ -470,6 +482,7 @@ def _kept_by_the_process(device: torch.device) -> Iterator[Patch]:
     depths = _module("megatron.core.transformer.multi_token_prediction")
     yield utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None
     yield depths.MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0)
+    yield depths.MTPLossLoggingHelper, "tracker", {}
     yield versions.auxiliary_loss_log()
 
 

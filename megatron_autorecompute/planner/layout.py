@@ -5,9 +5,8 @@ A *stage* is a pipeline rank, a *chunk* a virtual stage on it; layer indices are
 chunk 1 of every stage, and so on. megatron-core 0.16.1 and 0.19.2 place layers in the same way, so
 the version does not matter.
 
-Hybrid layer patterns are not read. Megatron deals their segments round the stages in the same order
-(`select_pipeline_segment` in `hybrid_layer_allocation.py`), so a layout text with one t for each
-layer of each segment is equivalent.
+A HybridModel's chunks are the segments of its pattern (`hybrid_pattern`), dealt round the stages in
+the same order.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.checks import check_at_least, check_chunks
+from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 
 _MAX_LAYOUT_LENGTH = 10_000  # a mistyped t*9999999999 must not fill the memory
 _SYMBOL_OF_NAME = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
@@ -164,6 +164,50 @@ class Layout:
         return cls._from_rows(rows, pp)
 
     @classmethod
+    def from_pattern(
+        cls,
+        pattern: HybridPattern,
+        pp: int,
+        vp: int | None = None,
+        *,
+        num_layers_in_first_pipeline_stage: int | None = None,
+        num_layers_in_last_pipeline_stage: int | None = None,
+    ) -> Layout:
+        """Place the layers of a HybridModel as its pattern says: a segment is a chunk.
+
+        Without `|` the layers are split evenly, or by the two numbers. Depths of multi-token
+        prediction are in the last chunk.
+
+        Raises PipelineError if Megatron refuses the numbers, or would leave out layers.
+        """
+        check_at_least(1, pp=pp, vp=1 if vp is None else vp)
+        ends = (num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage)
+        shown = f"hybrid_layer_pattern {str(pattern)!r:.200}"
+        segments = [len(segment) for segment in pattern.segments]
+        if len(segments) == 1 and pp > 1:
+            if (vp or 1) > 1:
+                raise PipelineError(
+                    f"{shown} has no |, so Megatron builds one chunk per stage; asked for {vp}. "
+                    f"Separate {pp} x {vp} chunks by |."
+                )
+            segments = _split_evenly(shown, pattern.num_layers, pp, *ends)
+        elif len(segments) > 1 and ends != (None, None):
+            raise PipelineError(
+                f"{shown} places layers by |, beside num_layers_in_first/last_pipeline_stage. "
+                "Megatron takes one of the two; keep one."
+            )
+        count = len(segments)
+        if count % pp or (vp is not None and count != pp * vp):
+            asked = f"{pp} stages" + ("" if vp is None else f" of {vp} chunks")
+            raise PipelineError(
+                f"{shown} has {count} segments (separated by |), which do not make {asked}."
+            )
+        check_chunks(pp, count // pp)
+        rows = ["t" * segment for segment in segments]
+        rows[-1] += "m" * pattern.mtp_num_layers
+        return cls._from_rows(rows, pp)
+
+    @classmethod
     def _from_rows(cls, rows: Sequence[str], pp: int) -> Layout:
         """Build from one string of symbols per chunk, in model order."""
         chunks, start = [], 0
@@ -176,6 +220,22 @@ class Layout:
             start = stop
         stages = tuple(tuple(chunks[stage::pp]) for stage in range(pp))
         return cls(stages, mtp_num_layers="".join(rows).count("m"))
+
+
+def _split_evenly(
+    shown: str, num_layers: int, pp: int, first: int | None, last: int | None
+) -> list[int]:
+    """Layers of every stage for a pattern without `|`; with both ends given, stages may be empty.
+    Source: `select_pipeline_segment`."""
+    ends = [n for n in (first, last) if n is not None]
+    stages, layers = pp - len(ends), num_layers - sum(ends)
+    if min(stages, layers, *ends) < 0 or (layers and not stages) or (stages and layers % stages):
+        raise PipelineError(
+            f"{shown} has no |, and {layers} of its {num_layers} layers cannot be divided evenly "
+            f"among {stages} of {pp} stages. Separate the stages by |."
+        )
+    middle = [layers // stages] * stages if stages else []
+    return [n for n in (first, *middle, last) if n is not None]
 
 
 def _share(count: int, parts: int, what: str, whom: str) -> int:

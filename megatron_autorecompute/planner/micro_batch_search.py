@@ -1,42 +1,98 @@
-"""Searches the micro-batch size for the fastest step."""
+"""Searches the micro-batch size for the fastest step, alone or with the layers per stage."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.layout_search.search import SearchResult
-from megatron_autorecompute.planner.planner import Budget, Planner, Solution
+from megatron_autorecompute.planner.layout_search.flags import layers_per_stage, layout_flags
+from megatron_autorecompute.planner.layout_search.search import (
+    INTERLEAVED,
+    LAYERS_PER_STAGE,
+    SearchResult,
+    best_layout,
+    proof_of_all,
+)
+from megatron_autorecompute.planner.planner import Budget, Planner, Solution, StepEvidence
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import Profile
 
+FLAG = "--micro-batch-size"
+
 
 def search_micro_batch(
-    planners: Sequence[Planner], budget: Budget
+    planners: Sequence[Planner], budget: Budget, *, layouts: bool = False
 ) -> tuple[SearchResult, tuple[str, ...]]:
     """The micro-batch size with the fastest step, from one planner per profile.
 
-    The first planner is the one that was asked for. Every planner's schedule must run the same
-    number of samples per step (see `same_samples`). Returns the best, and one sentence for each
-    planner.
-    Raises: InfeasibleError when none fits.
+    Every planner's schedule must run the same number of samples per step (see `same_samples`).
+
+    Args:
+        planners: one for each size; the first is the one that was asked for.
+        budget: bytes, one for all stages or one each.
+        layouts: whether the layers per stage of every size are searched with it, see
+            `best_layout`.
+
+    Returns: the best, with a bound on the step of all; and one sentence for each planner.
+    Raises: InfeasibleError when none fits; as `best_layout`.
     """
-    solved = [(planner, planner.try_solve(budget)) for planner in planners]
-    fitting = [(planner, s) for planner, s in solved if s is not None]
-    if not fitting:
+    best, best_ms, bound_ms, notes = None, math.inf, math.inf, list[str]()
+    for planner in planners:
+        chosen, solution, own_bound_ms = (
+            _with_layouts(planner, budget, best_ms) if layouts else _alone(planner, budget)
+        )
+        bound_ms = min(bound_ms, own_bound_ms)
+        notes.append(_note(chosen, solution, best_ms, layouts))
+        if solution is not None and solution.cost.step_ms < best_ms:
+            best, best_ms = (planner, chosen, solution), solution.cost.step_ms
+    if best is None:
         planners[0].solve(budget)  # raises with the reason
-    planner, solution = min(fitting, key=lambda pair: pair[1].cost.step_ms)
-    notes = tuple(_micro_batch_note(p, s) for p, s in solved)
-    size = planner.profile.parallelism.micro_batch_size
-    flags = {"--micro-batch-size": str(size)}
-    return SearchResult(planner, solution, flags, notes[0], solution.step_evidence), notes
+        raise AssertionError("an infeasible micro-batch size was solved")
+    planner, chosen, solution = best
+    evidence = StepEvidence.of(best_ms, bound_ms)
+    flags = {FLAG: str(chosen.profile.parallelism.micro_batch_size)}
+    if chosen is not planner:
+        flags |= layout_flags(chosen.layout)
+    note = _proof(chosen, evidence, layouts)
+    return SearchResult(chosen, solution, flags, note, evidence), (*notes, note)
 
 
-def _micro_batch_note(planner: Planner, solution: Solution | None) -> str:
+_Found = tuple[Planner, Solution | None, float]
+"""The best of a size, and a bound on the step of all of that size."""
+
+
+def _alone(planner: Planner, budget: Budget) -> _Found:
+    solution = planner.try_solve(budget)
+    bound_ms = math.inf if solution is None else solution.step_evidence.bound_ms or 0.0
+    return planner, solution, bound_ms
+
+
+def _with_layouts(planner: Planner, budget: Budget, below_ms: float) -> _Found:
+    found = best_layout(planner, budget, below_ms)
+    return found.planner, found.solution, found.bound_ms
+
+
+def _note(planner: Planner, solution: Solution | None, below_ms: float, layouts: bool) -> str:
     size, m = planner.profile.parallelism.micro_batch_size, planner.schedule.num_microbatches
-    result = "does not fit" if solution is None else f"{solution.cost.step_ms:.1f} ms a step"
+    if solution is not None:
+        result = f"{solution.cost.step_ms:.1f} ms a step"
+        if layouts:
+            result += f" with layers per stage {layers_per_stage(planner.layout)}"
+    elif layouts and math.isfinite(below_ms):
+        result = f"no layers per stage are found that fit and take less than {below_ms:.1f} ms"
+    else:
+        result = "does not fit"
     return f"Micro-batch size {size}, {m} microbatches: {result}."
+
+
+def _proof(planner: Planner, evidence: StepEvidence, layouts: bool) -> str:
+    if not layouts:
+        return proof_of_all("micro-batch sizes", "no other sizes", evidence)
+    others = f"no other sizes and {LAYERS_PER_STAGE}"
+    proof = proof_of_all("micro-batch sizes and layouts", others, evidence)
+    return f"{proof} {INTERLEAVED}" if planner.layout.num_chunks > 1 else proof
 
 
 def same_samples(schedule: Schedule, asked: Profile, other: Profile) -> Schedule:

@@ -160,6 +160,7 @@ def apply(
     Raises:
         PolicyError: wrong length, a group across chunks, an unknown module, or a choice that
             Megatron refuses for this model, with its reason.
+        PipelineError: a HybridModel's pattern does not match its config.
         ApplyError: a policy is already in force here, or ranks of this stage disagree.
     """
     sites = _Sites(model, groups)
@@ -218,8 +219,10 @@ class _Sites:
         self.blocks = model_layers.block_sites(chunks)
         self.mtps = model_layers.mtp_sites(chunks)
         self.encoder_layers = model_layers.encoder_layers(chunks)
+        for chunk in chunks:
+            stage_layout.pattern_of(model_layers.unwrapped(chunk))  # refused if it does not match
         self.owners = [s.block for s in self.blocks] + [s.mtp for s in self.mtps]
-        self.indices = [s.layers for s in self.blocks] + [(s.index,) for s in self.mtps]
+        self.indices = [s.layers for s in self.blocks] + [s.indices for s in self.mtps]
         if not self.owners:
             raise PolicyError("No TransformerBlock in this model: there is nothing to recompute.")
         held = [owner.__dict__.get(HOLDER_KEY, owner) for owner in self.owners]
@@ -247,10 +250,10 @@ class _Sites:
         rules.check_compiler(policy)
         for site in self.blocks:
             _check_groups(site, policy.chunk_runs(site.layers))
-        for mtp in self.mtps:
-            if policy.layers[mtp.index].group > 1:
+        for index in (index for mtp in self.mtps for index in mtp.indices):
+            if policy.layers[index].group > 1:
                 raise PolicyError(
-                    f"{policy.layers[mtp.index]} on layer {mtp.index}, a multi-token-prediction "
+                    f"{policy.layers[index]} on layer {index}, a multi-token-prediction "
                     "depth: Megatron checkpoints each depth by itself; write full."
                 )
 
@@ -260,7 +263,9 @@ class _Sites:
             layers = tuple(site.block.layers)
             site.block.__dict__[HOLDER_KEY] = _HeldBlock(site.block, layers, site.layers, holder)
         for mtp in self.mtps:
-            mtp.mtp.__dict__[HOLDER_KEY] = _Held(mtp.mtp, (mtp.layer,), (mtp.index,), holder)
+            held_of = _HeldDepths if len(mtp.indices) > 1 else _Held
+            layers = (mtp.layer,) * len(mtp.indices)
+            mtp.mtp.__dict__[HOLDER_KEY] = held_of(mtp.mtp, layers, mtp.indices, holder)
         for owner in self.owners:
             owner.__dict__[HOLDER_KEY].set(owner, policy)
         return AppliedPolicy(self)
@@ -295,10 +300,11 @@ class _Held:
         self.policy = policy
         for layer, choice in self.choices():
             layer_modules.set_modules(layer, choice.modules)
-            if "mlp" in choice.modules:
-                self._let_bias_leave(layer)
-            if choice.granularity == "full" or "moe" in choice.modules:
-                self._let_graph_go(layer)
+            for one in model_layers.nested_layers(layer):
+                if "mlp" in choice.modules:
+                    self._let_bias_leave(one)
+                if choice.granularity == "full" or "moe" in choice.modules:
+                    self._let_graph_go(one)
         self.set_full(owner)
 
     def set_full(self, owner: torch.nn.Module) -> None:
@@ -345,6 +351,40 @@ class _Held:
         if keepers:
             hook = functools.partial(_detach_after_backward, keepers)
             self.hooks.append(layer.mlp.router.register_forward_hook(hook))
+
+
+class _HeldDepths(_Held):
+    """A policy in force on one multi-token-prediction layer that runs for several depths.
+
+    The choice of a depth is in force while the depth's forward runs, and no choice in between: what
+    a checkpoint runs again in backward recomputes nothing inside.
+    """
+
+    running: int = 0
+    """The depth that runs next, counted from the layer's first."""
+
+    def set_full(self, owner: torch.nn.Module) -> None:
+        self.require_gradient()
+        self._rest(owner)
+        self.hooks.append(owner.register_forward_pre_hook(self._begin))
+        self.hooks.append(owner.register_forward_hook(self._end, always_call=True))
+
+    def _begin(self, owner: torch.nn.Module, _: Any) -> None:
+        layer, choice = self.choices()[self.running]
+        layer_modules.set_modules(layer, choice.modules)
+        if choice.granularity == "full":
+            owner.config = _full_config(self.config)
+
+    def _end(self, owner: torch.nn.Module, _: Any, output: Any) -> None:
+        """After the depth's forward; its output is None if it failed, and no other depth runs."""
+        running = self.running
+        self._rest(owner)
+        self.running = 0 if output is None else (running + 1) % len(self.indices)
+
+    def _rest(self, owner: torch.nn.Module) -> None:
+        self.running = 0
+        layer_modules.set_modules(self.layers[0], ())
+        owner.config = self.config
 
 
 class _HeldBlock(_Held):

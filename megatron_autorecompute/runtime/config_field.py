@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute.compat import model_layers, rules, stage_layout, versions
-from megatron_autorecompute.errors import ApplyError, PolicyError
+from megatron_autorecompute.errors import ApplyError, PipelineError, PolicyError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import GRAMMAR, RecomputePolicy
@@ -70,6 +70,8 @@ def install() -> None:
         _wrap(TransformerConfig, "__post_init__", checked_post_init)
         for block_type in model_layers.constructed_types():
             _wrap(block_type, "__init__", applying_init)
+        for model_type in model_layers.pattern_types():
+            _wrap(model_type, "__init__", noting_pattern)
     except BaseException:
         uninstall()
         raise
@@ -93,8 +95,19 @@ def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
     return RecomputePolicy.from_config(
         value,
         num_layers=stage_layout.num_policy_layers(config),
-        layout=stage_layout.counted_chunks(config),
+        layout=_counted_chunks(config),
     )
+
+
+def _counted_chunks(config: TransformerConfig) -> Sequence[Sequence[int]]:
+    """Layers of every pipeline chunk; of a hybrid model whose pattern the config does not say yet,
+    one chunk if the fields do not make any: enough to check the choices."""
+    try:
+        return stage_layout.counted_chunks(config)
+    except PipelineError:
+        if not stage_layout.lacks_pattern(config):
+            raise
+        return [range(config.num_layers)]
 
 
 def refuse_plan_of_another_model(value: Any, config: TransformerConfig) -> None:
@@ -253,6 +266,19 @@ def applying_init(original: Callable[..., None]) -> Callable[..., None]:
         policy = policy_of(self.config)
         if policy is not None:
             apply_at_construction(policy, self, holder=f"the config field {POLICY_FIELD}")
+
+    return __init__
+
+
+def noting_pattern(original: Callable[..., None]) -> Callable[..., None]:
+    """`__init__` of a HybridModel whose config says the pattern before any block is built."""
+    names = inspect.signature(original)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        given = names.bind(self, *args, **kwargs).arguments
+        text = given.get("hybrid_layer_pattern") or given.get("hybrid_override_pattern")
+        stage_layout.note_pattern(given["config"], text)
+        original(self, *args, **kwargs)
 
     return __init__
 

@@ -109,6 +109,7 @@ class Samples:
             forward_ms=statistics.median(self.forward_ms),
             backward_ms=statistics.median(self.backward_ms),
             spread_ms=_half_middle_half(self.forward_ms) + _half_middle_half(self.backward_ms),
+            runs=min(len(self.forward_ms), len(self.backward_ms)),
             input_kept=input_bytes > 0 or boundary_bytes == 0,
         )
 
@@ -158,20 +159,11 @@ class Measurement:
         shard: this rank's model.
         applied: the policy in force on it; `policies` switches it.
         clock: source of times.
-
-    Raises:
-        ApplyError: one multi-token-prediction layer runs for several depths.
     """
 
     def __init__(
         self, shard: ModelShard, applied: AppliedPolicy, clock: Clock = DEVICE_CLOCK
     ) -> None:
-        if model_layers.repeats_depths(shard.config):
-            raise ApplyError(
-                f"mtp_use_repeated_layer with mtp_num_layers={shard.config.mtp_num_layers}: one "
-                "layer runs for all depths, and what each of them costs cannot be told apart. Give "
-                "a policy in place of auto, or build the model without mtp_use_repeated_layer."
-            )
         self.shard = shard
         self.applied = applied
         self._clock = clock
@@ -182,7 +174,8 @@ class Measurement:
         self.overhead = ScheduleOverhead(0, 0)
         self.samples: SamplesByKey = defaultdict(Samples)
         """What this rank saw so far; `profile` puts all ranks' together."""
-        self._depths = {site.index for site in model_layers.mtp_sites(shard.chunks)}
+        depths = (site.indices for site in model_layers.mtp_sites(shard.chunks))
+        self._depths = set(itertools.chain.from_iterable(depths))
 
     def policies(
         self,

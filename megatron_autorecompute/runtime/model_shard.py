@@ -49,7 +49,11 @@ def kinds(
 ) -> list[Kind]:
     """The kinds of layers in a rank's chunks, each with the choices that `choices_of` returns."""
     members: dict[str, list[tuple[torch.nn.Module, int]]] = defaultdict(list)
-    depths = {site.index: _depth_name(site) for site in model_layers.mtp_sites(chunks)}
+    depths = {
+        index: _depth_name(site.mtp.config, index)
+        for site in model_layers.mtp_sites(chunks)
+        for index in site.indices
+    }
     for layer, index in model_layers.numbered_layers(chunks):
         # A multi-token-prediction depth is more than the decoder layer inside it. Each depth is a
         # kind: in backward it meets the gradients of the depths that it feeds.
@@ -66,10 +70,8 @@ def kinds(
     ]
 
 
-def _depth_name(site: model_layers.MtpSite) -> str:
-    config: Any = site.mtp.config
-    several = config.mtp_num_layers > 1
-    return f"mtp-{site.index - config.num_layers}" if several else "mtp"
+def _depth_name(config: Any, index: int) -> str:
+    return f"mtp-{index - config.num_layers}" if config.mtp_num_layers > 1 else "mtp"
 
 
 def choices(
@@ -132,7 +134,10 @@ class ModelShard:
         choices_of: Callable[[torch.nn.Module], Choices] = choices,
     ) -> None:
         self.chunks = list(chunks)
-        self.config = model_layers.unwrapped(self.chunks[0]).config
+        model = model_layers.unwrapped(self.chunks[0])
+        self.config = model.config
+        self.pattern = stage_layout.pattern_of(model)
+        """Of a HybridModel."""
         self.encoder_layers = model_layers.encoder_layers(self.chunks)
         self.num_layers = stage_layout.num_policy_layers(self.config, self.encoder_layers)
         """Layers of the whole model that a policy covers, with encoder and MTP depths."""
@@ -152,7 +157,7 @@ class ModelShard:
     @cached_property
     def layout(self) -> Layout:
         """Which layers every stage's chunks have."""
-        return stage_layout.pipeline_layout(self.config, self.encoder_layers)
+        return stage_layout.pipeline_layout(self.config, self.encoder_layers, self.pattern)
 
     def by_stage(
         self, mine: Number, together: Callable[[list[Number]], Number]

@@ -128,7 +128,7 @@ class StepGuard:
 
     def _fail(self) -> None:
         self._failed = True
-        lost_step.leave_interrupted_checkpoint()
+        lost_step.leave_interrupted_checkpoint(self._chunks)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -385,13 +385,13 @@ def test_making_pages_asks_for_a_file(capsys):
 
 
 def test_parts_and_sections_are_selected_in_the_order_they_run():
-    assert {part for part, _ in run.SECTIONS.values()} == set(range(1, 8))
+    assert {part for part, _ in run.SECTIONS.values()} == set(range(1, 9))
     assert run.selected([]) == list(run.SECTIONS)
     assert run.selected(["4", "1-gpt3-760m-48l"]) == ["1-gpt3-760m-48l", "4-plugin"]
 
 
 def test_an_unknown_part_is_refused_with_the_known_ones():
-    with pytest.raises(OptionError, match=r"--only 9: there are parts 1 to 7 .*1-gpt3-760m-48l"):
+    with pytest.raises(OptionError, match=r"--only 9: there are parts 1 to 8 .*1-gpt3-760m-48l"):
         run.selected(["9"])
 
 

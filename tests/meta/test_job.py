@@ -14,12 +14,7 @@ from megatron_autorecompute.cli import estimate
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Efficiency, device, devices
 from megatron_autorecompute.meta.job import job_from, load_job
-from megatron_autorecompute.meta.static_bytes import (
-    Parameters,
-    expert_data_parallel,
-    optimizer_step_bytes,
-    static_bytes,
-)
+from megatron_autorecompute.meta.outside_torch import deepep_bytes, outside_torch
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.units import GIB
 
@@ -242,72 +237,6 @@ def test_nine_tenths_of_nvidias_recipes_are_in_the_page_and_none_is_slower():
     assert not [row for row in rows if row[9].startswith("-")]
 
 
-# ------------------------------------------------------------------------------- static bytes
-
-
-def test_distributed_optimizer_takes_6_plus_12_over_d_bytes():
-    # The table in Megatron-LM's docs of the distributed optimizer: bf16 weights, fp32 gradients.
-    found = static_bytes(job(), Parameters(dense=800))
-    assert found.total_bytes == 800 * (6 + 12 / 8)
-
-
-def test_without_it_every_rank_takes_18_bytes():
-    found = static_bytes(job(use_distributed_optimizer=False), Parameters(dense=800))
-    assert found.total_bytes == 800 * 18
-
-
-def test_context_parallel_ranks_share_the_optimizer_state():
-    found = static_bytes(job({"context_parallel_size": 4}), Parameters(dense=800))
-    assert found.optimizer_state_bytes == 800 * 12 // 8
-
-
-def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones():
-    moe = job({"expert_model_parallel_size": 4})
-    assert expert_data_parallel(moe) == 2
-    assert static_bytes(moe, Parameters(expert=800)).optimizer_state_bytes == 800 * 12 // 2
-
-
-def test_precision_aware_optimizer_keeps_two_bytes_of_each_state():
-    aware = job(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
-    found = static_bytes(aware, Parameters(dense=800))
-    assert found.optimizer_state_bytes == 800 * (2 + 2 + 2) // 8
-
-
-def test_frozen_weights_have_neither_gradient_nor_state():
-    assert static_bytes(job(), Parameters(frozen=800)).total_bytes == 1600
-
-
-@pytest.mark.parametrize(
-    ("fields", "bytes_each"),
-    [
-        ({"precision": "bf16"}, 2),
-        ({"precision": "fp8"}, 2),
-        ({"precision": "fp8", "disable_parameter_transpose_cache": True}, 1),
-        ({"precision": "fp8", "fp8_param_gather": False}, 4),
-        ({"precision": "nvfp4"}, 2 + 2 * (0.5 + 1 / 16)),
-    ],
-)
-def test_quantised_weights_are_kept_for_forward_and_backward(fields, bytes_each):
-    found = static_bytes(job(**fields), Parameters(dense=800), quantised=True)
-    assert found.parameter_bytes == 800 * bytes_each
-
-
-def test_only_bf16_gradients_are_copied_for_the_optimizer_step():
-    assert optimizer_step_bytes(job(), Parameters(dense=800)) == 0
-    bf16 = job(accumulate_allreduce_grads_in_fp32=False)
-    assert optimizer_step_bytes(bf16, Parameters(dense=800)) == 4 * 800 // 8
-
-
-def test_fused_adam_copies_the_bf16_moments_of_one_group_at_a_time():
-    moe = {"num_moe_experts": 8, "expert_model_parallel_size": 4}
-    fields = {"use_precision_aware_optimizer": True, "accumulate_allreduce_grads_in_fp32": False}
-    both = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-    parameters = Parameters(dense=8000, expert=6000)  # 1000 and 3000 of them on this rank
-    assert optimizer_step_bytes(job(moe, **fields, **both), parameters) == 2 * 4 * 3000
-    assert optimizer_step_bytes(job(moe, **fields, exp_avg_dtype="fp16"), parameters) == 4 * 3000
-    assert optimizer_step_bytes(job(moe, **fields), parameters) == 0
-
-
 # ------------------------------------------------------------------------------------ devices
 
 
@@ -331,13 +260,47 @@ def test_an_a100_has_no_fp8():
 
 def test_default_reserve_is_2_gib_and_a_twentieth():
     gpu = device("h100-80gb")
-    assert estimate.reserve_bytes(gpu, None) == round(2 * GIB + 0.05 * gpu.memory_bytes)
-    assert estimate.default_budget_bytes(gpu, 9.1) == gpu.memory_bytes - round(9.1 * GIB)
+    assert estimate.reserve_bytes(gpu, None, job()) == round(2 * GIB + 0.05 * gpu.memory_bytes)
+    assert estimate.default_budget_bytes(gpu, 9.1, job()) == gpu.memory_bytes - round(9.1 * GIB)
 
 
 def test_a_reserve_larger_than_the_device_is_refused():
     with pytest.raises(OptionError, match="leaves nothing of h100-80gb"):
-        estimate.default_budget_bytes(device("h100-80gb"), 100.0)
+        estimate.default_budget_bytes(device("h100-80gb"), 100.0, job())
+
+
+def moe_job(experts, ranks, dispatcher, **config):
+    sizes = {"num_moe_experts": experts, "expert_model_parallel_size": ranks}
+    flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": dispatcher}
+    chosen = {} if dispatcher == "alltoall" else flex
+    return job({**sizes, **chosen, **config}, num_gpus=ranks, global_batch_size=ranks)
+
+
+def test_an_all_to_all_of_experts_is_kept_back_as_it_was_measured():
+    gpu = device("h100-80gb")
+
+    def outside_gb(*args):
+        return outside_torch(moe_job(*args), gpu).size_bytes / 1e9
+
+    measured_gb = 4.34 - 1.06  # NVIDIA/nccl issue 1685: 8 H100s in one node
+    assert outside_gb(64, 8, "alltoall") == pytest.approx(2 * GIB / 1e9 + measured_gb)
+    # Megatron-LM pull request 6429: 64 H100s.
+    assert outside_gb(64, 16, "alltoall") == pytest.approx(6403 * 2**20 / 1e9)
+    assert outside_gb(64, 1, "alltoall") == 2 * GIB / 1e9
+    assert "the experts' all-to-all" in estimate.kept_back(gpu, None, moe_job(64, 8, "alltoall"))
+
+
+def test_buffers_of_deepep_and_hybridep_have_the_sizes_of_their_sources():
+    # docs/legacy.md of DeepEP names none; config.hpp by hand, hidden 7168 on 8 and on 64 ranks.
+    token = 7168 * 2 + 8 + 128 * 8 + 128 * 4 + 128 * 4
+    nvlink = 10 * 8 * (5 * 4 + 256 * token)
+    assert deepep_bytes(7168, 8) == -(-nvlink // 128) * 128
+    assert deepep_bytes(7168, 64) > deepep_bytes(7168, 8)
+    gpu = device("gb200-186gb")
+    asked = moe_job(256, 64, "hybridep", hidden_size=7168)
+    shared = 64 * 128 * (2 * 7168 + 4 * 4 * 64 + 4 * 56)  # one domain, 128 tokens a rank
+    assert outside_torch(asked, gpu).size_bytes == 2 * GIB + shared
+    assert outside_torch(asked, device("h100-80gb")).size_bytes > 2 * GIB + 64 * 128 * 2 * 7168
 
 
 def test_efficiency_is_read_over_the_defaults():

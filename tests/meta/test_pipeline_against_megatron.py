@@ -10,7 +10,15 @@ import torch
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.layout_search.flags import (
+    CHUNKS,
+    FIRST,
+    LAST,
+    TEXT,
+    layout_flags,
+)
 from megatron_autorecompute.planner.schedule import Schedule
+from tests.planner.asked import searched_layouts
 from tests.support import (
     SEQ_LENGTH,
     forward_step,
@@ -227,6 +235,31 @@ def test_layout_text_reads_as_megatron_reads_it_or_both_refuse(become):
         accepted, refused = accepted + (ours is not None), refused + (ours is None)
     assert accepted >= 200
     assert refused >= 100
+
+
+# Flags of searched layouts
+
+
+def read_by_map(layout, flags):
+    """Megatron's config of these flags, each put into the field that its arguments.py maps to."""
+    fields = {FIRST: "num_layers_in_first_pipeline_stage", TEXT: "pipeline_model_parallel_layout"}
+    fields |= {LAST: "num_layers_in_last_pipeline_stage"}
+    arguments = {"num_layers": layout.num_layers, "pp": layout.num_stages, "vp": 1}
+    arguments |= {fields[n]: v if n == TEXT else int(v) for n, v in flags.items() if n in fields}
+    return config_of(
+        {**arguments, "vp": int(flags.get(CHUNKS, 1)), "mtp_num_layers": layout.mtp_num_layers}
+    )
+
+
+def test_flags_of_searched_layouts_are_built_by_megatron_as_they_were_planned(become):
+    built = set()
+    for shape in ((2, 1, 4, 0), (3, 1, 4, 1), (4, 1, 5, 0), (2, 2, 12, 0), (3, 2, 12, 2)):
+        for layout in searched_layouts(*shape):
+            flags = layout_flags(layout)
+            found = chunks_by_megatron(read_by_map(layout, flags), become)
+            assert found == ours_or_none(lambda layout=layout: layout), (shape, flags)
+            built.add((*sorted(flags), layout.num_chunks))
+    assert len(built) == 4
 
 
 # Recorded runs

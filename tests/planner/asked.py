@@ -1,8 +1,11 @@
 """Questions about layouts and micro-batches that several tests ask."""
 
+import itertools
 from dataclasses import replace
 
 from megatron_autorecompute.planner.layout import Chunk, Layout
+from megatron_autorecompute.planner.layout_search.flags import one_chunk_each, uneven_layouts
+from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.profile import ChoiceRecord
 from tests.planner.random_profiles import problem_of_many
 
@@ -36,3 +39,27 @@ def with_micro_batch(profile, size, speedup):
     kinds = tuple(replace(k, choices=tuple(map(grown, k.choices))) for k in profile.kinds)
     shape = replace(profile.parallelism, micro_batch_size=size)
     return replace(profile, kinds=kinds, parallelism=shape)
+
+
+def partitions(num_layers, stages):
+    for cuts in itertools.combinations_with_replacement(range(num_layers + 1), stages - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, num_layers)))
+
+
+def searched_layouts(stages, chunks, layers, depths):
+    """All that a search may answer: any partition, or what numbers for both ends can say."""
+    if chunks > 1:
+        even = Layout.from_flags(layers, stages, chunks, mtp_num_layers=depths)
+        return list(uneven_layouts(even))
+    return [one_chunk_each(sizes, depths) for sizes in partitions(layers, stages)]
+
+
+def shortest_of_all(profile, stages, schedule, budget):
+    """The shortest step of all partitions, each solved; None where none fits."""
+    depths, steps = profile.model.mtp_num_layers, []
+    for sizes in partitions(profile.model.num_layers, stages):
+        solution = Planner(profile, one_chunk_each(sizes, depths), schedule).try_solve(budget)
+        if solution is not None:
+            assert solution.step_evidence.gap == 0
+            steps.append(solution.cost.step_ms)
+    return min(steps, default=None)

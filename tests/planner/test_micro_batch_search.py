@@ -6,8 +6,8 @@ from megatron_autorecompute.errors import InfeasibleError, PipelineError
 from megatron_autorecompute.planner.micro_batch_search import same_samples, search_micro_batch
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
-from tests.planner.asked import with_micro_batch
-from tests.planner.random_profiles import problem_of_many
+from tests.planner.asked import shortest_of_all, with_micro_batch
+from tests.planner.random_profiles import problem_of_many, problem_of_uneven_stages
 
 
 def test_the_searched_micro_batch_has_the_fastest_step():
@@ -24,9 +24,36 @@ def test_the_searched_micro_batch_has_the_fastest_step():
         except InfeasibleError:
             steps.append(float("inf"))
     assert best.solution.cost.step_ms == min(steps)
-    assert len(notes) == 3
+    assert best.evidence.gap == 0
+    assert len(notes) == 4
+    assert "no other sizes make a shorter one" in notes[-1]
     with pytest.raises(InfeasibleError):
         search_micro_batch(planners, 10)
+
+
+def test_no_size_with_any_layers_per_stage_has_a_shorter_step_than_the_searched_one():
+    """Sizes are searched after each other, each for what is shorter than the best before it."""
+    sizes, moved = set(), 0
+    for seed in (2, 3, 7, 13):
+        profile, layout, schedule, budget = problem_of_uneven_stages(seed)
+        one = replace(profile, parallelism=replace(profile.parallelism, micro_batch_size=1))
+        schedule = replace(schedule, num_microbatches=4 * schedule.num_microbatches)
+        planners = [
+            Planner(other, layout, same_samples(schedule, one, other))
+            for other in (with_micro_batch(one, size, 1 + 0.1 * size) for size in (2, 1, 4))
+        ]
+        steps = [
+            shortest_of_all(p.profile, layout.num_stages, p.schedule, budget) for p in planners
+        ]
+        found, notes = search_micro_batch(planners, budget, layouts=True)
+        shortest = min(step for step in steps if step is not None)
+        assert found.solution.cost.step_ms == pytest.approx(shortest, rel=1e-12), seed
+        assert found.evidence.gap == 0, seed
+        assert "no other sizes and no layers per stage make a shorter one" in notes[-1]
+        sizes.add(found.megatron_flags["--micro-batch-size"])
+        moved += found.planner.layout != layout
+    assert len(sizes) > 1
+    assert moved
 
 
 def test_another_micro_batch_runs_as_many_samples():

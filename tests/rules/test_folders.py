@@ -29,9 +29,10 @@ KNOWS = {
     "compat": {"planner"},
     "runtime": {"planner", "compat", "report"},
     "meta": {"planner", "compat", "runtime"},
+    "one_device": {"planner", "compat", "runtime", "meta"},
     "compare": {"planner", "report", "compat", "runtime", "meta"},
     "integrations": {"planner", "compat", "runtime", "meta"},
-    "cli": {"planner", "report", "meta", "compare"},
+    "cli": {"planner", "report", "meta", "one_device", "compare"},
     "pretrain": {"runtime", "integrations"},
     "bridge_pretrain": {"runtime", "integrations"},
     "__main__": {"cli"},
@@ -41,7 +42,9 @@ KNOWS = {
 }
 """Which folders a part may import, besides the words and itself."""
 HEAVY = {"torch", "megatron"}
-RUNS_MEGATRON = {"compat", "runtime", "meta", "compare", "integrations", "bridge_pretrain"}
+RUNS_MEGATRON = {
+    *("compat", "runtime", "meta", "one_device", "compare", "integrations", "bridge_pretrain")
+}
 
 
 def strangers(name: str, source: str) -> set[str]:

@@ -18,6 +18,11 @@ from megatron_autorecompute.planner.layout_search.partitions import PartitionSea
 from megatron_autorecompute.planner.planner import Budget, Planner, Solution, StepEvidence
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
 
+LAYERS_PER_STAGE = "no layers per stage"
+INTERLEAVED = (
+    f"Interleaved, only layouts that {FIRST} and {LAST} can say are searched; others are not "
+    "offered."
+)
 _QUARTERS = (5, 6, 8, 12, 16, 32, 64)
 _MOST_UNEVEN = 32
 """Interleaved layouts that are solved; the others' bounds are less close."""
@@ -37,44 +42,75 @@ class SearchResult:
     """How far its step is from the shortest one of all that were searched."""
 
 
+@dataclass(frozen=True, slots=True)
+class BestLayout:
+    """The layout with the shortest step of those that were searched."""
+
+    planner: Planner
+    solution: Solution | None
+    """None where none is found that fits and is shorter than asked for."""
+    bound_ms: float
+    """No layout has a shorter step, whatever is chosen; infinite where all are known that are
+    shorter than asked for, and there are none."""
+    asked: Solution | None
+    """The planner's own layout, solved; None where nothing fits it."""
+
+
 def search_layout(planner: Planner, budget: Budget) -> SearchResult:
     """The layers per stage with the shortest step, the planner's own layout included.
 
-    One chunk per stage: all partitions of the decoder layers; MTP depths stay with the loss.
-    Several chunks: all that the numbers of layers of the first and the last stage can give, see
-    `uneven_layouts`; no others are searched. Static bytes of stages that were not measured are
-    added up from the profile's per-kind figures.
-    Raises: InfeasibleError when no layout is found that fits; ProfileError without per-kind static
-    bytes.
+    See `best_layout`. Raises: InfeasibleError when no layout is found that fits; ProfileError
+    without per-kind static bytes.
     """
-    asked = planner.try_solve(budget)
-    search = _best_uneven if planner.layout.num_chunks > 1 else _best_partition
-    chosen, best, bound_ms = search(planner, budget, asked)
-    if best is None:
+    found = best_layout(planner, budget)
+    if found.solution is None:
         planner.solve(budget)  # raises with the reason
         raise AssertionError("an infeasible layout was solved")
-    evidence = StepEvidence.of(best.cost.step_ms, bound_ms)
-    flags = {} if chosen is planner else layout_flags(chosen.layout)
-    note = f"{_gain(chosen, best, asked)} {_proof(chosen.layout, evidence)}"
-    return SearchResult(chosen, best, flags, note, evidence)
+    evidence = StepEvidence.of(found.solution.cost.step_ms, found.bound_ms)
+    flags = {} if found.planner is planner else layout_flags(found.planner.layout)
+    gain = _gain(found.planner, found.solution, found.asked)
+    note = f"{gain} {_proof(planner.layout, evidence)}"
+    return SearchResult(found.planner, found.solution, flags, note, evidence)
+
+
+def best_layout(planner: Planner, budget: Budget, below_ms: float = math.inf) -> BestLayout:
+    """The layers per stage with the shortest step below so many milliseconds.
+
+    One chunk per stage: all partitions of the decoder layers; MTP depths stay with the loss.
+    Several chunks: all that the numbers of layers of the first and the last stage can give, see
+    `uneven_layouts`; no others are searched. One stage: its own layout. Static bytes of stages that
+    were not measured are added up from the profile's per-kind figures.
+    Raises: ProfileError without per-kind static bytes.
+    """
+    asked = planner.try_solve(budget)
+    first = asked if asked is not None and asked.cost.step_ms < below_ms else None
+    if planner.layout.num_stages == 1:
+        bound_ms = math.inf if asked is None else asked.step_evidence.bound_ms or 0.0
+        return BestLayout(planner, first, bound_ms, asked)
+    if planner.layout.num_chunks > 1:
+        return BestLayout(*_best_uneven(planner, budget, first, below_ms), asked)
+    return BestLayout(*_best_partition(planner, budget, first, below_ms), asked)
 
 
 _Found = tuple[Planner, Solution | None, float]
-"""The best layout, solved, and a bound on the step of all; None where none fits."""
+"""The best layout, solved, and a bound on the step of all; None where none is found."""
 
 
-def _best_partition(planner: Planner, budget: Budget, asked: Solution | None) -> _Found:
-    budgets = planner.budgets(budget)
-    for below_ms in [asked.cost.step_ms] if asked else _rising_ms(planner):
-        search = PartitionSearch(planner, budgets, below_ms)
+def _best_partition(
+    planner: Planner, budget: Budget, first: Solution | None, below_ms: float
+) -> _Found:
+    """Of all shorter than the first one, which is shorter than asked for."""
+    budgets, bound_ms = planner.budgets(budget), math.inf
+    below_ms = below_ms if first is None else first.cost.step_ms
+    for limit_ms in [below_ms] if math.isfinite(below_ms) else _rising_ms(planner):
+        search = PartitionSearch(planner, budgets, limit_ms)
         best = search.best()
+        bound_ms = best.bound_ms
         if best.sizes is not None:
             chosen, solution = search.solved(best.sizes)
-            if asked is None or solution.cost.step_ms < asked.cost.step_ms:
-                return chosen, solution, min(best.bound_ms, solution.cost.step_ms)
-        if asked is not None:
-            return planner, asked, min(best.bound_ms, asked.cost.step_ms)
-    return planner, None, math.inf
+            if solution.cost.step_ms < limit_ms:
+                return chosen, solution, min(bound_ms, solution.cost.step_ms)
+    return planner, first, bound_ms if first is None else min(bound_ms, first.cost.step_ms)
 
 
 def _rising_ms(planner: Planner) -> Iterator[float]:
@@ -89,14 +125,18 @@ def _rising_ms(planner: Planner) -> Iterator[float]:
         yield quarters * slots * whole_ms / planner.layout.num_stages / 4
 
 
-def _best_uneven(planner: Planner, budget: Budget, asked: Solution | None) -> _Found:
+def _best_uneven(
+    planner: Planner, budget: Budget, first: Solution | None, below_ms: float
+) -> _Found:
     """All layouts, those first whose busiest stage is least busy."""
-    chosen, best = planner, asked
-    bounds = [] if asked is None else [asked.step_evidence.bound_ms or 0.0]
+    chosen, best = planner, first
+    limit_ms = below_ms if first is None else first.cost.step_ms
+    bounds = [] if first is None else [first.step_evidence.bound_ms or 0.0]
     layouts = [layout for layout in uneven_layouts(planner.layout) if layout != planner.layout]
     least = sorted((_least_ms(planner, layout), number) for number, layout in enumerate(layouts))
     for count, (least_ms, number) in enumerate(least):
-        if best is not None and (least_ms >= best.cost.step_ms or count == _MOST_UNEVEN):
+        cut = math.isfinite(limit_ms) and count >= _MOST_UNEVEN
+        if cut or least_ms >= limit_ms:
             bounds.append(least_ms)
             break
         candidate = planner.replaced(layout=layouts[number])
@@ -104,8 +144,8 @@ def _best_uneven(planner: Planner, budget: Budget, asked: Solution | None) -> _F
         if solution is None:
             continue
         bounds.append(solution.step_evidence.bound_ms or 0.0)
-        if best is None or solution.cost.step_ms < best.cost.step_ms:
-            chosen, best = candidate, solution
+        if solution.cost.step_ms < limit_ms:
+            chosen, best, limit_ms = candidate, solution, solution.cost.step_ms
     return chosen, best, min(bounds, default=math.inf)
 
 
@@ -136,13 +176,15 @@ def _gain(chosen: Planner, best: Solution, asked: Solution | None) -> str:
 
 
 def _proof(layout: Layout, evidence: StepEvidence) -> str:
-    """What is proven of the step, in the words of docs/plan.md."""
-    others = "no layers per stage make a shorter one"
-    searched = ""
-    if layout.num_chunks > 1:
-        others = f"no others of {FIRST} and {LAST} make a shorter one"
-        searched = " Interleaved, only layouts of these two flags are searched."
+    if layout.num_chunks == 1:
+        return proof_of_all("layouts", LAYERS_PER_STAGE, evidence)
+    others = f"no others of {FIRST} and {LAST}"
+    return f"{proof_of_all('layouts', others, evidence)} {INTERLEAVED}"
+
+
+def proof_of_all(searched: str, others: str, evidence: StepEvidence) -> str:
+    """What is proven of the step of all that was searched, in the words of docs/plan.md."""
     if not evidence.gap:
-        return f"Proven optimal of all layouts searched: {others}.{searched}"
+        return f"Proven optimal of all {searched} searched: {others} make a shorter one."
     most = math.ceil(1e5 * evidence.gap) / 1e3
-    return f"Proven within {most:.3f}% of the optimum: {others} by more.{searched}"
+    return f"Proven within {most:.3f}% of the optimum: {others} make a shorter one by more."

@@ -1,0 +1,1 @@
+"""Predictions held against every public measurement: `python -m benchmarks.measured`."""

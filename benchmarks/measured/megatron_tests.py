@@ -1,0 +1,115 @@
+"""Golden values of Megatron-LM's functional tests: flags, and memory of the last rank.
+
+Source: NVIDIA/Megatron-LM tests/functional_tests/test_cases, by file and commit in each row
+(`golden_path`, `golden_commit`). The values are torch's peak of allocated bytes since the process
+began, as the last rank logs it (world_size - 1, so the last pipeline stage).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.measured.flags import FieldError, arguments, flags, whole
+from benchmarks.measured.runs import Measured, Run
+
+COLUMNS = {"case", "tier", "platform", "world", "mem_max_last", "all_args_json"}
+GPUS = {"dgx_h100": "h100-80gb", "dgx_gb200": "gb200-186gb", "dgx_a100": "a100-80gb"}
+VOCABULARIES = {
+    "bpe/vocab.json": 50257,  # GPT-2's
+    "bert-large-cased-vocab.txt": 28996,
+    "vocab.txt": 30522,  # bert-large-uncased
+    "nemotron_2_256k.model": 256000,
+    "multiMixV8.gpt4o_nc_sd.500000.128k.vocab.json": 131072,
+    "tokenizer.model": 32000,  # Llama 2's
+}
+"""Entries by the end of the tokenizer's file. The files are not public; the sizes are those of the
+tokenizers that bear these names."""
+ONE_NODE = 8
+UNSAID_WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
+"""Tried where a release test's row does not say how many GPUs it ran on."""
+
+
+def run(row: Mapping[str, str]) -> Run:
+    """One row; raises FieldError that names the field."""
+    given = arguments(row["all_args_json"], "all_args_json")
+    if row["platform"] not in GPUS:
+        raise FieldError(f"platform: {row['platform']!r}; known are {', '.join(GPUS)}")
+    peak_bytes = whole(row, "mem_max_last")
+    reason = uncovered(given, row["case"])
+    found: tuple[str, ...] = ()
+    if not reason:
+        given = {**given, "vocab-size": vocabulary(given)}
+        given.pop("vocab-extra-ids", None)
+        found = flags(given)
+    between = row.get("mem_allocated_first") or ""
+    return Run(
+        name=f"{row['case'].rpartition('/')[2]} ({GPUS[row['platform']].partition('-')[0]})",
+        source="Megatron-LM's tests",
+        tier=row["tier"],
+        gpu=GPUS[row["platform"]],
+        flags=found,
+        worlds=worlds(row),
+        measured=(Measured(-1, peak_bytes),),
+        between_steps_bytes=whole(row, "mem_allocated_first") if between else None,
+        family=family(given),
+        uncovered=reason,
+    )
+
+
+def worlds(row: Mapping[str, str]) -> tuple[int, ...]:
+    """The row's own number of GPUs; else one node's, but for release tests, which take more."""
+    if row["world"]:
+        return (whole(row, "world"),)
+    if "1node" in row["case"] and row["platform"] == "dgx_gb200":
+        return (4,)
+    return UNSAID_WORLDS if "release" in (row.get("test_type") or row["case"]) else (ONE_NODE,)
+
+
+def vocabulary(given: Mapping[str, Any]) -> int:
+    """Entries of the vocabulary, before padding."""
+    if given.get("vocab-size"):
+        return int(given["vocab-size"])
+    files = (str(given.get(name) or "") for name in ("tokenizer-model", "vocab-file"))
+    path = next(filter(None, files), "")
+    for end, size in VOCABULARIES.items():
+        if path.endswith(end):
+            return size + int(given.get("vocab-extra-ids") or 0)
+    raise FieldError(
+        f"tokenizer-model, vocab-file: {path or 'none'} is no tokenizer whose size is known; "
+        "give --vocab-size"
+    )
+
+
+def uncovered(given: Mapping[str, Any], case: str) -> str:
+    """Why a run is not predicted, by its flags; empty if it is."""
+    begin = case.partition("/")[0]
+    if begin == "bert":
+        return "BERT is no model of this package"
+    if begin == "mimo" or "model-provider" in given:
+        return "multimodal models are no models of this package"
+    if given.get("encoder-num-layers"):
+        return "T5 is no model of the flag reader yet"
+    if family(given) == "hybrid":
+        return "hybrid models are no models of the flag reader yet"
+    if "use-megatron-fsdp" in given:
+        return "Megatron FSDP shards weights and gradients, which is not modelled"
+    if "perform-rl-step" in given:
+        return "reinforcement learning: inference and training share the GPU"
+    if "export-kd-cfg" in given:
+        return "distillation: the teacher's weights and activations are not modelled"
+    return ""
+
+
+def family(given: Mapping[str, Any]) -> str:
+    """Rows that are reported together."""
+    if given.get("hybrid-layer-pattern") or given.get("hybrid-override-pattern"):
+        return "hybrid"
+    if given.get("encoder-num-layers"):
+        return "T5"
+    if given.get("num-experts"):
+        return "MoE"
+    if int(given.get("context-parallel-size") or 1) > 1:
+        return "context parallel"
+    local = given.get("transformer-impl") == "local"
+    return "dense, local layers" if local else "dense"

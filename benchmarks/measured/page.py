@@ -1,0 +1,115 @@
+"""docs/measured-runs.md, from the results."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.measured.results import Data
+
+PICTURE = "pictures/measured.svg"
+
+
+def text(data: Data) -> str:
+    """The whole page."""
+    families = by_family(data["points"])
+    parts = [INTRODUCTION.format(core=data["megatron-core"]), _counted(data)]
+    parts += [table(STATISTICS, (_statistics(name, rows) for name, rows in families.items()))]
+    parts += [f"![predicted against measured peaks]({PICTURE})\n", OPEN]
+    for name, rows in families.items():
+        parts += [f"## {name[0].upper()}{name[1:]}\n", _family(rows)]
+    parts += ["## Not covered\n", NOT_COVERED, _uncovered(data["uncovered"])]
+    return "\n".join(parts)
+
+
+def summary(data: Data) -> str:
+    """For the terminal."""
+    families = by_family(data["points"])
+    rows = [_statistics(name, rows) for name, rows in families.items()]
+    return _counted(data) + table(STATISTICS, rows)
+
+
+def by_family(points: Sequence[Data]) -> dict[str, list[Data]]:
+    """Points by family, families in the order of their names."""
+    names = sorted({point["family"] for point in points})
+    return {name: [p for p in points if p["family"] == name] for name in names}
+
+
+STATISTICS = ("family", "peaks", "median", "90th percentile", "worst", "mean, signed")
+
+
+def _statistics(name: str, rows: Sequence[Data]) -> list[str]:
+    sizes = sorted(abs(row["error"]) for row in rows)
+    at = sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))]
+    worst = max((row["error"] for row in rows), key=abs)
+    mean = statistics.fmean(row["error"] for row in rows)
+    middle = statistics.median(sizes)
+    return [name, str(len(rows)), f"{middle:.2%}", f"{at:.2%}", f"{worst:+.2%}", f"{mean:+.2%}"]
+
+
+def _counted(data: Data) -> str:
+    lines = (
+        f"{tier or 'no tier'}: {covered} of {total} rows ({covered / total:.0%})"
+        for tier, (covered, total) in data["rows"].items()
+    )
+    return "Covered: " + "; ".join(lines) + ".\n\n"
+
+
+FAMILY = ("run", "GPUs", "stage", "measured GB", "predicted GB", "error", "others", "peak at")
+
+
+def _family(rows: Sequence[Data]) -> str:
+    ordered = sorted(rows, key=lambda row: (row["tier"], row["run"], row["gpus"], row["stage"]))
+    lines: dict[tuple[str, ...], int] = {}
+    for row in ordered:
+        cells = (
+            f"{row['run']}",
+            f"{row['gpus']}" + "" * row["gpus_said"] + " (assumed)" * (not row["gpus_said"]),
+            str(row["stage"]),
+            f"{row['measured_bytes'] / 1e9:.3f}",
+            f"{row['predicted_bytes'] / 1e9:.3f}",
+            f"{row['error']:+.2%}",
+            ", ".join(f"{name} {error:+.2%}" for name, error in row["others"].items()),
+            row["moment"],
+        )
+        lines[cells] = lines.get(cells, 0) + 1
+    return table(FAMILY, (list(cells) for cells in lines))
+
+
+def _uncovered(rows: Iterable[Data]) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        by_reason.setdefault(row["reason"], []).append(f"{row['name']} [{row['tier']}]")
+    ordered = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    return table(("reason", "rows", "which"), ([r, str(len(n)), ", ".join(n)] for r, n in ordered))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(_cell(c) for c in line)} |" for line in lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+INTRODUCTION = """# Predictions against measured runs
+
+Written by `make measured` (`python -m benchmarks.measured`, megatron-core {core}) from
+`benchmarks/data/`. **Measured** peaks are the sources': torch's peak of allocated bytes since the
+process began. **Predicted** peaks are this package's model of the same flags on the same number of
+GPUs, without a device; nothing in it is fitted to a row. GB are 10^9 bytes. Errors in the tables of
+statistics are absolute, but for the last two columns.
+
+Sources: golden values of Megatron-LM's functional tests (NVIDIA/Megatron-LM, file and commit in
+each row of `megatron_golden_memory.csv`; values of the last rank, so of the last pipeline stage),
+and the runs on eight B200 that MooreThreads/SimuMax publishes, with SimuMax's own predictions
+(`b200_measured.csv`; the largest peak of each stage's ranks). Tiers: A is above 4 GB, B above 0.8,
+C the rest and runs on A100, as the table of golden values has them.
+"""
+OPEN = ""
+NOT_COVERED = """A reason is the reader's, the package's or Megatron's own. More rows of the same
+columns can be read with `python -m benchmarks.measured --rows FILE.csv -o FOLDER`.
+"""

@@ -1,0 +1,158 @@
+"""Predicts the stages that a run measured, from the run's flags."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE and Apex
+
+from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
+from megatron_autorecompute.meta.devices import device  # noqa: E402
+from megatron_autorecompute.meta.flags import job_from_flags  # noqa: E402
+from megatron_autorecompute.meta.job import Job  # noqa: E402
+from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
+from megatron_autorecompute.planner.planner import Planner  # noqa: E402
+from megatron_autorecompute.planner.policy_cost import StageCost  # noqa: E402
+from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
+
+MOST_REASON = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What runs of equal flags share; results are found by it."""
+
+    flags: tuple[str, ...]
+    worlds: tuple[int, ...]
+    gpu: str
+    between_steps_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What is predicted of one stage."""
+
+    peak_bytes: int
+    moment: str
+    parts: dict[str, int]
+    """Bytes at that moment, by the parts of `planner.Breakdown`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Every stage, or why there is none."""
+
+    stages: tuple[Stage, ...] = ()
+    num_gpus: int = 0
+    uncovered: str = ""
+
+
+def predicted(case: Case) -> Prediction:
+    """Predict a case. An error becomes its reason; it never ends the others."""
+    try:
+        with _quiet():
+            return _nearest(case)
+    except AutorecomputeError as error:
+        reason = " ".join(str(error).split())
+    except Exception as error:
+        reason = f"an error of this package: {type(error).__name__}: {error}"
+    return Prediction(uncovered=reason[:MOST_REASON])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """In this block nothing is said of a machine without CUDA, TE and Apex."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _nearest(case: Case) -> Prediction:
+    """With several possible worlds, that whose bytes between steps are nearest to the run's."""
+    if len(case.worlds) == 1:
+        return _of_world(case, case.worlds[0])
+    found, refused = [], None
+    for world in case.worlds:
+        try:
+            found.append((abs(_static(case, world) - (case.between_steps_bytes or 0)), world))
+        except AutorecomputeError as error:
+            refused = refused or error
+    if not found:
+        assert refused is not None
+        raise refused
+    return _of_world(case, min(found)[1])
+
+
+def _static(case: Case, world: int) -> int:
+    model, _ = _planner(case, world)
+    return model.profile.stages[-1].static.total_bytes
+
+
+def _planner(case: Case, world: int) -> tuple[Planner, Job]:
+    job = job_of(case.flags, world)
+    modules = job.config.get("recompute_modules") or ()
+    selective = job.config.get("recompute_granularity") == "selective"
+    profile = profile_job(job, device(case.gpu), only=modules if selective else ())
+    return Planner(profile, job.layout(), job.schedule()), job
+
+
+def job_of(flags: Sequence[str], world: int) -> Job:
+    """The job of a run. Megatron 0.19 refuses Transformer Engine's cross entropy, with which older
+    runs were made; the model can still be built with it."""
+    of_engine = [*_pairs(flags, "--cross-entropy-fusion-impl", "te")]
+    rest = [flag for number, flag in enumerate(flags) if number not in of_engine]
+    job = job_from_flags(rest, world)
+    if not of_engine:
+        return job
+    return replace(job, config={**job.config, "cross_entropy_fusion_impl": "te"})
+
+
+def _pairs(flags: Sequence[str], name: str, value: str) -> Iterator[int]:
+    for number, pair in enumerate(itertools.pairwise(flags)):
+        if pair == (name, value):
+            yield from (number, number + 1)
+
+
+def _of_world(case: Case, world: int) -> Prediction:
+    model, job = _planner(case, world)
+    layers = model.profile.model.num_layers
+    chunks = [[i for i in chunk if i < layers] for chunk in model.layout.chunk_layers()]
+    policy = RecomputePolicy.parse(
+        setting(job.config), num_layers=model.profile.num_layers, layout=chunks
+    )
+    return Prediction(tuple(map(_stage, model.evaluate(policy).stages)), world)
+
+
+def _stage(cost: StageCost) -> Stage:
+    parts = cost.peak.breakdown
+    names = ("static", "in_flight", "running", "transient", "embedding_head", "overhead")
+    by_name = {name: int(getattr(parts, f"{name}_bytes")) for name in names}
+    return Stage(cost.peak_high_bytes, cost.peak.moment, by_name)
+
+
+def setting(config: dict[str, Any]) -> str:
+    """The run's own recompute setting in the policy grammar."""
+    granularity = config.get("recompute_granularity")
+    if granularity == "full":
+        number = config.get("recompute_num_layers")
+        method = config.get("recompute_method")
+        if method == "block" and not number:
+            return "megatron:none"
+        return f"megatron:{method}/{number}"
+    if granularity == "selective":
+        return f"megatron:selective[{'+'.join(config['recompute_modules'])}]"
+    return "megatron:none"

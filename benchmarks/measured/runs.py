@@ -1,0 +1,78 @@
+"""A published run: its flags, its machine, and the peaks that were measured.
+
+A row that cannot be read is `Unread` with the field and the reason, never left out.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.measured.flags import FieldError
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One stage's peak."""
+
+    stage: int
+    """From the end where negative: -1 is the last."""
+    peak_bytes: int
+    others: Mapping[str, int] = field(default_factory=dict)
+    """What other estimators predict, by their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One row."""
+
+    name: str
+    source: str
+    tier: str
+    gpu: str
+    flags: tuple[str, ...]
+    """Of pretrain_gpt.py, those that bear on bytes."""
+    worlds: tuple[int, ...]
+    """GPUs; several where the source does not say how many."""
+    measured: tuple[Measured, ...]
+    between_steps_bytes: int | None = None
+    """Allocated between steps; chooses among `worlds`."""
+    family: str = ""
+    uncovered: str = ""
+    """Why the run is not predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A row that is none."""
+
+    name: str
+    tier: str
+    reason: str
+
+
+def read(path: Path) -> Iterator[Run | Unread]:
+    """Every row of a CSV of one of the known kinds; raises FieldError for another file."""
+    from benchmarks.measured import megatron_tests, simumax
+
+    with open(path, newline="", encoding="utf-8") as file:
+        table = csv.DictReader(file)
+        columns = set(table.fieldnames or ())
+        for kind in (megatron_tests, simumax):
+            if columns >= kind.COLUMNS:
+                break
+        else:
+            lacking = sorted(megatron_tests.COLUMNS - columns)
+            raise FieldError(
+                f"{path}: columns of no known kind. As a table of Megatron's tests it lacks "
+                f"{', '.join(lacking)}; as one of SimuMax's runs "
+                f"{', '.join(sorted(simumax.COLUMNS - columns))}."
+            )
+        for number, row in enumerate(table, start=2):
+            name = row.get("case") or f"line {number}"
+            try:
+                yield kind.run(row)
+            except FieldError as error:
+                yield Unread(name, row.get("tier") or "", str(error))

@@ -1,0 +1,156 @@
+"""Builds one rank of a job's model on a device, with one layer of every kind.
+
+Megatron's own modules run here, of the job's true shapes on one rank. All other ranks are those of
+torch's fake process group, which moves no data: a gathered tensor is this rank's part, repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib import util
+from typing import Any
+
+import torch
+
+from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.meta import without_cuda
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.meta_step import fake_ranks
+from megatron_autorecompute.meta.model import (
+    LEFT_OUT,
+    Shard,
+    build_chunk,
+    job_kinds,
+    refusals,
+    shard_config,
+    step_shape,
+)
+from megatron_autorecompute.one_device.even_routing import even_routing
+from megatron_autorecompute.patched import patched_environ
+
+SEED = 1234
+PRECISIONS = {
+    "fp8": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "fp8_block": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+    "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
+}
+"""Megatron's fields for a job's precision; those that the job's config has come first."""
+RUN_HERE = ("fp8", "fp4", "fp8_recipe", "moe_permute_fusion", "moe_router_fusion")
+"""Fields that the model on meta tensors is built without, and the one on a device is not."""
+
+
+def device_of(name: str) -> torch.device:
+    """The device called cpu or cuda; raises MachineError if it is not there."""
+    on_cuda = torch.cuda.is_available()
+    if name == "cuda" and not on_cuda:
+        raise MachineError(
+            "--device cuda, and torch finds no CUDA device here. Run it on a machine with one, or "
+            "take estimate, which needs none."
+        )
+    if name == "cpu" and on_cuda:
+        raise MachineError(
+            "--device cpu, and this process sees a CUDA device, which Megatron would use. Hide it: "
+            "CUDA_VISIBLE_DEVICES= megatron-autorecompute profile --device cpu ..."
+        )
+    return torch.device(name)
+
+
+def refuse(job: Job, device: torch.device) -> None:
+    """Raise OptionError or MachineError for a job whose modules this device or machine lacks."""
+    if job.lora_rank:
+        raise OptionError(
+            f"{job.name}: lora_rank {job.lora_rank}, and adapters are Megatron Bridge's, which is "
+            "not built here. Take estimate, or auto in the job."
+        )
+    if job.transformer_impl == "local":
+        if job.precision != "bf16":
+            raise OptionError(
+                f"{job.name}: transformer_impl local with precision {job.precision}, which needs "
+                "Transformer Engine. Use transformer_engine."
+            )
+        if job.config.get("masked_softmax_fusion") and not has_fused_softmax():
+            raise MachineError(
+                f"{job.name}: masked_softmax_fusion, and its kernels are not installed here "
+                "(scaled_masked_softmax_cuda). Install Apex with them, or change the job: "
+                "masked_softmax_fusion false, --no-masked-softmax-fusion."
+            )
+        return
+    if device.type != "cuda":
+        raise MachineError(
+            f"{job.name}: transformer_impl transformer_engine, and Transformer Engine runs on CUDA "
+            "only. Measure on a GPU, take estimate, or change the job to transformer_impl local."
+        )
+    if util.find_spec("transformer_engine") is None:
+        raise MachineError(
+            f"{job.name}: transformer_impl transformer_engine, and Transformer Engine is not "
+            "installed here. Install transformer-engine; transformer_impl local is another model "
+            "with other bytes and times."
+        )
+
+
+@contextlib.contextmanager
+def shard(job: Job, device: torch.device) -> Iterator[Shard]:
+    """One layer of each of the job's kinds, embedding and head, with weights, in this block.
+
+    Raises OptionError for a config that Megatron refuses.
+    """
+    quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    with quiet, _megatron_on(device), even_routing(), refusals(job):
+        config, kind_of = shard_config(job, [1] * len(job_kinds(job)), left_out(job))
+        for name, value in _precision(job).items():
+            setattr(config, name, value)
+        config.perform_initialization = True
+        config.gradient_accumulation_fusion = adds_in_the_product(job)
+        config.masked_softmax_fusion &= has_fused_softmax()
+        shape = step_shape(job, 1)
+        with fake_ranks(config, 0, shape):
+            _seed()
+            with device:
+                model = build_chunk(config, True, True, None, shape, job=job)
+            if job.fuses_weight_gradients:
+                _add_in_the_product(model)
+            yield Shard(model.to(device).to(config.params_dtype).train(), kind_of)
+
+
+def left_out(job: Job) -> dict[str, Any]:
+    """Fields of the job's config that are not used here, and the values in place of theirs."""
+    return {name: value for name, value in LEFT_OUT.items() if name not in RUN_HERE}
+
+
+def _add_in_the_product(model: torch.nn.Module) -> None:
+    """Transformer Engine's layers do it by themselves, Megatron's own need Apex."""
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            setattr(module, "fuse_wgrad_accumulation", True)  # noqa: B010  # not every module has it
+
+
+def adds_in_the_product(job: Job) -> bool:
+    """Whether Megatron's own linear layers add weight gradients in the product: it needs Apex."""
+    from megatron.core.tensor_parallel import layers
+
+    return job.fuses_weight_gradients and bool(layers._grad_accum_fusion_available)
+
+
+def has_fused_softmax() -> bool:
+    """Whether the kernels of Megatron's masked_softmax_fusion are installed."""
+    return util.find_spec("scaled_masked_softmax_cuda") is not None
+
+
+def _precision(job: Job) -> dict[str, Any]:
+    fields = PRECISIONS.get(job.precision, {})
+    return {name: job.config.get(name) or value for name, value in fields.items()}
+
+
+@contextlib.contextmanager
+def _megatron_on(device: torch.device) -> Iterator[None]:
+    with without_cuda.on_the_device() if device.type == "cuda" else without_cuda.activate():
+        yield
+
+
+def _seed() -> None:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(SEED)
+    model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)

@@ -1,0 +1,296 @@
+"""Makes a profile on one device: real kernels of the job's shapes, modelled communication.
+
+One layer of every kind, with embedding and head, runs forward and backward under every choice.
+Their bytes and times are measured as in a job. Static bytes and the time of collectives come from
+the same job on meta tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_autorecompute.errors import MachineError, ProfileError
+from megatron_autorecompute.meta.devices import Device, Efficiency
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.meta_step import in_processes, kept_between_steps
+from megatron_autorecompute.meta.model import JobStep, add_main_gradients
+from megatron_autorecompute.meta.profiling import (
+    Progress,
+    every_choice,
+    own_embedding,
+    parallelism,
+    profile_job,
+    replace_mtp,
+    stated,
+    with_inert,
+)
+from megatron_autorecompute.meta.roofline import Communication
+from megatron_autorecompute.one_device import build, even_routing
+from megatron_autorecompute.policy import NONE, RecomputePolicy
+from megatron_autorecompute.profile import (
+    MEASURED_ON_ONE_DEVICE,
+    ChoiceRecord,
+    LayerKind,
+    Model,
+    Profile,
+    StaticBytes,
+)
+from megatron_autorecompute.runtime.apply import apply
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from megatron_autorecompute.runtime.measurement import Measurement
+from megatron_autorecompute.runtime.model_shard import ModelShard, alone
+from megatron_autorecompute.runtime.oom_guard import is_out_of_memory
+from megatron_autorecompute.runtime.probe import CudaBytes, Memory
+
+AHEAD_CYCLES = 60_000_000
+"""Clock cycles, about 30 ms, that the device waits at the start of a step, so that the host is
+ahead of it as in a job, and layers follow each other without gaps."""
+
+
+def profile_on_device(
+    job: Job,
+    device: torch.device,
+    gpu: Device,
+    efficiency: Efficiency | None = None,
+    repeats: int = 5,
+    progress: Progress = lambda _: None,
+) -> Profile:
+    """Measure every choice of every kind of layer of a job on one device.
+
+    Args:
+        job: the training job.
+        device: where its layers run.
+        gpu: the job's GPU, for the rates of links, and for workspaces among static bytes.
+        efficiency: assumed shares of the peaks; only that of communication is used.
+        repeats: how often each choice is measured; the first one is a warm-up.
+        progress: called with a sentence before each step.
+
+    Raises:
+        OptionError, PipelineError: the job cannot be read or built.
+        MachineError: this machine lacks what the job needs, such as memory.
+    """
+    build.refuse(job, device)
+    progress(f"{job.name}: static bytes and communication, on meta tensors")
+    run = functools.partial(modelled, job, gpu, efficiency or Efficiency())
+    [beside] = in_processes(run, [0]) if device.type == "cuda" else [run(0)]
+    apart = job.mtp_num_layers and job.size("pipeline") > 1
+    decoder = measure(replace_mtp(job, 0) if apart else job, device, repeats, progress)
+    whole = measure(job, device, repeats, progress) if apart else decoder
+    own = [kind for kind in decoder.kinds if not kind.name.startswith("mtp")]
+    depths = [kind for kind in whole.kinds if kind.name.startswith("mtp")]
+    facts = {**beside.model.facts, "measured": True}
+    return replace(
+        beside,
+        model=replace(beside.model, facts=facts),
+        kinds=with_inert([_kind(kind, beside) for kind in (*own, *depths)]),
+        embedding=_together(decoder.embedding, beside.embedding),
+        head=_together(whole.head, beside.head),
+        final_norm=whole.final_norm
+        and beside.final_norm
+        and _together(whole.final_norm, beside.final_norm),
+        boundary_bytes=decoder.boundary_bytes,
+        fingerprint={
+            **beside.fingerprint,
+            "made": "on one device",
+            "device": device_name(device),
+            "links": gpu.name,
+        },
+        assumptions=assumed(job, device, gpu, efficiency or Efficiency(), repeats),
+    )
+
+
+def modelled(job: Job, gpu: Device, efficiency: Efficiency, _: int) -> Profile:
+    """Static bytes of the job, and as times those of communication alone."""
+    return profile_job(job, gpu, efficiency, clock_type=Communication)
+
+
+def device_name(device: torch.device) -> str:
+    """As in the fingerprint of a profile that a job measured."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+# ---------------------------------------------------------------------------------- measuring
+
+
+def measure(job: Job, device: torch.device, repeats: int, progress: Progress) -> Profile:
+    """The profile of a model of one layer of each kind, as measured; times without communication
+    but for what the fake process group copies on this device."""
+    progress(f"{job.name}: building one layer of every kind on {device_name(device)}")
+    with _short_of_memory(job, "building the layers"), build.shard(job, device) as built:
+        profile = _measured(job, built.model, len(built.kind_of), device, repeats, progress)
+        del built
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return profile
+
+
+def _measured(
+    job: Job,
+    model: torch.nn.Module,
+    depth: int,
+    device: torch.device,
+    repeats: int,
+    progress: Progress,
+) -> Profile:
+    step = JobStep(job, device)
+    own = job.mtp_num_layers and job.size("pipeline") > 1
+    parameters = [*model.parameters(), *(own_embedding(model) if own else [])]
+    gradients = add_main_gradients(parameters)
+    static = [*parameters, *gradients, *model.buffers(), *step.static]
+    on_cuda = device.type == "cuda"
+    nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
+
+    def run() -> None:
+        if on_cuda:
+            torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+        loss: Any = step(None, model)[0].float().mean()
+        loss.backward()
+
+    with apply(nothing, model, groups=()) as applied:
+        whole = ModelShard([model], all_gather=alone, choices_of=every_choice)
+        measurement = Measurement(whole, applied)
+        steps = max(len(kind.choices) for kind in whole.kinds)
+
+        def watched(memory: Memory | None, repeats: int, what: str, *, times: bool) -> None:
+            for number, _ in enumerate(measurement.policies(repeats)):
+                progress(f"{job.name}: {what}, step {number + 1} of {steps * repeats}")
+                text = applied.policy.format()
+                with _short_of_memory(job, text), measurement.watch(memory, times=times):
+                    run()
+                for gradient in gradients:
+                    gradient.zero_()
+
+        with even_routing.checked(model), _short_of_memory(job, "none"):
+            run()
+        if on_cuda:
+            for _ in measurement.policies():  # code is compiled or tuned, buffers are made
+                with _short_of_memory(job, applied.policy.format()):
+                    run()
+            torch.cuda.empty_cache()
+            watched(CudaBytes(), repeats, "bytes and times", times=True)
+        else:
+            with LiveBytes(static) as live, kept_between_steps([model], live):
+                run()  # what a MoE layer's dispatcher keeps until the next forward is there before
+                watched(live, 1, "bytes", times=False)
+            watched(None, repeats, "times", times=True)
+        if unseen := measurement.unseen():
+            names = ", ".join(f"{choice} ({kind.name})" for choice, kind in unseen)
+            raise ProfileError(
+                f"{job.name}: the steps on {device_name(device)} showed nothing of {names}. "
+                "Measure this model in the job, by auto, or report the config."
+            )
+        return measurement.profile(
+            Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
+        )
+
+
+@contextmanager
+def _short_of_memory(job: Job, doing: str) -> Iterator[None]:
+    """Raise MachineError where the device's memory ran out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        on_cpu = "DefaultCPUAllocator" in str(error)
+        if not (isinstance(error, MemoryError) or on_cpu or is_out_of_memory(error)):
+            raise
+        raise MachineError(
+            f"{job.name}: this device ran out of memory at {doing}, with one layer of every kind, "
+            "embedding and head on it. Measure where it has more memory and nobody else uses it, "
+            f"or a job with micro_batch_size below {job.micro_batch_size}, a shorter seq_length, "
+            "or more tensor or expert parallel ranks; estimate needs no device."
+        ) from error
+
+
+# --------------------------------------------------------------------------------- putting together
+
+
+def _kind(measured: LayerKind, modelled: Profile) -> LayerKind:
+    """A kind of the whole model, with what was measured on one layer of it."""
+    kind = next((kind for kind in modelled.kinds if kind.name == measured.name), None)
+    if kind is None:
+        known = ", ".join(kind.name for kind in modelled.kinds)
+        raise ProfileError(
+            f"{modelled.model.name}: layers of kind {measured.name!r} were built, and without a "
+            f"device {known}. Report the config."
+        )
+    records = []
+    for record in measured.choices:
+        beside = kind.record(record.choice)
+        if beside is None:
+            raise ProfileError(
+                f"{modelled.model.name}: {record.choice} of {kind.name} was measured, and its "
+                "communication is not known: without a device Megatron has no such choice here. "
+                "Report the config."
+            )
+        records.append(_together(record, beside))
+    return replace(kind, choices=tuple(records), inert=measured.inert)
+
+
+def _together(measured: ChoiceRecord, modelled: ChoiceRecord) -> ChoiceRecord:
+    """The measured record, and the modelled time of its collectives on top."""
+    communication = modelled.forward_ms + modelled.backward_ms
+    return replace(
+        measured,
+        forward_ms=measured.forward_ms + modelled.forward_ms,
+        backward_ms=measured.backward_ms + modelled.backward_ms,
+        communication_ms=communication,
+        percentiles=(),
+        source=MEASURED_ON_ONE_DEVICE,
+    )
+
+
+def assumed(
+    job: Job, device: torch.device, gpu: Device, efficiency: Efficiency, repeats: int
+) -> tuple[str, ...]:
+    """What of the figures was measured and what modelled, one sentence each."""
+    sentences = [
+        f"Measured on one {device_name(device)}: held and transient bytes, and the time of "
+        f"arithmetic, of one layer of every kind, embedding and head, each {repeats} times; times "
+        "are medians.",
+        f"Modelled: communication, which moved no data here, by {gpu.name}'s links ({gpu.source}) "
+        f"at {efficiency.communication:.0%} of their peaks; none of it overlaps arithmetic.",
+        "Static bytes follow Megatron's rules for the distributed optimizer, as estimate counts "
+        "them; buffers are not padded.",
+    ]
+    if device.type == "cuda":
+        sentences.append(
+            "Bytes are those of torch's allocator, whose blocks are larger than their tensors. "
+            "The device waits before each step, so that the host is ahead: where the host is the "
+            "slower one in a job, its steps are longer."
+        )
+    else:
+        sentences.append(
+            "Bytes are those of live tensors. Times are a processor's, and say nothing of a GPU."
+        )
+    if job.config.get("num_moe_experts"):
+        sentences.append(
+            "MoE: routing is forced, every expert gets equally many tokens"
+            + stated(job.moe_imbalance)
+            + "; the dispatcher is alltoall."
+        )
+    if job.fuses_weight_gradients and not build.adds_in_the_product(job):
+        sentences.append(
+            "Weight gradients of Megatron's own linear layers, such as the output layer, were not "
+            "added in the product (gradient_accumulation_fusion), because Apex is not installed "
+            "here: their bytes count among transients, and their time includes one addition."
+        )
+    unfused = job.transformer_impl == "local" and not build.has_fused_softmax()
+    if unfused and job.config.get("masked_softmax_fusion", True):
+        sentences.append(
+            "Masking and softmax were several kernels, with a mask of their own, because those of "
+            "masked_softmax_fusion are not installed here."
+        )
+    if job.precision != "bf16":
+        sentences.append(f"{job.precision}: weights are in bf16, products in {job.precision}.")
+    names = build.left_out(job)
+    if left := sorted(n for n, v in names.items() if job.config.get(n) not in (None, v)):
+        sentences.append(f"Left out of the config: {', '.join(left)}.")
+    return tuple(sentences)

@@ -1,0 +1,149 @@
+"""Reads the layer pattern of a HybridModel, such as `M-M*|-ME/*E`.
+
+One symbol is one layer. `|` separates pipeline chunks in model order, `/` begins a depth of
+multi-token prediction. Source: `Symbols`, `parse_hybrid_pattern` and `select_pipeline_segment` in
+megatron-core's models/hybrid/hybrid_layer_allocation.py, the same in 0.19.2 and main of 2026-08.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from megatron_autorecompute.errors import PipelineError
+
+FAMILIES = {
+    "M": "mamba",
+    "G": "gdn",
+    "*": "attention",
+    "D": "dsa",
+    "+": "mla",
+    "-": "mlp",
+    "E": "moe",
+}
+"""Family of a layer by its symbol."""
+_MOST_SYMBOLS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class HybridPattern:
+    """A pattern, read."""
+
+    segments: tuple[str, ...]
+    """Symbols of every pipeline chunk in model order; a single one if there is no `|`."""
+    depth: str = ""
+    """Symbols of one depth of multi-token prediction: a stack of its own inside the depth."""
+    mtp_num_layers: int = 0
+    """How many depths there are."""
+
+    @property
+    def symbols(self) -> str:
+        """Symbols of the decoder; layer i is symbol i."""
+        return "".join(self.segments)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.symbols)
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Family of every decoder layer."""
+        return tuple(FAMILIES[symbol] for symbol in self.symbols)
+
+    def __str__(self) -> str:
+        return "/".join(["|".join(self.segments), *[self.depth] * self.mtp_num_layers])
+
+    @classmethod
+    def parse(cls, text: str) -> HybridPattern:
+        """Read Megatron's `hybrid_layer_pattern`.
+
+        Raises PipelineError, with position and symbol, for what Megatron refuses, for a pattern
+        without layers, and for `[…]` groups.
+        """
+        shown = f"hybrid_layer_pattern {text!r:.200}"
+        if len(text) > _MOST_SYMBOLS:
+            raise PipelineError(f"{shown} has more than {_MOST_SYMBOLS} symbols.")
+        main, *depths = text.split("/")
+        _check_symbols(shown, text, len(main))
+        _check_attention(shown, main, 0)
+        if not any(depths):  # as Megatron does
+            depths = []
+        if depths:
+            _check_attention(shown, depths[0], len(main) + 1)
+            _check_alike(shown, depths, len(main) + 1)
+        pattern = cls(tuple(main.split("|")), "".join(depths[:1]), len(depths))
+        if not pattern.num_layers:
+            raise PipelineError(f"{shown} has no layers before the first /. Give at least one.")
+        return pattern
+
+    def placed(self, chunks: Sequence[Sequence[int]]) -> HybridPattern:
+        """The same layers with `|` between these chunks, in model order (MTP depths ignored)."""
+        counts = (sum(index < self.num_layers for index in chunk) for chunk in chunks)
+        symbols = iter(self.symbols)
+        return replace(self, segments=tuple("".join(islice(symbols, n)) for n in counts))
+
+    def check_numbers(self, num_layers: int, mtp_num_layers: int) -> HybridPattern:
+        """This pattern; PipelineError if a config's two numbers differ from its symbols."""
+        if num_layers != self.num_layers:
+            at = min(num_layers, self.num_layers)
+            first = (
+                f"symbol {self.symbols[at]!r} is layer {at}"
+                if num_layers < self.num_layers
+                else f"layer {at} has no symbol; the last is {self.symbols[-1]!r}"
+            )
+            raise PipelineError(
+                f"hybrid_layer_pattern {str(self)!r:.200} has {self.num_layers} layers, "
+                f"num_layers is {num_layers}: {first}. Set num_layers to {self.num_layers}, or "
+                "correct the pattern."
+            )
+        if mtp_num_layers != self.mtp_num_layers:
+            raise PipelineError(
+                f"hybrid_layer_pattern {str(self)!r:.200} has {self.mtp_num_layers} MTP depths "
+                f"(after /), mtp_num_layers is {mtp_num_layers}: Megatron needs both to be the "
+                "same. Correct one of them."
+            )
+        return self
+
+
+def _check_symbols(shown: str, text: str, main: int) -> None:
+    """main: how many symbols are before the first `/`."""
+    for position, symbol in enumerate(text):
+        if symbol in "[]":
+            raise PipelineError(
+                f"{shown}: {symbol!r} at position {position}: groups of layers in […] are in no "
+                "released Megatron. Write the layers without brackets."
+            )
+        if symbol not in FAMILIES and symbol not in "|/":
+            known = ", ".join(f"{one} {name}" for one, name in FAMILIES.items())
+            raise PipelineError(
+                f"{shown}: {symbol!r} at position {position} is no layer. Known are {known}; "
+                "| separates pipeline chunks, / begins an MTP depth."
+            )
+        if symbol == "|" and position > main:
+            raise PipelineError(
+                f"{shown}: '|' at position {position} is within an MTP depth, and all depths are "
+                "in the last chunk. Use | only before the first /."
+            )
+
+
+def _check_alike(shown: str, depths: Sequence[str], position: int) -> None:
+    """position: of the first symbol of the first depth."""
+    for number, depth in enumerate(depths):
+        if depth != depths[0]:
+            raise PipelineError(
+                f"{shown}: MTP depth {number}, at position {position}, is {depth!r}, and depth 0 "
+                f"is {depths[0]!r}: Megatron builds all depths alike. Write the same."
+            )
+        position += len(depth) + 1
+
+
+def _check_attention(shown: str, part: str, start: int) -> None:
+    others = [position for position, symbol in enumerate(part) if symbol in "D+"]
+    if "*" in part and others:
+        raise PipelineError(
+            f"{shown}: '*' at position {start + part.index('*')} and {part[others[0]]!r} at "
+            f"position {start + others[0]}: Megatron does not build attention beside MLA or DSA "
+            "in one model. Use one of them."
+        )

@@ -1,0 +1,112 @@
+"""Rows of measured runs: what is read, what is named, what is predicted."""
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measured import page
+from benchmarks.measured.flags import FieldError, flags
+from benchmarks.measured.results import results
+from benchmarks.measured.runs import Run, Unread, read
+
+DATA = Path(__file__).parents[2] / "benchmarks" / "data"
+GOLDEN, B200 = DATA / "megatron_golden_memory.csv", DATA / "b200_measured.csv"
+
+
+def rows(path):
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def written(path, changed):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, list(changed[0]))
+        table.writeheader()
+        table.writerows(changed)
+    return path
+
+
+def test_every_row_is_a_run_or_says_why_it_is_none():
+    for path in (GOLDEN, B200):
+        found = list(read(path))
+        assert len(found) == len(rows(path))
+        for row in found:
+            if isinstance(row, Unread):
+                assert "tokenizer-model" in row.reason, row
+            else:
+                assert row.flags or row.uncovered, row
+                assert row.measured[0].peak_bytes > 1 << 27
+
+
+@pytest.mark.parametrize(
+    ("path", "column", "value", "named"),
+    [
+        (GOLDEN, "mem_max_last", "lots", "mem_max_last: a whole number"),
+        (GOLDEN, "platform", "dgx_x", "platform: 'dgx_x'"),
+        (GOLDEN, "all_args_json", "{", "all_args_json: "),
+        (GOLDEN, "all_args_json", '{"vocab-file": "mine.json"}', "mine.json is no tokenizer"),
+        (GOLDEN, "all_args_json", '{"vocab-size": 9, "bf16": [1]}', "--bf16: a number"),
+        (B200, "model", "gpt5", "model: 'gpt5'"),
+        (B200, "tp", "0", "tp: a whole number"),
+        (B200, "max_allocated_mib_by_rank", "1 2", "2 peaks of 8 ranks"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_field(tmp_path, path, column, value, named):
+    first, second = rows(path)[2:4]
+    bad, good = read(written(tmp_path / "rows.csv", [{**first, column: value}, second]))
+    assert isinstance(bad, Unread)
+    assert named in bad.reason
+    assert isinstance(good, Run)
+
+
+def test_a_file_of_other_columns_is_refused_with_what_it_lacks(tmp_path):
+    with pytest.raises(FieldError, match=r"lacks .*mem_max_last"):
+        list(read(written(tmp_path / "rows.csv", [{"case": "a", "tier": "A"}])))
+
+
+def test_flags_are_those_that_the_shell_would_read():
+    given = {
+        "layout": "Et*3\\\\|(tt\\\\|)",
+        "schedule": "0:384 200B:768",
+        "modules": "[a b]",
+        "sizes": "2 2",
+        "off": False,
+        "on": True,
+        "save": "${WHERE}",
+    }
+    read_flags = ("--layout", "Et*3|(tt|)", "--modules", "a", "b", "--on")
+    assert flags(given) == (*read_flags, "--schedule", "0:384 200B:768", "--sizes", "2", "2")
+
+
+def test_what_is_not_covered_stands_on_the_page_with_its_reason():
+    runs = [row for row in read(GOLDEN) if isinstance(row, Run) and row.uncovered][:1]
+    unread = Unread("broken row", "B", "tp: a whole number is needed")
+    text = page.text(results([(runs[0], None)], [unread]))
+    for expected in (runs[0].name, runs[0].uncovered, "broken row", unread.reason):
+        assert expected in text
+
+
+HAS_PARSER = importlib.util.find_spec("megatron.training") is not None
+
+
+@pytest.mark.skipif(not HAS_PARSER, reason="this wheel of megatron-core has no flags")
+@pytest.mark.parametrize(
+    ("path", "name", "bound"),
+    [
+        (B200, "llama3_70b_l12_tp4_pp1_dp2_mbc4_cef", 0.002),
+        (B200, "llama3_70b_l12_tp1_cp8_pp1_dp1_seq32768_mbc4_cef", 0.002),
+        (GOLDEN, "gpt3_7b_tp1_pp4_memory_speed (gb200)", 0.004),
+    ],
+)
+def test_one_run_of_each_family_is_predicted(path, name, bound):
+    from benchmarks.measured.__main__ import case
+    from benchmarks.measured.prediction import predicted
+
+    run = next(row for row in read(path) if row.name == name)
+    data = results([(run, predicted(case(run)))], [])
+    assert not data["uncovered"]
+    for point in data["points"]:
+        assert abs(point["error"]) <= bound, json.dumps(point)

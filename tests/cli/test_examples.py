@@ -1,0 +1,35 @@
+"""The examples of planning without a device, as `make examples` runs them."""
+
+import pytest
+
+from megatron_autorecompute.meta.job import load_job
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.profile import Profile
+from tests.support import EXAMPLE_JOBS, NO_DEVICE
+
+
+@pytest.mark.parametrize("name", EXAMPLE_JOBS)
+def test_examples_take_under_a_minute_of_processor_time_and_4_gib(name, examples):
+    # Of the processor, not the clock: what else the machine does is no matter.
+    assert examples.processor_s[name] < 60
+    assert examples.largest_bytes < 4 << 30
+    out = (examples.folder / f"{name}.txt").read_text()
+    assert "modelled, not measured" in out
+    asked = load_job(NO_DEVICE / f"{name}.yaml")
+    path = examples.folder / f"{name}.json"
+    assert [stage.layers for stage in Profile.load(path).stages] == [
+        tuple(sorted(layer for chunk in chunks for layer in chunk.layers))
+        for chunks in asked.layout().stages
+    ]
+    # What it says to run next is what the script ran.
+    planning = out.splitlines()[-1].replace('"', "").split()
+    assert planning[:5] == [
+        "megatron-autorecompute",
+        "plan",
+        "--profile",
+        str(path),
+        "--budget-gib",
+    ]
+    plan = Plan.load(examples.folder / f"{name}.plan.json")
+    assert set(plan.budget_bytes) == {int(float(planning[5]) * (1 << 30))}
+    assert plan.step_evidence.gap < 0.01

@@ -1,0 +1,180 @@
+"""Tiny HybridModels of Megatron's local layers, for ranks without CUDA and Transformer Engine.
+
+HybridStack takes its last norm from Transformer Engine whatever the spec says, and GatedDeltaNet
+wants fla even in deterministic_mode: `runnable` puts torch's own in their places.
+"""
+
+import contextlib
+import functools
+
+import torch
+
+from megatron_autorecompute.patched import patched
+from tests import mamba_kernels
+from tests.support import SEQ_LENGTH, VOCAB, set_weights, tiny_config
+
+GDN = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "deterministic_mode": True,
+    "activation_func": torch.nn.functional.silu,
+}
+
+
+@contextlib.contextmanager
+def runnable():
+    """In this block HybridModels of `local_spec` are built and run."""
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.ssm.gated_delta_net import common
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    def l2norm(x, **_):
+        return torch.nn.functional.normalize(x, dim=-1)
+
+    MTPLossLoggingHelper.tracker.clear()  # has a place for each depth of the process's first model
+
+    with (
+        patched(hybrid_block, "TENorm", WrappedTorchNorm),
+        patched(common, "HAVE_FLA", True),
+        patched(common, "l2norm", l2norm),
+        mamba_kernels.stand_ins(),
+    ):
+        yield
+
+
+def make_runnable():
+    """`runnable` to the end of this process."""
+    _kept.enter_context(runnable())
+
+
+_kept = contextlib.ExitStack()
+
+
+def local_spec():
+    """Megatron's hybrid_stack_spec with its local modules."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add as bda
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm as Norm
+    from megatron.core.transformer.transformer_layer import (
+        MoETransformerLayer,
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    def part(module, submodules, **params):
+        return ModuleSpec(module=module, submodules=submodules, params=params)
+
+    def layer(module=TransformerLayer, **submodules):
+        return part(module, TransformerLayerSubmodules(**submodules))
+
+    normed = functools.partial(layer, input_layernorm=Norm, self_attn_bda=bda)
+    mamba = functools.partial(MambaLayerSubmodules, norm=Norm, mamba_bda=bda)
+
+    column, row = ColumnParallelLinear, RowParallelLinear
+    attention = part(
+        SelfAttention,
+        SelfAttentionSubmodules(
+            linear_qkv=column, core_attention=DotProductAttention, linear_proj=row
+        ),
+        attn_mask_type=AttnMaskType.causal,
+    )
+    gdn = part(GatedDeltaNet, GatedDeltaNetSubmodules(in_proj=column, out_norm=Norm, out_proj=row))
+    mixer = part(MambaMixer, MambaMixerSubmodules(in_proj=column, out_proj=row))
+    mlp = functools.partial(
+        MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    )
+    moe = get_moe_module_spec_for_backend(
+        backend=LocalSpecProvider(), num_experts=8, moe_grouped_gemm=False
+    )
+    return part(
+        HybridStack,
+        HybridStackSubmodules(
+            mamba_layer=part(MambaLayer, mamba(mixer=mixer)),
+            attention_layer=normed(self_attention=attention),
+            gdn_layer=normed(self_attention=gdn),
+            mlp_layer=layer(MLPLayer, pre_mlp_layernorm=Norm, mlp=mlp, mlp_bda=bda),
+            moe_layer=layer(MoETransformerLayer, pre_mlp_layernorm=Norm, mlp=moe, mlp_bda=bda),
+            mtp_block_spec=_depth_spec(column, Norm),
+        ),
+    )
+
+
+def _depth_spec(column, norm):
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules,
+    )
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    depth = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=norm, hnorm=norm, eh_proj=column, mtp_model_layer=None, layer_norm=norm
+        ),
+    )
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[depth]),
+    )
+
+
+def hybrid_config(pattern, **fields):
+    """tiny_config for a pattern, with what Megatron's arguments take from it."""
+    from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
+
+    read = HybridPattern.parse(pattern)
+    values = {"num_layers": read.num_layers, "is_hybrid_model": True}
+    segments, pp = len(read.segments), fields.get("pipeline_model_parallel_size", 1)
+    if segments > pp:
+        values["virtual_pipeline_model_parallel_size"] = segments // pp
+    if read.mtp_num_layers:
+        values["mtp_num_layers"] = read.mtp_num_layers
+    if "G" in pattern:
+        values |= GDN
+    if "M" in pattern:
+        values |= mamba_kernels.SIZES
+    return tiny_config("moe" if "E" in pattern else "dense", **(values | fields))
+
+
+def hybrid_chunks(config, pattern, **options):
+    """This rank's chunks as HybridModels in training mode, with the same weights in any layout."""
+    from megatron.core import parallel_state
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    virtual = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for number in range(virtual or 1):
+        where = {"ignore_virtual": False, "vp_stage": number} if virtual else {}
+        model = HybridModel(
+            config,
+            local_spec(),
+            vocab_size=VOCAB,
+            max_sequence_length=SEQ_LENGTH,
+            hybrid_layer_pattern=pattern,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            vp_stage=number if virtual else None,
+            **{"position_embedding_type": "rope", **options},
+        )
+        chunks.append(model.to(config.params_dtype).train())
+    for model in chunks:
+        set_weights(model)
+    return chunks

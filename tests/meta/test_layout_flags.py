@@ -1,0 +1,44 @@
+"""Flags of searched layouts, read by the parser of Megatron's own pretrain_gpt.py."""
+
+import importlib.util
+
+import pytest
+
+from megatron_autorecompute.meta.flags import job_from_flags
+from megatron_autorecompute.planner.layout_search.flags import layers_per_stage, layout_flags
+from tests.planner.asked import searched_layouts
+
+SMALL_JOB = (
+    "--hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8 --bf16 "
+    "--micro-batch-size 1 --vocab-size 32 --train-iters 1 --lr 1e-4 --mock-data "
+    "--tokenizer-type NullTokenizer --untie-embeddings-and-output-weights "
+    "--position-embedding-type rope"
+)
+
+
+# Megatron warns while it is imported without Transformer Engine.
+@pytest.mark.filterwarnings("ignore:Only transformer-engine:UserWarning")
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="this megatron-core comes without megatron.training",
+)
+@pytest.mark.parametrize(
+    ("sizes", "chunks", "depths"),
+    [
+        ((0, 3, 1), 1, 0),
+        ((2, 3, 1), 1, 1),
+        ((2, 1, 1, 0), 1, 0),
+        ((3, 1), 1, 0),
+        ((2, 6, 4), 2, 0),
+        ((2, 6), 2, 1),
+    ],
+)
+def test_megatrons_parser_accepts_them_and_reads_the_planned_layout(sizes, chunks, depths):
+    layers, stages = sum(sizes), len(sizes)
+    own = [*sizes[:-1], sizes[-1] + depths]
+    every = searched_layouts(stages, chunks, layers, depths)
+    (layout,) = (one for one in every if layers_per_stage(one) == own)
+    words = f"{SMALL_JOB} --num-layers {layers} --pipeline-model-parallel-size {stages} "
+    words += f"--global-batch-size {4 * stages}" + f" --mtp-num-layers {depths}" * bool(depths)
+    flags = [word for pair in layout_flags(layout).items() for word in pair]
+    assert job_from_flags([*words.split(), *flags], stages).layout() == layout

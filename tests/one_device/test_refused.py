@@ -1,0 +1,88 @@
+"""What `profile --device` refuses, and with which exit code."""
+
+import pytest
+import torch
+
+from megatron_autorecompute.cli import main
+from megatron_autorecompute.one_device import profiling
+from tests.one_device.test_profiling import COMMAND, EXPERT, TENSOR, job_file
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="cpu is refused beside CUDA")
+SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+TE = {"transformer_impl": "transformer_engine"}
+
+
+def answer(words, capsys):
+    code = main(words)
+    return code, " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "said"),
+    [
+        (TE, 7, "Transformer Engine runs on CUDA only"),
+        ({"config": {**SIZES, "masked_softmax_fusion": True}}, 7, "masked_softmax_fusion"),
+        ({"lora_rank": 4}, 9, "adapters are Megatron Bridge's"),
+        ({"precision": "fp8"}, 9, "needs Transformer Engine"),
+    ],
+)
+def test_a_job_that_the_device_cannot_run_is_no_other_job(changed, code, said, tmp_path, capsys):
+    path = job_file(tmp_path / "job.yaml", TENSOR, **changed)
+    found, error = answer([*COMMAND, path, "-o", "-"], capsys)
+    assert found == code
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--device", "cuda"], 7, "torch finds no CUDA device"),
+        (["--device", "cpu"], 9, "add --gpu NAME"),
+        (["--device", "cpu", "--gpu", "h100", "--sensitivity"], 9, "--sensitivity has no effect"),
+        (["--no-device"], 9, "needs --gpu NAME"),
+        ([], 2, "one of the arguments --device --no-device is required"),
+    ],
+)
+def test_what_is_missing_is_named(words, code, said, tmp_path, capsys):
+    path = job_file(tmp_path / "job.yaml", TENSOR)
+    try:
+        found, error = answer(["profile", *words, path, "-o", "-"], capsys)
+    except SystemExit as left:
+        found, error = left.code, " ".join(capsys.readouterr().err.split())
+    assert found == code
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), 7, "at selective[core_attn]*1, with one"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_a_step_that_is_broken_off_says_which(raised, code, said, tmp_path, capsys, monkeypatch):
+    steps = iter(range(5))
+    original = profiling.JobStep.__call__
+
+    def short(*args):
+        if next(steps) == 4:
+            raise raised
+        return original(*args)
+
+    monkeypatch.setattr(profiling.JobStep, "__call__", short)
+    monkeypatch.setattr(profiling, "modelled", lambda *_: None)
+    path = job_file(tmp_path / "job.yaml", TENSOR)
+    found, error = answer([*COMMAND, path, "-o", str(tmp_path / "p.json")], capsys)
+    assert found == code
+    assert said in error
+    assert not torch.distributed.is_initialized()
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_a_router_that_cannot_be_even_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(profiling, "modelled", lambda *_: None)
+    sinkhorn = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
+    path = job_file(tmp_path / "job.yaml", {**EXPERT, **sinkhorn})
+    found, error = answer([*COMMAND, path, "-o", "-"], capsys)
+    assert found == 4, error
+    assert "do not let every expert have equally many tokens" in error

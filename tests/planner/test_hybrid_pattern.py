@@ -1,0 +1,76 @@
+import pytest
+
+from megatron_autorecompute.errors import PipelineError
+from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
+from megatron_autorecompute.planner.layout import Layout
+
+pytestmark = pytest.mark.any_version
+
+
+def layout(pattern, pp, vp=None, **fields):
+    return Layout.from_pattern(HybridPattern.parse(pattern), pp, vp, **fields)
+
+
+def test_a_pattern_has_segments_families_and_depths():
+    pattern = HybridPattern.parse("M-|*E|/*E/*E")
+    assert pattern.segments == ("M-", "*E", "")
+    assert pattern.families == ("mamba", "mlp", "attention", "moe")
+    assert (pattern.num_layers, pattern.depth, pattern.mtp_num_layers) == (4, "*E", 2)
+    assert str(pattern) == "M-|*E|/*E/*E"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("M-x*", "'x' at position 2 is no layer"),
+        ("*-[*-]", "'[' at position 2: groups of layers"),
+        ("*-/*|-", "'|' at position 4 is within an MTP depth"),
+        ("M*-+", "'*' at position 1 and '+' at position 3"),
+        ("M-/*D", "'*' at position 3 and 'D' at position 4"),
+        ("*-/*-/**", "MTP depth 1, at position 6, is '**', and depth 0 is '*-'"),
+        ("|/*-", "has no layers before the first /"),
+    ],
+)
+def test_what_megatron_does_not_build_is_refused_by_position_and_symbol(pattern, said):
+    with pytest.raises(PipelineError) as error:
+        HybridPattern.parse(pattern)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ((3, 0), "has 4 layers, num_layers is 3: symbol '-' is layer 3"),
+        ((6, 0), "num_layers is 6: layer 4 has no symbol; the last is '-'"),
+        ((4, 1), "has 0 MTP depths (after /), mtp_num_layers is 1"),
+    ],
+)
+def test_a_pattern_of_other_numbers_than_the_config_is_refused(numbers, said):
+    with pytest.raises(PipelineError) as error:
+        HybridPattern.parse("*-*-").check_numbers(*numbers)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (lambda: layout("*-|*-|*-", 2), "has 3 segments (separated by |), which do not make 2"),
+        (
+            lambda: layout("*-|*-", 2, 2),
+            "has 2 segments (separated by |), which do not make",
+        ),
+        (lambda: layout("*-*-", 2, 2), "has no |, so Megatron builds one chunk per stage"),
+        (
+            lambda: layout("*-|*-", 2, num_layers_in_first_pipeline_stage=1),
+            "places layers by |, beside num_layers_in_first/last_pipeline_stage",
+        ),
+        (
+            lambda: layout("*-*", 2),
+            "3 of its 3 layers cannot be divided evenly among 2 of 2",
+        ),
+    ],
+)
+def test_stages_that_a_pattern_does_not_fill_are_refused(asked, said):
+    with pytest.raises(PipelineError) as error:
+        asked()
+    assert said in str(error.value)

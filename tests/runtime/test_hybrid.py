@@ -1,0 +1,177 @@
+"""A policy on a HybridModel: the bits of no recompute, and Megatron's own layers and choices."""
+
+import pytest
+import torch
+
+from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
+from megatron_autorecompute.policy import RecomputePolicy
+from tests.hybrid_models import hybrid_chunks, hybrid_config, make_runnable, runnable
+from tests.mamba_kernels import chunk_scan, recurrence
+from tests.support import one_step, run_ranks, start_parallel, tiny_config, tiny_gpt
+
+pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
+]
+
+
+def counted(models):
+    """How often the forward of every layer ran, by its index; inner layers of depths left out."""
+    from megatron_autorecompute.compat import model_layers
+
+    ran = {}
+    for layer, index in dict(model_layers.numbered_layers(models)).items():
+        layer.register_forward_pre_hook(
+            lambda *_, index=index: ran.__setitem__(index, ran.get(index, 0) + 1)
+        )
+    return ran
+
+
+def bits_of_policies(pattern, policies, sizes, fields):
+    """In a rank: for every policy whether its bits are those of none, and forwards per layer."""
+    from megatron_autorecompute.runtime.apply import apply
+    from megatron_autorecompute.runtime.model_shard import ModelShard
+
+    config = hybrid_config(pattern, **sizes, **fields)
+    models = hybrid_chunks(config, pattern)
+    shard = ModelShard(models)
+    base, again, ran, found = one_step(models), one_step(models), counted(models), {}
+    assert again.same_bits(base)
+    assert all(torch.isfinite(gradient).all() for gradient in base.gradients.values())
+    for text in policies:
+        ran.clear()
+        with apply(parsed(text, shard), models):
+            same = one_step(models).same_bits(base)
+        found[text] = (same, dict(ran))
+    return {kind.name: kind.layers for kind in shard.kinds}, found
+
+
+def parsed(text, shard):
+    """The policy; Megatron's strategies count in the chunks of the shard's pattern."""
+    from megatron_autorecompute.policy import RecomputePolicy
+
+    chunks = shard.layout.counted_chunks()
+    return RecomputePolicy.parse(text, num_layers=shard.num_layers, layout=chunks)
+
+
+def in_a_rank(pattern, policies, sizes, fields):
+    start_parallel(**{name: size for name, size in sizes.items() if name != "sequence_parallel"})
+    make_runnable()
+    return bits_of_policies(pattern, policies, sizes, fields)
+
+
+def run(pattern, policies, world, fields=None, **sizes):
+    """Kinds of the model, and forwards per layer of every policy; all bits are those of none."""
+    results = run_ranks(in_a_rank, world, pattern, policies, sizes, fields or {})
+    assert [p for _, found in results for p, (same, _) in found.items() if not same] == []
+    forwards = {
+        text: dict(sorted(kv for _, found in results for kv in found[text][1].items()))
+        for text in policies
+    }
+    return results[0][0], forwards
+
+
+ONE_RANK = {
+    "*-*-": ["full,none*2,full", "full/2*2,selective[core_attn],selective[mlp]", "full/3*3,none"],
+    "*E*E": ["full/2*2,selective[core_attn+layernorm],selective[moe]", "selective[layernorm]"],
+    "G-GE": ["full,none,full/2*2", "none,selective[mlp],full,selective[moe]"],
+    "MEM*E/*E": [
+        "full,none,full,selective[core_attn],selective[moe],full",
+        "none,full/2*2,none*2,selective[core_attn+moe]",
+    ],
+}
+
+
+@pytest.mark.parametrize("pattern", ONE_RANK)
+def test_every_family_keeps_its_bits_under_mixed_policies(one_rank, pattern):
+    with runnable():
+        kinds, found = bits_of_policies(pattern, ONE_RANK[pattern], {}, {})
+    assert [text for text, (same, _) in found.items() if not same] == []
+    families = HybridPattern.parse(pattern).families
+    assert set(kinds) == {*families, *(["mtp"] if "/" in pattern else [])}
+    assert all(families[i] == name for name, at in kinds.items() if name != "mtp" for i in at)
+    for text, (_, ran) in found.items():
+        choices = RecomputePolicy.parse(text, num_layers=len(ran)).layers
+        assert ran == {i: 8 if one.granularity == "full" else 4 for i, one in enumerate(choices)}
+
+
+def test_uneven_segments_recompute_the_layers_that_megatron_does():
+    policies = ["megatron:block/1", "full,none*2,selective[mlp]"]
+    kinds, forwards = run("*-*|-", policies, 2, pipeline_model_parallel_size=2)
+    assert kinds == {"attention": (0, 2), "mlp": (1, 3)}
+    assert forwards["megatron:block/1"] == {0: 8, 1: 4, 2: 4, 3: 8}
+
+
+def test_interleaved_segments_keep_their_bits():
+    text = "full,none,full,full/2*2,none*3"
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    _, forwards = run("*-|*|-*M-|-", [text], 2, **sizes)
+    assert list(forwards[text].values()) == [8, 4, 8, 8, 8, 4, 4, 4]
+
+
+def test_tensor_and_sequence_parallel_layers_keep_their_bits():
+    run(
+        "M*G-",
+        ["full,none,full,selective[mlp]"],
+        2,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+    )
+
+
+def test_expert_parallel_layers_keep_their_bits():
+    run("*EME", ["full,selective[moe],full/2*2"], 2, expert_model_parallel_size=2)
+
+
+def test_the_scan_of_these_tests_is_the_recurrence_it_stands_for():
+    torch.manual_seed(0)
+
+    def double(*shape):
+        return torch.randn(*shape, dtype=torch.double, requires_grad=True)
+
+    for length, chunk in ((50, 16), (33, 64)):
+        x, b, c = double(2, length, 4, 8), double(2, length, 2, 8), double(2, length, 2, 8)
+        dt, a = double(2, length, 4), -torch.rand(4, dtype=torch.double)
+        found = [
+            (y, torch.autograd.grad(y.square().sum(), (x, dt, b, c)))
+            for y in (
+                chunk_scan(x, dt.exp() / 9, a, b, c, chunk),
+                recurrence(x, dt.exp() / 9, a, b, c),
+            )
+        ]
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("pattern", [None, "*-/*E/*E"])
+def test_one_layer_for_several_depths_runs_the_choice_of_each(one_rank, pattern):
+    """Not bit for bit: a checkpoint adds the depths' gradients to the weights' one after the other,
+    as Megatron's own does."""
+    from megatron_autorecompute.compat import model_layers
+    from megatron_autorecompute.runtime.apply import apply
+
+    repeated = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+    with runnable():
+        if pattern is None:
+            models = tiny_gpt(tiny_config("moe", num_layers=2, **repeated))
+        else:
+            models = hybrid_chunks(hybrid_config(pattern, **repeated), pattern)
+        base, ran = one_step(models), []
+        (site,) = model_layers.mtp_sites(models)
+        assert site.indices == (2, 3)
+        parts = {name.split(".")[-1]: part for name, part in site.layer.named_modules()}
+        for name in ("router", "pre_mlp_layernorm"):
+            parts[name].register_forward_hook(lambda *_, name=name: ran.append(name))
+        for depths, times in {
+            "none,full": (12, 12),
+            "full,none": (12, 12),
+            "full,selective[layernorm]": (12, 16),
+            "selective[moe],none": (12, 8),
+            "none,selective[moe+layernorm]": (12, 12),
+        }.items():
+            ran.clear()
+            with apply(RecomputePolicy.parse(f"none*2,{depths}", num_layers=4), models):
+                step = one_step(models)
+            assert step.losses == base.losses
+            assert (ran.count("router"), ran.count("pre_mlp_layernorm")) == times, depths
+            for name, gradient in step.gradients.items():
+                torch.testing.assert_close(gradient, base.gradients[name], rtol=1e-4, atol=1e-7)
