@@ -39,7 +39,6 @@ LEFT_OUT = {
     **{name: False for name in ("moe_router_fusion", "tp_comm_overlap")},
     **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
     **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
-    **{name: False for name in ("delay_wgrad_compute", "ep_overlap_early_attn_memory_release")},
     **megatron_fields.NO_RECOMPUTE,
     **{name: False for name in ("fp8_param", "fp4_param")},
     megatron_fields.POLICY_FIELD: None,
@@ -200,13 +199,9 @@ class JobStep:
         self.static = [self.tokens, self.positions, self.labels]
         self.static += [] if self.mask is None else [self.mask]
 
-    def __call__(
-        self, iterator: Any, model: Any, return_schedule_plan: bool = False
-    ) -> tuple[Any, Callable[..., Any]]:
-        """Run one microbatch; the iterator is not asked. With `return_schedule_plan`, as EP overlap
-        asks for, the model's plan of it takes the place of its output."""
-        run = model.build_schedule_plan if return_schedule_plan else model
-        output = run(self.tokens, self.positions, self.mask, labels=self.labels)
+    def __call__(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """Run one microbatch; the iterator is not asked."""
+        output = model(self.tokens, self.positions, self.mask, labels=self.labels)
         return output, lambda losses: (losses.float().mean(), {})
 
 

@@ -79,6 +79,17 @@ def _run_numbered(
     return run_stage(job, num_microbatches[stage], policy, stage)
 
 
+class _PlannedStep(JobStep):
+    """A step that EP overlap asks for the model's plan of a microbatch, in place of its output."""
+
+    def __call__(
+        self, iterator: Any, model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[..., Any]]:
+        """As JobStep; with `return_schedule_plan` nothing has run yet."""
+        run = model.build_schedule_plan if return_schedule_plan else model
+        return super().__call__(iterator, run)
+
+
 def _overlap(job: Job) -> dict[str, bool]:
     """Fields of EP overlap, which the layers of a profile are built without.
 
@@ -99,4 +110,4 @@ def run_stage(job: Job, num_microbatches: int, policy: RecomputePolicy, stage: i
             parameters = [p for model in models for p in model.parameters()]
             add_main_gradients(parameters, dummies=job.makes_dummies)
             with applied(policy, models):
-                return trace_step(models, shape, device, JobStep(job))
+                return trace_step(models, shape, device, _PlannedStep(job))
