@@ -1,5 +1,6 @@
 """For all tests: how hypothesis runs, that children can be interrupted, and a world of one rank."""
 
+import gc
 import multiprocessing
 import os
 import re
@@ -92,6 +93,8 @@ def one_rank():
     )
     with without_cuda.activate():
         start_parallel()
+        gc.collect()
+        gc.freeze()  # what was imported need not be looked through again and again
         yield
         from megatron.core import parallel_state
 
