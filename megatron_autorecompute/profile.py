@@ -139,7 +139,9 @@ class ChoiceRecord:
     backward_ms: Milliseconds
     """Backward time, median, recompute included."""
     spread_ms: Milliseconds = 0.0
-    """Half the width of the interval that forward_ms + backward_ms lies in."""
+    """How far single runs spread: half the interquartile range of forward plus that of backward."""
+    runs: Positive = 1
+    """How many runs the times are medians of; 1: they err as much as one run does."""
     uncertainty_bytes: Bytes = 0
     """Each of the three byte figures may be higher or lower by this much."""
     input_kept: bool = True
@@ -362,7 +364,9 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One whole measuring step, to compare with the sum of its layers. Plans do not depend on it.
+    """One whole measuring step, to compare with the sum of its layers.
+
+    Of a plan only the interval of its step depends on it: residuals are those under its policy.
 
     It is the measuring step with the median forward plus backward time.
     """

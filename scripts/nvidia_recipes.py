@@ -211,6 +211,9 @@ def job(row: dict[str, str]) -> Job:
         "pipeline_model_parallel_layout": row["pp_layout"] or None,
         "overlap_moe_expert_parallel_comm": row["ep_a2a_overlap"] == "True",
     }
+    if row["moe_dispatcher"] in ("deepep", "hybridep"):
+        sizes["moe_token_dispatcher_type"] = "flex"
+        sizes["moe_flex_dispatcher_backend"] = row["moe_dispatcher"]
     precision = PRECISIONS[row["dtype"]]
     data = {
         "name": row["recipe"].removesuffix("_config"),
@@ -266,7 +269,7 @@ def compared(row: dict[str, str]) -> list[str]:
     """One line of the table."""
     asked = job(row)
     gpu = device(DEVICES[row["gpu"]])
-    budget = default_budget_bytes(gpu, None)
+    budget = default_budget_bytes(gpu, None, asked)
     model = planner(asked, gpu)
     theirs = evaluated(model, setting(row))
     ours = model.try_solve(budget)
@@ -439,10 +442,9 @@ predict throughput.
 
 Also assumed for every recipe: gradients in bf16 (`grad_reduce_in_fp32=False`, as Bridge's
 performance recipes set it), bf16 Adam moments for DeepSeek-V3 and Moonlight (their recipes'
-precision-aware optimizer), even routing, no bytes for CUDA graphs' pools and DeepEP's or
-HybridEP's buffers, LoRA of rank 16 on all linear layers for PEFT, quantised weights kept twice
-(rowwise and columnwise), but once for SFT and PEFT (`disable_parameter_transpose_cache=True` in
-their recipes). Budget: the device's memory less 2 GiB and 5%.
+precision-aware optimizer), even routing, no bytes for CUDA graphs' pools, LoRA of rank 16 on all
+linear layers for PEFT. Budget: the device's memory less 5% and what is assumed outside torch, with
+DeepEP's or HybridEP's buffers.
 """
 DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here with these
 sources, `tests/meta/test_job.py` with the column `model_dims_public` of the table.

@@ -30,11 +30,10 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Device, Efficiency, device
 from megatron_autorecompute.meta.job import Job, load_job
 from megatron_autorecompute.meta.measured import with_measured
+from megatron_autorecompute.meta.outside_torch import outside_torch
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB, gib
 
-RESERVE_GIB = 2.0
-"""Assumed GiB of CUDA's context and NCCL's buffers, outside torch."""
 RESERVE_SHARE = 0.05
 """Assumed share of the device's memory for fragmentation of torch's allocator."""
 
@@ -75,7 +74,7 @@ def add_options(parser: ArgumentParser) -> None:
         "--reserve-gib",
         type=number_of_gib,
         metavar="GIB",
-        help="memory kept free (default: 2 GiB and 5%% of the device)",
+        help="memory kept free (default: 5%% of the device and 2 GiB or more)",
     )
     parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="assumed shares")
     parser.add_argument("--measured", metavar="P.json", help="measured profile of the same layers")
@@ -97,7 +96,7 @@ def estimate(args: Namespace) -> None:
     """The command, without a change to how warnings are shown."""
     output = checked_output(args)
     job, gpu, efficiency = read_job(args), device(args.gpu), read_efficiency(args.efficiency)
-    budget_bytes = default_budget_bytes(gpu, args.reserve_gib)
+    budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
     if args.measured and args.sensitivity:
         raise OptionError(
             "--sensitivity moves the modelled shares, and --measured replaces what they give. "
@@ -115,7 +114,7 @@ def estimate(args: Namespace) -> None:
         lines = []
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
-    budget = budget_words(budget_bytes, args.reserve_gib)
+    budget = budget_words(gpu, args.reserve_gib, job)
     show_profile(args, profile, output, budget_bytes, [budget, *lines])
 
 
@@ -137,9 +136,13 @@ def show_profile(
         )
 
 
-def budget_words(budget_bytes: int, reserve_gib: float | None) -> str:
+def budget_words(gpu: Device, reserve_gib: float | None, job: Job) -> str:
     """The budget that is proposed, and why."""
-    return f"Budget {gib(budget_bytes)} GiB: the device's memory less {kept_back(reserve_gib)}."
+    budget_bytes = default_budget_bytes(gpu, reserve_gib, job)
+    return (
+        f"Budget {gib(budget_bytes)} GiB: the device's memory less "
+        f"{kept_back(gpu, reserve_gib, job)}."
+    )
 
 
 def checked_output(args: Namespace) -> Path | None:
@@ -216,26 +219,27 @@ def read_efficiency(text: str | None) -> Efficiency:
     return Efficiency(**shares)
 
 
-def reserve_bytes(gpu: Device, reserve_gib: float | None) -> int:
+def reserve_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:
     """Bytes of a device's memory that are kept back."""
     if reserve_gib is not None:
         return round(reserve_gib * GIB)
-    return round(RESERVE_GIB * GIB + RESERVE_SHARE * gpu.memory_bytes)
+    return round(outside_torch(job, gpu).size_bytes + RESERVE_SHARE * gpu.memory_bytes)
 
 
-def kept_back(reserve_gib: float | None) -> str:
+def kept_back(gpu: Device, reserve_gib: float | None, job: Job) -> str:
     """The reserve in words."""
     if reserve_gib is not None:
         return f"{reserve_gib:g} GiB as asked"
+    outside = outside_torch(job, gpu)
     return (
-        f"{RESERVE_GIB:g} GiB outside torch and {RESERVE_SHARE:.0%} for fragmentation (assumed; "
-        "--reserve-gib)"
+        f"{outside.size_bytes / GIB:.3g} GiB outside torch ({outside.reason}) and "
+        f"{RESERVE_SHARE:.0%} for fragmentation (assumed; --reserve-gib)"
     )
 
 
-def default_budget_bytes(gpu: Device, reserve_gib: float | None) -> int:
+def default_budget_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:
     """Bytes that torch may allocate; raises OptionError if the reserve leaves nothing."""
-    budget = gpu.memory_bytes - reserve_bytes(gpu, reserve_gib)
+    budget = gpu.memory_bytes - reserve_bytes(gpu, reserve_gib, job)
     if budget <= 0:
         raise OptionError(
             f"--reserve-gib {reserve_gib} leaves nothing of {gpu.name}'s {gib(gpu.memory_bytes)} "

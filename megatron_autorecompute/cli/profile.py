@@ -88,12 +88,12 @@ def _profile(args: Namespace) -> None:
 
     where = device_of(args.device)
     job, gpu = _job(args, where), _gpu(args, where)
-    budget_bytes = default_budget_bytes(gpu, args.reserve_gib)
+    budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
     with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
         profile = profile_on_device(
             job, where, gpu, efficiency, args.repeats or REPEATS, status.update
         )
-    budget = budget_words(budget_bytes, args.reserve_gib)
+    budget = budget_words(gpu, args.reserve_gib, job)
     show_profile(args, profile, output, budget_bytes, [budget])
 
 

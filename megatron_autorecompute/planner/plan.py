@@ -34,7 +34,9 @@ from megatron_autorecompute.planner.planner import (
 )
 from megatron_autorecompute.planner.policy_cost import PolicyCost
 from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.simpler import simpler_within_errors
 from megatron_autorecompute.planner.stage_times import residual_ms
+from megatron_autorecompute.planner.step_interval import StepErrors, StepInterval
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Choice, Profile, Version
 
@@ -45,7 +47,7 @@ TOLERANCE = 1e-9
 """By how much a time may differ from the same sum on another machine, as a share of it. Files hold
 every digit."""
 NOTHING_PROVEN = StepEvidence(None, None)
-WORKED_OUT = ("cost", "evidence", "step_evidence", "best_manual")
+WORKED_OUT = ("cost", "evidence", "step_evidence", "step_interval", "best_manual")
 """Fields of a plan that follow from the others."""
 BudgetBytes = Annotated[int, Field(gt=0, le=1 << 60)]
 # The second name is the old one.
@@ -112,6 +114,8 @@ class Plan:
     """Imbalance percentile that layers with experts are planned for; None: records as they are."""
     allowed: tuple[str, ...] | None = None
     """Choices that the plan was allowed to use; None is every recorded choice."""
+    step_interval: StepInterval | None = None
+    """Where the step of the true times lies; None where no time is known to err."""
     best_manual: ManualResult | None = None
     """The fastest of Megatron's own settings that fits; None when none does."""
     megatron_flags: Mapping[str, str] = field(default_factory=dict)
@@ -226,9 +230,10 @@ def make_plan(
 
     Raises: as `Planner.solve`.
     """
-    solution = planner.solve(budget)
-    budgets = tuple(item.budget_bytes for item in solution.evidence)
+    fastest = planner.solve(budget)
+    budgets = tuple(item.budget_bytes for item in fastest.evidence)
     manual = planner.best_manual(budgets)
+    solution, gave_way = simpler_within_errors(planner, fastest, manual)
     return Plan(
         recompute_policy=tuple(solution.policy.to_config()),
         layout=planner.layout,
@@ -237,12 +242,13 @@ def make_plan(
         cost=solution.cost,
         evidence=solution.evidence,
         step_evidence=solution.step_evidence,
+        step_interval=StepErrors(planner, solution.policy).interval(),
         profile=planner.profile,
         imbalance_percentile=planner.percentile,
         allowed=planner.allowed,
         best_manual=_result(manual) if manual else None,
         megatron_flags=dict(megatron_flags or {}),
-        notes=tuple(notes),
+        notes=(*notes, *gave_way),
     )
 
 
@@ -265,6 +271,8 @@ def _result(manual: ManualStrategy) -> ManualResult:
 def _checked(plan: Plan, source: str, *, as_written: bool) -> Plan:
     try:
         cost = plan.planner().evaluate(plan.policy)
+        if plan.step_interval is None:  # plans of before do not say
+            plan = replace(plan, step_interval=_interval(plan))
         if as_written and not any(_differences("cost", asdict(plan.cost), asdict(cost))):
             return plan
         right = _worked_out(plan, cost)
@@ -313,8 +321,13 @@ def _worked_out(plan: Plan, cost: PolicyCost) -> Plan:
         cost=cost,
         evidence=tuple(_evidence(plan, cost, stage) for stage in range(plan.layout.num_stages)),
         step_evidence=StepEvidence.of(cost.step_ms, plan.step_evidence.bound_ms),
+        step_interval=_interval(plan),
         best_manual=_result(manual) if manual else None,
     )
+
+
+def _interval(plan: Plan) -> StepInterval | None:
+    return StepErrors(plan.planner(), plan.policy).interval()
 
 
 def _evidence(plan: Plan, cost: PolicyCost, stage: int) -> StageEvidence:

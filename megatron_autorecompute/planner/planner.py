@@ -258,7 +258,7 @@ class Planner:
                 return None
             choices.append(choice)
         manual = self.best_manual(budgets)
-        others = [manual.policy] if manual is not None and self._may_be(manual.policy) else []
+        others = [manual.policy] if manual is not None and self.may_be(manual.policy) else []
         others += [found.policy for found in self._fastest_known(budgets)]
         problem = self._table, self.layout, self.schedule, self.searches
         found = fastest_step(*problem, budgets, choices, [p for p in others if p is not None])
@@ -282,11 +282,22 @@ class Planner:
         ]
         return sorted(fitting, key=lambda found: found.cost.step_ms)[:1]
 
-    def _may_be(self, policy: RecomputePolicy | None) -> bool:
+    def may_be(self, policy: RecomputePolicy | None) -> bool:
         """Whether a policy is made of what is allowed."""
         return policy is not None and all(
             self.allows(layer, choice) for layer, choice in enumerate(policy.layers)
         )
+
+    def instead(self, policy: RecomputePolicy, fastest: Solution) -> Solution:
+        """A policy in place of the fastest one under the same budgets, which it fits."""
+        cost = self.evaluate(policy)
+        evidence = []
+        for own in fastest.evidence:
+            choice = self.choose(own.stage, own.budget_bytes)
+            assert choice is not None  # it was solved with it
+            evidence.append(self._evidence(own.stage, own.budget_bytes, choice, policy, cost))
+        step_evidence = StepEvidence.of(cost.step_ms, fastest.step_evidence.bound_ms)
+        return Solution(policy, cost, tuple(evidence), step_evidence)
 
     def evaluate(self, policy: RecomputePolicy) -> PolicyCost:
         """Cost of any policy in the same model."""

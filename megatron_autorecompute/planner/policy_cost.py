@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import (
     ChunkColumns,
@@ -69,10 +67,6 @@ class PolicyCost:
     """The part of step_ms in which the busiest stage waits."""
     recompute_ms: float
     """The part of step_ms that recompute adds: step_ms minus a replay without recompute."""
-    step_low_ms: float | None = None
-    """step_ms with every layer at the fast end of its spread at once; None without spreads."""
-    step_high_ms: float | None = None
-    """step_ms with every layer at the slow end of its spread at once; None without spreads."""
 
     @property
     def peak_high_bytes(self) -> int:
@@ -149,25 +143,12 @@ def _with_times(
         for stage in range(layout.num_stages)
     )
     step_ms = _step_ms(schedule, times)
-    low, high = _interval_ms(schedule, times, units)
     recompute_ms = step_ms - _step_ms(schedule, plain)
-    return PolicyCost(stages, step_ms, step_ms - max(busy_ms), recompute_ms, low, high)
+    return PolicyCost(stages, step_ms, step_ms - max(busy_ms), recompute_ms)
 
 
 def _step_ms(schedule: Schedule, times: Times) -> float:
     return replay_ms(schedule, times.forward / PS_PER_MS, times.backward / PS_PER_MS)
-
-
-def _interval_ms(
-    schedule: Schedule, times: Times, units: Sequence[Sequence[tuple[Unit, ...]]]
-) -> tuple[float | None, float | None]:
-    """The step with all layers at the fast, and at the slow, end; None without spreads."""
-    spread = np.array([[sum(u.spread_ps for u in own) for own in s] for s in units], np.int64)
-    if not spread.any():
-        return None, None
-    zero = np.zeros_like(spread)
-    low, high = (_step_ms(schedule, times.plus(Times(zero, sign * spread))) for sign in (-1, 1))
-    return low, high
 
 
 def _without_recompute(table: CostTable, layout: Layout) -> list[list[tuple[Unit, ...]]]:

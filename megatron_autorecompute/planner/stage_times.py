@@ -67,13 +67,13 @@ def _residual_of(table: CostTable, layout: Layout, stage: int) -> tuple[list[int
     residual = round(residual_ms(table.profile, layout, stage) * PS_PER_MS)
     if not residual:
         return [0] * len(chunks), [0] * len(chunks)
-    least = [_least(table, chunk) for chunk in chunks]
+    least = [least_times(table, chunk) for chunk in chunks]
     events = [forward for forward, _ in least] + [backward for _, backward in least]
     shares = _shared(max(residual, -sum(events)), events)
     return shares[: len(chunks)], shares[len(chunks) :]
 
 
-def _least(table: CostTable, chunk: Chunk) -> tuple[int, int]:
+def least_times(table: CostTable, chunk: Chunk) -> tuple[int, int]:
     """The least time of a chunk's forward, and of its backward, without groups."""
     before, after = table.pseudo_layers(chunk)
     options = [

@@ -49,7 +49,7 @@ class Unit:
     forward_ps: int
     backward_ps: int
     spread_ps: int = 0
-    """Half the width of the interval that `time_ps` lies in."""
+    """How far single runs of it spread; of several records, their sum."""
     keeps_output_gradient: bool = False
     """Whether its backward holds the gradient of its output to the end, so that its transient
     counts it throughout. A checkpoint does, because the gradient is an argument of its backward.

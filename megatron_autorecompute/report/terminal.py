@@ -14,6 +14,7 @@ from megatron_autorecompute.planner.layer_sums import LayerSums, sums_of_layers
 from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.policy_cost import PolicyCost, StageCost
+from megatron_autorecompute.planner.step_interval import COVERS
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
 from megatron_autorecompute.report.proof import proof
@@ -172,10 +173,10 @@ def _header(plan: Plan, speed: str) -> Text:
         f"{schedule.num_microbatches} microbatches: {plan.cost.step_ms:.1f} ms a step, "
         f"{plan.cost.recompute_ms:.1f} ms of it recompute",
     ]
-    if plan.cost.step_low_ms is not None and plan.cost.step_high_ms is not None:
+    if plan.step_interval is not None:
         lines.append(
-            f"By the spread of the measured times, {plan.cost.step_low_ms:.1f} to "
-            f"{plan.cost.step_high_ms:.1f} ms a step"
+            f"Interval: {plan.step_interval.low_ms:.1f} to {plan.step_interval.high_ms:.1f} ms a "
+            f"step. {COVERS}"
         )
     if speed:
         lines.append(speed)

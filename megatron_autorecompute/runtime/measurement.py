@@ -109,6 +109,7 @@ class Samples:
             forward_ms=statistics.median(self.forward_ms),
             backward_ms=statistics.median(self.backward_ms),
             spread_ms=_half_middle_half(self.forward_ms) + _half_middle_half(self.backward_ms),
+            runs=min(len(self.forward_ms), len(self.backward_ms)),
             input_kept=input_bytes > 0 or boundary_bytes == 0,
         )
 

@@ -122,7 +122,11 @@ def test_an_unchanged_plan_is_proven_however_its_text_is_laid_out(plan):
     ("path", "value", "message"),
     [
         (("cost", "step_ms"), float("nan"), "cost.step_ms is nan, the rest of it gives "),
-        (("cost", "step_low_ms"), 5.0, "cost.step_low_ms is 5.0, the rest of it gives None"),
+        (
+            ("step_interval",),
+            {"low_ms": 1.0, "high_ms": 2.0, "coverage": 0.95},
+            "'coverage': 0.95}, the rest of it gives None",
+        ),
         (("cost", "stages", 0, "peak", "moment"), "at night", "moment is 'at night', the rest"),
         (("step_evidence", "gap"), 0.5, "step_evidence.gap is 0.5, the rest of it gives 0.0"),
         (

@@ -9,7 +9,7 @@ from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.profile import ChoiceRecord, LayerKind, StageRecord, StaticBytes
+from megatron_autorecompute.profile import ChoiceRecord, StageRecord, StaticBytes
 from tests.planner.definitions import chunk_policies, simulate
 from tests.planner.random_profiles import problem
 from tests.planner.uniform_profiles import FULL, NONE, peak_of, uniform_profile
@@ -44,22 +44,6 @@ def test_time_splits_into_ideal_imbalance_and_recompute():
     assert last.imbalance_ms == pytest.approx(8 * 6)
     assert (first.recompute_ms, last.recompute_ms) == (pytest.approx(80), pytest.approx(0))
     assert first.busy_ms == pytest.approx(8 * 70)
-
-
-def test_the_step_lies_between_all_layers_fast_and_all_layers_slow():
-    none, full = replace(NONE, spread_ms=2.0), replace(FULL, spread_ms=3.0)
-    policy = RecomputePolicy.parse("full/2*2,none*2", num_layers=4)
-
-    def cost(*choices, shift_ms=0.0):
-        moved = (replace(c, backward_ms=c.backward_ms + shift_ms * c.spread_ms) for c in choices)
-        profile = uniform_profile(4, *moved)
-        return evaluate(profile, Layout.from_flags(4, 2), Schedule(2, 1, 6), policy)
-
-    found = cost(none, full)
-    assert found.step_low_ms == pytest.approx(cost(none, full, shift_ms=-1.0).step_ms)
-    assert found.step_high_ms == pytest.approx(cost(none, full, shift_ms=1.0).step_ms)
-    assert found.step_low_ms < found.step_ms < found.step_high_ms
-    assert cost(NONE, FULL).step_high_ms is None
 
 
 def test_equal_stages_take_the_time_of_narayanan_et_al():
@@ -115,21 +99,3 @@ def test_a_residual_is_spread_over_a_stages_events_and_leaves_none_below_zero(p,
         moved = [new - old for new, old in zip(after.forward_ms, before.forward_ms, strict=True)]
         assert moved == pytest.approx([given / 3 / v] * v)
         assert min(*after.forward_ms, *after.backward_ms) >= 0
-
-
-def test_a_checkpoint_of_layers_of_two_kinds_has_the_spread_of_its_layers_own():
-    group = ChoiceRecord("full/2", 2, 0, 100, 20.0, 60.0, spread_ms=10.0)
-    static = StaticBytes()
-    one = LayerKind("a", (0, 1), (NONE, replace(FULL, spread_ms=1.0), group), static=static)
-    other = LayerKind("b", (2,), (NONE, replace(FULL, spread_ms=2.0)), static=static)
-    profile = replace(uniform_profile(3, NONE), kinds=(one, other))
-    layout = Layout.from_flags(3, 1)
-
-    def spread_ms(text):
-        policy = RecomputePolicy.parse(text, num_layers=3)
-        cost = evaluate(profile, layout, Schedule(1, 1, 1), policy)
-        return cost.step_ms - cost.step_low_ms, cost.step_high_ms - cost.step_ms
-
-    assert spread_ms("full/2*2,full*1") == pytest.approx((12, 12))
-    assert spread_ms("full*1,full/2*2") == pytest.approx((4, 4))
-    assert spread_ms("full/3*3") == pytest.approx((4, 4))

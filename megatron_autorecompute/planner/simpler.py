@@ -1,0 +1,41 @@
+"""The fastest policy gives way to a setting of Megatron's that the profile cannot tell from it."""
+
+from __future__ import annotations
+
+from megatron_autorecompute.planner.planner import ManualStrategy, Planner, Solution
+from megatron_autorecompute.planner.step_interval import COVERAGE, StepErrors
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.work_order import contains
+
+
+def simpler_within_errors(
+    planner: Planner, fastest: Solution, manual: ManualStrategy | None
+) -> tuple[Solution, tuple[str, ...]]:
+    """The fastest policy, or Megatron's best own setting if it is not surely slower.
+
+    Args:
+        planner: of both.
+        fastest: solved.
+        manual: the fastest of Megatron's own settings that fits; None when none does.
+
+    Returns: what is to be planned, and a sentence if that is not the fastest policy found.
+    """
+    if manual is None or manual.policy is None or not planner.may_be(manual.policy):
+        return fastest, ()
+    if _reruns_no_more(fastest.policy, manual.policy):
+        return fastest, ()
+    own = StepErrors(planner, fastest.policy)
+    if own.surely_shorter(StepErrors(planner, manual.policy)):
+        return fastest, ()
+    simpler = planner.instead(manual.policy, fastest)
+    less = 1 - fastest.cost.step_ms / simpler.cost.step_ms
+    return simpler, (
+        f"{manual.name} is taken: {fastest.policy.format()} takes {less:.3%} less by the profile's "
+        f"times, but not surely: it is shorter in fewer than {COVERAGE:.0%} of profiles.",
+    )
+
+
+def _reruns_no_more(policy: RecomputePolicy, other: RecomputePolicy) -> bool:
+    """Whether each layer reruns at most what it reruns in the other, which no noise can change."""
+    pairs = zip(policy.layers, other.layers, strict=True)
+    return all(own == theirs or contains(theirs, own) for own, theirs in pairs)
