@@ -13,7 +13,7 @@ import os
 import platform
 import time
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy and HiGHS read it when imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy reads it when imported
 
 import json
 from dataclasses import asdict, dataclass
