@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.layout_search.flags import (
     FIRST,
@@ -67,7 +68,8 @@ def search_layout(planner: Planner, budget: Budget) -> SearchResult:
         planner.solve(budget)  # raises with the reason
         raise AssertionError("an infeasible layout was solved")
     evidence = StepEvidence.of(found.solution.cost.step_ms, found.bound_ms)
-    flags = {} if found.planner is planner else layout_flags(found.planner.layout)
+    pattern = pattern_of_job(planner.profile.model.facts)
+    flags = {} if found.planner is planner else layout_flags(found.planner.layout, pattern)
     gain = _gain(found.planner, found.solution, found.asked)
     note = f"{gain} {_proof(planner.layout, evidence)}"
     return SearchResult(found.planner, found.solution, flags, note, evidence)
