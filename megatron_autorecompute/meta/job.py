@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from megatron_autorecompute import json_records
-from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.json_records import shown_name
 from megatron_autorecompute.meta.job_checks import MOST_RANKS, MOST_WIDTH, check_config
+from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.schedule import Schedule
 
@@ -40,7 +41,9 @@ class Job:
     name: str
     """A label."""
     config: dict[str, Any]
-    """num_layers, hidden_size, tensor_model_parallel_size, num_moe_experts, ..."""
+    """num_layers, hidden_size, tensor_model_parallel_size, num_moe_experts, ...; for a HybridModel
+    also its hybrid_layer_pattern, from which num_layers, mtp_num_layers and
+    virtual_pipeline_model_parallel_size follow where they are not given."""
     num_gpus: Ranks
     """World size."""
     seq_length: Count
@@ -197,8 +200,23 @@ class Job:
         """Whether backward makes a dummy weight gradient each time, and frees it."""
         return self.fuses_weight_gradients and not self.keeps_dummies("linear")
 
+    @property
+    def pattern(self) -> HybridPattern | None:
+        """Of a HybridModel; None for a GPTModel."""
+        text = self.config.get("hybrid_layer_pattern")
+        return None if text is None else HybridPattern.parse(text)
+
+    @property
+    def experts_of_depth(self) -> int:
+        """MoE layers in a multi-token-prediction depth; one of GPT is like the last layer."""
+        pattern = self.pattern
+        return int(self.moe_pattern()[-1]) if pattern is None else pattern.depth.count("E")
+
     def moe_pattern(self) -> tuple[bool, ...]:
-        """Which decoder layers are MoE layers, from `moe_layer_freq`."""
+        """Which decoder layers are MoE layers, from the pattern or `moe_layer_freq`."""
+        pattern = self.pattern
+        if pattern is not None:
+            return tuple(family == "moe" for family in pattern.families)
         freq = self.config.get("moe_layer_freq")
         freq = 1 if freq is None else freq
         if not self.config.get("num_moe_experts"):
@@ -214,6 +232,15 @@ class Job:
 
     def layout(self) -> Layout:
         """Which stage holds which layers."""
+        pattern = self.pattern
+        if pattern is not None:
+            ends = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
+            return Layout.from_pattern(
+                pattern,
+                self.size("pipeline"),
+                self.config.get("virtual_pipeline_model_parallel_size"),
+                **{name: self.config.get(name) for name in ends},
+            )
         names = (
             "num_layers_in_first_pipeline_stage",
             "num_layers_in_last_pipeline_stage",
@@ -263,7 +290,8 @@ def load_job(path: str | Path) -> Job:
 def job_from(data: Any, source: str) -> Job:
     """Check a job given as plain data. Raises OptionError naming each bad field."""
     try:
-        job = TypeAdapter(Job).validate_json(_json(data, source), strict=True)
+        text = _json(with_pattern(data, source), source)
+        job = TypeAdapter(Job).validate_json(text, strict=True)
     except ValidationError as error:
         lines = "\n".join(
             f"  {'.'.join(shown_name(str(p)) for p in item['loc']) or 'the file'}: {item['msg']}"
@@ -277,6 +305,38 @@ def job_from(data: Any, source: str) -> Job:
             "number, or leave moe_imbalance out."
         )
     return job
+
+
+def with_pattern(data: Any, source: str) -> Any:
+    """The data of a job with the fields that follow from `hybrid_layer_pattern`, if there is one.
+
+    Raises OptionError, with position and symbol, for a pattern that Megatron does not build, or
+    that contradicts the job's numbers of layers and depths.
+    """
+    config = data.get("config") if isinstance(data, dict) else None
+    text = config.get("hybrid_layer_pattern") if isinstance(config, dict) else None
+    if text is None or not isinstance(config, dict):
+        return data
+    try:
+        if not isinstance(text, str):
+            raise PipelineError(f"hybrid_layer_pattern is {text!r:.80}; give a text such as M-M*.")
+        pattern = HybridPattern.parse(text)
+        follows = {
+            "num_layers": pattern.num_layers,
+            "mtp_num_layers": pattern.mtp_num_layers or None,
+            "is_hybrid_model": True,
+        }
+        stages, segments = config.get("pipeline_model_parallel_size") or 1, len(pattern.segments)
+        if isinstance(stages, int) and segments > stages > 0 and segments % stages == 0:
+            follows["virtual_pipeline_model_parallel_size"] = segments // stages
+        given = {name: value for name, value in config.items() if value is not None}
+        whole = {**follows, **given}
+        numbers = (whole["num_layers"], whole.get("mtp_num_layers") or 0)
+        if all(isinstance(number, int) for number in numbers):
+            pattern.check_numbers(*numbers)
+    except PipelineError as error:
+        raise OptionError(f"{source}: {error}") from error
+    return {**data, "config": {name: v for name, v in whole.items() if v is not None}}
 
 
 def _json(data: Any, source: str) -> str:

@@ -29,7 +29,9 @@ MOST_WIDTH = 1 << 24
 _WIDTHS = (
     *("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads"),
     *("num_query_groups", "kv_channels", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
-    *("qk_pos_emb_head_dim", "v_head_dim"),
+    *("qk_pos_emb_head_dim", "v_head_dim", "mamba_state_dim", "mamba_head_dim"),
+    *("mamba_num_groups", "mamba_num_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "moe_latent_size"),
 )
 _PARALLEL = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
@@ -41,6 +43,7 @@ _LIMITS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(_PARALLEL, (1, MOST_RANKS)),
     "num_layers": (1, MOST_LAYERS),
     "mtp_num_layers": (0, 64),
+    "linear_conv_kernel_dim": (1, 64),
     "num_layers_in_first_pipeline_stage": (0, MOST_LAYERS),
     "num_layers_in_last_pipeline_stage": (0, MOST_LAYERS),
     "num_moe_experts": (1, MOST_EXPERTS),
@@ -119,6 +122,8 @@ def _wrong_together(config: Mapping[str, Any], seq_length: int) -> Iterator[str]
             "parallel size, as sequence_parallel needs"
         )
     yield from _cannot_exchange_heads(config, groups)
+    if config.get("hybrid_layer_pattern"):
+        yield from _lacks_of_families(config)
     if experts:
         topk, parts = config.get("moe_router_topk"), config.get("expert_model_parallel_size") or 1
         if (topk or 1) > experts:
@@ -144,6 +149,61 @@ def _cannot_exchange_heads(config: Mapping[str, Any], groups: int) -> Iterator[s
         yield (
             f"cp_comm_type {comm} divides the heads of keys of a tensor parallel rank, {heads}, by "
             f"{ranks} ranks; use another cp_comm_type or size"
+        )
+
+
+_NEEDS_OF_SYMBOLS = {
+    "E": ("num_moe_experts",),
+    "G": (
+        *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
+        *("linear_num_key_heads", "linear_num_value_heads"),
+    ),
+    "+": ("multi_latent_attention",),
+    "D": (
+        *("multi_latent_attention", "dsa_indexer_n_heads", "dsa_indexer_head_dim"),
+        "dsa_indexer_topk",
+    ),
+}
+"""Fields without which Megatron cannot build a layer of a hybrid pattern."""
+_NOT_WITH_PATTERN = (
+    *("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"),
+    *("account_for_loss_in_pipeline_split", "moe_layer_freq"),
+)
+
+
+def _lacks_of_families(config: Mapping[str, Any]) -> Iterator[str]:
+    """What the layers of a hybrid pattern need, by position and symbol."""
+    pattern = config["hybrid_layer_pattern"]
+    for name in _NOT_WITH_PATTERN:
+        if config.get(name):
+            yield f"{name} beside hybrid_layer_pattern, which says it already; leave it out"
+    for symbol, names in _NEEDS_OF_SYMBOLS.items():
+        lacking = [name for name in names if not config.get(name)]
+        if symbol in pattern and lacking:
+            place = f"{symbol!r} at position {pattern.index(symbol)} of hybrid_layer_pattern"
+            yield f"{place} needs {', '.join(lacking)}"
+    if "*" in pattern and config.get("multi_latent_attention"):
+        yield (
+            f"'*' at position {pattern.index('*')} of hybrid_layer_pattern is not built with "
+            "multi_latent_attention; write + for MLA"
+        )
+    if "M" in pattern:
+        yield from _cannot_split_mamba(config, pattern.index("M"))
+
+
+def _cannot_split_mamba(config: Mapping[str, Any], position: int) -> Iterator[str]:
+    """What MambaMixer and MambaContextParallel assert of heads and groups."""
+    place = f"'M' at position {position} of hybrid_layer_pattern"
+    tensor, context = (
+        config.get(name) or 1 for name in ("tensor_model_parallel_size", "context_parallel_size")
+    )
+    groups = config.get("mamba_num_groups") or 8
+    width = config.get("mamba_head_dim") or 64
+    heads = config.get("mamba_num_heads") or 2 * config["hidden_size"] // width
+    if heads % groups or groups % tensor or heads % (tensor * context):
+        yield (
+            f"{place}: {heads} heads in {groups} groups (mamba_num_heads, mamba_num_groups) cannot "
+            f"be divided among {tensor} tensor x {context} context parallel ranks"
         )
 
 

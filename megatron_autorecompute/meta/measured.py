@@ -19,7 +19,10 @@ LAYER_FIELDS = (
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
     *("qk_pos_emb_head_dim", "v_head_dim", "num_moe_experts", "moe_router_topk"),
     *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "hidden_dropout"),
-    *("attention_dropout", "window_size"),
+    *("attention_dropout", "window_size", "mamba_state_dim", "mamba_head_dim"),
+    *("mamba_num_groups", "mamba_num_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+    "moe_latent_size",
 )
 """Fields of Megatron's config that must be equal for layers to be of one kind."""
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -20,8 +21,10 @@ from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_autorecompute import megatron_fields
+from megatron_autorecompute.compat import stage_layout
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
-from megatron_autorecompute.meta import job_checks, kernels, without_cuda
+from megatron_autorecompute.meta import hybrid, job_checks, kernels, without_cuda
+from megatron_autorecompute.meta.hybrid import build_hybrid
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
 from megatron_autorecompute.meta.static_bytes import COPY_BYTES
@@ -57,14 +60,19 @@ class JobKind:
 
     is_moe: bool
     windowed: bool
+    symbol: str
+    """Of a HybridModel's pattern; empty for a GPTModel."""
     layers: tuple[int, ...]
 
 
 def job_kinds(job: Job) -> tuple[JobKind, ...]:
     """Every kind of decoder layer, in the order of its first layer."""
-    found: dict[tuple[bool, bool], list[int]] = {}
+    found: dict[tuple[bool, bool, str], list[int]] = {}
+    pattern = job.pattern
     for index, is_moe in enumerate(job.moe_pattern()):
-        found.setdefault((is_moe, _windowed(job, index)), []).append(index)
+        symbol = "" if pattern is None else pattern.symbols[index]
+        windowed = symbol in "*" and _windowed(job, index)
+        found.setdefault((is_moe, windowed, symbol), []).append(index)
     return tuple(JobKind(*key, tuple(layers)) for key, layers in found.items())
 
 
@@ -117,7 +125,13 @@ def meta_megatron(job: Job) -> Iterator[None]:
     )
     # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    with without_cuda.activate(meta=True), kernels.stand_ins(settings), quiet, refusals(job):
+    with (
+        without_cuda.activate(meta=True),
+        kernels.stand_ins(settings),
+        hybrid.stand_ins(),
+        quiet,
+        refusals(job),
+    ):
         yield
 
 
@@ -229,21 +243,26 @@ def build_chunk(
 ) -> torch.nn.Module:
     """One chunk of the job's model, as `meta_step.Build`."""
     local = job.transformer_impl == "local"
+    if local and job.pattern is not None:
+        raise OptionError(
+            f"{job.name}: transformer_impl local with hybrid_layer_pattern: Megatron builds the "
+            "layers of hybrid models with Transformer Engine only. Use transformer_engine."
+        )
     if local and (job.lora_rank or job.precision != "bf16"):
         raise OptionError(
             f"{job.name}: transformer_impl local with lora_rank {job.lora_rank} and precision "
             f"{job.precision}: both need the stand-ins. Use transformer_engine."
         )
-    model = build_gpt(
-        config,
-        pre,
-        post,
-        vp_stage,
-        shape,
-        position_embedding_type=job.position_embedding_type,
-        share_embeddings_and_output_weights=not job.untie_embeddings_and_output_weights,
-        use_transformer_engine=not local,
-    )
+    ends: dict[str, Any] = {
+        "position_embedding_type": job.position_embedding_type,
+        "share_embeddings_and_output_weights": not job.untie_embeddings_and_output_weights,
+    }
+    pattern = stage_layout.pattern_of(config)
+    if pattern is None:
+        build = functools.partial(build_gpt, use_transformer_engine=not local)
+    else:
+        build = functools.partial(build_hybrid, pattern=str(pattern))
+    model = build(config, pre, post, vp_stage, shape, **ends)
     if job.lora_rank:
         _freeze_ends(model)
     return model
@@ -296,11 +315,15 @@ def megatron_config(
         **{name: value for name, value in job.config.items() if name not in left_out},
         **changed,
     }
+    pattern = fields.pop("hybrid_layer_pattern", None)
+    if pattern is not None:
+        hybrid.check_supported(job.name)
     if isinstance(fields.get("activation_func"), str):
         fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
     if isinstance(fields.get("attention_backend"), str):
         fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
     config = meta_config(_constructed(job, fields))
+    stage_layout.note_pattern(config, pattern)
     config.gradient_accumulation_fusion = job.fuses_weight_gradients
     config.masked_softmax_fusion = bool(job.config.get("masked_softmax_fusion", True))
     return config
@@ -316,7 +339,7 @@ def _constructed(job: Job, fields: dict[str, Any]) -> Any:
         MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     )
     known = {field.name for field in dataclasses.fields(config_type)}
-    unknown = sorted(set(job.config) - known - set(LEFT_OUT))
+    unknown = sorted(set(job.config) - known - set(LEFT_OUT) - {"hybrid_layer_pattern"})
     if unknown:
         raise OptionError(
             f"{job.name}: config names {', '.join(unknown)}, which {config_type.__name__} of the "
@@ -348,7 +371,11 @@ def _pattern(job: Job, kind_of: dict[int, JobKind]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if isinstance(comm := job.config.get("cp_comm_type"), list):
         fields["cp_comm_type"] = comm[0]  # the same for all layers
-    if job.config.get("num_moe_experts"):
+    pattern = job.pattern
+    if pattern is not None:
+        symbols = "".join(kind.symbol for kind in kind_of.values())
+        fields["hybrid_layer_pattern"] = str(replace(pattern, segments=(symbols,)))
+    elif job.config.get("num_moe_experts"):
         fields["moe_layer_freq"] = [int(kind.is_moe) for kind in kind_of.values()]
     if job.config.get("window_size"):
         fields["window_attn_skip_freq"] = [int(kind.windowed) for kind in kind_of.values()]

@@ -117,7 +117,11 @@ def profile_job(
 
 def replace_mtp(job: Job, depths: int) -> Job:
     """The job with another number of MTP depths."""
-    return replace(job, config={**job.config, "mtp_num_layers": depths or None})
+    config = {**job.config, "mtp_num_layers": depths or None}
+    pattern = job.pattern
+    if pattern is not None:
+        config["hybrid_layer_pattern"] = str(replace(pattern, mtp_num_layers=depths))
+    return replace(job, config=config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,13 +324,13 @@ class _Counted:
         }
         of_depth = shared_buffers(job, device, *depths)
         self._shared |= {job.num_layers + depth: of_depth for depth in range(len(mtp))}
-        self._moe = [
-            index for kind in built.kind_of.values() if kind.is_moe for index in kind.layers
-        ]
+        moe = [index for kind in built.kind_of.values() if kind.is_moe for index in kind.layers]
         self._built_moe = sum(kind.is_moe for kind in built.kind_of.values())
-        if mtp and job.moe_pattern()[-1]:
-            self._moe += range(job.num_layers, job.num_layers + len(mtp))
-            self._built_moe += len(mtp)
+        # Dispatchers keep by module: one for all depths of a layer that is repeated.
+        of_depths = [site.indices[0] - len(built.kind_of) + job.num_layers for site in sites]
+        self._moe = dict.fromkeys(moe, 1)
+        self._moe |= dict.fromkeys(of_depths, job.experts_of_depth) if job.experts_of_depth else {}
+        self._built_moe += job.experts_of_depth * len(sites)
         self._kept_bytes: dict[int, int] = {}
         self.embedding = static_bytes(job, device, self._embedding)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
@@ -347,7 +351,8 @@ class _Counted:
         of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch.
         """
         if self._moe:
-            self._kept_bytes = dict.fromkeys(self._moe, -(-of_one_microbatch // self._built_moe))
+            each = -(-of_one_microbatch // self._built_moe)
+            self._kept_bytes = {index: each * count for index, count in self._moe.items()}
         size_bytes = storage_bytes(tensors)
         if self.job.transformer_impl == "local":
             self._buffer_bytes = size_bytes
@@ -414,7 +419,7 @@ def _kind(job: Job, kind: LayerKind, built: Shard, counted: _Counted) -> LayerKi
     layers += [job.num_layers + index - depth for index in kind.layers if index >= depth]
     # MTP depths are built like the last layer.
     of_depth = min(layers) >= job.num_layers
-    is_moe = job.moe_pattern()[-1] if of_depth else any(one.is_moe for one in found.values())
+    is_moe = bool(job.experts_of_depth) if of_depth else any(one.is_moe for one in found.values())
     return replace(
         kind,
         layers=tuple(sorted(layers)),

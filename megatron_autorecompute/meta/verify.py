@@ -23,6 +23,7 @@ from megatron_autorecompute.meta.meta_step import (
     stage_steps,
     workers,
 )
+from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import Peak
 from megatron_autorecompute.planner.plan import Plan
@@ -339,6 +340,11 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
         "deallocate_pipeline_outputs": plan.profile.deallocate_pipeline_outputs,
         "overlap_moe_expert_parallel_comm": schedule.overlap_moe_expert_parallel_comm,
     }
+    job = plan.profile.model.facts.get("job")
+    text = job["config"].get("hybrid_layer_pattern") if isinstance(job, dict) else None
+    if text is not None:
+        pattern = HybridPattern.parse(text).placed(layout.chunk_layers())
+        fields |= {"pipeline_model_parallel_layout": None, "hybrid_layer_pattern": str(pattern)}
     if several:
         fields["microbatch_group_size_per_vp_stage"] = schedule.group_size
     return fields

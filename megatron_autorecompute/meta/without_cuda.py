@@ -482,6 +482,7 @@ def _kept_by_the_process(device: torch.device) -> Iterator[Patch]:
     depths = _module("megatron.core.transformer.multi_token_prediction")
     yield utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None
     yield depths.MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0)
+    yield depths.MTPLossLoggingHelper, "tracker", {}
     yield versions.auxiliary_loss_log()
 
 

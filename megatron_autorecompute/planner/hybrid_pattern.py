@@ -8,7 +8,8 @@ megatron-core's models/hybrid/hybrid_layer_allocation.py, the same in 0.19.2 and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from megatron_autorecompute.errors import PipelineError
 
@@ -76,6 +77,12 @@ class HybridPattern:
         if not pattern.num_layers:
             raise PipelineError(f"{shown} has no layers before the first /. Give at least one.")
         return pattern
+
+    def placed(self, chunks: Sequence[Sequence[int]]) -> HybridPattern:
+        """The same layers with `|` between these chunks, in model order (MTP depths ignored)."""
+        counts = (sum(index < self.num_layers for index in chunk) for chunk in chunks)
+        symbols = iter(self.symbols)
+        return replace(self, segments=tuple("".join(islice(symbols, n)) for n in counts))
 
     def check_numbers(self, num_layers: int, mtp_num_layers: int) -> HybridPattern:
         """This pattern; PipelineError if a config's two numbers differ from its symbols."""

@@ -197,7 +197,10 @@ class Probe:
                 self._watch_layer(layer, (index,))
             if site.block.config.mtp_num_layers:
                 self._watch_input(model_layers.final_norm(site.block), "final_norm")
-                self._watch_output(depths[-1].mtp if depths else site.block, "head")
+                if depths:
+                    self._watch_output(depths[-1].mtp, "head", after=depths[-1].indices[-1])
+                else:
+                    self._watch_output(site.block, "head")
             else:
                 ends: Place = "between" if site.layers[-1:] == encoder_ends else "head"
                 self._watch_end(site.block, ends)
@@ -210,8 +213,7 @@ class Probe:
 
         def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._forward is not None and not _recomputing():
-                seen = {mark.place for mark in self._forward.marks}
-                index = next((one for one in indices if one not in seen), indices[-1])
+                index = next((i for i in indices if not self._has_begun(i)), indices[-1])
                 hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
                 size_bytes = hidden_states.untyped_storage().nbytes()
                 self.boundary_bytes = max(self.boundary_bytes, size_bytes)
@@ -234,9 +236,20 @@ class Probe:
             hook = module.register_forward_pre_hook
             self._call(hook, lambda _, args: self._boundary(place, args[0]))
 
-    def _watch_output(self, module: torch.nn.Module, place: Place) -> None:
-        hook = module.register_forward_hook
-        self._call(hook, lambda *call: self._boundary(place, _tensor(call)))
+    def _watch_output(
+        self, module: torch.nn.Module, place: Place, after: Place | None = None
+    ) -> None:
+        """after: the place that must have begun; a layer that is repeated returns several times."""
+
+        def ends(*call: Any) -> None:
+            if after is None or self._has_begun(after):
+                self._boundary(place, _tensor(call))
+
+        self._call(module.register_forward_hook, ends)
+
+    def _has_begun(self, place: Place) -> bool:
+        forward = self._forward
+        return forward is not None and any(mark.place == place for mark in forward.marks)
 
     def _end_forward(self, forward: Pass, output: Any) -> None:
         def on_gradient() -> None:

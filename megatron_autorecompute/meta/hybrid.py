@@ -1,0 +1,140 @@
+"""Builds HybridModels on meta tensors: Megatron's own layer spec, with stand-ins in its places."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+
+from megatron_autorecompute.compat import hybrid_spec, model_layers
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.meta import gated_delta, kernels, mamba, ops
+from megatron_autorecompute.meta.meta_step import StepShape
+from megatron_autorecompute.patched import patched
+
+_TE_NAMES: dict[str, Any] = {
+    "TEColumnParallelLinear": kernels.ColumnLinear,
+    "TEDotProductAttention": kernels.Attention,
+    "TELayerNormColumnParallelLinear": kernels.NormColumnLinear,
+    "TELinear": kernels.Linear,
+    "TENorm": kernels.Norm,
+    "TERowParallelLinear": kernels.RowLinear,
+}
+
+
+def check_supported(name: str) -> None:
+    """Raise OptionError if the installed megatron-core has no HybridModel; `name` is the job's."""
+    if not model_layers.pattern_types():
+        raise OptionError(
+            f"{name}: hybrid_layer_pattern describes a HybridModel, which megatron-core has from "
+            "0.18 on. Install a newer one, or leave the pattern out for a GPTModel."
+        )
+
+
+def build_hybrid(
+    config: Any,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+    shape: StepShape,
+    *,
+    pattern: str,
+    position_embedding_type: str = "none",
+    share_embeddings_and_output_weights: bool = False,
+) -> torch.nn.Module:
+    """A chunk of a HybridModel of stand-ins; call it inside `stand_ins`."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return HybridModel(
+        config,
+        _spec(),
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.seq_length,
+        hybrid_layer_pattern=pattern,
+        pre_process=pre_process,
+        post_process=post_process,
+        position_embedding_type=position_embedding_type,
+        share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+        vp_stage=vp_stage,
+    )
+
+
+@functools.cache
+def _spec() -> Any:
+    """Megatron's hybrid_stack_spec, of stand-ins."""
+    return hybrid_spec.with_modules(_TE_NAMES, kernels.StandIns)
+
+
+class _Hadamard(torch.autograd.Function):
+    """Saves nothing. fast_hadamard_transform's `HadamardTransformFn`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return ops.rotate(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return ops.rotate(gradient)
+
+
+def _hadamard(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return cast(torch.Tensor, _Hadamard.apply(x))
+
+
+def _replacements() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield (
+        "models.hybrid.hybrid_block",
+        {
+            "TENorm": kernels.Norm,
+            "TELayerNormColumnParallelLinear": kernels.NormColumnLinear,
+        },
+    )
+    yield (
+        "ssm.mamba_mixer",
+        {
+            "HAVE_MAMBA_SSM": True,
+            "HAVE_EINOPS": True,
+            "MAMBA_HAS_STATE_DTYPE": False,
+            "RMSNormGated": mamba.GroupNorm,
+            "ExtendedRMSNorm": mamba.GroupNorm,
+            "mamba_split_conv1d_scan_combined": mamba.split_conv1d_scan,
+            "rearrange": mamba.rearrange,
+        },
+    )
+    yield "ssm.mamba_context_parallel", {"HAVE_EINOPS": True, "repeat": mamba.repeat}
+    yield (
+        "ssm.gated_delta_net.common",
+        {
+            "HAVE_FLA": True,
+            "l2norm": gated_delta.l2norm,
+            "chunk_gated_delta_rule": gated_delta.chunk_gated_delta_rule,
+        },
+    )
+    yield (
+        "ssm.gated_delta_net.gdn",
+        {
+            "causal_conv1d": gated_delta.causal_conv1d,
+            "chunk_gated_delta_rule": gated_delta.chunk_gated_delta_rule,
+        },
+    )
+    yield (
+        "transformer.experimental_attention_variant.absorbed_mla",
+        {name: _TE_NAMES[name] for name in ("TELinear", "TEColumnParallelLinear")},
+    )
+    yield "transformer.experimental_attention_variant.dsa", {"hadamard_transform": _hadamard}
+    yield "transformer.moe.moe_layer", {"HAVE_TE": True, "TELinear": kernels.Linear}
+
+
+@contextlib.contextmanager
+def stand_ins() -> Iterator[None]:
+    """In this block a HybridModel's kernels, and latent MoE's linear layers, are stand-ins."""
+    with contextlib.ExitStack() as undo:
+        for name, names in _replacements() if model_layers.pattern_types() else ():
+            owner = importlib.import_module("megatron.core." + name)
+            for attribute, stand_in in names.items():
+                undo.enter_context(patched(owner, attribute, stand_in))
+        yield

@@ -1,0 +1,216 @@
+"""Stand-ins for Mamba-2's fused training kernel and its norm, for meta tensors.
+
+They save what mamba-ssm 2.3.2 saves, and hold while they run what its host code allocates, in its
+order: mamba_ssm/ops/triton/ssd_combined.py, ssd_chunk_state.py, ssd_chunk_scan.py,
+ssd_state_passing.py, ssd_bmm.py and layernorm_gated.py. Floating-point operations are those of the
+products in these kernels. No values are computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from megatron_autorecompute.meta import ops
+
+_FP32 = torch.float32
+_TAPS = 4
+"""Of the convolution, `d_conv` of Megatron's MambaMixer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScanShape:
+    """Sizes on one rank: tokens, the widths of x (heads x width) and of x, B and C together."""
+
+    batch: int
+    length: int
+    heads: int
+    width: int
+    groups: int
+    state: int
+    chunk: int
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences."""
+        return self.batch * self.length
+
+    @property
+    def inner(self) -> int:
+        """Elements of x for one token."""
+        return self.heads * self.width
+
+    @property
+    def mixed(self) -> int:
+        """Elements that the convolution mixes for one token: x, B and C."""
+        return self.inner + 2 * self.groups * self.state
+
+    @property
+    def chunks(self) -> int:
+        """Of one sequence."""
+        return math.ceil(self.length / self.chunk)
+
+    @property
+    def products(self) -> tuple[int, int, int, int]:
+        """Floating-point operations of the convolution, of C B^T within chunks, of one product of
+        all tokens with states, and of one causal product within chunks (half of all pairs)."""
+        return (
+            2 * _TAPS * self.tokens * self.mixed,
+            2 * self.tokens * self.groups * self.chunk * self.state,
+            2 * self.tokens * self.inner * self.state,
+            self.tokens * self.inner * self.chunk,
+        )
+
+    @property
+    def forward_flops(self) -> int:
+        """States of chunks, and y from states, are the two products with states."""
+        conv, scores, states, within = self.products
+        return conv + scores + 2 * states + within
+
+    @property
+    def backward_flops(self) -> int:
+        """Convolution, C B^T and states again; gradients of x, B, C, dt and of the states."""
+        conv, scores, states, within = self.products
+        return 3 * conv + 3 * scores + 5 * states + 3 * within
+
+
+class _Scan(torch.autograd.Function):
+    """Convolution, scan and gate. Saves: the projection [batch, length, z x B C dt], the
+    convolution's weights, the scan's output before the gate, A, D and the bias of dt.
+    `MambaSplitConv1dScanCombinedFn` without norm and output projection. States are in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        zxbcdt: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        dt_bias: torch.Tensor,
+        a: torch.Tensor,
+        d: torch.Tensor,
+        shape: ScanShape,
+    ) -> torch.Tensor:
+        new, s = zxbcdt.new_empty, shape
+        conv = new(s.batch, s.length, s.mixed)
+        steps = [_by_head(new, s) for _ in range(2)]  # dt, and its sums times A
+        states = new(s.batch, s.chunks, s.heads, s.width * s.state, dtype=_FP32)
+        states, last = states.to(zxbcdt.dtype), new(_state_size(s), dtype=_FP32)
+        scores = new(s.batch, s.chunks, s.groups, s.chunk, s.chunk, dtype=_FP32)
+        out, before_gate = (new(s.batch, s.length, s.inner) for _ in range(2))
+        ops.kernel([zxbcdt, conv, *steps, states, scores, out, before_gate], s.forward_flops)
+        del conv, steps, states, last, scores
+        ctx.save_for_backward(zxbcdt, weight, bias, before_gate, a, d, dt_bias)
+        ctx.shape = shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        zxbcdt, weight, bias, before_gate, a, d, dt_bias = ctx.saved_tensors
+        new, s = zxbcdt.new_empty, ctx.shape
+        conv, dzxbcdt = new(s.batch, s.length, s.mixed), torch.empty_like(zxbcdt)
+        dconv = torch.empty_like(conv)
+        steps = [new(s.tokens, s.heads), _by_head(new, s), _by_head(new, s)]
+        scores = new(s.batch, s.chunks, s.groups, s.chunk, s.chunk, dtype=_FP32)
+        states = new(s.batch, s.chunks, s.heads, s.width * s.state, dtype=_FP32)
+        states = torch.empty_like(states)  # passed from chunk to chunk, in the same dtype
+        last, dout = new(_state_size(s), dtype=_FP32), torch.empty_like(before_gate)
+        dstates = torch.empty_like(states)
+        dstates, states = dstates.to(zxbcdt.dtype), states.to(zxbcdt.dtype)
+        moved = [zxbcdt, conv, dzxbcdt, dconv, *steps, scores, states, dstates, before_gate, dout]
+        ops.kernel([*moved, gradient], s.backward_flops)
+        more = [*_gradients_of_steps(new, s)]
+        del conv, dconv, steps, scores, states, last, dout, dstates, moved, more
+        like = (torch.empty_like(one) for one in (weight, bias, dt_bias, a, d))
+        return dzxbcdt, *like, None
+
+
+def _by_head(new: Any, s: ScanShape) -> torch.Tensor:
+    return cast(torch.Tensor, new(s.batch, s.heads, s.chunks, s.chunk, dtype=_FP32))
+
+
+def _state_size(s: ScanShape) -> tuple[int, int]:
+    return s.batch, s.inner * s.state
+
+
+def _gradients_of_steps(new: Any, s: ScanShape) -> Iterator[torch.Tensor]:
+    """Gradients of dt and of its sums, of B, C and C B^T, all in fp32."""
+    for _ in range(3):
+        yield _by_head(new, s)
+    for _ in range(2):
+        yield new(s.batch, s.length, s.groups, s.state, dtype=_FP32)
+    yield new(s.batch, s.chunks, s.groups, s.chunk, s.chunk, dtype=_FP32)
+    for _ in range(2):
+        yield _by_head(new, s)
+
+
+def split_conv1d_scan(
+    zxbcdt: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    dt_bias: torch.Tensor,
+    a: torch.Tensor,
+    D: torch.Tensor,  # noqa: N803
+    chunk_size: int,
+    headdim: int,
+    ngroups: int,
+    **_: Any,
+) -> torch.Tensor:
+    """Stands for `mamba_split_conv1d_scan_combined`, as Megatron's training path calls it.
+
+    zxbcdt [batch, length, z x B C dt]; returns [batch, length, heads x headdim].
+    """
+    heads = D.shape[0]
+    state = (weight.shape[0] - heads * headdim) // ngroups // 2
+    batch, length = zxbcdt.shape[:2]
+    shape = ScanShape(batch, length, heads, headdim, ngroups, state, chunk_size)
+    return cast(torch.Tensor, _Scan.apply(zxbcdt, weight, bias, dt_bias, a, D, shape))
+
+
+class _GroupNorm(torch.autograd.Function):
+    """Saves: input, and one fp32 per token and group. `LayerNormFn` of layernorm_gated.py."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, groups: int) -> torch.Tensor:
+        y, statistics = ops.norm(x.unflatten(-1, (groups, -1)), weight)
+        ctx.save_for_backward(x, statistics)
+        return y.flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ops.norm_backward(gradient, *ctx.saved_tensors), None, None
+
+
+class GroupNorm(torch.nn.Module):
+    """Stands for Megatron's `ExtendedRMSNorm`: one RMSNorm for each group, without a gate."""
+
+    def __init__(
+        self, hidden_size: int, eps: float, group_size: int, norm_before_gate: bool, **factory: Any
+    ) -> None:
+        super().__init__()
+        self.groups = hidden_size // group_size
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, **factory))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Same shape as x."""
+        return cast(torch.Tensor, _GroupNorm.apply(x, self.weight, self.groups))
+
+
+def rearrange(x: torch.Tensor, pattern: str, **_: int) -> torch.Tensor:
+    """Stands for einops', with the patterns of MambaMixer's training path."""
+    if pattern in ("l b d -> b l d", "b l d -> l b d"):
+        return x.transpose(0, 1)
+    if pattern != "d 1 w -> d w":
+        raise NotImplementedError(f"einops.rearrange of {pattern!r} in Mamba's training path")
+    return x.squeeze(1)
+
+
+def repeat(x: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
+    """Stands for einops', with the pattern of MambaContextParallel: groups for several ranks."""
+    if pattern != "l b (g n) -> l b (g r n)":
+        raise NotImplementedError(f"einops.repeat of {pattern!r} under context parallelism")
+    groups = x.unflatten(-1, (sizes["g"], 1, sizes["n"]))
+    return groups.expand(-1, -1, -1, sizes["r"], -1).flatten(2)

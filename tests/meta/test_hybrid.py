@@ -1,0 +1,166 @@
+"""HybridModels without a device: what the stand-ins hold, and plans against Megatron's schedule."""
+
+import pytest
+import torch
+
+from megatron_autorecompute.errors import OptionError, PipelineError
+from megatron_autorecompute.meta import stage_runs
+from megatron_autorecompute.meta.devices import device
+from megatron_autorecompute.meta.job import job_from
+from megatron_autorecompute.meta.profiling import profile_job
+from megatron_autorecompute.meta.verify import TOLERANCE, verify
+from megatron_autorecompute.planner.plan import make_plan
+from megatron_autorecompute.planner.planner import Planner
+
+pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
+
+H100 = device("h100-80gb")
+NANO = {
+    "hidden_size": 2688,
+    "ffn_hidden_size": 1856,
+    "num_attention_heads": 32,
+    "num_query_groups": 2,
+    "kv_channels": 128,
+    "mamba_num_heads": 64,
+    "num_moe_experts": 16,
+    "moe_router_topk": 6,
+    "moe_ffn_hidden_size": 1856,
+    "activation_func": "squared_relu",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+def job(pattern, *, num_gpus=8, seq_length=4096, **fields):
+    """A job of layers as wide as those of Nemotron 3 Nano."""
+    return job_from(
+        {
+            "name": pattern,
+            "num_gpus": num_gpus,
+            "seq_length": seq_length,
+            "global_batch_size": 64,
+            "vocab_size": 1024,
+            "position_embedding_type": "none",
+            "config": {**NANO, "hybrid_layer_pattern": pattern, **fields},
+        },
+        "the job",
+    )
+
+
+def saved(function, *inputs):
+    """Bytes that a function's backward saves, by shape; its inputs, parameters too, included."""
+    found = {}
+
+    def note(tensor):
+        found[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        function(*inputs)
+    return listed((tuple(t.shape), t.dtype) for t in found.values())
+
+
+def listed(tensors):
+    return sorted(tensors, key=str)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def test_mambas_scan_saves_what_mamba_ssm_does():
+    from megatron_autorecompute.meta import mamba
+
+    length, heads, width, groups, state = 512, 8, 64, 2, 32
+    inner, mixed = heads * width, heads * width + 2 * groups * state
+    with torch.device("meta"):
+        projected = torch.empty(1, length, inner + mixed + heads, dtype=BF16, requires_grad=True)
+        weight, bias = torch.empty(mixed, 4, dtype=BF16), torch.empty(mixed, dtype=BF16)
+        rest = [torch.empty(heads) for _ in range(3)]
+        norm = mamba.GroupNorm(inner, 1e-5, inner // groups, False, dtype=BF16)
+
+        def scan(projected):
+            return mamba.split_conv1d_scan(projected, weight, bias, *rest, 128, width, groups)
+
+        kept = saved(scan, projected)
+        normed = saved(norm, torch.empty(length, 1, inner, dtype=BF16, requires_grad=True))
+    # ssd_combined.py saves zxbcdt, conv1d_weight, conv1d_bias, out_x, A, D, dt_bias.
+    assert kept == listed(
+        [
+            ((1, length, inner + mixed + heads), BF16),
+            ((mixed, 4), BF16),
+            ((mixed,), BF16),
+            ((1, length, inner), BF16),
+            *[((heads,), FP32)] * 3,
+        ]
+    )
+    assert normed == listed([((length, 1, groups), FP32), ((length, 1, inner), BF16)])
+
+
+def test_gated_delta_rule_saves_what_fla_does():
+    from megatron_autorecompute.meta import gated_delta
+
+    heads = (2, 512, 4)
+    with torch.device("meta"):
+        q, k, v = (torch.empty(*heads, n, dtype=BF16, requires_grad=True) for n in (32, 32, 64))
+        g, beta = torch.empty(heads, requires_grad=True), torch.empty(heads, dtype=BF16)
+        kept = saved(gated_delta.chunk_gated_delta_rule, q, k, v, g, beta)
+        x, taps = torch.empty(2, 512, 96, dtype=BF16, requires_grad=True), torch.empty(96, 4)
+        conv, unit = saved(gated_delta.causal_conv1d, x, taps), saved(gated_delta.l2norm, x)
+    # chunk.py: q, k, v, g (its sums), beta, A; convolution.py: x, weight; l2norm.py: y, rstd
+    wide = [((*heads, n), BF16) for n in (32, 32, 64, 64)]
+    assert kept == listed([*wide, (heads, FP32), (heads, BF16)])
+    assert conv == listed([((2, 512, 96), BF16), ((96, 4), FP32)])
+    assert unit == listed([((2, 512), FP32), ((2, 512, 96), BF16)])
+
+
+def in_this_process(run, stages, max_workers, done):
+    runs = [run(stage) for stage in stages]
+    for one in runs:
+        done(one)
+    return tuple(runs)
+
+
+def middle_plan(asked):
+    """The plan of a budget between the leanest need and none's."""
+    planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
+    lean, free = (
+        max(choice.peak_bytes for choice in choices)
+        for choices in (planner.leanest, planner.fastest)
+    )
+    return make_plan(planner, (free + lean) // 2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fields"),
+    [
+        ("M*|ME|", {"pipeline_model_parallel_size": 3, "num_gpus": 12}),
+        ("M-|*/*-", {"pipeline_model_parallel_size": 2}),
+        ("-/*-/*-", {"mtp_use_repeated_layer": True}),
+    ],
+)
+def test_plans_are_what_megatrons_schedule_does(monkeypatch, pattern, fields):
+    monkeypatch.setattr(stage_runs, "in_processes", in_this_process)
+    plan = middle_plan(job(pattern, **fields))
+    for check in verify(plan):
+        assert abs(check.error) <= TOLERANCE, (check, plan.policy.format())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fields", "said"),
+    [
+        ("M-X*", {}, "'X' at position 2 is no layer"),
+        ("M-*", {"num_layers": 4}, "has 3 layers, num_layers is 4: layer 3 has no symbol"),
+        ("M-[*-]", {}, "'[' at position 2: groups of layers"),
+        ("M-GE", {}, "'G' at position 2 of hybrid_layer_pattern needs linear_key_head_dim"),
+        ("-E", {"num_moe_experts": None}, "'E' at position 1 of hybrid_layer_pattern needs num_m"),
+        ("-+", {}, "'+' at position 1 of hybrid_layer_pattern needs multi_latent_attention"),
+        ("-M", {"tensor_model_parallel_size": 3, "num_gpus": 3}, "'M' at position 1 of hybrid_la"),
+        ("-*|*", {"num_layers_in_first_pipeline_stage": 1}, "places layers by |"),
+    ],
+)
+def test_a_bad_pattern_is_refused_by_position_and_symbol(pattern, fields, said):
+    with pytest.raises((OptionError, PipelineError)) as error:
+        job(pattern, **fields).layout()
+    assert said in str(error.value)
