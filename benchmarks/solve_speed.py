@@ -51,6 +51,10 @@ CHOICES = (
     ("selective[layernorm+mlp]", 94.2, 22, 52, 10.07, 24.75),
     ("selective[moe_act]", 88.8, 15, 44, 10.01, 21.37),
     ("selective[layernorm+moe_act]", 84.1, 17, 49, 10.06, 21.71),
+    ("selective[core_attn+moe_act]", 20.9, 93, 128.4, 10.11, 25.32),
+    ("selective[core_attn+layernorm+moe_act]", 16.9, 96, 131.6, 10.16, 25.61),
+    ("selective[mlp+moe]", 61.2, 43, 79.3, 10.05, 27.97),
+    ("selective[core_attn+moe]", 9.8, 101, 137.2, 10.13, 29.11),
 )
 
 

@@ -70,6 +70,12 @@ def refuse(job: Job, device: torch.device) -> None:
                 f"{job.name}: transformer_impl local with precision {job.precision}, which needs "
                 "Transformer Engine. Use transformer_engine."
             )
+        if job.config.get("masked_softmax_fusion") and not has_fused_softmax():
+            raise MachineError(
+                f"{job.name}: masked_softmax_fusion, and its kernels are not installed here "
+                "(scaled_masked_softmax_cuda). Install Apex with them, or change the job: "
+                "masked_softmax_fusion false, --no-masked-softmax-fusion."
+            )
         return
     if device.type != "cuda":
         raise MachineError(
@@ -97,6 +103,7 @@ def shard(job: Job, device: torch.device) -> Iterator[Shard]:
             setattr(config, name, value)
         config.perform_initialization = True
         config.gradient_accumulation_fusion = adds_in_the_product(job)
+        config.masked_softmax_fusion &= has_fused_softmax()
         shape = step_shape(job, 1)
         with fake_ranks(config, 0, shape):
             _seed()
@@ -124,6 +131,11 @@ def adds_in_the_product(job: Job) -> bool:
     from megatron.core.tensor_parallel import layers
 
     return job.fuses_weight_gradients and bool(layers._grad_accum_fusion_available)
+
+
+def has_fused_softmax() -> bool:
+    """Whether the kernels of Megatron's masked_softmax_fusion are installed."""
+    return util.find_spec("scaled_masked_softmax_cuda") is not None
 
 
 def _precision(job: Job) -> dict[str, Any]:

@@ -282,6 +282,12 @@ def assumed(
             "added in the product (gradient_accumulation_fusion), because Apex is not installed "
             "here: their bytes count among transients, and their time includes one addition."
         )
+    unfused = job.transformer_impl == "local" and not build.has_fused_softmax()
+    if unfused and job.config.get("masked_softmax_fusion", True):
+        sentences.append(
+            "Masking and softmax were several kernels, with a mask of their own, because those of "
+            "masked_softmax_fusion are not installed here."
+        )
     if job.precision != "bf16":
         sentences.append(f"{job.precision}: weights are in bf16, products in {job.precision}.")
     names = build.left_out(job)

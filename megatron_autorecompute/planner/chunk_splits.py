@@ -35,8 +35,10 @@ Split = tuple[tuple[LayerPolicy, ...], ...]
 """A stage's choices, `[chunk][position]`."""
 MOST_AT_ONCE = 1 << 22
 """Events replayed at once, 16 bytes each; candidates beyond them are not tried."""
-MOST_EVENTS = 1 << 27
-"""Events replayed in total, some seconds; then the search ends with the best split so far."""
+MOST_EVENTS = 1 << 26
+"""Events replayed in total, a second or two; then the search ends with the best split so far."""
+_AS_MANY = 16
+"""Candidates that are about as much work to replay as one."""
 
 
 def with_exchanges(
@@ -120,7 +122,7 @@ class _Search:
     def _exchanged(self, stage: int) -> bool:
         most = max(1, MOST_AT_ONCE // self.events)
         candidates = list(itertools.islice(self._exchanges(stage), most))
-        self.events_left -= self.events * len(candidates)
+        self.events_left -= self.events * max(len(candidates), _AS_MANY)
         if not candidates or self.events_left < 0:
             return False
         steps = self._steps(stage, candidates)

@@ -7,6 +7,8 @@ any one path take no longer than the step, whatever is chosen, and their counts 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron_autorecompute.planner.arrays import Ints
@@ -33,12 +35,21 @@ def critical_paths(schedule: Schedule, forward: Ints, backward: Ints) -> list[In
     replayed = [(part, part.table[:, 1:-1].tolist()) for part in parts(schedule, forward, backward)]
     last = replayed[-1][0].after
     walks = _Walk(forward, backward, True), _Walk(forward, backward, False)
-    for walk in walks:
-        place = last.shape[0] - 1, int(last[-1].argmax())
-        for part, table in reversed(replayed):
-            place = walk.through(part, table, place)
-    one, other = (walk.counts for walk in walks)
+    one, other = (walk.whole(replayed, last) for walk in walks)
     return [one] if np.array_equal(one, other) else [one, other]
+
+
+def one_path_each(schedule: Schedule, forward: Ints, backward: Ints) -> list[Ints]:
+    """A longest path for each of some times, `[stage, chunk, candidate]`; as in `critical_paths`.
+
+    They are replayed together, which is less work.
+    """
+    found, together = [], list(parts(schedule, forward, backward))
+    for i in range(forward.shape[-1]):
+        replayed = [(part, part.table[:, 1:-1, i].tolist()) for part in together]
+        walk = _Walk(forward[..., i], backward[..., i], True)
+        found.append(walk.whole(replayed, together[-1].after[..., i]))
+    return found
 
 
 class _Walk:
@@ -48,6 +59,13 @@ class _Walk:
         self.own_first = own_first
         self.times = (forward.tolist(), backward.tolist())
         self.counts = np.zeros((2, *forward.shape), np.int64)
+
+    def whole(self, replayed: Sequence[tuple[Part, list[list[int]]]], last: Ints) -> Ints:
+        """From the end of a replay to its begin; `[direction, stage, chunk]`."""
+        place = last.shape[0] - 1, int(last[-1].argmax())
+        for part, table in reversed(replayed):
+            place = self.through(part, table, place)
+        return self.counts
 
     def through(self, part: Part, table: list[list[int]], place: _Place) -> _Place:
         """From a place after a part to one before it.

@@ -246,7 +246,8 @@ class _Interleaved:
         alive = set(self.bound.values())
         for inputs, outputs, gradients in zip(self.inputs, self.outputs, self.grads, strict=True):
             alive.update(inputs[len(outputs) :], gradients)
-        alive -= self.in_flight
+        # Not `alive -= self.in_flight`, which goes through the larger of the two.
+        alive = {tensor for tensor in alive if tensor not in self.in_flight}
         alive.update([self.gradient_of[tensor] for tensor in alive if tensor in self.gradient_of])
         self.extra.append(len(alive - {None, gradient}))
 

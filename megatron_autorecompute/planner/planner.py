@@ -31,11 +31,13 @@ from megatron_autorecompute.planner.chunk_splits import put_together
 from megatron_autorecompute.planner.fastest_step import FastestStep, fastest_step
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import (
+    ChunkColumns,
     StageBase,
     check_figures,
     check_layout,
     stage_base,
     stage_moments,
+    stage_peak,
 )
 from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
 from megatron_autorecompute.planner.schedule import Schedule
@@ -166,7 +168,7 @@ class Planner:
         if allowed is not None and not isinstance(allowed, OnlyChoices):
             allowed = OnlyChoices.parse(allowed)
         self.only = allowed
-        self._effort = effort
+        self._effort = effort or Effort()
         self._table = CostTable(profile, self.percentile, "high")
         self._solved: dict[int, dict[int, StageChoice]] = {}
         self._known: list[FastestStep] = []
@@ -205,7 +207,7 @@ class Planner:
         base = stage_base(self.profile, self.layout, stage, "high")
         chunks = [self._chunk(stage, c, base) for c in range(self.layout.num_chunks)]
         problem = stage_problem(chunks, stage_moments(self.profile, self.schedule, stage), base)
-        return StageSearch(problem, self._effort)
+        return StageSearch(problem, self._effort.of_one(self.layout.num_stages))
 
     def _chunk(self, stage: int, index: int, base: StageBase) -> ChunkProblem:
         return chunk_problem(self._table, self.layout.stages[stage][index], base, self.only)
@@ -407,14 +409,24 @@ class Planner:
         takes at least as long.
         """
         budgets = self.budgets(budget)
-        fitting: list[tuple[float, ManualStrategy, Ints]] = []
+        fitting: list[tuple[MegatronStrategy, Ints]] = []
         for setting, times in sorted(self._manual_times(), key=lambda pair: int(pair[1].sum())):
-            if any((times >= faster).all() for _, _, faster in fitting):
-                continue
-            found = self._manual(setting, budgets)
-            if found.fits and found.cost is not None:
-                fitting.append((found.cost.step_ms, found, times))
-        return min(fitting, key=itemgetter(0))[1] if fitting else None
+            slower = any((times >= faster).all() for _, faster in fitting)
+            if not slower and self._fits(self.manual_policy(setting), budgets):
+                fitting.append((setting, times))
+        found = [self._manual(setting, budgets) for setting, _ in fitting]
+        steps = [(manual.cost.step_ms, manual) for manual in found if manual.cost is not None]
+        return min(steps, key=itemgetter(0))[1] if steps else None
+
+    def _fits(self, policy: RecomputePolicy, budgets: Sequence[int]) -> bool:
+        """Whether the high end of every stage's peak is within its budget."""
+        for stage, (chunks, budget) in enumerate(zip(self.layout.stages, budgets, strict=True)):
+            columns = [ChunkColumns(c, self._table.chunk_units(c, policy)) for c in chunks]
+            base = stage_base(self.profile, self.layout, stage, "high")
+            moments = stage_moments(self.profile, self.schedule, stage)
+            if stage_peak(base, stage, columns, moments).bytes > budget:
+                return False
+        return True
 
     def _manual_times(self) -> Iterator[tuple[MegatronStrategy, Ints]]:
         """Settings that differ in effect, each with forward and backward times of every chunk."""

@@ -7,9 +7,10 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.gpu.cases import DENSE, DENSE_TE, MOE
 from benchmarks.gpu.contest import Contest
 from megatron_autorecompute.profile import MEASURED_ON_ONE_DEVICE, Profile
-from tests.gpu.models import LOCAL, TE
+from tests.gpu.models import small
 
 pytestmark = [
     pytest.mark.usefixtures("one_gpu"),
@@ -55,17 +56,18 @@ def profiled(case, folder):
 
 
 @pytest.mark.parametrize(
-    "make",
+    "large",
     [
-        pytest.param(LOCAL["dense, unfused attention"], id="unfused"),
-        pytest.param(TE["TE dense"], id="TE", marks=pytest.mark.requires_te),
-        pytest.param(TE["TE grouped experts"], id="TE experts", marks=pytest.mark.requires_te),
+        pytest.param(DENSE, id="unfused"),
+        pytest.param(DENSE_TE, id="TE", marks=pytest.mark.requires_te),
+        pytest.param(MOE, id="TE experts", marks=pytest.mark.requires_te),
     ],
 )
-def test_its_predicted_peaks_are_the_allocators(make, tmp_path):
-    case = make()
+def test_its_predicted_peaks_are_the_allocators(large, tmp_path):
+    case = small(large, seq_length=512)
     profile = profiled(case, tmp_path)
     contest = Contest(case)
+    contest.job.optimizer.step = lambda: None  # torch's own has temporaries that others lack
     for record in profile.kinds[0].choices:
         assert record.source == MEASURED_ON_ONE_DEVICE
         cost = contest.cost(profile, contest.policy(record.choice)).stages[0]
@@ -73,4 +75,4 @@ def test_its_predicted_peaks_are_the_allocators(make, tmp_path):
         contest.job.step()
         at_rest = torch.cuda.memory_allocated()
         taken = contest.peak(record.choice).allocated_bytes - at_rest
-        assert activations == pytest.approx(taken, rel=0.05, abs=8 << 20), record.choice
+        assert activations == pytest.approx(taken, rel=0.05, abs=1 << 20), record.choice

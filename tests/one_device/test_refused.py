@@ -8,6 +8,7 @@ from megatron_autorecompute.one_device import profiling
 from tests.one_device.test_profiling import COMMAND, EXPERT, TENSOR, job_file
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="cpu is refused beside CUDA")
+SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 TE = {"transformer_impl": "transformer_engine"}
 
 
@@ -20,6 +21,7 @@ def answer(words, capsys):
     ("changed", "code", "said"),
     [
         (TE, 7, "Transformer Engine runs on CUDA only"),
+        ({"config": {**SIZES, "masked_softmax_fusion": True}}, 7, "masked_softmax_fusion"),
         ({"lora_rank": 4}, 9, "adapters are Megatron Bridge's"),
         ({"precision": "fp8"}, 9, "needs Transformer Engine"),
     ],

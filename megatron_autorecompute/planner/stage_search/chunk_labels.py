@@ -159,13 +159,15 @@ class Filters:
 
     def __call__(self, rows: Ints, position: int) -> Ints:
         """Keep labels that fit, may win and are not dominated; at most `width` of them."""
+        self.limits.tally.rows(*rows.shape)
         rows = rows[self._fits(rows, position)]
         price = self.limits.priced(rows, self.c) + self.before_price[position] + self.others_price
         may_win = self.limits.may_win(price, self.upper_ps)
         rows, price = rows[may_win], price[may_win]
-        kept = front(self._dims(rows), rows[:, RUNS], rows[:, FIRST])
-        if len(kept) > self.width:
-            chosen = spread(price[kept], rows[kept, HELD], self.width)
+        kept = front(self._dims(rows), rows[:, RUNS], rows[:, FIRST], self.limits.tally)
+        width = self.limits.tally.width(self.width)
+        if len(kept) > width:
+            chosen = spread(price[kept], rows[kept, HELD], width)
             self.left = min(self.left, float(np.delete(price[kept], chosen).min()))
             kept = kept[chosen]
         return rows[kept]

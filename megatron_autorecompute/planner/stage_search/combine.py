@@ -29,7 +29,7 @@ from megatron_autorecompute.planner.stage_search.labels import (
     Labels,
     front,
 )
-from megatron_autorecompute.planner.stage_search.limits import NEVER, SLACK
+from megatron_autorecompute.planner.stage_search.limits import NEVER, SLACK, Limits
 from megatron_autorecompute.planner.stage_search.problem import StageChoice, StageProblem
 from megatron_autorecompute.policy import LayerPolicy
 
@@ -88,14 +88,14 @@ class Combined:
         )
 
     def thinned(
-        self, moments: NDArray[np.intp], bound: Ints, price: Floats, width: int
+        self, moments: NDArray[np.intp], bound: Ints, limits: Limits, width: int
     ) -> tuple[Combined, float]:
         """At most `width` labels, none dominated at `moments`; and the least bound cut off."""
         dims = np.column_stack([self.time, self.load[:, moments]])
-        kept = front(dims, self.runs, np.zeros(len(self.time), np.int64))
+        kept = front(dims, self.runs, np.zeros(len(self.time), np.int64), limits.tally)
         if len(kept) <= width:
             return self.pick(kept), math.inf
-        priced = self.time[kept] + self.load[kept] @ price
+        priced = self.time[kept] + self.load[kept] @ limits.price
         order = kept[np.lexsort((priced, bound[kept]))]
         return self.pick(order[:width]), float(bound[order[width]])
 
@@ -214,10 +214,9 @@ class Combiner:
         cost = (least - limit[:, None] * prices).max(axis=1)
         return [int(k) for k in np.argsort(-cost, kind="stable")[:most]]
 
-    def best(
-        self, limit: Ints, price: Floats, goal: Goal, width: int
-    ) -> tuple[StageChoice | None, float]:
+    def best(self, limits: Limits, goal: Goal, width: int) -> tuple[StageChoice | None, float]:
         """The best labels that fit and reach the goal; the second value as in `_Rounds.round`."""
+        limit, price = limits.room, limits.price
         tightest = self._tightest(limit)
         rest_price = [
             float((time + load @ price).min())
@@ -230,6 +229,7 @@ class Combiner:
         for c, final in enumerate(option.final for option in self.options):
             parts, bounds = [], []
             for block in table.blocks(len(final)):
+                limits.tally.rows(len(block.time) * len(final), len(limit))
                 part = block.times(final, self.loads[c])
                 priced = part.time + part.load @ price + sum(rest_price[c + 1 :])
                 part = part.pick(
@@ -240,7 +240,8 @@ class Combiner:
                 bounds.append(bound[keep])
             table, bound = Combined.joined(parts), np.concatenate(bounds)
             if c + 1 < len(self.options) and len(table.time) > min(UNTHINNED, width):
-                table, cut_ps = table.thinned(self._decided(c), bound, price, width)
+                kept = limits.tally.width(width)
+                table, cut_ps = table.thinned(self._decided(c), bound, limits, kept)
                 left_ps = min(left_ps, cut_ps)
             if not len(table.time):
                 return None, left_ps
@@ -250,11 +251,12 @@ class Combiner:
         best = np.lexsort((*reversed([-t for t in spent]), table.runs, peak, table.time))[0]
         return self._choice(table.trail[best].tolist(), int(peak[best])), left_ps
 
-    def all_within(self, limit: Ints, time_ps: int, most: int) -> list[StageChoice] | None:
+    def all_within(self, limits: Limits, time_ps: int, most: int) -> list[StageChoice] | None:
         """Labels that fit and take at most so long, but for those that are as slow as others or
         slower in the forward and backward of every chunk. None where more than `most` at once
         would have to be looked at.
         """
+        limit = limits.room
         tightest = self._tightest(limit)
         table = Combined.empty(len(limit))
         for c, final in enumerate(option.final for option in self.options):
@@ -262,6 +264,7 @@ class Combiner:
                 return None
             parts = []
             for block in table.blocks(len(final)):
+                limits.tally.rows(len(block.time) * len(final), len(limit))
                 part = block.times(final, self.loads[c])
                 part = part.pick(np.all(part.load + self.least[c + 1] <= limit, axis=1))
                 _, least = self._may_reach(Goal(), part, c + 1, limit, tightest)
@@ -277,7 +280,7 @@ class Combiner:
             for option, index in zip(self.options, table.trail.T, strict=True)
         ]
         none = np.zeros(len(peak), np.int64)
-        kept = front(np.column_stack(apart), none, none)
+        kept = front(np.column_stack(apart), none, none, limits.tally)
         return [self._choice(table.trail[i].tolist(), int(peak[i])) for i in np.sort(kept)]
 
     def _peaks(self, table: Combined) -> Ints:

@@ -8,6 +8,7 @@ themselves, a label has the time of both.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -93,13 +94,41 @@ def spread(price: Floats, held: Ints, width: int) -> NDArray[np.intp]:
     return np.union1d(np.argsort(price, kind="stable")[: width - half], first[:half])
 
 
-def front(dims: Ints, runs: Ints, first: Ints, block: int = 256) -> NDArray[np.intp]:
+_ANY_NUMBER = 50_000
+"""Work on labels however few they are."""
+_NARROW = 16
+
+
+@dataclass
+class Tally:
+    """Work done, counted: the same on every machine, and about as long anywhere."""
+
+    most: int
+    """Beyond it only narrow searches go on."""
+    done: int = 0
+    """About a nanosecond each."""
+
+    def rows(self, number: int, columns: int) -> None:
+        """Labels were made, or looked at, in so many columns."""
+        self.done += number * (columns + 20) * 8 + _ANY_NUMBER
+
+    def width(self, wanted: int) -> int:
+        """So many labels are kept, fewer when most is done."""
+        return wanted if self.done < self.most else min(wanted, _NARROW)
+
+    def comparisons(self, number: int, columns: int) -> None:
+        """Of two labels each, in so many columns."""
+        self.done += number * columns
+
+
+def front(dims: Ints, runs: Ints, first: Ints, tally: Tally, block: int = 256) -> NDArray[np.intp]:
     """Indices of the labels that no other label makes superfluous.
 
     Column 0 of `dims` is the time. A label makes another superfluous if it is nowhere worse, and is
     either faster or certain to end with at most as many runs. If their first choices differ, its
     number of runs may still grow by one more than the other's.
     """
+    tally.rows(*dims.shape)
     order = np.lexsort((runs, *dims.T[::-1]))
     runs, first = runs[order].astype(np.int32), first[order].astype(np.int32)
     # Only the order matters, and ranks of two bytes are compared four times as fast.
@@ -110,6 +139,7 @@ def front(dims: Ints, runs: Ints, first: Ints, block: int = 256) -> NDArray[np.i
     kept = np.zeros(0, np.intp)
     for start in range(0, len(order), block):
         fresh = np.arange(start, min(start + block, len(order)))
+        tally.comparisons(len(fresh) * (len(kept) + len(fresh)), len(ranks) + 1)
         fresh = fresh[~_dominated(ranks, runs, first, kept, fresh).any(axis=0)]
         inside = _dominated(ranks, runs, first, fresh, fresh)
         inside &= fresh[:, None] < fresh[None, :]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_autorecompute.planner.arrays import Bools, Floats, Ints
-from megatron_autorecompute.planner.stage_search.labels import BACKWARD, FORWARD, HELD, TIME
+from megatron_autorecompute.planner.stage_search.labels import BACKWARD, FORWARD, HELD, TIME, Tally
 from megatron_autorecompute.planner.stage_search.problem import StageProblem
 
 SLACK = 1e-9  # relative; the bound is a float sum of about 1e3 terms, wrong by at most 1e-12
@@ -24,6 +24,8 @@ class Limits:
     """Bytes that the chunks may need at each moment, of shape [moment]."""
     price: Floats
     """Picoseconds per byte, of shape [moment]; any values >= 0 give a valid bound."""
+    tally: Tally
+    """Of the search's work."""
     apart: bool = False
     """Whether the time of forwards and that of backwards each count by themselves, too."""
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from megatron_autorecompute.planner.stage_search.chunk_labels import ChunkLabels, Filters
 from megatron_autorecompute.planner.stage_search.combine import ChunkOptions, Combiner, Goal
+from megatron_autorecompute.planner.stage_search.labels import Tally
 from megatron_autorecompute.planner.stage_search.leanest import leanest
 from megatron_autorecompute.planner.stage_search.limits import NEVER, NO_LIMIT, SLACK, Limits
 from megatron_autorecompute.planner.stage_search.prices import multipliers
@@ -33,27 +34,18 @@ class Effort:
 
     widths: tuple[int, ...] = (64, 256, 1024, 4096, 16_384, 131_072)
     """Labels kept per position in successive rounds; the last bounds memory to about 100 MB."""
-    most_work: float = 2e8
-    """Limit on width times the square of a chunk's layers: no round beyond it is begun. About 10 s
-    on one core for 512 layers of 12 choices in one chunk."""
+    most_work: int = 5 * 10**9
+    """Counted as in `Tally`, of all stages together: no round is begun that would do more, if its
+    work grows as its width. About 5 s on one core."""
     complete_layers: int = 4
     """If no chunk has more layers, all labels of a stage are computed once and kept for every
     budget. Longer chunks have too many labels, so each budget is searched separately."""
     complete_width: int = 256
     """Labels of a position up to which the same is done."""
-    weighted_width: int = 256
-    """The widest round where chunks are several and their events do not all count alike: many such
-    searches are made of a stage, and a bound that is nearly the optimum will do."""
 
-    def for_weights(self) -> Effort:
-        """Without rounds wider than `weighted_width`."""
-        narrow = tuple(width for width in self.widths if width <= self.weighted_width)
-        return replace(self, widths=narrow or self.widths[:1])
-
-    def affordable(self, longest: int) -> tuple[int, ...]:
-        """Widths of the rounds for chunks of at most so many layers."""
-        wider = (width for width in self.widths[1:] if width * longest**2 <= self.most_work)
-        return (self.widths[0], *wider)
+    def of_one(self, stages: int) -> Effort:
+        """One stage's share."""
+        return replace(self, most_work=self.most_work // stages)
 
 
 class StageSearch:
@@ -68,28 +60,27 @@ class StageSearch:
         self.problem = problem
         self.effort = effort or Effort()
         self._unweighted = unweighted
+        self.work = 0
+        """Done so far, but for what all budgets share."""
 
-    def weighted(self, weights: Sequence[tuple[int, int]]) -> StageSearch:
+    def weighted(self, weights: Sequence[tuple[int, int]], effort: Effort) -> StageSearch:
         """The search in which a chunk's forward and backward count so often, by chunk."""
         pairs = zip(self.problem.chunks, weights, strict=True)
         chunks = tuple(replace(chunk, weights=own) for chunk, own in pairs)
-        effort = self.effort if len(chunks) == 1 else self.effort.for_weights()
         return StageSearch(replace(self.problem, chunks=chunks), effort, self)
-
-    @property
-    def _longest(self) -> int:
-        return max(len(chunk.layers) for chunk in self.problem.chunks)
 
     @cached_property
     def complete(self) -> Combiner | None:
         """All labels of all chunks, for every budget; None if they are too many to keep."""
-        if self._longest > self.effort.complete_layers:
+        if max(len(chunk.layers) for chunk in self.problem.chunks) > self.effort.complete_layers:
             return None
-        options = self._unweighted.of_any_weights if self._unweighted is not None else None
-        if options is not None:
-            pairs = zip(options, self.problem.chunks, strict=True)
-            return Combiner(self.problem, [own.weighted(chunk.weights) for own, chunk in pairs])
-        return self._combiner(self._all_labels(apart=False))
+        if self._unweighted is None:
+            return self._combiner(self._all_labels(apart=False))
+        options = self._unweighted.of_any_weights
+        if options is None:
+            return None
+        pairs = zip(options, self.problem.chunks, strict=True)
+        return Combiner(self.problem, [own.weighted(chunk.weights) for own, chunk in pairs])
 
     @cached_property
     def of_any_weights(self) -> list[ChunkOptions] | None:
@@ -99,7 +90,7 @@ class StageSearch:
     def _all_labels(self, apart: bool) -> list[ChunkOptions] | None:
         moments = len(self.problem.constant)
         room, price = np.full(moments, NO_LIMIT), np.zeros(moments)
-        rounds = _Rounds(Limits(self.problem, room, price, apart=apart), None)
+        rounds = _Rounds(Limits(self.problem, room, price, self._tally(), apart), None)
         options, left_ps = rounds.options(Goal(), self.effort.complete_width)
         return options if left_ps == math.inf else None
 
@@ -115,6 +106,13 @@ class StageSearch:
         if problem.floor_bytes > budget_bytes:
             return None
         rounds = self._rounds(budget_bytes)
+        found = self._fastest(rounds, budget_bytes, known)
+        self.work += rounds.limits.tally.done
+        return found
+
+    def _fastest(
+        self, rounds: _Rounds, budget_bytes: int, known: StageChoice | None
+    ) -> StageChoice | None:
         if rounds.bound_ps >= NEVER:
             return None
         least_ps = self.least_ps
@@ -126,8 +124,12 @@ class StageSearch:
             if found is not None and found.time_ps == goal.time_ps and left_ps == math.inf:
                 return found
             known = _better(known, found)
-        best, bound_ps = known, 0.0
-        for width in self.effort.affordable(self._longest):
+        best, bound_ps, tally = known, 0.0, rounds.limits.tally
+        done, last = tally.done, 0
+        for width in self.effort.widths:
+            if last and tally.done + (tally.done - done) * width // last > tally.most:
+                break
+            done, last = tally.done, width
             found, left_ps = rounds.round(Goal.of(best, budget_bytes), width)
             best = _better(best, found)
             if left_ps == math.inf:
@@ -154,13 +156,13 @@ class StageSearch:
         if problem.floor_bytes > budget_bytes:
             return []
         room = budget_bytes - problem.constant
-        limits = Limits(problem, room, multipliers(problem, room), apart=True)
+        limits = Limits(problem, room, multipliers(problem, room), self._tally(), apart=True)
         options, left_ps = _Rounds(limits, None).options(Goal(time_ps), width)
         if left_ps < math.inf:
             return None
         if not all(len(option.final) for option in options):
             return []
-        return Combiner(problem, options).all_within(room, time_ps, most)
+        return Combiner(problem, options).all_within(limits, time_ps, most)
 
     @cached_property
     def least_ps(self) -> int:
@@ -172,11 +174,14 @@ class StageSearch:
         """The choices with the lowest peak, whatever their time."""
         return leanest(self.problem)
 
+    def _tally(self) -> Tally:
+        return Tally(self.effort.most_work)
+
     def _rounds(self, budget_bytes: int) -> _Rounds:
         problem, complete = self.problem, self.complete
         room = budget_bytes - problem.constant
         price = np.zeros(len(room)) if complete else multipliers(problem, room)
-        return _Rounds(Limits(problem, room, price), complete)
+        return _Rounds(Limits(problem, room, price, self._tally()), complete)
 
 
 def _better(one: StageChoice | None, other: StageChoice | None) -> StageChoice | None:
@@ -215,7 +220,7 @@ class _Rounds:
             if not all(len(option.final) for option in options):
                 return None, left_ps
             combiner = Combiner(self.limits.problem, options)
-        found, also_left_ps = combiner.best(self.limits.room, self.limits.price, goal, width)
+        found, also_left_ps = combiner.best(self.limits, goal, width)
         return found, min(left_ps, also_left_ps)
 
     def options(self, goal: Goal, width: int) -> tuple[list[ChunkOptions], float]:

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.arrays import Ints
-from megatron_autorecompute.planner.critical_path import critical_paths
+from megatron_autorecompute.planner.critical_path import critical_paths, one_path_each
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.step_search.mixtures import BITS, PARTS, played
 from megatron_autorecompute.planner.step_search.one_by_one import Combination, OneByOne
@@ -29,6 +30,10 @@ from megatron_autorecompute.planner.step_time import finished
 
 _ALIKE = (2, 16)
 """By how much chunks count alike where the next one counts by 1 more than the one before."""
+_WORK_OF_A_PATH = 300
+"""For each event, as `Tally` counts."""
+_WORK_OF_A_PLAY = 4
+"""For each length."""
 _PERIODS = 8
 """Groups of microbatches, beyond which a step is hardly more work to replay."""
 
@@ -37,14 +42,15 @@ _PERIODS = 8
 class Work:
     """How much work a search may be; what is left open is the gap of its answer."""
 
-    searches: int = 64
-    """Of the fastest choices of a stage for some mixture of paths, where chunks are short."""
-    layers: int = 16
-    """Of a chunk, up to which it is short; beyond, searches are fewer by their square."""
+    mixing: int = 3 * 10**9 // 2
+    """In mixtures of paths and searches for stages' fastest choices on them, as `Tally` counts it:
+    about 1.5 s. So much again may be the searches that prove the bound of one mixture."""
     least_mixtures: int = 2
     """That are tried however much work they are."""
     most_mixtures: int = 12
     """That are tried however little work they are."""
+    most_proofs: int = 2
+    """Of mixtures that seem to prove that the step is the shortest, and of the best one."""
     plays: int = 512
     """Of the game that finds a mixture."""
     events: int = 1 << 21
@@ -57,11 +63,6 @@ class Work:
     """Choices of a stage that are searched one by one."""
     nodes: int = 10_000
     """Combinations of stages' choices, whole or in part, that are looked at."""
-
-    def mixtures(self, stages: int, longest: int) -> int:
-        """How many are tried, of so many stages whose longest chunk has so many layers."""
-        searches = self.searches * self.layers**2 // max(longest, self.layers) ** 2
-        return min(max(self.least_mixtures, searches // stages), self.most_mixtures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,8 @@ class StepSearch:
         microbatches = min(schedule.num_microbatches, _PERIODS * schedule.group_size)
         self._events = 2 * microbatches * schedule.num_stages * schedule.num_chunks
         self._events_left = self.work.events
+        self._proofs_left = self.work.most_proofs
+        self._own_work = 0
 
     def shortest(self, starts: Sequence[Combination]) -> Shortest:
         """What is best of all that is found, beginning with some combinations.
@@ -122,11 +125,15 @@ class StepSearch:
         if len(chunks) == 1:
             return None
         found = [
-            tuple(own.least(np.stack([chunks + alike] * 2)).option for own in self.stages)
+            tuple(one.option for one in self._least(self._on_all_stages(chunks + alike)))
             for alike in _ALIKE
         ]
         self.replay(found)
         return min(found, key=self._steps.__getitem__)
+
+    def _on_all_stages(self, weights: NDArray[np.intp]) -> Ints:
+        shape = 2, len(self.stages), len(weights)
+        return np.broadcast_to(weights, shape).astype(np.int64)
 
     # --- from both sides --------------------------------------------------------------------------
 
@@ -135,8 +142,10 @@ class StepSearch:
         self._add_first_paths()
         weights, parts = self.mixed_paths[0], 1
         best, best_bound = (weights, parts), -1
-        longest = max(len(chunk.layers) for stage in self.stages for chunk in stage.chunks)
-        for _ in range(self.work.mixtures(len(self.stages), longest)):
+        done = self._worked()
+        for number in range(self.work.most_mixtures):
+            if number >= self.work.least_mixtures and self._worked() - done > self.work.mixing:
+                break
             sizes = self._sizes()
             bound, response = self._bound(weights, parts)
             if bound > best_bound:
@@ -150,7 +159,12 @@ class StepSearch:
             self._exchange(near)
             if sizes == self._sizes():
                 break
+        if self.bound < self.step:
+            self._bound_by(*best, self._least(best[0], proof=True))
         return best
+
+    def _worked(self) -> int:
+        return self._own_work + sum(own.work for own in self.stages)
 
     def _sizes(self) -> tuple[int, int]:
         return len(self.mixed_paths), sum(map(len, self.stages))
@@ -159,33 +173,48 @@ class StepSearch:
         """Of the best start; and, interleaved, of what it would be if one stage were slower."""
         times = self.times_of(self.chosen)
         self._mix_in(times)
-        for stage in range(len(self.stages) if self.schedule.num_chunks > 1 else 0):
-            slower = times.copy()
-            slower[:, stage] += slower[:, stage] // 4
-            self._mix_in(slower)
+        if self.schedule.num_chunks == 1:
+            return
+        slower = np.repeat(times[..., None], len(self.stages), axis=-1)
+        for stage in range(len(self.stages)):
+            slower[:, stage, :, stage] += slower[:, stage, :, stage] // 4
+        size = max(1, self.work.at_once // self._events)
+        for start in range(0, len(self.stages), size):
+            some = slower[..., start : start + size]
+            self.mixed_paths += self._fresh(one_path_each(self.schedule, some[0], some[1]))
 
     def _bound(self, weights: Ints, parts: int) -> tuple[int, Combination]:
         """A bound on the step by a sum of so many paths, and the choices that are fastest on it."""
         least = self._least(weights)
-        if sum(one.time_ps for one in least) > parts * (self.step - 1) * self.unit:
-            least = self._least(weights, exact=True)
+        seems_proven = sum(one.time_ps for one in least) > parts * (self.step - 1) * self.unit
+        if seems_proven and self._proofs_left:
+            self._proofs_left -= 1
+            least = self._least(weights, proof=True)
+        return self._bound_by(weights, parts, least), tuple(one.option for one in least)
+
+    def _bound_by(self, weights: Ints, parts: int, least: Sequence[Least]) -> int:
         total = sum(one.bound_ps for one in least)
         if self.unit > 1:  # which every event is rounded down to
             bound = (total // self.unit - int(weights.sum())) // parts
         else:
             bound = -(-total // parts)
         self.bound = max(self.bound, bound)
-        return bound, tuple(one.option for one in least)
+        return bound
 
-    def _least(self, weights: Ints, *, exact: bool = False) -> list[Least]:
-        return [own.least(weights[:, s], exact=exact) for s, own in enumerate(self.stages)]
+    def _least(self, weights: Ints, *, proof: bool = False) -> list[Least]:
+        searches = len(self.stages) * (1 if proof else self.work.most_mixtures)
+        most = self.work.mixing // searches
+        return [own.least(weights[:, s], most, exact=proof) for s, own in enumerate(self.stages)]
 
     def _mix_in(self, times: Ints) -> None:
         """Let the critical paths of some times be part of mixtures."""
         self.mixed_paths += self._fresh_paths(times)
 
     def _fresh_paths(self, times: Ints) -> list[Ints]:
-        paths = critical_paths(self.schedule, times[0], times[1])
+        self._own_work += self._events * _WORK_OF_A_PATH
+        return self._fresh(critical_paths(self.schedule, times[0], times[1]))
+
+    def _fresh(self, paths: Sequence[Ints]) -> list[Ints]:
         fresh = [path for path in paths if path.tobytes() not in self._paths_seen]
         self._paths_seen.update(path.tobytes() for path in fresh)
         self.all_paths += fresh
@@ -199,6 +228,7 @@ class StepSearch:
         """
         lengths = self._scaled_lengths()
         paths, options = played(lengths, self.work.plays)
+        self._own_work += self.work.plays * lengths.size * _WORK_OF_A_PLAY
         pairs = zip(paths.tolist(), self.mixed_paths, strict=True)
         weights: Ints = np.sum([share * path for share, path in pairs if share], axis=0)
         spare = max(0, (self.step * PARTS).bit_length() - 60)
@@ -297,7 +327,7 @@ class StepSearch:
 
     def _look_at_the_rest(self, weights: Ints, parts: int) -> None:
         """Look at all that may still make a shorter step; the bound is the step where that ends."""
-        least = self._least(weights, exact=True)
+        least = self._least(weights, proof=True)
         if self.unit > 1 or not all(one.whole for one in least):
             return
         spare = parts * (self.step - 1) - sum(one.bound_ps for one in least)

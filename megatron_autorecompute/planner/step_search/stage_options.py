@@ -9,13 +9,15 @@ import numpy as np
 
 from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.stage_search.problem import ChunkProblem, StageChoice
-from megatron_autorecompute.planner.stage_search.search import StageSearch
+from megatron_autorecompute.planner.stage_search.search import Effort, StageSearch
 from megatron_autorecompute.policy import LayerPolicy
 
 Split = tuple[tuple[LayerPolicy, ...], ...]
 """What a stage does, `[chunk][position]`."""
 LARGEST = 1 << 58
 """Weighted times of a stage stay below this."""
+_WIDTHS = (16, 64, 256, 1024, 4096, 16_384)
+"""Of the rounds of searches for some weights, narrow ones first: many such searches are made."""
 _SCALE = 1 << 20
 """Where some events do not count, choices are asked for by weights so many times as large, plus
 one: so that of choices equally fast on a path, those are found that are not slow elsewhere."""
@@ -74,6 +76,8 @@ class StageOptions:
         self._by_times: dict[bytes, int] = {}
         self._by_split: dict[Split, int] = {}
         self._least: dict[tuple[int, ...], Least] = {}
+        self.work = 0
+        """Done in searches so far, as `Tally` counts it."""
         self._most_ps = max(1, sum(map(_most_ps, self.chunks)))
         self._least_ps = np.array([_least_ps(chunk) for chunk in self.chunks], np.int64).T
         self._add(busy)
@@ -100,17 +104,20 @@ class StageOptions:
         own_ps = np.array([chunk.times_ps(policies) for chunk, policies in pairs], np.int64).T
         return self.add(choice.policies, own_ps, choice.peak_bytes, choice.runs)
 
-    def least(self, weights: Ints, *, exact: bool = False) -> Least:
+    def least(self, weights: Ints, most_work: int | None = None, *, exact: bool = False) -> Least:
         """The least weighted time of any choices that fit.
 
         Args:
             weights: how often each event counts, `[direction, chunk]`.
+            most_work: of the search, as `Tally` counts it; None is what its stage may do.
             exact: whether a bound that is some millionths too low will not do.
         """
-        key = (exact, *weights.ravel().tolist())
+        most_work = self.search.effort.most_work if most_work is None else most_work
+        key = (most_work, exact, *weights.ravel().tolist())
         if key not in self._least:
-            asked = _Asked.of(weights, self._most_ps)
-            choice, bound_ps = self._proven(asked) if exact else self._nearly(asked)
+            asked, effort = _Asked.of(weights, self._most_ps), Effort(_WIDTHS, most_work)
+            search = self._proven if exact else self._nearly
+            choice, bound_ps = search(asked, effort)
             option = self._add(choice)
             bound_ps = (bound_ps << asked.shift) + dot(asked.rest, self._least_ps)
             bound_ps = bound_ps * asked.divisor + dot(weights, self.residual)
@@ -130,39 +137,43 @@ class StageOptions:
         room = min((room // asked.divisor) >> asked.shift, 4 * LARGEST - 1)
         if room < 0:
             return []
-        within = self._weighted(asked.small).all_within(self.budget_bytes, room, labels, number)
+        search = self._weighted(asked.small, self.search.effort)
+        within = search.all_within(self.budget_bytes, room, labels, number)
         return None if within is None else list(dict.fromkeys(map(self._add, within)))
 
-    def _proven(self, asked: _Asked) -> tuple[StageChoice, int]:
+    def _proven(self, asked: _Asked, effort: Effort) -> tuple[StageChoice, int]:
         """The fastest choices, and the bound that the search ends with."""
         small = asked.small
         if (small == small.flat[0]).all():  # as is known already
             return self.busy, int(small.flat[0]) * self.busy.bound_ps
-        found = self._fastest(small)
+        found = self._fastest(small, effort)
         return found, found.bound_ps
 
-    def _nearly(self, asked: _Asked) -> tuple[StageChoice, int]:
+    def _nearly(self, asked: _Asked, effort: Effort) -> tuple[StageChoice, int]:
         """Choices that are fastest, or nearly, and not slow where nothing counts; and a bound."""
         small = asked.small
         scale = min(_SCALE, LARGEST // (self._most_ps * max(int(small.max()), 1)) - 1)
         if small.min() > 0 or scale < 1 or small.max() == 0:
-            return self._proven(asked)
-        found = self._fastest(small * scale + 1)
+            return self._proven(asked, effort)
+        found = self._fastest(small * scale + 1, effort)
         # Of any choices: scale * weighted time + time >= bound, and time <= most.
         return found, max(0, -(-(found.bound_ps - self._most_ps) // scale))
 
-    def _fastest(self, small: Ints) -> StageChoice:
+    def _fastest(self, small: Ints, effort: Effort) -> StageChoice:
         times = [dot(small, option.own_ps) for option in self.found]
         keys = [(t, o.peak_bytes, o.runs) for t, o in zip(times, self.found, strict=True)]
         time_ps, peak_bytes, runs = min(keys)
         split = self.found[keys.index((time_ps, peak_bytes, runs))].split
         known = StageChoice(split, time_ps, peak_bytes, runs, time_ps)
-        found = self._weighted(small).fastest(self.budget_bytes, known)
+        search = self._weighted(small, effort)
+        found = search.fastest(self.budget_bytes, known)
+        self.work += search.work
         assert found is not None  # what is known fits
         return found
 
-    def _weighted(self, small: Ints) -> StageSearch:
-        return self.search.weighted([(forward, backward) for forward, backward in small.T.tolist()])
+    def _weighted(self, small: Ints, effort: Effort) -> StageSearch:
+        pairs = [(forward, backward) for forward, backward in small.T.tolist()]
+        return self.search.weighted(pairs, effort)
 
 
 def dot(weights: Ints, times: Ints) -> int:

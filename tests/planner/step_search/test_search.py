@@ -74,7 +74,7 @@ def test_with_several_chunks_a_stage_the_step_is_the_shortest_or_little_longer(m
 
 
 def test_less_work_leaves_a_wider_gap_and_a_bound_that_holds(monkeypatch):
-    least = search.Work(searches=0, least_mixtures=1, events=0, nodes=0)
+    least = search.Work(mixing=0, least_mixtures=1, events=0, nodes=0)
     monkeypatch.setattr(search, "Work", lambda: least)
     open_gaps = 0
     for seed in range(60):
@@ -156,7 +156,7 @@ def test_a_step_of_a_thousand_million_microbatches_has_a_bound(layout):
 
 
 def test_more_budget_is_never_a_slower_plan_of_the_same_planner(monkeypatch):
-    least = search.Work(searches=0, least_mixtures=1, events=0, nodes=0)
+    least = search.Work(mixing=0, least_mixtures=1, events=0, nodes=0)
     monkeypatch.setattr(search, "Work", lambda: least)
     slower_alone = 0
     for seed in (24, 26, 27):
