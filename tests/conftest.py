@@ -1,5 +1,6 @@
 """For all tests: how hypothesis runs, that children can be interrupted, and a world of one rank."""
 
+import multiprocessing
 import os
 import re
 import resource
@@ -20,6 +21,24 @@ settings.load_profile("no_deadline")
 
 # A shell's background job starts with SIGINT ignored, which every child would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def forked(request, monkeypatch):
+    """What starts processes of its own starts them as run_ranks does: none imports Megatron again.
+
+    Except where the test sees what they print, which takes processes that inherit its streams.
+    """
+    from tests.support import fresh_processes
+
+    if "capfd" in request.fixturenames:
+        return
+    usual = multiprocessing.get_context
+    monkeypatch.setattr(
+        multiprocessing,
+        "get_context",
+        lambda method=None: fresh_processes() if method == "spawn" else usual(method),
+    )
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from megatron_autorecompute.compare.comparison import (
 )
 from megatron_autorecompute.compare.manual_search import NotTried, needless
 from megatron_autorecompute.compare.rendering import markdown, picture, table
+from megatron_autorecompute.compare.text import check_length, read_text
 from megatron_autorecompute.errors import (
     AutorecomputeError,
     InfeasibleError,
@@ -170,6 +171,7 @@ def run(settings: Settings, console: Console) -> Comparison:
     Raises:
         AutorecomputeError: a rank raised it; finished results are in the output folder.
     """
+    check_length(read_text(Path(settings.text)), settings.shape)
     folder = Path(settings.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -309,7 +311,7 @@ def _distributed(rank: int, settings: Settings, store_path: str) -> Iterator[Non
 
 
 def _compare(settings: Settings, tell: Callable[[Any], None]) -> None:
-    from megatron_autorecompute.compare.workload import TrainingJob, Variant, read_text
+    from megatron_autorecompute.compare.workload import TrainingJob, Variant
 
     # With biases, which few current models have, Megatron's own recompute of mlp never ends.
     variant = Variant({"add_bias_linear": False})

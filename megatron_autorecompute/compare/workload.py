@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compare.comparison import Shape
+from megatron_autorecompute.compare.text import check_length
 from megatron_autorecompute.compat import (
     layer_modules,
     lost_step,
@@ -287,13 +287,9 @@ def _wrapped(config: TransformerConfig, model: GPTModel) -> DistributedDataParal
 
 def _batches(shape: Shape, text: bytes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
     """Endless consecutive windows of the text: `GPTModel.forward`'s arguments, [b, s] each."""
+    check_length(text, shape)
     window = shape.seq_length + 1
     count = shape.micro_batch_size
-    if len(text) < window * count:
-        raise MachineError(
-            f"The training text has {len(text)} bytes; a microbatch of {count} sequences of "
-            f"{shape.seq_length} tokens needs {window * count}. Give a longer file with --text."
-        )
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
     positions = torch.arange(shape.seq_length, device=device).expand(count, -1)
     mask = torch.ones(1, 1, shape.seq_length, shape.seq_length, dtype=torch.bool, device=device)
@@ -319,15 +315,3 @@ def _forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tup
         return mean, {"loss": mean.item()}
 
     return output, loss
-
-
-def read_text(path: Path) -> bytes:
-    """The training text.
-
-    Raises:
-        MachineError: it cannot be read.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise MachineError(f"Cannot read the text {path}: {error.strerror}.") from error

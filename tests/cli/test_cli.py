@@ -155,7 +155,7 @@ def test_show_draws_the_policy_for_a_document_and_prints_the_same(planned, tmp_p
 
 @pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
 def test_pareto_draws_a_picture_of_the_kind_that_its_name_says(name, begins, tmp_path, capsys):
-    words = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "4"]
+    words = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "2"]
     assert main(words) == 0
     plain = capsys.readouterr().out
     assert main([*words, "--plot", str(tmp_path / name)]) == 0
@@ -253,7 +253,7 @@ def test_no_table_is_cut_off(planned, width, capsys, monkeypatch):
         ["show", LLAMA],
         ["explain", str(path)],
         ["explain", str(path), "--layer", "17"],
-        PARETO,
+        [*PARETO[:-1], "4"],
     ):
         assert main(words) == 0
         out = capsys.readouterr().out

@@ -111,6 +111,7 @@ def test_the_report_of_our_plan_is_written_and_named(finished):
     assert Plan.load(folder / "plan.json").policy.format() in (folder / "plan.html").read_text()
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_plan_is_what_megatrons_schedule_does(finished, capsys):
     code = verify(["verify", str(finished[0] / "plan.json")])
     assert (code, capsys.readouterr().err.strip()) == (0, "")
@@ -124,6 +125,7 @@ def test_strategies_of_the_parent_need_no_megatron():
 
 
 @pytest.mark.any_version
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -35,6 +35,7 @@ from megatron_autorecompute.profile import (
 from megatron_autorecompute.units import GIB, MIB, unit_for
 from tests.support import fresh_processes, run_ranks, tiny_config
 
+pytestmark = pytest.mark.usefixtures("forked")
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(
     num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=128, num_microbatches=4
