@@ -133,6 +133,7 @@ class Contest:
                 job.static(),
             )
         # What libraries keep on the device from the first step on, cuBLAS its workspaces.
+        job.optimizer.zero_grad()
         kept = torch.cuda.memory_allocated() if job.on_cuda else 0
         return _with_residual(profile, max(0, kept - job.static().total_bytes))
 

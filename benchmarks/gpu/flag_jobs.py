@@ -45,12 +45,12 @@ _UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-
 _SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 JOBS = {
-    "Qwen3-30B-A3B, 3 layers": _MOE,
-    "Qwen3-30B-A3B, 3 layers, moe_act": f"{_MOE} {_SELECTIVE} moe_act",
-    "Nemotron-H, 11 layers": _HYBRID,
-    "Nemotron-H, 11 layers, full": f"{_HYBRID} {_UNIFORM}",
     "7B, 4 layers, rope": _ROTARY,
     "7B, 4 layers, rope, core_attn": f"{_ROTARY} {_SELECTIVE} core_attn",
+    "Nemotron-H, 11 layers": _HYBRID,
+    "Nemotron-H, 11 layers, full": f"{_HYBRID} {_UNIFORM}",
+    "Qwen3-30B-A3B, 3 layers": _MOE,
+    "Qwen3-30B-A3B, 3 layers, moe_act": f"{_MOE} {_SELECTIVE} moe_act",
     "7B, 4 layers, fp8 tensorwise, fp8 weights": (
         f"{_DENSE} --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"
     ),

@@ -356,20 +356,20 @@ def _by_flags(section: Section) -> list[str]:
     jobs = {k: v for k, v in section.items.items() if k.startswith("job/")}
     rows = []
     for name, job in jobs.items():
-        found = section.items.get(name.replace("job/", "predicted/"))
+        found = section.items.get(name.replace("job/", "predicted/"), {})
         times = job["step_ms"][2:]
         if job["out_of_memory"]:
             rows.append((name.removeprefix("job/"), "out of memory", *["-"] * 6))
             continue
-        off = found["peak_bytes"] / job["peak_bytes"] - 1 if found else None
+        off = found["peak_bytes"] / job["peak_bytes"] - 1 if "peak_bytes" in found else None
         rows.append(
             (
                 name.removeprefix("job/"),
                 _gib(job["peak_bytes"]),
-                _gib(found and found["peak_bytes"]),
-                NOT_YET if off is None else _percent(off),
+                _gib(found.get("peak_bytes")),
+                found.get("uncovered", NOT_YET) if off is None else _percent(off),
                 _gib(settled_static(job)),
-                _gib(found and found["static_bytes"]),
+                _gib(found.get("static_bytes")),
                 _ms(times),
                 _gib(job["outside_torch_bytes"]),
             )

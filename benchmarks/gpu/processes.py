@@ -173,7 +173,7 @@ def _flags(tiny: bool, steps: int) -> str:
         "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 "
         if tiny
         else "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
-        "--max-position-embeddings 1024 --micro-batch-size 8 --global-batch-size 16 --bf16 "
+        "--max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 8 --bf16 "
     )
     on_cuda = torch.cuda.is_available()
     return (

@@ -233,7 +233,8 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
 
 
 def _add_gradient(parameter: Any) -> None:
-    if not getattr(parameter, "grad_added_to_main_grad", False):
+    added = getattr(parameter, "grad_added_to_main_grad", False)
+    if parameter.grad is not None and not added:
         parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
 

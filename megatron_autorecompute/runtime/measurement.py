@@ -253,6 +253,8 @@ class Measurement:
             return
         self._check_measurable(probe.passes)
         if memory is not None:
+            # Gradients of the step before can still be alive when this one begins.
+            self.static_bytes = min(self.static_bytes, probe.passes[0].marks[0].current_bytes)
             self.boundary_bytes = probe.boundary_bytes
             self.peak_bytes = max(memory.peak_bytes, probe.peak_bytes)
             self.optimizer_step_peak_bytes = memory.peak_bytes - self.static_bytes
