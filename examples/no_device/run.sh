@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Profile and plan the three jobs of this folder on 1,024 H100s, without a device.
+# Profile and plan the jobs of this folder on H100s, without a device. The hybrid ones need core 0.18.
 #   run.sh [FOLDER]    where profiles and plans go; results are printed
 set -euo pipefail
 out=$(mkdir -p "${1:-.}" && cd "${1:-.}" && pwd)
@@ -12,7 +12,7 @@ profile() {
         > "$out/$1.txt"
 }
 plan() {
-    megatron-autorecompute plan --profile "$out/$1.json" --budget-gib 73.14 -o "$out/$1.plan.json"
+    megatron-autorecompute plan --profile "$out/$1.json" --budget-gib "${2:-73.14}" -o "$out/$1.plan.json"
 }
 profile llama3-70b 2>&1
 plan llama3-70b
@@ -20,3 +20,9 @@ profile llama31-405b 2>&1
 plan llama31-405b
 profile deepseek-v3 2>&1
 plan deepseek-v3
+if python -c "import megatron.core.models.hybrid" 2> /dev/null; then
+    for job in nemotron-3-nano nemotron-3-super nemotron-h-56b; do
+        profile $job 2>&1
+        plan $job 68
+    done
+fi

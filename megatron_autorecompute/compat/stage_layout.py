@@ -13,8 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.layout import Layout
 
-_PATTERN_NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
-"""Of models and providers; the second one before 0.18."""
+_NOTED = "_autorecompute_pattern"
+_PATTERN_NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern", _NOTED)
+"""Of models and providers, the second one before 0.18; the last one is what `note_pattern` sets,
+because Megatron's HybridModelConfig hands every name that its TransformerConfig has to that one."""
 
 
 def pattern_of(holder: Any) -> HybridPattern | None:
@@ -35,7 +37,7 @@ def pattern_of(holder: Any) -> HybridPattern | None:
 def note_pattern(config: TransformerConfig, text: str | None) -> None:
     """Make a config say the pattern of the model that is built from it."""
     if text is not None:
-        vars(config)[_PATTERN_NAMES[0]] = text
+        vars(config)[_NOTED] = text
 
 
 def lacks_pattern(config: TransformerConfig) -> bool:

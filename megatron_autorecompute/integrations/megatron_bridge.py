@@ -108,7 +108,11 @@ def fields_of_policy(policy: RecomputePolicy, model: Any) -> dict[str, Any] | No
         policy: one choice for every layer.
         model: `cfg.model`; `uniform` and `block` count in the chunks of its pipeline layout.
     """
+    from megatron_autorecompute.compat import stage_layout
+
     config = _core_config(model)
+    if config.mtp_num_layers and stage_layout.pattern_of(config) is not None:
+        return None  # Megatron recomputes the layers in a hybrid model's depth otherwise
     return megatron_fields.of_policy(policy, _chunks(config), linear_bias=config.add_bias_linear)
 
 

@@ -140,9 +140,10 @@ def check(args: Namespace) -> None:
     encoder_layers = _encoder_layers(args)
     if encoder_layers and policy != "auto":
         args.recompute_policy = None
+    if getattr(args, "hybrid_layer_pattern", None) is not None:
+        config_field.expect_pattern(args.hybrid_layer_pattern)
     # Megatron builds the same config again for the model; here its rules are checked early.
     model_config = arguments.core_transformer_config_from_args(args)
-    _check_pattern(args, model_config)
     if encoder_layers and policy != "auto":
         _keep_for_whole_model(model_config, encoder_layers, policy)
     if policy == "auto":
@@ -153,17 +154,6 @@ def check(args: Namespace) -> None:
 def _encoder_layers(args: Namespace) -> int:
     """Layers of T5's encoder, from a flag that only T5's script requires; 0 for other models."""
     return 0 if args.decoder_seq_length is None else int(args.encoder_num_layers)
-
-
-def _check_pattern(args: Namespace, model_config: Any) -> None:
-    """Check the policy on the chunks of a hybrid pattern, of which the config knows nothing."""
-    from megatron_autorecompute.compat import stage_layout
-    from megatron_autorecompute.runtime import config_field
-
-    pattern = getattr(args, "hybrid_layer_pattern", None)
-    if pattern is not None:
-        stage_layout.note_pattern(model_config, pattern)
-        config_field.policy_of(model_config)
 
 
 def _keep_for_whole_model(model_config: Any, encoder_layers: int, text: str) -> None:
@@ -351,11 +341,6 @@ def with_policy_rules(post_init: Function) -> Function:
 def with_policy(init: Function) -> Function:
     """For `__init__` of TransformerBlock, HybridStack and MultiTokenPredictionLayer: run it."""
     return _lazily(init, "runtime.config_field", "applying_init")
-
-
-def with_pattern(init: Function) -> Function:
-    """For `__init__` of HybridModel: its config says the pattern, from which layouts are read."""
-    return _lazily(init, "runtime.config_field", "noting_pattern")
 
 
 def with_runner(checkpointed_forward: Function) -> Function:

@@ -51,6 +51,9 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
     data["described_by"] = "flags"
     data["name"] = f"pretrain_gpt on {num_gpus} GPUs"
     data["config"] = plain_config(vars(config))
+    if getattr(args, "hybrid_layer_pattern", None) is not None:
+        data["name"] = f"pretrain_hybrid on {num_gpus} GPUs"
+        data["config"]["hybrid_layer_pattern"] = args.hybrid_layer_pattern
     data["num_gpus"], data["vocab_size"] = num_gpus, args.vocab_size
     data["disable_parameter_transpose_cache"] = bool(config.disable_parameter_transpose_cache)
     for name in DTYPES_OF_STATES:

@@ -54,11 +54,16 @@ def _model(model: Any, num_gpus: int | None) -> dict[str, Any]:
         TransformerConfig,
     )
 
+    from megatron_autorecompute.compat import stage_layout
+
     config = vars(model).get("transformer", model)  # a ModelConfig (since 0.4) holds it
     config_type = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
     known = {
         field.name: getattr(config, field.name, None) for field in dataclasses.fields(config_type)
     }
+    pattern = stage_layout.pattern_of(config)
+    if pattern is not None:
+        known["hybrid_layer_pattern"] = str(pattern)
     # Its default says what is installed here, and not what the job runs with.
     del known["gradient_accumulation_fusion"]
     return {

@@ -23,7 +23,7 @@ from megatron_autorecompute.meta.meta_step import (
     stage_steps,
     workers,
 )
-from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
+from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import Peak
 from megatron_autorecompute.planner.plan import Plan
@@ -340,11 +340,10 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
         "deallocate_pipeline_outputs": plan.profile.deallocate_pipeline_outputs,
         "overlap_moe_expert_parallel_comm": schedule.overlap_moe_expert_parallel_comm,
     }
-    job = plan.profile.model.facts.get("job")
-    text = job["config"].get("hybrid_layer_pattern") if isinstance(job, dict) else None
-    if text is not None:
-        pattern = HybridPattern.parse(text).placed(layout.chunk_layers())
-        fields |= {"pipeline_model_parallel_layout": None, "hybrid_layer_pattern": str(pattern)}
+    pattern = pattern_of_job(plan.profile.model.facts)
+    if pattern is not None:
+        placed = str(pattern.placed(layout.chunk_layers()))
+        fields |= {"pipeline_model_parallel_layout": None, "hybrid_layer_pattern": placed}
     if several:
         fields["microbatch_group_size_per_vp_stage"] = schedule.group_size
     return fields

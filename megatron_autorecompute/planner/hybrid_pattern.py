@@ -7,9 +7,10 @@ megatron-core's models/hybrid/hybrid_layer_allocation.py, the same in 0.19.2 and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 from megatron_autorecompute.errors import PipelineError
 
@@ -105,6 +106,14 @@ class HybridPattern:
                 "same. Correct one of them."
             )
         return self
+
+
+def pattern_of_job(facts: Mapping[str, Any]) -> HybridPattern | None:
+    """The pattern of the job in `Model.facts` of a profile; None if it is no hybrid model's."""
+    job = facts.get("job")
+    config = job.get("config") if isinstance(job, dict) else None
+    text = config.get("hybrid_layer_pattern") if isinstance(config, dict) else None
+    return HybridPattern.parse(text) if isinstance(text, str) else None
 
 
 def _check_symbols(shown: str, text: str, main: int) -> None:

@@ -12,6 +12,7 @@ from megatron_autorecompute.megatron_fields import (
     POLICY_FIELD,
     of_policy,
 )
+from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 
@@ -72,7 +73,12 @@ def job_lines(plan: Plan) -> list[str]:
             "the job again, or take the field out."
         )
     fields = None
-    if not job["lora_rank"]:  # after frozen layers Megatron's own recompute can lose gradients
+    pattern = pattern_of_job(plan.profile.model.facts)
+    # Megatron recomputes the layers in a hybrid model's depth twice, or not where a policy does.
+    depths = pattern is not None and pattern.mtp_num_layers
+    if (
+        not job["lora_rank"] and not depths
+    ):  # after frozen layers Megatron's own recompute can lose gradients
         layers = plan.layout.num_layers
         chunks = [[i for i in chunk if i < layers] for chunk in plan.layout.chunk_layers()]
         bias = bool(job["config"].get("add_bias_linear", True))
@@ -83,9 +89,10 @@ def job_lines(plan: Plan) -> list[str]:
 
 
 def _pretrain_lines(plan: Plan, fields: Mapping[str, Any] | None) -> list[str]:
+    script = "pretrain_hybrid.py" if pattern_of_job(plan.profile.model.facts) else "pretrain_gpt.py"
     words = [flags(plan.policy, fields)]
     words += [f"{name} {shlex.quote(value)}" for name, value in plan.megatron_flags.items()]
     line = " ".join(filter(None, words))
     if not line:
-        return ["No recompute: give pretrain_gpt.py no flags of recompute."]
-    return ["Add to the flags of pretrain_gpt.py:", line]
+        return [f"No recompute: give {script} no flags of recompute."]
+    return [f"Add to the flags of {script}:", line]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_autorecompute.errors import PipelineError
+from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.layout_search.flags import layers_per_stage, layout_flags
 from megatron_autorecompute.planner.layout_search.search import (
     INTERLEAVED,
@@ -63,7 +64,7 @@ def search_micro_batch(
     evidence = StepEvidence.of(solution.cost.step_ms, bound_ms)
     flags = {FLAG: str(chosen.profile.parallelism.micro_batch_size)}
     if chosen is not planner:
-        flags |= layout_flags(chosen.layout)
+        flags |= layout_flags(chosen.layout, pattern_of_job(chosen.profile.model.facts))
     note = _proof(chosen, evidence, layouts)
     return SearchResult(chosen, solution, flags, note, evidence), (*notes, note)
 

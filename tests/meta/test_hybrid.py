@@ -1,5 +1,7 @@
 """HybridModels without a device: what the stand-ins hold, and plans against Megatron's schedule."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import TOLERANCE, verify
+from megatron_autorecompute.planner.for_hybrid import for_hybrid, pattern_of_plan
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
 
@@ -164,3 +167,18 @@ def test_a_bad_pattern_is_refused_by_position_and_symbol(pattern, fields, said):
     with pytest.raises((OptionError, PipelineError)) as error:
         job(pattern, **fields).layout()
     assert said in str(error.value)
+
+
+def test_a_translated_gpt_plan_has_the_gpts_bytes_and_time():
+    config = {name: value for name, value in NANO.items() if "moe" not in name}
+    stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    gpt = replace(job("*-*-"), config={**config, **stages, "num_layers": 4})
+    as_gpt = replace(gpt, position_embedding_type="rope")
+    plan = middle_plan(as_gpt)
+    pattern = pattern_of_plan(plan)
+    assert str(pattern) == "*-|*-|*-|*-"
+    same = replace(job(str(pattern), **stages), position_embedding_type="rope")
+    planner = Planner(profile_job(same, H100), same.layout(), same.schedule())
+    cost = planner.evaluate(for_hybrid(plan.policy, 4))
+    assert [s.peak.bytes for s in cost.stages] == [s.peak.bytes for s in plan.cost.stages]
+    assert cost.step_ms == pytest.approx(plan.cost.step_ms)

@@ -464,3 +464,30 @@ def test_help_lists_the_grammar_megatrons_strategies_and_every_option():
         assert word in words, job.stderr
     for option in dataclasses.fields(AutoOptions):
         assert f"--{option.name.replace('_', '-')}" in words
+
+
+HYBRID = "--hybrid-layer-pattern *-*|- --pipeline-model-parallel-size 2 --train-iters 16 "
+
+
+def test_a_hybrid_model_of_uneven_segments_trains_alike_under_a_text_and_under_auto(tmp_path):
+    plan = tmp_path / "plan.json"
+    auto = AUTO.format(budget=0.01) + f"--recompute-plan-path {plan}"
+    plain, text, tuned, refused = run_many(
+        SCRIPT.with_name("pretrain_tiny_hybrid.py"),
+        [
+            Job(FLAGS.replace("--num-layers 4 ", "") + HYBRID + more, 2, with_us=us)
+            for more, us in [
+                ("", False),
+                ("--recompute-policy full/3*3,selective[mlp]*1", True),
+                (auto, True),
+                ("--recompute-policy full/2*4", True),
+            ]
+        ],
+    )
+    for job in (text, tuned):
+        assert len(job.losses) == 16, job.text
+        assert job.losses == plain.losses
+        assert job.weights == plain.weights
+    kinds = {kind.name: kind.layers for kind in Plan.load(plan).profile.kinds}
+    assert kinds == {"attention": (0, 2), "mlp": (1, 3)}
+    assert "a checkpoint cannot span two chunks" in refused.said[0], refused.text

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_autorecompute.errors import PipelineError
+from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.layout import Chunk, Layout
 
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 TEXT = "--pipeline-model-parallel-layout"
+PATTERN = "--hybrid-layer-pattern"
 
 
 def layers_per_stage(layout: Layout) -> list[int]:
@@ -43,8 +45,13 @@ def uneven_layouts(shape: Layout) -> Iterator[Layout]:
                 yield layout
 
 
-def layout_flags(layout: Layout) -> dict[str, str]:
-    """Megatron's flags that give a layout, name to value; parsed again as a check."""
+def layout_flags(layout: Layout, pattern: HybridPattern | None = None) -> dict[str, str]:
+    """Megatron's flags that give a layout, name to value; parsed again as a check.
+
+    pattern: of a HybridModel, whose chunks its own flag separates.
+    """
+    if pattern is not None:
+        return {PATTERN: str(pattern.placed(layout.chunk_layers()))}
     layers = layers_per_stage(layout)
     first, last = layers[0], layers[-1] - layout.mtp_num_layers
     chunks = {CHUNKS: str(layout.num_chunks)} if layout.num_chunks > 1 else {}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.layout_search.flags import (
     FIRST,
@@ -70,7 +71,8 @@ def search_layout(planner: Planner, budget: Budget) -> SearchResult:
         raise AssertionError("an infeasible layout was solved")
     chosen, solution, gain = _if_surely_faster(planner, found, found.solution)
     evidence = StepEvidence.of(solution.cost.step_ms, found.bound_ms)
-    flags = {} if chosen is planner else layout_flags(chosen.layout)
+    pattern = pattern_of_job(planner.profile.model.facts)
+    flags = {} if chosen is planner else layout_flags(chosen.layout, pattern)
     note = f"{gain} {_proof(planner.layout, evidence)}"
     return SearchResult(chosen, solution, flags, note, evidence)
 

@@ -1,0 +1,65 @@
+"""Translates a GPTModel's plan for the HybridModel of the same layers.
+
+A layer of a GPTModel is attention and MLP (or experts); in a pattern these are two layers, such as
+`*-` or `*E`. The same work is recomputed after the translation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.planner.hybrid_pattern import HybridPattern, pattern_of_job
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
+
+OF_ATTENTION = frozenset({"core_attn", "mla_up_proj", "gdn_norm_out"})
+"""Modules of the attention layer; `layernorm` is of both, all others are of the second one."""
+
+
+def for_hybrid(policy: RecomputePolicy, num_layers: int) -> RecomputePolicy:
+    """The policy with two choices for each of the first `num_layers` layers.
+
+    Depths of multi-token prediction, which come after them, stay one choice each: a depth of a
+    HybridModel is a stack of its own with one index.
+    """
+    return RecomputePolicy(
+        (
+            *(half for choice in policy.layers[:num_layers] for half in _halves(choice)),
+            *policy.layers[num_layers:],
+        )
+    )
+
+
+def _halves(choice: LayerPolicy) -> Iterator[LayerPolicy]:
+    if choice.granularity == "full":
+        yield from [LayerPolicy(FULL.granularity, group=2 * choice.group)] * 2
+        return
+    modules = set(choice.modules)
+    shared = modules & {"layernorm"}
+    for part in (modules & OF_ATTENTION, modules - OF_ATTENTION - shared):
+        chosen = tuple(part | shared)
+        yield LayerPolicy("selective", chosen) if chosen else NONE
+
+
+def pattern_of_plan(plan: Plan) -> HybridPattern:
+    """The pattern of the HybridModel with the plan's layers and stages.
+
+    Raises OptionError for a plan of a hybrid model, or of layers that no pattern has.
+    """
+    profile, layout = plan.profile, plan.layout
+    config = profile.model.facts.get("transformer_config") or {}
+    if pattern_of_job(profile.model.facts) is not None:
+        raise OptionError(f"{profile.model.name} is a hybrid model already: its policy fits it.")
+    attention = "+" if config.get("multi_latent_attention") else "*"
+    symbols = []
+    for layer in range(profile.num_layers):
+        name = profile.kind_of(layer).name.split("-")[0]
+        if name not in ("dense", "moe", "mtp"):
+            raise OptionError(f"Layer {layer} is of kind {name}, which no hybrid pattern has.")
+        symbols.append(attention + ("E" if name == "moe" else "-"))
+    layers = layout.num_layers
+    chunks = ([i for i in chunk if i < layers] for chunk in layout.chunk_layers())
+    segments = tuple("".join(symbols[i] for i in chunk) for chunk in chunks)
+    depth = symbols[layers - 1] if layout.mtp_num_layers else ""  # like the last layer
+    return HybridPattern(segments, depth, layout.mtp_num_layers)
