@@ -42,6 +42,9 @@ def run(row: Mapping[str, str]) -> Run:
     if not reason:
         given = {**given, "vocab-size": vocabulary(given)}
         given.pop("vocab-extra-ids", None)
+        given |= batch(given)
+        if "tp-comm-overlap" in given:  # Megatron 0.19 refuses both together; older ones did not
+            given.pop("deterministic-mode", None)
         sizes = encoder_decoder(given)
         found = flags(given if sizes is None else as_decoder_only(given))
     between = row.get("mem_allocated_first") or ""
@@ -100,6 +103,17 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
     if "export-kd-cfg" in given:
         return "distillation: the teacher's weights and activations are not modelled"
     return ""
+
+
+def batch(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch in place of a schedule of batches: its last one."""
+    schedule = given.get("step-batch-size-schedule")
+    if not schedule:
+        return {}
+    size = str(schedule).split()[-1].rpartition(":")[2]
+    if not size.isdigit():
+        raise FieldError(f"--step-batch-size-schedule: {schedule!r:.60} names no batch")
+    return {"global-batch-size": int(size), "step-batch-size-schedule": False}
 
 
 def encoder_decoder(given: Mapping[str, Any]) -> tuple[int, int, int] | None:
