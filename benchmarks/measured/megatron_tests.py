@@ -22,6 +22,7 @@ VOCABULARIES = {
     "nemotron_2_256k.model": 256000,
     "multiMixV8.gpt4o_nc_sd.500000.128k.vocab.json": 131072,
     "tokenizer.model": 32000,  # Llama 2's
+    "${TOKENIZER_MODEL_PATH}": 131072,  # Nemotron 3's, whose rows do not name it
 }
 """Entries by the end of the tokenizer's file. The files are not public; the sizes are those of the
 tokenizers that bear these names."""
@@ -94,8 +95,6 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
         return "BERT is no model of this package"
     if begin == "mimo" or "model-provider" in given:
         return "multimodal models are no models of this package"
-    if family(given) == "hybrid":
-        return "hybrid models are no models of the flag reader yet"
     if "use-megatron-fsdp" in given:
         return "Megatron FSDP shards weights and gradients, which is not modelled"
     if "perform-rl-step" in given:
