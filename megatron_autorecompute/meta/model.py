@@ -39,6 +39,7 @@ LEFT_OUT = {
     **{name: False for name in ("moe_router_fusion", "tp_comm_overlap")},
     **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
     **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
+    **{name: False for name in ("delay_wgrad_compute", "ep_overlap_early_attn_memory_release")},
     **megatron_fields.NO_RECOMPUTE,
     **{name: False for name in ("fp8_param", "fp4_param")},
     megatron_fields.POLICY_FIELD: None,
@@ -233,8 +234,8 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
 
 
 def _add_gradient(parameter: Any) -> None:
-    added = getattr(parameter, "grad_added_to_main_grad", False)
-    if parameter.grad is not None and not added:
+    # Without a gradient, and by this mark, the product has added it.
+    if parameter.grad is not None and not getattr(parameter, "grad_added_to_main_grad", False):
         parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
 
