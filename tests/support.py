@@ -10,6 +10,7 @@
 A test that needs one rank only, in its own process, calls `run_ranks(function, 1, ...)[0]`.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -123,6 +124,7 @@ def _rank_main(
 ) -> None:
     store_path, timeout_s, memory_bytes, activate = options
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    gc.freeze()  # what was imported need not be looked through again and again
     torch.set_num_threads(1)
     try:
         store = torch.distributed.FileStore(store_path, world_size)
