@@ -1,4 +1,4 @@
-"""As pretrain_tiny, with a HybridModel of Megatron's local layers, by megatron.training's own builder.
+"""As pretrain_tiny, with a HybridModel of local layers, by megatron.training's own builder.
 
 Needs --hybrid-layer-pattern.
 """
