@@ -280,6 +280,8 @@ def compared(row: dict[str, str]) -> list[str]:
         f"{budget / GIB:.1f}",
         f"{peak_bytes(theirs) / GIB:.1f}",
         "yes" if fits else "no",
+        *parts_of(model, theirs),
+        "" if fits else why(model, theirs, budget),
         f"{theirs.step_ms / 1e3:.2f}",
     ]
     if ours is None:
@@ -297,6 +299,43 @@ def compared(row: dict[str, str]) -> list[str]:
     ]
 
 
+PARTS = ("weights", "gradients", "optimizer", "activations", "transients", "buffers")
+
+
+def parts_bytes(model: Planner, cost: PolicyCost) -> dict[str, int]:
+    """Bytes by PARTS at the peak of the fullest stage; they add up to it."""
+    fullest = max(cost.stages, key=lambda stage: stage.peak_high_bytes)
+    static = model.profile.stages[fullest.stage].static
+    at_peak = fullest.peak.breakdown
+    kept = static.parameter_bytes + static.gradient_bytes + static.optimizer_state_bytes
+    return {
+        "weights": static.parameter_bytes,
+        "gradients": static.gradient_bytes,
+        "optimizer": static.optimizer_state_bytes,
+        "activations": at_peak.in_flight_bytes
+        + at_peak.running_bytes
+        + at_peak.embedding_head_bytes
+        + at_peak.overhead_bytes,
+        "transients": at_peak.transient_bytes,
+        "buffers": at_peak.static_bytes - kept,
+    }
+
+
+def parts_of(model: Planner, cost: PolicyCost) -> list[str]:
+    """One cell of GiB for each of PARTS."""
+    return [f"{size / GIB:.1f}" for size in parts_bytes(model, cost).values()]
+
+
+def why(model: Planner, cost: PolicyCost, budget: int) -> str:
+    """What a setting that does not fit lacks, when, and which part is the largest."""
+    fullest = max(cost.stages, key=lambda stage: stage.peak_high_bytes)
+    parts = parts_bytes(model, cost)
+    largest = max(parts, key=lambda name: parts[name])
+    over = (fullest.peak_high_bytes - budget) / GIB
+    share = parts[largest] / fullest.peak.bytes
+    return f"{over:.1f} over in {fullest.peak.moment}; {largest} are {share:.0%}"
+
+
 def summary(policy: RecomputePolicy) -> str:
     """Layers per choice."""
     counts: dict[str, int] = {}
@@ -307,9 +346,14 @@ def summary(policy: RecomputePolicy) -> str:
 
 
 HEADER = (
-    *("recipe", "NVIDIA's setting", "budget GiB", "their peak", "fits", "their step s"),
+    *("recipe", "NVIDIA's setting", "budget GiB", "their peak", "fits", *PARTS, "why not"),
+    "their step s",
     *("our peak", "fits", "our step s", "ours takes less by", "our layers"),
 )
+
+
+GAIN = HEADER.index("ours takes less by")
+OURS_FIT = GAIN - 2
 
 
 def table(header: tuple[str, ...], rows: list[list[str]]) -> str:
@@ -417,9 +461,9 @@ def page(only: str | None, workers: Executor) -> str:
 def counted(rows: list[dict[str, str]], lines: list[list[str]]) -> str:
     """The result in one paragraph."""
     both = [line for line in lines if line[4] == "yes"]
-    better = [line for line in both if line[9] and not line[9].startswith("-")]
+    better = [line for line in both if line[GAIN] and not line[GAIN].startswith("-")]
     share = len(lines) / max(len(rows), 1)
-    ours = sum(line[7] == "yes" for line in lines)
+    ours = sum(line[OURS_FIT] == "yes" for line in lines)
     return (
         f"{len(lines)} of {len(rows)} recipes covered ({share:.1%}). "
         f"NVIDIA's setting fits in {len(both)}; ours fits in {ours}. Where theirs fits, ours takes "
@@ -439,6 +483,11 @@ Written by `python scripts/nvidia_recipes.py` from `benchmarks/data/nvidia_tuned
 code on meta tensors, times from a roofline at assumed shares of the device's peaks;
 [no-device.md](no-device.md) has all assumptions. Use the step times to compare choices, not to
 predict throughput.
+
+The columns from weights to buffers are GiB at the peak of NVIDIA's own setting on its fullest
+stage, and add up to it; buffers are dummies of weight gradients, workspaces and what layers keep
+between steps. Where that setting does not fit, "why not" says by how much, when, and which part is
+the largest.
 
 Also assumed for every recipe: gradients in bf16 (`grad_reduce_in_fp32=False`, as Bridge's
 performance recipes set it), bf16 Adam moments for DeepSeek-V3 and Moonlight (their recipes'

@@ -28,7 +28,8 @@ ROWS = (DATA / "b200_measured.csv", DATA / "megatron_golden_memory.csv")
 
 def case(run: Run) -> Case:
     several = len(run.worlds) > 1
-    return Case(run.flags, run.worlds, run.gpu, run.between_steps_bytes if several else None)
+    between = run.between_steps_bytes if several else None
+    return Case(run.flags, run.worlds, run.gpu, between, run.encoder_decoder)
 
 
 def predictions(runs: list[Run], processes: int) -> dict[Case, Prediction]:

@@ -38,10 +38,12 @@ def run(row: Mapping[str, str]) -> Run:
     peak_bytes = whole(row, "mem_max_last")
     reason = uncovered(given, row["case"])
     found: tuple[str, ...] = ()
+    sizes = None
     if not reason:
         given = {**given, "vocab-size": vocabulary(given)}
         given.pop("vocab-extra-ids", None)
-        found = flags(given)
+        sizes = encoder_decoder(given)
+        found = flags(given if sizes is None else as_decoder_only(given))
     between = row.get("mem_allocated_first") or ""
     return Run(
         name=f"{row['case'].rpartition('/')[2]} ({GPUS[row['platform']].partition('-')[0]})",
@@ -52,6 +54,7 @@ def run(row: Mapping[str, str]) -> Run:
         worlds=worlds(row),
         measured=(Measured(-1, peak_bytes),),
         between_steps_bytes=whole(row, "mem_allocated_first") if between else None,
+        encoder_decoder=sizes,
         family=family(given),
         uncovered=reason,
     )
@@ -88,8 +91,6 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
         return "BERT is no model of this package"
     if begin == "mimo" or "model-provider" in given:
         return "multimodal models are no models of this package"
-    if given.get("encoder-num-layers"):
-        return "T5 is no model of the flag reader yet"
     if family(given) == "hybrid":
         return "hybrid models are no models of the flag reader yet"
     if "use-megatron-fsdp" in given:
@@ -99,6 +100,24 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
     if "export-kd-cfg" in given:
         return "distillation: the teacher's weights and activations are not modelled"
     return ""
+
+
+def encoder_decoder(given: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """T5's encoder layers, decoder layers, and decoder sequence length."""
+    if "encoder-num-layers" not in given:
+        return None
+    names = ("encoder-num-layers", "decoder-num-layers", "decoder-seq-length")
+    if lacking := [name for name in names if name not in given]:
+        raise FieldError(f"all_args_json: a T5 model lacks {', '.join(lacking)}")
+    encoder, decoder, length = (int(given[name]) for name in names)
+    return encoder, decoder, length
+
+
+def as_decoder_only(given: Mapping[str, Any]) -> dict[str, Any]:
+    """T5's flags as pretrain_gpt.py reads them: the encoder's sizes."""
+    rest = {k: v for k, v in given.items() if not k.startswith(("encoder-", "decoder-"))}
+    sizes = {"num-layers": "encoder-num-layers", "seq-length": "encoder-seq-length"}
+    return {**rest, **{name: given[of] for name, of in sizes.items()}}
 
 
 def family(given: Mapping[str, Any]) -> str:

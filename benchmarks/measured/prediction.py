@@ -17,6 +17,7 @@ warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE
 
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
 from megatron_autorecompute.meta.devices import device  # noqa: E402
+from megatron_autorecompute.meta.encoder_decoder import encoder_decoder_need  # noqa: E402
 from megatron_autorecompute.meta.flags import job_from_flags  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
@@ -35,6 +36,8 @@ class Case:
     worlds: tuple[int, ...]
     gpu: str
     between_steps_bytes: int | None = None
+    encoder_decoder: tuple[int, int, int] | None = None
+    """As `Run`'s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ def _quiet() -> Iterator[None]:
 
 def _nearest(case: Case) -> Prediction:
     """With several possible worlds, that whose bytes between steps are nearest to the run's."""
+    if case.encoder_decoder:
+        return _of_encoder_decoder(case, case.encoder_decoder)
     if len(case.worlds) == 1:
         return _of_world(case, case.worlds[0])
     found, refused = [], None
@@ -135,6 +140,16 @@ def _of_world(case: Case, world: int) -> Prediction:
         setting(job.config), num_layers=model.profile.num_layers, layout=chunks
     )
     return Prediction(tuple(map(_stage, model.evaluate(policy).stages)), world)
+
+
+def _of_encoder_decoder(case: Case, sizes: tuple[int, int, int]) -> Prediction:
+    """T5: what Megatron's own schedule holds on meta tensors."""
+    job = job_of(case.flags, case.worlds[0])
+    need = encoder_decoder_need(job, *sizes, device(case.gpu))
+    parts = {"static": need.static_bytes, "activations": need.activation_bytes}
+    late = need.optimizer_step_bytes > need.activation_bytes
+    moment = "optimizer step" if late else "Megatron's schedule on meta tensors"
+    return Prediction((Stage(need.peak_bytes, moment, parts),), case.worlds[0])
 
 
 def _stage(cost: StageCost) -> Stage:

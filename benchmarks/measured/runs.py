@@ -39,6 +39,8 @@ class Run:
     measured: tuple[Measured, ...]
     between_steps_bytes: int | None = None
     """Allocated between steps; chooses among `worlds`."""
+    encoder_decoder: tuple[int, int, int] | None = None
+    """Of T5: encoder layers, decoder layers, decoder sequence length."""
     family: str = ""
     uncovered: str = ""
     """Why the run is not predicted."""

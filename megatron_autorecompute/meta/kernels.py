@@ -722,10 +722,10 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "WeightedBiasQuickGeGLUFunction": SimpleNamespace(apply=_biased_quick_gate),
         },
     )
-    yield (
-        module("models.common.language_module.language_module"),
-        {"te_parallel_cross_entropy": _loss},
-    )
+    language = module("models.common.language_module.language_module")
+    yield language, {"te_parallel_cross_entropy": _loss}
+    # It would set variables of the environment, for Transformer Engine.
+    yield language.LanguageModule, {"_set_attention_backend": lambda _: None}
     yield (
         module("tensor_parallel.layers"),
         {

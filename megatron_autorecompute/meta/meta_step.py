@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import multiprocessing
 import os
@@ -66,10 +67,14 @@ class StepShape:
     """Ranks per (tensor, context, pipeline) position; at least the expert parallel size over cp."""
 
 
-class Where(NamedTuple):
-    """Which part of a step: phase "between" is communication and bookkeeping of the schedule."""
+Phase = Literal["forward", "backward", "combined", "between"]
 
-    phase: Literal["forward", "backward", "between"]
+
+class Where(NamedTuple):
+    """Which part of a step: phase "between" is communication and bookkeeping of the schedule, phase
+    "combined" a forward beside another microbatch's backward, named by the forward."""
+
+    phase: Phase
     chunk: int | None = None
     microbatch: int | None = None
     layer: int | None = None
@@ -78,6 +83,8 @@ class Where(NamedTuple):
     def __str__(self) -> str:
         if self.phase == "between":
             return "between forwards and backwards"
+        if self.phase == "combined":
+            return f"forward of microbatch {self.microbatch} beside a backward"
         of = "outside layers" if self.layer is None else f"of layer {self.layer}"
         return f"{self.phase} {of}"
 
@@ -520,6 +527,27 @@ class _Recorder:
 
         return wrapper
 
+    def combined_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Of EP overlap: a forward, a backward, or one beside the other."""
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            forward, backward = (given.get(name) for name in ("f_model", "b_model"))
+            model = backward if forward is None else forward
+            chunk = self.chunks[id(model)]
+            if forward is None:
+                self.move(Where("backward", chunk))
+            else:
+                phase: Phase = "forward" if backward is None else "combined"
+                self.move(Where(phase, chunk, self.forwards[chunk]))
+                self.forwards[chunk] += 1
+            result = original(*args, **kwargs)
+            self.move(Where("between"))
+            return result
+
+        return wrapper
+
     def watch(self, layer: torch.nn.Module, index: int) -> list[Any]:
         """Hooks that mark the begin of the layer's forward (also a recomputed one) and backward.
 
@@ -547,7 +575,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def _recorded(models: list[torch.nn.Module], live: LiveBytes) -> Iterator[None]:
-    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel import combined_1f1b, schedules
 
     from megatron_autorecompute.compat import model_layers
 
@@ -558,6 +586,8 @@ def _recorded(models: list[torch.nn.Module], live: LiveBytes) -> Iterator[None]:
             "backward_step": recorder.backward_step(schedules.backward_step),
         }.items():
             undo.enter_context(patched(schedules, name, noted))
+        combined = recorder.combined_step(combined_1f1b.combined_forward_backward_step)
+        undo.enter_context(patched(combined_1f1b, "combined_forward_backward_step", combined))
         layers = [
             pair
             for site in model_layers.block_sites(models)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import Device
@@ -22,7 +23,7 @@ GROUPED_TYPES = (kernels.GroupedColumnLinear, kernels.GroupedRowLinear)
 def shared_buffers(job: Job, device: Device, *parts: torch.nn.Module | None) -> dict[str, int]:
     """Bytes by name of all such buffers that these modules use, as `StaticBytes.shared`."""
     modules = [each for part in parts if part is not None for each in part.modules()]
-    return {**dummy_weight_gradients(job, modules), **workspaces(device, modules)}
+    return {**dummy_weight_gradients(job, modules), **workspaces(job, device, modules)}
 
 
 def dummy_weight_gradients(job: Job, modules: Iterable[torch.nn.Module]) -> dict[str, int]:
@@ -55,22 +56,38 @@ def _weight_shape(module: Any) -> tuple[int, int] | None:
     return (rows, columns) if module.weight.requires_grad else None
 
 
-def workspaces(device: Device, modules: Iterable[torch.nn.Module]) -> dict[str, int]:
+def workspaces(job: Job, device: Device, modules: Iterable[torch.nn.Module]) -> dict[str, int]:
     """cuBLAS workspaces.
 
     TE pytorch/cpp_extensions/gemm.py `get_cublas_workspace`: 32 MiB and 1 KiB from Hopper on, 4 MiB
     before, and as much again for each of the 4 streams of grouped products
-    (`get_num_cublas_streams`). torch keeps its own for each handle and stream, of which one is
-    counted (aten/src/ATen/cuda/CublasHandlePool.cpp `parseChosenWorkspaceSize`: 8 times 4096 KiB,
-    before Hopper 2 times 4096 KiB and 8 times 16 KiB).
+    (`get_num_cublas_streams`).
+
+    torch keeps its own for each handle and stream, and each thread has a handle: forward's and
+    autograd's. aten/src/ATen/cuda/CublasHandlePool.cpp `parseChosenWorkspaceSize`: 8 times 4096 KiB
+    on Hopper, else 2 times 4096 KiB and 8 times 16 KiB; the newest torch takes Hopper's size for
+    Blackwell too, which no measured run shows. `--deterministic-mode` asks for
+    CUBLAS_WORKSPACE_CONFIG=:4096:8 (Megatron training/arguments.py), which is Hopper's size. Only
+    what torch itself multiplies needs it: the output layer, routers, attention with scores, local
+    layers.
     """
+    modules = list(modules)
     used = {type(module) for module in modules}
-    hopper = device.capability >= 9
-    te_bytes = (32 << 20) + 1024 if hopper else 4 << 20
-    torch_bytes = 32 << 20 if hopper else (8 << 20) + (128 << 10)
-    found = {"cuBLAS workspace of torch": torch_bytes}
+    te_bytes = (32 << 20) + 1024 if device.capability >= 9 else 4 << 20
+    large = 9 <= device.capability < 10 or job.config.get("deterministic_mode")
+    torch_bytes = 32 << 20 if large else (8 << 20) + (128 << 10)
+    found = {}
+    if any(map(_is_of_torch, modules)):
+        found["cuBLAS workspaces of torch"] = 2 * torch_bytes
     if used & set(kernels.LINEAR_TYPES):
         found["cuBLAS workspace"] = te_bytes
     if used & set(GROUPED_TYPES):
         found["cuBLAS workspaces of grouped products"] = 4 * te_bytes
     return found
+
+
+def _is_of_torch(module: torch.nn.Module) -> bool:
+    """Whether it calls torch's own products."""
+    if isinstance(module, kernels.Attention):
+        return module.dropout is not None
+    return isinstance(module, (ColumnParallelLinear, RowParallelLinear, TopKRouter))

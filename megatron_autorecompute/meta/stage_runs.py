@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
@@ -51,19 +51,26 @@ def run_stages(
         policy: one choice for every layer.
         done: called with each stage's run, first stage first.
 
-    Raises MachineError for overlap_moe_expert_parallel_comm, OptionError if the job cannot be
-    built.
+    Raises OptionError if the job cannot be built, or if a layer under `full` would be one of a
+    combined forward-backward.
     """
     if pipeline.get("overlap_moe_expert_parallel_comm"):
-        raise MachineError(
-            f"{job.name}: a plan with overlap_moe_expert_parallel_comm cannot be verified without "
-            "a device, because Megatron's combined forward-backward needs CUDA streams. Verify a "
-            "plan made without it, which is in flight one microbatch less."
-        )
+        _refuse_full(job, policy)
     piped = replace(job, config={**job.config, **pipeline})
     run = functools.partial(_run_numbered, piped, tuple(num_microbatches), policy)
     stages = range(piped.size("pipeline"))
     return in_processes(run, stages, workers(len(stages)), done)
+
+
+def _refuse_full(job: Job, policy: RecomputePolicy) -> None:
+    layers = [number for number, layer in enumerate(policy.layers) if layer.granularity == "full"]
+    if layers:
+        raise OptionError(
+            f"{job.name}: layer {layers[0]} is under full, which "
+            "Megatron refuses with overlap_moe_expert_parallel_comm: its combined forward-backward "
+            "calls the parts of layers. Plan with --only for none and selective choices, or "
+            "without the overlap."
+        )
 
 
 def _run_numbered(
@@ -72,15 +79,35 @@ def _run_numbered(
     return run_stage(job, num_microbatches[stage], policy, stage)
 
 
+class _PlannedStep(JobStep):
+    """A step that EP overlap asks for the model's plan of a microbatch, in place of its output."""
+
+    def __call__(
+        self, iterator: Any, model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[..., Any]]:
+        """As JobStep; with `return_schedule_plan` nothing has run yet."""
+        run = model.build_schedule_plan if return_schedule_plan else model
+        return super().__call__(iterator, run)
+
+
+def _overlap(job: Job) -> dict[str, bool]:
+    """Fields of EP overlap, which the layers of a profile are built without.
+
+    `delay_wgrad_compute` is not among them: stand-ins have no weight gradients to delay.
+    """
+    names = ("overlap_moe_expert_parallel_comm", "ep_overlap_early_attn_memory_release")
+    return {name: True for name in names if job.config.get(name)}
+
+
 def run_stage(job: Job, num_microbatches: int, policy: RecomputePolicy, stage: int) -> StageStep:
     """One stage in this process."""
     shape, device = step_shape(job, num_microbatches), torch.device("meta")
     with meta_megatron(job):
-        config = megatron_config(job, {})
+        config = megatron_config(job, _overlap(job))
         with fake_ranks(config, stage, shape):
             build = functools.partial(build_chunk, job=job)
             models = build_chunks(config, shape, build, device)
             parameters = [p for model in models for p in model.parameters()]
             add_main_gradients(parameters, dummies=job.makes_dummies)
             with applied(policy, models):
-                return trace_step(models, shape, device, JobStep(job))
+                return trace_step(models, shape, device, _PlannedStep(job))

@@ -316,6 +316,8 @@ def _streams(device: torch.device) -> Iterator[Patch]:
     yield torch.cuda, "synchronize", lambda device=None: None
     yield torch.cuda, "is_current_stream_capturing", lambda: False
     yield torch.Tensor, "record_stream", lambda self, stream: None
+    yield torch.cuda.nvtx, "range_push", lambda message: 0
+    yield torch.cuda.nvtx, "range_pop", lambda: 0
 
 
 def _memory(device: torch.device) -> Iterator[Patch]:

@@ -120,9 +120,24 @@ def test_workspaces_are_those_of_the_device_and_of_the_products_that_run():
             found = kind.static.shared
             sizes[gpu, kind.name] = sum(found.values()) - sum(dummies(found).values())
     of_te = (32 << 20) + 1024
-    assert sizes["h100-80gb", "dense"] == (32 << 20) + of_te
-    assert sizes["h100-80gb", "moe"] == (32 << 20) + 5 * of_te
-    assert sizes["a100-80gb", "dense"] == (8 << 20) + (128 << 10) + (4 << 20)
+    # The router's products are torch's: a workspace each for the threads of forward and backward.
+    assert sizes["h100-80gb", "dense"] == of_te
+    assert sizes["h100-80gb", "moe"] == 2 * (32 << 20) + 5 * of_te
+    assert sizes["a100-80gb", "dense"] == 4 << 20
+
+
+@pytest.mark.parametrize(
+    ("gpu", "deterministic", "each"),
+    [
+        ("h100-80gb", False, 32 << 20),
+        ("b200-180gb", False, (8 << 20) + (128 << 10)),
+        ("b200-180gb", True, 32 << 20),
+    ],
+)
+def test_torchs_workspaces_count_with_the_output_layer(gpu, deterministic, each):
+    asked = job({"deterministic_mode": deterministic})
+    shared = profile_job(asked, device(gpu), only=()).head_static.shared
+    assert shared["cuBLAS workspaces of torch"] == 2 * each
 
 
 def test_a_shared_buffer_counts_once_and_at_its_largest():

@@ -58,7 +58,7 @@ def excess(planner, budgets):
 
 @pytest.mark.parametrize("make", [random_step, realistic_step])
 def test_with_one_chunk_a_stage_the_step_is_the_shortest_and_proven(make):
-    for seed in range(150):
+    for seed in range(100):
         planner, budgets = make(seed, ONE_CHUNK)
         assert excess(planner, budgets) in (0, None), seed
         assert planner.solve(budgets).step_evidence.gap == 0, seed
@@ -87,7 +87,7 @@ def test_less_work_leaves_a_wider_gap_and_a_bound_that_holds(monkeypatch):
 def test_where_forwards_are_all_the_same_the_least_busy_stages_make_the_shortest_step():
     """Recompute is in backwards alone; then no schedule is needed to know the best choices."""
     seen = 0
-    for seed in range(300):
+    for seed in range(150):
         planner, budgets = random_step(seed, ONE_CHUNK)
         stages = [stage_times(planner, stage, budget) for stage, budget in enumerate(budgets)]
         if any(len(own) > 1 for own in stages):
@@ -96,7 +96,7 @@ def test_where_forwards_are_all_the_same_the_least_busy_stages_make_the_shortest
         busy = put_together(planner.layout, [choice.policies for choice in choices])
         assert planner.solve(budgets).cost.step_ms == planner.evaluate(busy).step_ms
         seen += 1
-    assert seen > 50
+    assert seen > 25
 
 
 def test_a_stage_is_no_busier_than_it_need_be_unless_that_shortens_the_step():

@@ -1,0 +1,69 @@
+"""EP overlap: Megatron's own combined forward-backward on meta tensors."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.meta import stage_runs
+from megatron_autorecompute.meta.profiling import profile_job
+from megatron_autorecompute.meta.verify import require_verified, verdict, verify
+from megatron_autorecompute.planner.plan import make_plan
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.policy import RecomputePolicy
+from tests.meta.test_no_device import H100, MOE, job
+
+LAYERS = 4
+FIELDS = {
+    **MOE,
+    "moe_layer_freq": 1,
+    "expert_model_parallel_size": 4,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_load_balancing_type": "none",
+}
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+
+
+def moe_job(**fields):
+    return job({**FIELDS, **fields}, num_gpus=4, global_batch_size=16)
+
+
+def run(policy, **fields):
+    layers = RecomputePolicy.parse(policy, num_layers=LAYERS)
+    return stage_runs.run_stage(moe_job(**fields), 4, layers, 0)
+
+
+@pytest.mark.any_version
+def test_a_forward_beside_a_backward_takes_one_microbatch_and_part_of_a_layer():
+    (kind,) = profile_job(moe_job(), H100).kinds
+    held = {record.choice: record.held_bytes for record in kind.choices}["none"]
+    alone, beside = run("none"), run("none", **OVERLAP)
+    assert 0 < beside.peak_bytes - alone.peak_bytes < held
+    assert beside.peak_bytes < alone.peak_bytes + LAYERS * held  # two microbatches
+    assert str(beside.peak_span.where).startswith("forward of microbatch ")
+
+
+def test_recompute_at_the_begin_of_a_chunk_takes_less_beside_a_backward_than_at_its_end():
+    lean = "selective[layernorm+moe_act]*2"
+    first, last = (run(p, **OVERLAP).peak_bytes for p in (f"{lean},none*2", f"none*2,{lean}"))
+    apart = [run(p).peak_bytes for p in (f"{lean},none*2", f"none*2,{lean}")]
+    assert first < last
+    assert last - first > abs(apart[1] - apart[0])
+
+
+def test_megatrons_combined_schedule_stays_below_the_prediction():
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    asked = job({**FIELDS, **sizes, **OVERLAP}, num_gpus=8, global_batch_size=32)
+    planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
+    checks = verify(make_plan(planner, H100.memory_bytes))
+    require_verified(checks)
+    assert all(check.combined and 0 < check.error < 1 for check in checks)
+    assert "below those predicted, which count a forward" in verdict(checks)
+    low = replace(checks[0], predicted_bytes=checks[0].megatron_bytes * 99 // 100)
+    assert not low.agrees
+
+
+def test_full_is_refused_beside_a_backward_with_what_to_do():
+    policy = RecomputePolicy.parse("none*1,full*3", num_layers=LAYERS)
+    with pytest.raises(OptionError, match="layer 1 is under full, which Megatron refuses"):
+        stage_runs.run_stages(moe_job(), OVERLAP, [4], policy)
