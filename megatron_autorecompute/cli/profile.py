@@ -28,7 +28,7 @@ from megatron_autorecompute.options import say_renamed
 if TYPE_CHECKING:
     import torch
 
-REPEATS = 5
+REPEATS = 7
 
 
 class ProfileCommand(Command):

@@ -233,8 +233,8 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
 
 
 def _add_gradient(parameter: Any) -> None:
-    added = getattr(parameter, "grad_added_to_main_grad", False)
-    if parameter.grad is not None and not added:
+    # Without a gradient, and by this mark, the product has added it.
+    if parameter.grad is not None and not getattr(parameter, "grad_added_to_main_grad", False):
         parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
 

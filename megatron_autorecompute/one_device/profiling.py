@@ -43,6 +43,7 @@ from megatron_autorecompute.profile import (
     StaticBytes,
 )
 from megatron_autorecompute.runtime.apply import apply
+from megatron_autorecompute.runtime.fingerprint import kernels
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import ModelShard, alone
@@ -59,7 +60,7 @@ def profile_on_device(
     device: torch.device,
     gpu: Device,
     efficiency: Efficiency | None = None,
-    repeats: int = 5,
+    repeats: int = 7,
     progress: Progress = lambda _: None,
 ) -> Profile:
     """Measure every choice of every kind of layer of a job on one device.
@@ -101,6 +102,7 @@ def profile_on_device(
             "made": "on one device",
             "device": device_name(device),
             "links": gpu.name,
+            **kernels(),
         },
         assumptions=assumed(job, device, gpu, efficiency or Efficiency(), repeats),
     )
@@ -143,7 +145,7 @@ def _measured(
     step = JobStep(job, device)
     own = job.mtp_num_layers and job.size("pipeline") > 1
     parameters = [*model.parameters(), *(own_embedding(model) if own else [])]
-    gradients = add_main_gradients(parameters)
+    gradients = add_main_gradients(parameters, dummies=job.fuses_weight_gradients)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     on_cuda = device.type == "cuda"
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))

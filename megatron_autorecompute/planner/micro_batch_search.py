@@ -7,16 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_autorecompute.errors import PipelineError
+from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.layout_search.flags import layers_per_stage, layout_flags
 from megatron_autorecompute.planner.layout_search.search import (
     INTERLEAVED,
     LAYERS_PER_STAGE,
+    BestLayout,
     SearchResult,
     best_layout,
     proof_of_all,
 )
-from megatron_autorecompute.planner.planner import Budget, Planner, Solution, StepEvidence
+from megatron_autorecompute.planner.planner import Budget, Planner, StepEvidence
 from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.simpler import gave_way
+from megatron_autorecompute.planner.step_interval import StepErrors
 from megatron_autorecompute.profile import Profile
 
 FLAG = "--micro-batch-size"
@@ -38,53 +42,57 @@ def search_micro_batch(
     Returns: the best, with a bound on the step of all; and one sentence for each planner.
     Raises: InfeasibleError when none fits; as `best_layout`.
     """
-    best, best_ms, bound_ms, notes = None, math.inf, math.inf, list[str]()
-    for planner in planners:
-        chosen, solution, own_bound_ms = (
-            _with_layouts(planner, budget, best_ms) if layouts else _alone(planner, budget)
-        )
-        bound_ms = min(bound_ms, own_bound_ms)
-        notes.append(_note(chosen, solution, best_ms, layouts))
-        if solution is not None and solution.cost.step_ms < best_ms:
-            best, best_ms = (planner, chosen, solution), solution.cost.step_ms
+    best, asked, best_ms, bound_ms, notes = None, None, math.inf, math.inf, list[str]()
+    for number, planner in enumerate(planners):
+        found = best_layout(planner, budget, best_ms) if layouts else _alone(planner, budget)
+        bound_ms = min(bound_ms, found.bound_ms)
+        notes.append(_note(found, best_ms, layouts))
+        if number == 0:
+            asked = found.asked
+        if found.solution is not None and found.solution.cost.step_ms < best_ms:
+            best, best_ms = (planner, found.planner, found.solution), found.solution.cost.step_ms
     if best is None:
         planners[0].solve(budget)  # raises with the reason
         raise AssertionError("an infeasible micro-batch size was solved")
     planner, chosen, solution = best
-    evidence = StepEvidence.of(best_ms, bound_ms)
+    if asked is not None and chosen is not planners[0]:
+        own, others = StepErrors(chosen, solution.policy), StepErrors(planners[0], asked.policy)
+        if not own.surely_shorter(others):
+            less = 1 - best_ms / asked.cost.step_ms
+            notes.append(gave_way(_named(planners[0], layouts), _named(chosen, layouts), less))
+            planner, chosen, solution = planners[0], planners[0], asked
+    evidence = StepEvidence.of(solution.cost.step_ms, bound_ms)
     flags = {FLAG: str(chosen.profile.parallelism.micro_batch_size)}
     if chosen is not planner:
-        flags |= layout_flags(chosen.layout)
+        flags |= layout_flags(chosen.layout, pattern_of_job(chosen.profile.model.facts))
     note = _proof(chosen, evidence, layouts)
     return SearchResult(chosen, solution, flags, note, evidence), (*notes, note)
 
 
-_Found = tuple[Planner, Solution | None, float]
-"""The best of a size, and a bound on the step of all of that size."""
-
-
-def _alone(planner: Planner, budget: Budget) -> _Found:
+def _alone(planner: Planner, budget: Budget) -> BestLayout:
+    """The planner's own layout."""
     solution = planner.try_solve(budget)
     bound_ms = math.inf if solution is None else solution.step_evidence.bound_ms or 0.0
-    return planner, solution, bound_ms
+    return BestLayout(planner, solution, bound_ms, solution)
 
 
-def _with_layouts(planner: Planner, budget: Budget, below_ms: float) -> _Found:
-    found = best_layout(planner, budget, below_ms)
-    return found.planner, found.solution, found.bound_ms
+def _named(planner: Planner, layouts: bool) -> str:
+    size = f"Micro-batch size {planner.profile.parallelism.micro_batch_size}"
+    return f"{size} with layers per stage {layers_per_stage(planner.layout)}" if layouts else size
 
 
-def _note(planner: Planner, solution: Solution | None, below_ms: float, layouts: bool) -> str:
-    size, m = planner.profile.parallelism.micro_batch_size, planner.schedule.num_microbatches
-    if solution is not None:
-        result = f"{solution.cost.step_ms:.1f} ms a step"
+def _note(found: BestLayout, below_ms: float, layouts: bool) -> str:
+    size = found.planner.profile.parallelism.micro_batch_size
+    number = found.planner.schedule.num_microbatches
+    if found.solution is not None:
+        result = f"{found.solution.cost.step_ms:.1f} ms a step"
         if layouts:
-            result += f" with layers per stage {layers_per_stage(planner.layout)}"
+            result += f" with layers per stage {layers_per_stage(found.planner.layout)}"
     elif layouts and math.isfinite(below_ms):
         result = f"no layers per stage are found that fit and take less than {below_ms:.1f} ms"
     else:
         result = "does not fit"
-    return f"Micro-batch size {size}, {m} microbatches: {result}."
+    return f"Micro-batch size {size}, {number} microbatches: {result}."
 
 
 def _proof(planner: Planner, evidence: StepEvidence, layouts: bool) -> str:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_autorecompute.planner.planner import ManualStrategy, Planner, Solution
 from megatron_autorecompute.planner.step_interval import COVERAGE, StepErrors
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.work_order import contains
+
+_TAKEN = "is taken:"
+_UNSURE = f"but not surely: it is shorter in fewer than {COVERAGE:.0%} of profiles."
 
 
 def simpler_within_errors(
@@ -29,10 +34,23 @@ def simpler_within_errors(
         return fastest, ()
     simpler = planner.instead(manual.policy, fastest)
     less = 1 - fastest.cost.step_ms / simpler.cost.step_ms
-    return simpler, (
-        f"{manual.name} is taken: {fastest.policy.format()} takes {less:.3%} less by the profile's "
-        f"times, but not surely: it is shorter in fewer than {COVERAGE:.0%} of profiles.",
-    )
+    return simpler, (gave_way(manual.name, fastest.policy.format(), less),)
+
+
+def gave_way(taken: str, faster: str, less: float) -> str:
+    """The sentence that says why something is planned that is not the fastest found.
+
+    Args:
+        taken: what is planned.
+        faster: what gave way.
+        less: by how much it is faster, as a share.
+    """
+    return f"{taken} {_TAKEN} {faster} takes {less:.3%} less by the profile's times, {_UNSURE}"
+
+
+def without_gave_way(notes: Sequence[str]) -> list[str]:
+    """Notes of a plan, without such sentences, for another plan in its place."""
+    return [note for note in notes if not (_TAKEN in note and note.endswith(_UNSURE))]
 
 
 def _reruns_no_more(policy: RecomputePolicy, other: RecomputePolicy) -> bool:

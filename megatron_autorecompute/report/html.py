@@ -15,6 +15,7 @@ import numpy as np
 from megatron_autorecompute.planner.peak_memory import Breakdown
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.policy_cost import StageCost
+from megatron_autorecompute.planner.step_interval import COVERS
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import ReportData
 from megatron_autorecompute.report.proof import proof
@@ -183,7 +184,14 @@ def _answer(plan: Plan) -> str:
             f'<span class="no">Does not fit</span>: stage {stage} needs {size(peak)} '
             f"of {size(budget)}."
         )
-    return f"{fits} A step takes {duration(plan.cost.step_ms)}{_gain(plan)}."
+    return f"{fits} A step takes {duration(plan.cost.step_ms)}{_gain(plan)}.{_interval(plan)}"
+
+
+def _interval(plan: Plan) -> str:
+    found = plan.step_interval
+    if found is None:
+        return ""
+    return f" Interval: {duration(found.low_ms)} to {duration(found.high_ms)}. {COVERS}"
 
 
 def _budgets(plan: Plan) -> str:

@@ -387,7 +387,8 @@ def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult])
     )
     left_out = (
         f"{len(ours)} of {len(points)} budgets, {len(theirs)} of {len(strategies)} settings of "
-        "Megatron's own; --json and --csv print all, with whole policies."
+        "Megatron's own; --json and --csv print all, with whole policies. plan may find a shorter "
+        "step at a budget."
     )
     return Group(
         Rows(columns, [(*figures, unit.text(peak), text) for peak, figures, text in rows]),

@@ -13,6 +13,7 @@ from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.policy_cost import StageCost
+from megatron_autorecompute.planner.simpler import without_gave_way
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile, with_missed_bytes
 from megatron_autorecompute.runtime.auto_options import AutoOptions
@@ -257,7 +258,7 @@ class Decisions:
         if len(notes) == len(plan.notes):
             return None
         planner = self.planner(replace(plan.profile, stages=tuple(stages)))
-        return replace(make_plan(planner, plan.budget_bytes), notes=tuple(notes))
+        return make_plan(planner, plan.budget_bytes, notes=without_gave_way(notes))
 
 
 def _shown(figure: Any) -> str:

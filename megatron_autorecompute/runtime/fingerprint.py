@@ -99,11 +99,16 @@ def fingerprint(
         "megatron-core": megatron.core.__version__,
         "megatron-autorecompute": __version__,
         "python": platform.python_version(),
-        **{name: _version(module) for name, module in KERNELS.items() if module in sys.modules},
+        **kernels(),
         **{name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
         **given,
     }
     return _merged(all_gather(mine))
+
+
+def kernels() -> dict[str, str]:
+    """Versions of the loaded packages whose kernels a step may run, by name."""
+    return {name: _version(module) for name, module in KERNELS.items() if module in sys.modules}
 
 
 def _merged(by_rank: Iterable[Mapping[str, str]]) -> dict[str, str]:

@@ -117,3 +117,17 @@ def test_a_stage_as_it_was_measured_is_not_taken_for_one_of_other_layers():
             found.append(None)
     assert found[0] is not None
     assert found == [found[0]] * 3
+
+
+def test_a_layout_that_is_best_only_inside_the_noise_gives_way_to_the_asked_one():
+    profile, stages = uneven(head_ms=13.0)
+    asked = Planner(profile, layout_of((2, 3, 2)), Schedule(stages, 1, 12))
+    # Layers err alike on any stage, which cancels; the head's error tells which stage is slowest.
+    noisy_head = replace(profile.head, spread_ms=30.0)
+    noisy = asked.replaced(profile=replace(profile, head=noisy_head))
+    sure, unsure = search_layout(asked, 900), search_layout(noisy, 900)
+    assert sure.solution.cost.step_ms < unsure.solution.cost.step_ms
+    assert unsure.planner is noisy
+    assert not unsure.megatron_flags
+    assert "as asked, is taken: " in unsure.note
+    assert unsure.evidence.bound_ms == sure.evidence.bound_ms < unsure.solution.cost.step_ms

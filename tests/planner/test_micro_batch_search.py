@@ -56,6 +56,24 @@ def test_no_size_with_any_layers_per_stage_has_a_shorter_step_than_the_searched_
     assert moved
 
 
+def test_a_size_that_is_best_only_inside_the_noise_gives_way_to_the_asked_one():
+    profile, layout, schedule, _ = problem_of_many()
+    found = []
+    for spread_ms in (0.0, 3.0):
+        noisy = tuple(
+            replace(k, choices=tuple(replace(r, spread_ms=spread_ms) for r in k.choices))
+            for k in profile.kinds
+        )
+        asked = replace(profile, kinds=noisy)
+        twice = with_micro_batch(asked, 2 * profile.parallelism.micro_batch_size, 2.1)
+        planners = [Planner(p, layout, same_samples(schedule, asked, p)) for p in (asked, twice)]
+        found.append(search_micro_batch(planners, 10**6))
+    (sure, _), (unsure, notes) = found
+    assert sure.megatron_flags == {"--micro-batch-size": "4"}
+    assert unsure.megatron_flags == {"--micro-batch-size": "2"}
+    assert "Micro-batch size 2 is taken: Micro-batch size 4 takes" in notes[-2]
+
+
 def test_another_micro_batch_runs_as_many_samples():
     profile, _, _, _ = problem_of_many()
     one, two, three = (with_micro_batch(profile, size, 1.0) for size in (1, 2, 3))

@@ -10,6 +10,7 @@ from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.simpler import without_gave_way
 from megatron_autorecompute.planner.step_interval import COVERS, StepErrors, deviation_ms
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind, StaticBytes
@@ -106,6 +107,7 @@ def test_a_plan_that_is_best_only_inside_the_noise_gives_way_to_megatrons_own(tm
     assert sure.cost.step_ms < unsure.cost.step_ms == unsure.best_manual.step_ms
     assert unsure.best_manual.name in unsure.notes[0]
     assert sure.policy.format() in unsure.notes[0]
+    assert without_gave_way(["before", *unsure.notes]) == ["before"]
     assert sure.step_evidence.gap == 0 < unsure.step_evidence.gap
     assert sure.step_evidence.bound_ms == unsure.step_evidence.bound_ms
     unsure.save(tmp_path / "plan.json")

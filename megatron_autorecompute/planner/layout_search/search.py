@@ -17,6 +17,8 @@ from megatron_autorecompute.planner.layout_search.flags import (
 )
 from megatron_autorecompute.planner.layout_search.partitions import PartitionSearch
 from megatron_autorecompute.planner.planner import Budget, Planner, Solution, StepEvidence
+from megatron_autorecompute.planner.simpler import gave_way
+from megatron_autorecompute.planner.step_interval import StepErrors
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
 
 LAYERS_PER_STAGE = "no layers per stage"
@@ -67,12 +69,26 @@ def search_layout(planner: Planner, budget: Budget) -> SearchResult:
     if found.solution is None:
         planner.solve(budget)  # raises with the reason
         raise AssertionError("an infeasible layout was solved")
-    evidence = StepEvidence.of(found.solution.cost.step_ms, found.bound_ms)
+    chosen, solution, gain = _if_surely_faster(planner, found, found.solution)
+    evidence = StepEvidence.of(solution.cost.step_ms, found.bound_ms)
     pattern = pattern_of_job(planner.profile.model.facts)
-    flags = {} if found.planner is planner else layout_flags(found.planner.layout, pattern)
-    gain = _gain(found.planner, found.solution, found.asked)
+    flags = {} if chosen is planner else layout_flags(chosen.layout, pattern)
     note = f"{gain} {_proof(planner.layout, evidence)}"
-    return SearchResult(found.planner, found.solution, flags, note, evidence)
+    return SearchResult(chosen, solution, flags, note, evidence)
+
+
+def _if_surely_faster(
+    planner: Planner, found: BestLayout, best: Solution
+) -> tuple[Planner, Solution, str]:
+    """The best layout, or the asked one if the best is not surely faster; and why."""
+    asked = found.asked
+    if asked is None or found.planner is planner:
+        return found.planner, best, _gain(found.planner, best, asked)
+    if StepErrors(found.planner, best.policy).surely_shorter(StepErrors(planner, asked.policy)):
+        return found.planner, best, _gain(found.planner, best, asked)
+    taken, faster = (f"{layers_per_stage(one.layout)}" for one in (planner, found.planner))
+    less = 1 - best.cost.step_ms / asked.cost.step_ms
+    return planner, asked, gave_way(f"Layers per stage {taken}, as asked,", faster, less)
 
 
 def best_layout(planner: Planner, budget: Budget, below_ms: float = math.inf) -> BestLayout:
