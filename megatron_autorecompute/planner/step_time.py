@@ -55,7 +55,8 @@ def step_unit(schedule: Schedule, all_ps: float) -> int:
 
     `all_ps` is the time of one microbatch on all stages together.
     """
-    return 1 << max(0, math.ceil(math.log2(max(schedule.num_microbatches * all_ps, 1) / MOST)))
+    share, power = math.frexp(schedule.num_microbatches * all_ps / MOST)
+    return 1 << max(0, power - (share == 0.5))
 
 
 def finished(schedule: Schedule, forward: Ints, backward: Ints) -> Ints:

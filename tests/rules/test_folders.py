@@ -148,6 +148,25 @@ def test_an_import_of_megatron_in_the_planner_is_found():
     assert not names_of_megatron(f"{PACKAGE}.compat.layers", source)
 
 
+VARIES = {"datetime", "random", "scipy", "secrets", "time"}
+"""What gives other answers elsewhere: clocks, chance, and a solver of another version."""
+
+
+def of_other_answers(source: str) -> set[str]:
+    """What a source imports of these."""
+    return {found for found in imports(source) if found.split(".")[0] in VARIES}
+
+
+def test_the_planner_asks_neither_a_clock_nor_chance(modules):
+    planner = {name: source for name, source in modules.items() if part(name) == "planner"}
+    assert set().union(*map(of_other_answers, planner.values())) == set()
+    assert not any("np.random" in source for source in planner.values())
+
+
+def test_a_clock_in_the_planner_is_found():
+    assert of_other_answers("def later():\n    from time import monotonic")
+
+
 def versions_asked(source: str) -> set[str]:
     """Where a source asks which megatron-core there is, to do one thing or another.
 

@@ -143,7 +143,7 @@ class Filters:
         chunk = problem.chunks[c]
         held, forward, backward = limits.prices(c)
         self.before_price = chunk.covering(held + forward + backward)
-        self.others_price = sum(b for i, b in enumerate(chunk_bounds) if i != c)
+        self.others_price = math.fsum(b for i, b in enumerate(chunk_bounds) if i != c)
         self.least_held = chunk.least_held
         self.counts = problem.counts[:, c]
         self.own = problem.running == c

@@ -95,7 +95,7 @@ class Combined:
         kept = front(dims, self.runs, np.zeros(len(self.time), np.int64), limits.tally)
         if len(kept) <= width:
             return self.pick(kept), math.inf
-        priced = self.time[kept] + self.load[kept] @ limits.price
+        priced = self.time[kept] + limits.priced_loads(self.load[kept])
         order = kept[np.lexsort((priced, bound[kept]))]
         return self.pick(order[:width]), float(bound[order[width]])
 
@@ -200,10 +200,10 @@ class Combiner:
     @cached_property
     def _priced(self) -> tuple[Floats, Floats]:
         """Trial prices of a byte, and the least time plus priced load, of shape [moment, price]."""
-        saved = sum(float(time.max() - time.min()) for time in self.times)
+        saved = math.fsum(float(time.max() - time.min()) for time in self.times)
         loads = sum(load.max(axis=0) - load.min(axis=0) for load in self.loads)
         scale = saved / max(float(np.max(loads, initial=0)), 1.0)
-        prices: Floats = scale * np.exp2(np.arange(-4.0, 8.0))
+        prices: Floats = scale * np.array([2.0**power for power in range(-4, 8)])
         pairs = zip(self.times, self.loads, strict=True)
         least = [(t[:, None, None] + load[..., None] * prices).min(axis=0) for t, load in pairs]
         return prices, np.asarray(sum(least), np.float64)
@@ -216,13 +216,13 @@ class Combiner:
 
     def best(self, limits: Limits, goal: Goal, width: int) -> tuple[StageChoice | None, float]:
         """The best labels that fit and reach the goal; the second value as in `_Rounds.round`."""
-        limit, price = limits.room, limits.price
+        limit = limits.room
         tightest = self._tightest(limit)
         rest_price = [
-            float((time + load @ price).min())
+            float((time + limits.priced_loads(load)).min())
             for time, load in zip(self.times, self.loads, strict=True)
         ]
-        ceiling = math.inf if goal.time_ps is None else goal.time_ps + float(price @ limit)
+        ceiling = math.inf if goal.time_ps is None else goal.time_ps + limits.budget_price
         ceiling += SLACK * max(abs(ceiling), goal.time_ps or 0)
         table = Combined.empty(len(limit))
         left_ps = math.inf
@@ -231,7 +231,7 @@ class Combiner:
             for block in table.blocks(len(final)):
                 limits.tally.rows(len(block.time) * len(final), len(limit))
                 part = block.times(final, self.loads[c])
-                priced = part.time + part.load @ price + sum(rest_price[c + 1 :])
+                priced = part.time + limits.priced_loads(part.load) + math.fsum(rest_price[c + 1 :])
                 part = part.pick(
                     np.all(part.load + self.least[c + 1] <= limit, axis=1) & (priced <= ceiling)
                 )

@@ -1,7 +1,12 @@
-"""The byte limits of one search at each moment, and the price of a byte at each."""
+"""The byte limits of one search at each moment, and the price of a byte at each.
+
+Floats are multiplied one by one, and added exactly (`math.fsum`) or in one order, never by a matrix
+product or numpy's sum: so that their last bit, too, is the same on every machine.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,21 +37,21 @@ class Limits:
     @property
     def budget_price(self) -> float:
         """The limits times their prices, in picoseconds."""
-        return float(self.price @ self.room)
+        return math.fsum((self.price * self.room).tolist())
 
     def prices(self, c: int) -> tuple[float, float, float]:
         """Prices of a byte of H, of M forward and of M backward of a chunk."""
         runs, forward = self.problem.running == c, self.problem.is_forward
         return (
-            float(self.price @ self.problem.counts[:, c]),
-            float(self.price[runs & forward].sum()),
-            float(self.price[runs & ~forward].sum()),
+            math.fsum((self.price * self.problem.counts[:, c]).tolist()),
+            math.fsum(self.price[runs & forward].tolist()),
+            math.fsum(self.price[runs & ~forward].tolist()),
         )
 
     def unsearched_bound(self, c: int) -> float:
         """Least time plus priced bytes of a chunk if every layer could choose independently."""
-        chunk, price = self.problem.chunks[c], sum(self.prices(c))
-        after = sum(chunk.unit_ps(u) + price * u.held_bytes for u in chunk.after)
+        chunk, price = self.problem.chunks[c], math.fsum(self.prices(c))
+        after = math.fsum(chunk.unit_ps(u) + price * u.held_bytes for u in chunk.after)
         return float(chunk.covering(price)[-1]) + after
 
     def priced(self, rows: Ints, c: int) -> Floats:
@@ -58,6 +63,13 @@ class Limits:
             + forward * rows[:, FORWARD]
             + backward * rows[:, BACKWARD]
         )
+        return priced
+
+    def priced_loads(self, loads: Ints) -> Floats:
+        """Priced bytes of `[label, moment]`."""
+        priced = np.zeros(len(loads))
+        for moment in np.flatnonzero(self.price).tolist():
+            priced += loads[:, moment] * self.price[moment]
         return priced
 
     def may_win(self, priced: Floats, upper_ps: int | None) -> Bools:

@@ -1,30 +1,37 @@
 """Prices of bytes: a Lagrangian bound that keeps the labels few.
 
-Multipliers lambda[k] >= 0 of a linear relaxation (`scipy.optimize.linprog`, HiGHS) are the prices
-of bytes. A label is dropped if its time plus priced bytes cannot get below the best known solution.
-Any multipliers give a valid bound, so rounding in them costs speed, never exactness: bytes and
-times are compared as integers. A MILP solver alone is not enough: its tolerance of 1e-6 is 80 kB at
-80 GB.
+The prices are multipliers lambda[k] >= 0 of a linear relaxation. A label is dropped if its time
+plus priced bytes cannot get below the best known solution. Any multipliers give a valid bound, so
+rounding in them costs speed, never exactness: bytes and times are compared as integers.
+
+Which prices come out decides what a search that is cut short has seen. So they come from a simplex
+of our own whose floats are added in one order: a solver's may change with its version, and sums of
+vectors with the machine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.arrays import Floats, Ints
 from megatron_autorecompute.planner.stage_search.problem import StageProblem
+
+_NOTHING = 1e-9
+"""Of figures scaled to 1."""
+_PIVOTS_OF_A_ROW = 8
+"""After so many the prices are taken as they are."""
 
 
 def multipliers(problem: StageProblem, limit: Ints) -> Floats:
     """Price of a byte at every moment, in picoseconds: duals of a linear relaxation.
 
-    Variables: x[c, i, o], the share of layer class i of chunk c that takes option o, and s[k], the
-    bytes missing at moment k. The objective is the time; a missing byte costs more than any choice.
+    Variables: x[o] >= 0, layers of a class that take option o, together all of the class. Bytes
+    held must fit at every moment; the time is the least.
     """
-    from scipy.optimize import linprog  # 0.3 s to import, and needed for a search alone
-
     columns, classes = _relaxed_columns(problem)
     if not columns:
         return np.zeros(len(limit))
@@ -35,22 +42,51 @@ def multipliers(problem: StageProblem, limit: Ints) -> Floats:
     room = limit - problem.counts @ _fixed_held(problem) - _fixed_reach(problem)
     scale_bytes, scale_time = max(float(held.max()), 1.0), max(float(time.max()), 1.0)
     weight = problem.counts[:, chunk] + (problem.running[:, None] == chunk)
-    # [Constraint] every layer of a class takes some option
-    shares = (owner == np.arange(len(classes))[:, None]).astype(np.float64)
-    # [Constraint] at every moment the bytes held fit, or are missing
-    moments = np.hstack([weight * held / scale_bytes, -np.eye(len(limit))])
-    found = linprog(
-        np.concatenate([time / scale_time, np.full(len(limit), 1e3)]),
-        A_ub=moments,
-        b_ub=room / scale_bytes,
-        A_eq=np.hstack([shares, np.zeros((len(classes), len(limit)))]),
-        b_eq=np.array(classes, np.float64),
-        method="highs",
+    loads = weight * held / scale_bytes
+    prices = duals(time / scale_time, owner, classes, loads, room / scale_bytes)
+    return prices * scale_time / scale_bytes
+
+
+def duals(
+    time: Floats, owner: NDArray[Any], classes: Sequence[int], loads: Floats, room: Floats
+) -> Floats:
+    """Prices of `room` by the dual simplex: it begins with the fastest options, which may not fit.
+
+    Args:
+        time: of one layer, `[option]`.
+        owner: class of each option.
+        classes: layers in each class.
+        loads: `[moment, option]` of one layer.
+        room: `[moment]`.
+    """
+    moments, options, count = len(room), len(time), len(classes)
+    fastest = np.array(
+        [np.flatnonzero(owner == c)[time[owner == c].argmin()] for c in range(count)]
     )
-    if found.status != 0:  # without prices the bound is still valid
-        return np.zeros(len(limit))
-    prices: Floats = np.maximum(-found.ineqlin.marginals, 0.0) * scale_time / scale_bytes
-    return prices
+    # Rows: classes, moments, and what an option costs more than the one it replaces.
+    # Columns: options, slacks of moments, and the right hand side.
+    table = np.zeros((count + moments + 1, options + moments + 1))
+    table[owner, np.arange(options)] = 1
+    table[:count, -1] = classes
+    table[count:-1, :options] = loads - loads[:, fastest[owner]]
+    table[count:-1, options:-1] = np.eye(moments)
+    table[count:-1, -1] = room
+    for number, option in zip(classes, fastest, strict=True):
+        table[count:-1, -1] -= number * loads[:, option]
+    table[-1, :options] = time - time[fastest[owner]]
+    for _ in range(_PIVOTS_OF_A_ROW * (count + moments)):
+        row = int(table[:-1, -1].argmin())
+        useful = table[row, :-1] < -_NOTHING
+        if table[row, -1] >= -_NOTHING or not useful.any():
+            break
+        ratio = np.full(len(useful), np.inf)
+        np.divide(table[-1, :-1], -table[row, :-1], out=ratio, where=useful)
+        column = int(ratio.argmin())
+        table[row] /= table[row, column]
+        others = table[:, column].copy()
+        others[row] = 0
+        table -= others[:, None] * table[row]
+    return np.maximum(table[-1, options:-1], 0.0)
 
 
 def _fixed_held(problem: StageProblem) -> Ints:

@@ -10,6 +10,7 @@ max over its units of (held of the units up to it + its transient).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,7 +126,7 @@ class ChunkProblem:
         included.
         """
         cost = np.zeros(len(self.layers) + 1)
-        cost[0] = sum(self.unit_ps(u) * timed + price * u.held_bytes for u in self.before)
+        cost[0] = math.fsum(self.unit_ps(u) * timed + price * u.held_bytes for u in self.before)
         cost[1:] = np.inf
         for i, single in enumerate(self.singles):
             alone = (self.single_ps(i) * timed + price * single.held).min()

@@ -27,6 +27,9 @@ from megatron_autorecompute.planner.stage_search.prices import multipliers
 from megatron_autorecompute.planner.stage_search.problem import StageChoice, StageProblem
 from megatron_autorecompute.policy import LayerPolicy
 
+_GROWTH = 2
+"""Times the work of a round that the next one, four times as wide, takes at least."""
+
 
 @dataclass(frozen=True, slots=True)
 class Effort:
@@ -35,8 +38,8 @@ class Effort:
     widths: tuple[int, ...] = (64, 256, 1024, 4096, 16_384, 131_072)
     """Labels kept per position in successive rounds; the last bounds memory to about 100 MB."""
     most_work: int = 5 * 10**9
-    """Counted as in `Tally`, of all stages together: no round is begun that would do more, if its
-    work grows as its width. About 5 s on one core."""
+    """Counted as in `Tally`, of all stages together: no round is begun that would do more, and
+    one that comes to it keeps few labels from there on. About 5 s on one core."""
     complete_layers: int = 4
     """If no chunk has more layers, all labels of a stage are computed once and kept for every
     budget. Longer chunks have too many labels, so each budget is searched separately."""
@@ -127,7 +130,7 @@ class StageSearch:
         best, bound_ps, tally = known, 0.0, rounds.limits.tally
         done, last = tally.done, 0
         for width in self.effort.widths:
-            if last and tally.done + (tally.done - done) * width // last > tally.most:
+            if last and tally.done + _GROWTH * (tally.done - done) > tally.most:
                 break
             done, last = tally.done, width
             found, left_ps = rounds.round(Goal.of(best, budget_bytes), width)
@@ -206,7 +209,7 @@ class _Rounds:
         """Lower bound on the time of any choices that fit."""
         if self.complete is not None:
             return self.complete.bound_ps(self.limits.room)
-        value = sum(self.chunk_bounds) - self.limits.budget_price
+        value = math.fsum(self.chunk_bounds) - self.limits.budget_price
         return max(0, int(np.floor(value - SLACK * abs(value))))
 
     def round(self, goal: Goal, width: int) -> tuple[StageChoice | None, float]:
