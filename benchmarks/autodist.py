@@ -79,7 +79,7 @@ def split(sequence_parallel: bool) -> dict[str, Any]:
     model = planner(job(sequence_parallel), device("a100"))
     profiled_s = time.perf_counter() - begun
     rows = {row.name: row for row in ROWS}
-    costs = {name: _cost(model, text) for name, text in POLICIES.items()}
+    costs = {name: cost_of(model, text) for name, text in POLICIES.items()}
     # Of every row the static bytes are those that the published full row leaves.
     static = rows[ANCHOR].peak_gb - costs[ANCHOR][0]
     budget = (LIMIT_GB - static) * GIB + _static_bytes(model)
@@ -109,7 +109,7 @@ def split(sequence_parallel: bool) -> dict[str, Any]:
     }
 
 
-def _cost(model: Planner, text: str) -> tuple[float, float]:
+def cost_of(model: Planner, text: str) -> tuple[float, float]:
     policy = RecomputePolicy.parse(text, num_layers=LAYERS)
     return _activations(model, policy), model.evaluate(policy).step_ms
 

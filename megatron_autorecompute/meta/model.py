@@ -39,6 +39,7 @@ LEFT_OUT = {
     **{name: False for name in ("moe_router_fusion", "tp_comm_overlap")},
     **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
     **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
+    **{name: False for name in ("delay_wgrad_compute", "ep_overlap_early_attn_memory_release")},
     **megatron_fields.NO_RECOMPUTE,
     **{name: False for name in ("fp8_param", "fp4_param")},
     megatron_fields.POLICY_FIELD: None,

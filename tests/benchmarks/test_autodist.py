@@ -22,10 +22,10 @@ def test_megatrons_own_rows_are_near_the_published_ones(sequence_parallel):
     profile = profile_job(asked, device("a100"), only=("core_attn",))
     model = Planner(profile, asked.layout(), asked.schedule())
     published = {row.name: row for row in ROWS}
-    base = autodist._cost(model, autodist.POLICIES[autodist.BASE])
-    full = autodist._cost(model, autodist.POLICIES[autodist.ANCHOR])
+    base = autodist.cost_of(model, autodist.POLICIES[autodist.BASE])
+    full = autodist.cost_of(model, autodist.POLICIES[autodist.ANCHOR])
     for name in (autodist.BASE, autodist.ANCHOR, "Megatron manual: first 31 full"):
-        peak_gb, step_ms = autodist._cost(model, autodist.POLICIES[name])
+        peak_gb, step_ms = autodist.cost_of(model, autodist.POLICIES[name])
         time = published[name].step_s / published[autodist.BASE].step_s
         assert step_ms / base[1] == pytest.approx(time, rel=0.02)
         above_full = published[name].peak_gb - published[autodist.ANCHOR].peak_gb
