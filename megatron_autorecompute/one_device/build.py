@@ -64,6 +64,11 @@ def refuse(job: Job, device: torch.device) -> None:
             f"{job.name}: lora_rank {job.lora_rank}, and adapters are Megatron Bridge's, which is "
             "not built here. Take estimate, or auto in the job."
         )
+    if job.config.get("hybrid_layer_pattern"):
+        raise OptionError(
+            f"{job.name}: hybrid_layer_pattern, and layers of a HybridModel are not built on a "
+            "device here. Take estimate, or auto in the job."
+        )
     if job.transformer_impl == "local":
         if job.precision != "bf16":
             raise OptionError(

@@ -22,6 +22,7 @@ def answer(words, capsys):
     [
         (TE, 7, "Transformer Engine runs on CUDA only"),
         ({"config": {**SIZES, "masked_softmax_fusion": True}}, 7, "masked_softmax_fusion"),
+        ({"config": {**SIZES, "hybrid_layer_pattern": "*-"}}, 9, "layers of a HybridModel"),
         ({"lora_rank": 4}, 9, "adapters are Megatron Bridge's"),
         ({"precision": "fp8"}, 9, "needs Transformer Engine"),
     ],
