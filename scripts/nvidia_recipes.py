@@ -422,6 +422,7 @@ def base_row(model: str, dtype: str, gpus: int, gbs: str, sizes: dict[str, str])
         "mtp_layers": "",
         "pp_layout": "",
         "ep_a2a_overlap": "False",
+        "moe_dispatcher": "",
         **sizes,
     }
 

@@ -22,6 +22,7 @@ VOCABULARIES = {
     "nemotron_2_256k.model": 256000,
     "multiMixV8.gpt4o_nc_sd.500000.128k.vocab.json": 131072,
     "tokenizer.model": 32000,  # Llama 2's
+    "${TOKENIZER_MODEL_PATH}": 131072,  # Nemotron 3's, whose rows do not name it
 }
 """Entries by the end of the tokenizer's file. The files are not public; the sizes are those of the
 tokenizers that bear these names."""
@@ -42,6 +43,9 @@ def run(row: Mapping[str, str]) -> Run:
     if not reason:
         given = {**given, "vocab-size": vocabulary(given)}
         given.pop("vocab-extra-ids", None)
+        given |= batch(given)
+        if "tp-comm-overlap" in given:  # Megatron 0.19 refuses both together; older ones did not
+            given.pop("deterministic-mode", None)
         sizes = encoder_decoder(given)
         found = flags(given if sizes is None else as_decoder_only(given))
     between = row.get("mem_allocated_first") or ""
@@ -91,8 +95,6 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
         return "BERT is no model of this package"
     if begin == "mimo" or "model-provider" in given:
         return "multimodal models are no models of this package"
-    if family(given) == "hybrid":
-        return "hybrid models are no models of the flag reader yet"
     if "use-megatron-fsdp" in given:
         return "Megatron FSDP shards weights and gradients, which is not modelled"
     if "perform-rl-step" in given:
@@ -100,6 +102,17 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
     if "export-kd-cfg" in given:
         return "distillation: the teacher's weights and activations are not modelled"
     return ""
+
+
+def batch(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch in place of a schedule of batches: its last one."""
+    schedule = given.get("step-batch-size-schedule")
+    if not schedule:
+        return {}
+    size = str(schedule).split()[-1].rpartition(":")[2]
+    if not size.isdigit():
+        raise FieldError(f"--step-batch-size-schedule: {schedule!r:.60} names no batch")
+    return {"global-batch-size": int(size), "step-batch-size-schedule": False}
 
 
 def encoder_decoder(given: Mapping[str, Any]) -> tuple[int, int, int] | None:
