@@ -219,8 +219,8 @@ class _Sites:
         self.blocks = model_layers.block_sites(chunks)
         self.mtps = model_layers.mtp_sites(chunks)
         self.encoder_layers = model_layers.encoder_layers(chunks)
-        for chunk in chunks:
-            stage_layout.pattern_of(model_layers.unwrapped(chunk))  # refused if it does not match
+        patterns = [stage_layout.pattern_of(model_layers.unwrapped(chunk)) for chunk in chunks]
+        self.pattern = next(filter(None, patterns), None)
         self.owners = [s.block for s in self.blocks] + [s.mtp for s in self.mtps]
         self.indices = [s.layers for s in self.blocks] + [s.indices for s in self.mtps]
         if not self.owners:
@@ -248,6 +248,7 @@ class _Sites:
                 )
             rules.check_allowed(config, policy)
         rules.check_compiler(policy)
+        self._check_families(policy)
         for site in self.blocks:
             _check_groups(site, policy.chunk_runs(site.layers))
         for index in (index for mtp in self.mtps for index in mtp.indices):
@@ -256,6 +257,26 @@ class _Sites:
                     f"{policy.layers[index]} on layer {index}, a multi-token-prediction "
                     "depth: Megatron checkpoints each depth by itself; write full."
                 )
+
+    def _check_families(self, policy: RecomputePolicy) -> None:
+        """Refuse modules of another family than a hybrid model's layer, which would do nothing.
+
+        One choice for all layers is Megatron's own recompute_modules, and allowed.
+        """
+        if self.pattern is None or len(set(policy.layers)) == 1:
+            return
+        for site in self.blocks:
+            for layer, index in zip(site.block.layers, site.layers, strict=True):
+                asked = policy.layers[index].modules
+                has = [m for m in layer_modules.MODULE_FLAGS if layer_modules.flags(layer, m)]
+                if asked and not set(asked) & set(has):
+                    symbol, kind = self.pattern.symbols[index], layer_kinds.name(layer)
+                    raise PolicyError(
+                        f"{policy.layers[index]} on layer {index}, {symbol!r} in "
+                        f"{str(self.pattern)!r:.80} ({kind}): Megatron has "
+                        f"{', '.join(has) or 'no modules to recompute'} there. Write none, full"
+                        f"{' or one of these' if has else ''}."
+                    )
 
     def hold(self, policy: RecomputePolicy, holder: str) -> AppliedPolicy:
         """Put the policy in force."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_autorecompute.errors import PipelineError, PolicyError
 from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 from megatron_autorecompute.policy import RecomputePolicy
 from tests.hybrid_models import hybrid_chunks, hybrid_config, make_runnable, runnable
@@ -175,3 +176,37 @@ def test_one_layer_for_several_depths_runs_the_choice_of_each(one_rank, pattern)
             assert (ran.count("router"), ran.count("pre_mlp_layernorm")) == times, depths
             for name, gradient in step.gradients.items():
                 torch.testing.assert_close(gradient, base.gradients[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "none*3,selective[mlp]*1",
+            "on layer 3, '*' in 'M-E*' (attention): Megatron has",
+        ),
+        (
+            "selective[layernorm]*1,none*3",
+            "on layer 0, 'M' in 'M-E*' (mamba): Megatron has",
+        ),
+    ],
+)
+def test_modules_of_another_family_are_refused_by_layer_and_symbol(one_rank, text, said):
+    from megatron_autorecompute.runtime.apply import apply
+
+    with runnable():
+        models = hybrid_chunks(hybrid_config("M-E*"), "M-E*")
+        with apply(RecomputePolicy.parse("selective[core_attn+mlp]", num_layers=4), models):
+            pass
+        with pytest.raises(PolicyError) as error:
+            apply(RecomputePolicy.parse(text, num_layers=4), models)
+    assert said in str(error.value)
+
+
+def test_a_pattern_of_other_numbers_than_the_config_is_refused(one_rank):
+    from megatron_autorecompute.runtime.apply import apply
+
+    with runnable():
+        models = hybrid_chunks(hybrid_config("*-*-", num_layers=3), "*-*-")
+        with pytest.raises(PipelineError, match="symbol '-' is layer 3"):
+            apply(RecomputePolicy.parse("full", num_layers=4), models)
