@@ -96,7 +96,7 @@ def spread(price: Floats, held: Ints, width: int) -> NDArray[np.intp]:
 
 _ANY_NUMBER = 50_000
 """Work on labels however few they are."""
-_NARROW = 16
+_NARROW = 64
 
 
 @dataclass
