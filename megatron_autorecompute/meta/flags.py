@@ -54,6 +54,7 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
     if getattr(args, "hybrid_layer_pattern", None) is not None:
         data["name"] = f"pretrain_hybrid on {num_gpus} GPUs"
         data["config"]["hybrid_layer_pattern"] = args.hybrid_layer_pattern
+        data["config"].pop("moe_layer_freq", None)  # the flag's default; the pattern says it
     data["num_gpus"], data["vocab_size"] = num_gpus, args.vocab_size
     data["disable_parameter_transpose_cache"] = bool(config.disable_parameter_transpose_cache)
     for name in DTYPES_OF_STATES:
