@@ -367,7 +367,7 @@ def _by_flags(section: Section) -> list[str]:
                 name.removeprefix("job/"),
                 _gib(job["peak_bytes"]),
                 _gib(found.get("peak_bytes")),
-                found.get("uncovered", NOT_YET) if off is None else _percent(off),
+                found.get("uncovered", NOT_YET) if off is None else f"{100 * off:+.3f}%",
                 _gib(settled_static(job)),
                 _gib(found.get("static_bytes")),
                 _ms(times),
