@@ -295,7 +295,7 @@ def test_out_of_memory_on_one_of_two_stages_says_what_to_give():
         ),
     ):
         job.peak_bytes()
-    lost_step.leave_interrupted_checkpoint()
+    lost_step.leave_interrupted_checkpoint(job.chunks)
 
 
 @pytest.mark.any_version

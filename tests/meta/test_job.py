@@ -39,9 +39,8 @@ def job(config=None, **fields):
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_example_is_a_job_on_1024_gpus(path):
+def test_every_example_is_a_job_whose_ranks_and_layers_add_up(path):
     example = load_job(path)
-    assert example.num_gpus == 1024
     assert example.layout().num_layers == example.num_layers
     assert example.schedule().num_microbatches * example.data_parallel == (
         example.global_batch_size // example.micro_batch_size

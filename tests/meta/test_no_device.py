@@ -154,7 +154,8 @@ def test_core_attn_costs_qwen3_as_much_as_was_measured():
 def test_core_attn_saves_the_scores_under_unfused_attention():
     found = records(LOCAL, transformer_impl="local")
     saved = found["none"].held_bytes - found["selective[core_attn]"].held_bytes
-    assert saved > 2 * HEADS * SEQUENCE**2  # one 16-bit score per head and pair at the least
+    # One 16-bit score per head and pair at the least.
+    assert saved >= 2 * HEADS * SEQUENCE**2 - RANDOM_STATES
 
 
 def test_mlp_is_inert_on_a_moe_layer():
@@ -242,7 +243,9 @@ def meta_step_peaks(asked, policy=None):
 
 @pytest.mark.parametrize("text", ["none", "full", "full*2,none*2", "selective[core_attn]"])
 def test_peaks_agree_with_megatrons_own_schedule(text):
-    asked = job({**LOCAL, "pipeline_model_parallel_size": 2}, transformer_impl="local")
+    # The schedule runs without the fused softmax, which is a stand-in.
+    apart = {"pipeline_model_parallel_size": 2, "masked_softmax_fusion": False}
+    asked = job({**LOCAL, **apart}, transformer_impl="local")
     policy = RecomputePolicy.parse(text, num_layers=4)
     peaks, _ = meta_step_peaks(asked, policy)
     planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
@@ -513,7 +516,7 @@ def test_modelled_records_are_not_taken_for_measured_ones(modelled):
 
 def test_a_plan_of_measured_records_is_not_verified_against_stand_ins(modelled):
     found = with_measured(modelled, measured_like(modelled))
-    with pytest.raises(ProfileError, match="Verify the plan of a profile made without --measured"):
+    with pytest.raises(ProfileError, match="Verify the plan of a profile made by estimate"):
         verify(middle_plan(job(MOE), found))
 
 

@@ -257,7 +257,7 @@ def test_a_restart_with_more_microbatches_is_planned_before_its_first_step(auto,
     noted = replace(Plan.load(auto[0]), notes=("step 9: stage 0 short of memory",))
     noted.save(path)
     fewer = run_ranks(restarted, 2, SHAPE, str(path), 1)[0]
-    assert Plan.load(path).notes == noted.notes
+    assert Plan.load(path).notes[: len(noted.notes)] == noted.notes
     assert "microbatches 4, now 1" in fewer["said"][0]
     assert fewer["policies"][0] != auto[1][0]["policies"][-1]
     ranks = run_ranks(restarted, 2, SHAPE, str(path), 4)
