@@ -12,7 +12,9 @@ profile() {
         > "$out/$1.txt"
 }
 plan() {
-    megatron-autorecompute plan --profile "$out/$1.json" --budget-gib "${2:-73.14}" -o "$out/$1.plan.json"
+    # The budget is what the estimate ends with.
+    megatron-autorecompute plan --profile "$out/$1.json" --budget-gib "$(tail -1 "$out/$1.txt" | sed 's/.*--budget-gib //')" \
+        -o "$out/$1.plan.json"
 }
 profile llama3-70b 2>&1
 plan llama3-70b
@@ -23,6 +25,6 @@ plan deepseek-v3
 if python -c "import megatron.core.models.hybrid" 2> /dev/null; then
     for job in nemotron-3-nano nemotron-3-super nemotron-h-56b; do
         profile $job 2>&1
-        plan $job 68
+        plan $job
     done
 fi
