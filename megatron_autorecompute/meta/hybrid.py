@@ -6,13 +6,13 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from megatron_autorecompute.compat import hybrid_spec, model_layers
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta import gated_delta, kernels, mamba, ops
+from megatron_autorecompute.meta import gated_delta, kernels, mamba
 from megatron_autorecompute.meta.meta_step import StepShape
 from megatron_autorecompute.patched import patched
 
@@ -69,20 +69,9 @@ def _spec() -> Any:
     return hybrid_spec.with_modules(_TE_NAMES, kernels.StandIns)
 
 
-class _Hadamard(torch.autograd.Function):
-    """Saves nothing. fast_hadamard_transform's `HadamardTransformFn`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return ops.rotate(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return ops.rotate(gradient)
-
-
 def _hadamard(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    return cast(torch.Tensor, _Hadamard.apply(x))
+    """fast_hadamard_transform's `HadamardTransformFn`, which saves nothing as a rotation does."""
+    return kernels.rotate(x)
 
 
 def _replacements() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -593,7 +593,8 @@ class StandIns(BackendSpecProvider):
         return versions.grouped_mlp(GroupedColumnLinear, GroupedRowLinear)
 
 
-def _rotate(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def rotate(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Rotary embedding of x, any shape; the angles are not used."""
     return _Rotation.apply(x)
 
 
@@ -675,14 +676,14 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         {
             "TELinear": Linear,
             "TEColumnParallelLinear": ColumnLinear,
-            "fused_apply_mla_rope_for_q": _rotate,
+            "fused_apply_mla_rope_for_q": rotate,
             "fused_apply_mla_rope_for_kv": _mla_kv,
         },
     )
     resolver = versions.qk_norm_resolver()
     if resolver is not None:
         yield resolver, {"get_backend": functools.partial(_backend, resolver.get_backend)}
-    yield module("models.common.embeddings.rope_utils"), {"fused_apply_rotary_pos_emb": _rotate}
+    yield module("models.common.embeddings.rope_utils"), {"fused_apply_rotary_pos_emb": rotate}
     yield (
         module("transformer.mlp"),
         {

@@ -62,7 +62,10 @@ def in_a_rank(pattern, policies, sizes, fields):
 
 
 def run(pattern, policies, world, fields=None, **sizes):
-    """Kinds of the model, and forwards per layer of every policy; all bits are those of none."""
+    """Kinds of the model, and forwards per layer of every policy.
+
+    Asserts that every policy leaves the bits of none.
+    """
     results = run_ranks(in_a_rank, world, pattern, policies, sizes, fields or {})
     assert [p for _, found in results for p, (same, _) in found.items() if not same] == []
     forwards = {
@@ -111,17 +114,16 @@ def test_interleaved_segments_keep_their_bits():
 
 
 def test_tensor_and_sequence_parallel_layers_keep_their_bits():
-    run(
-        "M*G-",
-        ["full,none,full,selective[mlp]"],
-        2,
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-    )
+    text = "full,none,full,selective[mlp]"
+    sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    kinds, _ = run("M*G-", [text], 2, **sizes)
+    assert kinds == {"mamba": (0,), "attention": (1,), "gdn": (2,), "mlp": (3,)}
 
 
 def test_expert_parallel_layers_keep_their_bits():
-    run("*EME", ["full,selective[moe],full/2*2"], 2, expert_model_parallel_size=2)
+    text = "full,selective[moe],full/2*2"
+    kinds, _ = run("*EME", [text], 2, expert_model_parallel_size=2)
+    assert kinds == {"attention": (0,), "moe": (1, 3), "mamba": (2,)}
 
 
 def test_the_scan_of_these_tests_is_the_recurrence_it_stands_for():
