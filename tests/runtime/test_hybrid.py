@@ -121,7 +121,9 @@ def run(pattern, policies, world, fields=None, **sizes):
 ONE_RANK = {
     "*-*-": ["full,none*2,full", "full/2*2,selective[core_attn],selective[mlp]", "full/3*3,none"],
     "*E*E": ["full/2*2,selective[core_attn+layernorm],selective[moe]", "selective[layernorm]"],
-    "G-GE": ["full,none,full/2*2", "none,selective[mlp],full,selective[moe]"],
+    "G-": ["full,selective[mlp]", "full/2*2"],
+    "GE": ["full,selective[moe]", "full/2*2"],
+    "M-": ["full,selective[mlp]", "full/2*2"],
     "MEM*E/*E": [
         "full,none,full,selective[core_attn],selective[moe],full",
         "none,full/2*2,none*2,selective[core_attn+moe]",
@@ -266,16 +268,33 @@ def test_one_layer_for_several_depths_runs_the_choice_of_each(one_rank, pattern)
         ),
     ],
 )
-def test_modules_of_another_family_are_refused_by_layer_and_symbol(one_rank, text, said):
+def test_modules_of_another_family_are_refused_by_layer_and_symbol(
+    one_rank, monkeypatch, text, said
+):
+    from megatron.core.transformer import transformer_config
+
     from megatron_autorecompute.runtime.apply import apply
 
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_, **__: True)
     with runnable():
         models = hybrid_chunks(hybrid_config("M-E*"), "M-E*")
         with apply(RecomputePolicy.parse("selective[core_attn+mlp]", num_layers=4), models):
             pass
-        with pytest.raises(PolicyError) as error:
-            apply(RecomputePolicy.parse(text, num_layers=4), models)
-    assert said in str(error.value)
+        for fp8 in (None, "e4m3"):
+            models[0].config.fp8, models[0].config.fp8_recipe = fp8, "tensorwise"
+            with pytest.raises(PolicyError) as error:
+                apply(RecomputePolicy.parse(text, num_layers=4), models)
+            assert said in str(error.value)
+
+
+def test_a_norm_whose_recompute_changes_bits_is_no_choice_on_any_family(one_rank):
+    from megatron_autorecompute.compat import model_layers, rules
+
+    with runnable():
+        models = hybrid_chunks(hybrid_config("MG*-E", normalization="RMSNorm"), "MG*-E")
+        for layer, index in model_layers.numbered_layers(models):
+            assert ("layernorm" in rules.runnable_modules(layer)) == (index > 0)
+            assert "layernorm" not in rules.usable_modules(layer)
 
 
 def test_a_pattern_of_other_numbers_than_the_config_is_refused(one_rank):
