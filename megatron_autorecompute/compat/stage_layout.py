@@ -50,6 +50,12 @@ def num_policy_layers(config: TransformerConfig, encoder_layers: int = 0) -> int
     return encoder_layers + int(config.num_layers) + int(config.mtp_num_layers or 0)
 
 
+def depth_layers(config: TransformerConfig) -> int:
+    """Layers of the stack inside each multi-token-prediction depth; 0 without such stacks."""
+    pattern = pattern_of(config)
+    return 0 if pattern is None else len(pattern.depth)
+
+
 def pipeline_layout(
     config: TransformerConfig, encoder_layers: int = 0, pattern: HybridPattern | None = None
 ) -> Layout:

@@ -111,9 +111,12 @@ def fields_of_policy(policy: RecomputePolicy, model: Any) -> dict[str, Any] | No
     from megatron_autorecompute.compat import stage_layout
 
     config = _core_config(model)
-    if config.mtp_num_layers and stage_layout.pattern_of(config) is not None:
-        return None  # Megatron recomputes the layers in a hybrid model's depth otherwise
-    return megatron_fields.of_policy(policy, _chunks(config), linear_bias=config.add_bias_linear)
+    return megatron_fields.of_policy(
+        policy,
+        _chunks(config),
+        linear_bias=config.add_bias_linear,
+        depth_layers=stage_layout.depth_layers(config),
+    )
 
 
 def _chunks(config: Any) -> list[tuple[int, ...]]:
@@ -160,7 +163,10 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
         return None
     config_field.refuse_plan_of_another_model(value, config)
     policy = RecomputePolicy.from_config(
-        value, num_layers=stage_layout.num_policy_layers(config), layout=_chunks(config)
+        value,
+        num_layers=stage_layout.num_policy_layers(config),
+        layout=_chunks(config),
+        depth_layers=stage_layout.depth_layers(config),
     )
     for choice in dict.fromkeys(policy.layers):
         _ask_bridge(cfg, choice)

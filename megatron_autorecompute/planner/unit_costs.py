@@ -155,6 +155,12 @@ class CostTable:
         planned = self._planned[self._kinds[layer].name]
         return tuple(policy for policy in planned if policy.group == 1)
 
+    @cached_property
+    def depth_layers(self) -> int:
+        """Layers of the stack inside an MTP depth that the profile has choices for."""
+        kinds = (self._records[name] for name in self._records)
+        return max((choice.inner for records in kinds for choice in records), default=0)
+
     def what_runs(self, layer: int, choice: LayerPolicy) -> LayerPolicy:
         """What Megatron runs on a layer when a setting is given to all layers.
 

@@ -1,16 +1,23 @@
 """HybridModels without a device: what the stand-ins hold, and plans against Megatron's schedule."""
 
+import contextlib
+import itertools
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 
+from megatron_autorecompute.compat import layer_modules, model_layers, rules
 from megatron_autorecompute.errors import OptionError, PipelineError
-from megatron_autorecompute.meta import stage_runs
+from megatron_autorecompute.meta import model, stage_runs
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
+from megatron_autorecompute.meta.meta_step import fake_ranks
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import TOLERANCE, verify
+from megatron_autorecompute.patched import patched
 from megatron_autorecompute.planner.for_hybrid import for_hybrid, pattern_of_plan
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
@@ -167,6 +174,93 @@ def test_a_bad_pattern_is_refused_by_position_and_symbol(pattern, fields, said):
     with pytest.raises((OptionError, PipelineError)) as error:
         job(pattern, **fields).layout()
     assert said in str(error.value)
+
+
+GDN = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 1,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_conv_kernel_dim": 4,
+    "activation_func": "silu",
+    "moe_shared_expert_intermediate_size": 1856,
+}
+MLA = {
+    "multi_latent_attention": True,
+    "num_query_groups": None,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+}
+DSA = {
+    **MLA,
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 4,
+    "dsa_indexer_head_dim": 128,
+    "dsa_indexer_topk": 64,
+}
+
+
+def built(job, **recompute):
+    """One chunk, with Megatron's own recompute fields."""
+    left_out = {name: v for name, v in model.LEFT_OUT.items() if name not in recompute}
+    config, shape = model.megatron_config(job, recompute, left_out), model.step_shape(job, 1)
+    with fake_ranks(config, 0, shape), torch.device("meta"):
+        return model.build_chunk(config, True, True, None, shape, job=job)
+
+
+def switched_on(layer):
+    """Attributes by which Megatron recomputes modules of a layer, but those without effect."""
+    paths = (path.split(".") for paths in layer_modules.MODULE_FLAGS.values() for path in paths)
+    for *owners, name in paths:
+        owner = layer
+        for part in owners:
+            owner = getattr(owner, part, None)
+        idle = {
+            "recompute_mlp": isinstance(getattr(owner, "mlp", None), IdentityOp),
+            "shared_experts_recompute": getattr(owner, "shared_experts", None) is None,
+        }
+        if getattr(owner, name, False) and not idle.get(name):
+            yield (*owners, name)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fields", "quantised"),
+    [
+        ("-*GEM", GDN, {3: {"layernorm", "moe_act"}}),
+        ("-+E", MLA, {1: {"layernorm"}, 2: {"moe_act"}}),
+        ("D", DSA, {0: {"layernorm"}}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning")
+def test_every_family_has_the_modules_that_megatron_builds_it_with(pattern, fields, quantised):
+    """quantised: layers where, under fp8, a module saves its input as it is for a recompute."""
+    asked, marked = job(pattern, **fields), []
+    with model.meta_megatron(asked), contextlib.ExitStack() as undo:
+        layers = dict(model_layers.numbered_layers([built(asked)]))
+        assert not any(list(switched_on(layer)) for layer in layers)
+        for name in rules.allowed_modules():
+            selective = {"recompute_granularity": "selective", "recompute_modules": [name]}
+            try:
+                theirs = model_layers.numbered_layers([built(asked, **selective)])
+            except OptionError:
+                assert not any(layer_modules.flags(layer, name) for layer in layers)
+                continue
+            for layer, (own, _) in zip(layers, theirs, strict=True):
+                layer_modules.set_modules(layer, [name])
+                assert list(switched_on(layer)) == list(switched_on(own)), (name, layers[layer])
+        for module in list(sys.modules.values()):
+            if hasattr(module, "set_save_original_input"):
+                undo.enter_context(patched(module, "set_save_original_input", marked.append))
+        found = {}
+        for (layer, index), name in itertools.product(layers.items(), rules.allowed_modules()):
+            layer.config.fp8 = "e4m3"
+            layer_modules.set_modules(layer, [name])
+            if marked:
+                found.setdefault(index, set()).add(name)
+            marked.clear()
+        assert found == quantised
 
 
 def test_a_translated_gpt_plan_has_the_gpts_bytes_and_time():
