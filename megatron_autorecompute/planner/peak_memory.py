@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 
 import numpy as np
 
@@ -243,17 +244,22 @@ def stage_peak(
     moments: Sequence[Moment],
 ) -> Peak:
     """The highest moment of a stage; the first one if several are equal."""
-    held = np.array([chunk.held_bytes.sum() for chunk in columns], np.int64)
+    held = [int(chunk.held_bytes.sum()) for chunk in columns]
+    highest: dict[tuple[int, Direction], tuple[int, int]] = {}
     best: tuple[int, Moment | None, int] = (
         base.static.total_bytes + base.optimizer_step_peak_bytes,
         None,
         0,
     )
     for moment in moments:
-        reach = columns[moment.chunk].reach_bytes(moment.direction, base.boundary_bytes)
-        unit = int(reach.argmax())
+        key = moment.chunk, moment.direction
+        if key not in highest:
+            reach = columns[moment.chunk].reach_bytes(moment.direction, base.boundary_bytes)
+            unit = int(reach.argmax())
+            highest[key] = int(reach[unit]), unit
+        own, unit = highest[key]
         constant = base.constant_bytes(moment.direction, moment.extra)
-        total = constant + int(held @ moment.in_flight) + int(reach[unit])
+        total = constant + sum(map(mul, moment.in_flight, held)) + own
         if total > best[0]:
             best = (total, moment, unit)
     return _named_peak(base, stage, columns, best[1], best[2])
