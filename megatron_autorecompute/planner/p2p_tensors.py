@@ -42,6 +42,15 @@ def extra_tensors(
 
     Raises: PipelineError for a stage that does not exist.
     """
+    owners = extra_owners(schedule, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
+    return tuple(map(len, owners))
+
+
+@lru_cache(maxsize=1024)
+def extra_owners(
+    schedule: Schedule, stage: int, *, overlap_p2p: bool = True, deallocated: bool = True
+) -> tuple[tuple[int, ...], ...]:
+    """The microbatch of each of these tensors, at each event; arguments as in `extra_tensors`."""
     if schedule.num_chunks == 1:
         return _one_chunk(schedule, stage, deallocated)
     return tuple(_Interleaved(schedule, stage, overlap_p2p, deallocated).extra)
@@ -116,23 +125,24 @@ def _without_passages(positions: Ints, counts: Ints) -> list[int]:
     return [int(at) for at in positions[~between]]
 
 
-def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[int, ...]:
+def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[tuple[int, ...], ...]:
     """1F1B, in `forward_backward_pipelining_without_interleaving`.
 
     Before the first backward nothing is left over. After it, these are alive in a forward: if there
     is a next stage, the last `output_tensor_grad`, and the last output if outputs are kept; if
     there is a previous stage, the last `input_tensor_grad` and the input of the microbatch just
     finished. In a later backward only the last `input_tensor_grad` is, because `output_tensor_grad`
-    is then its own.
+    is then its own. All of them are of the microbatch whose backward ran last.
     """
     after, before = int(stage < schedule.num_stages - 1), int(stage > 0)
-    counts, begun = [], False
+    owners: list[tuple[int, ...]] = []
+    last: tuple[int, ...] = ()
     for event in schedule.events(stage):
         forward = event.direction == "forward"
         in_forward = after + 2 * before + after * (not deallocated)
-        counts.append((in_forward if forward else before) if begun else 0)
-        begun = begun or not forward
-    return tuple(counts)
+        owners.append(last * (in_forward if forward else before))
+        last = last if forward else (event.microbatch,)
+    return tuple(owners)
 
 
 @dataclass
@@ -143,8 +153,8 @@ class _Interleaved:
     stage: int
     overlap: bool
     deallocated: bool
-    extra: list[int] = field(default_factory=list)
-    """Counted so far, one per event."""
+    extra: list[tuple[int, ...]] = field(default_factory=list)
+    """Counted so far, one per event: the microbatch of each."""
     bound: dict[object, Tensor] = field(default_factory=dict)
     """By name: local variables, receive buffers, and every block's `input_tensor`."""
     gradient_of: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -152,11 +162,13 @@ class _Interleaved:
     in_flight: set[Tensor] = field(default_factory=set)
     """Inputs and kept outputs of microbatches between the start of forward and end of backward."""
     last: int = 0
+    owner: dict[Tensor, int] = field(default_factory=dict)
+    """The microbatch of every tensor."""
 
     def __post_init__(self) -> None:
         v = self.schedule.num_chunks
-        _, chunk, _ = self.schedule.forward_table()
-        self.chunk = chunk.tolist()
+        microbatch, chunk, _ = self.schedule.forward_table()
+        self.chunk, self.microbatch = chunk.tolist(), microbatch.tolist()
         self.backward_chunk = [v - 1 - number for number in self.chunk]
         self.inputs: list[list[Tensor]] = [[] for _ in range(v)]
         self.grads: list[list[Tensor]] = [[] for _ in range(v)]
@@ -166,13 +178,13 @@ class _Interleaved:
 
     def _run(self) -> None:
         total, warmup = len(self.chunk), self.schedule.warmup(self.stage)
-        self.inputs[0].append(self._received(not self.is_first))
+        self.inputs[0].append(self._received(not self.is_first, 0))
         for k in range(warmup):
             self._warm_up(k, steady_follows=k == warmup - 1 < total - 1)
         for k in range(total - warmup):
             self._steady(k + warmup, k, is_last=k == total - warmup - 1)
         if warmup == total:
-            self.grads[-1].append(self._received(not self.is_last))
+            self.grads[-1].append(self._received(not self.is_last, 0))
         for k in range(total - warmup, total):
             self._cool_down(k, is_last=k == total - 1)
 
@@ -182,7 +194,7 @@ class _Interleaved:
         if steady_follows:
             name = ("bwd_recv_buffer", self._buffer_size(self.is_last) - 1)
             self.bound[name if self.overlap else "output_tensor_grad"] = self._received(
-                not self.is_last
+                not self.is_last, 0
             )
             self.grads[-1].append(self.last if not self.is_last else None)
 
@@ -225,7 +237,7 @@ class _Interleaved:
         self.in_flight.add(own)
         self._count(None)
         loss = chunk == len(self.inputs) - 1 and self.is_last
-        output = self._received(not loss)
+        output = self._received(not loss, self.microbatch[k])
         outputs.append(None if self.deallocated else output)
         self.in_flight.add(outputs[-1])
         return output, None if loss else own
@@ -238,7 +250,7 @@ class _Interleaved:
         self._count(self.grads[chunk].pop(0))
         self.in_flight -= {own, output}
         if own is not None:
-            self.gradient_of[own] = self._received(True)
+            self.gradient_of[own] = self._received(True, self.microbatch[k])
         return self.gradient_of.get(own)
 
     def _count(self, gradient: Tensor) -> None:
@@ -249,33 +261,37 @@ class _Interleaved:
         # Not `alive -= self.in_flight`, which goes through the larger of the two.
         alive = {tensor for tensor in alive if tensor not in self.in_flight}
         alive.update([self.gradient_of[tensor] for tensor in alive if tensor in self.gradient_of])
-        self.extra.append(len(alive - {None, gradient}))
+        self.extra.append(tuple(self.owner[tensor] for tensor in alive - {None, gradient}))
 
-    def _received(self, there: bool) -> Tensor:
+    def _received(self, there: bool, microbatch: int) -> Tensor:
         self.last += there
+        if there:
+            self.owner[self.last] = microbatch
         return self.last if there else None
 
     def _receive_input(self, k: int, name: object, stop: bool) -> None:
-        there, chunk = self._expected(k, self.is_first, self.chunk, 1)
-        self.bound[name] = self._received(there and not stop)
+        there, chunk, microbatch = self._expected(k, self.is_first, self.chunk, 1)
+        self.bound[name] = self._received(there and not stop, microbatch)
         if there and not stop:
             self.inputs[chunk].append(self.bound[name])
 
     def _receive_gradient(self, k: int, name: object, stop: bool = False) -> None:
-        there, chunk = self._expected(k, self.is_last, self.backward_chunk, -1)
-        self.bound[name] = self._received(there and not stop)
+        there, chunk, microbatch = self._expected(k, self.is_last, self.backward_chunk, -1)
+        self.bound[name] = self._received(there and not stop, microbatch)
         if there and not stop:
             self.grads[chunk].append(self.bound[name])
 
-    def _expected(self, k: int, leads: bool, chunks: list[int], step: int) -> tuple[bool, int]:
-        """`recv_tensor_from_previous_stage`: whether a tensor is received, and for which chunk."""
+    def _expected(self, k: int, leads: bool, chunks: list[int], step: int) -> tuple[bool, int, int]:
+        """`recv_tensor_from_previous_stage`: whether a tensor is received, and for which chunk and
+        microbatch."""
         p, end = self.schedule.num_stages, chunks[-1]
         if not leads:
-            return True, chunks[(k + 1) % len(chunks)]
+            following = (k + 1) % len(chunks)
+            return True, chunks[following], self.microbatch[following]
         if k < p - 1:
-            return False, 0
+            return False, 0, 0
         chunk = chunks[k - (p - 1)]
-        return chunk != end, chunk + step
+        return chunk != end, chunk + step, self.microbatch[k - (p - 1)]
 
     def _buffer_size(self, leads: bool) -> int:
         return self.schedule.group_size - self.schedule.num_stages + 1 if leads else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -9,13 +10,16 @@ from typing import Any
 
 import torch
 
+from megatron_autorecompute.compat import parallel
 from megatron_autorecompute.profile import Profile, RankStep
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.call_guard import Guard
+from megatron_autorecompute.runtime.calls import AHEAD
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import was_lost
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.oom_guard import FAILED
+from megatron_autorecompute.runtime.points import Points
 from megatron_autorecompute.runtime.static_bytes import static_bytes
 from megatron_autorecompute.runtime.whole_steps import (
     BACKWARD,
@@ -61,7 +65,11 @@ class Measuring:
         self.decisions, self.shard = decisions, decisions.shard
         self.memory, self.job = decisions.memory, decisions.job
         self.optimizer, self.applied, self.guard = optimizer, applied, guard
-        self.measurement = Measurement(self.shard, applied)
+        self.points: Points | None = None
+        """What was seen at which lengths, in a loop whose microbatches differ."""
+        if self.job.calls is not None:
+            self.points = Points(parallel.expert_ranks() if self.shard.has_experts else ())
+        self.measurement = Measurement(self.shard, applied, points=self.points)
         self._left = 0
         """The most steps still to come, as printed; 0 while this is not known."""
         self._whole_steps: list[WholeStep] = []
@@ -96,6 +104,8 @@ class Measuring:
             static_bytes(self.shard.chunks, self.optimizer),
             fingerprint=fingerprint,
         )
+        if self.points is not None:
+            return self.decisions.with_lengths(profile, self.points)
         return self.decisions.with_others(self._with_whole_steps(profile), lean)
 
     def _settle(self) -> Steps:
@@ -171,10 +181,21 @@ class Measuring:
         most_held = max(1, self.measurement.most_held_bytes())
         room = []
         budgets = self.decisions.found_budgets()
+        own = static_bytes(self.shard.chunks, self.optimizer).total_bytes
+        static = self.shard.by_stage(own, max)
+        longer = self._longer()
         for stage, (low, high) in enumerate(zip(lean, budgets, strict=True)):
             in_flight = int(schedule.in_flight(stage).sum(axis=1).max()) + 1
-            room.append(max(0, high - low) // (most_held * in_flight))
+            above = static[stage] + (low - static[stage]) * longer
+            room.append(int(max(0.0, high - above) // (most_held * longer * in_flight)))
         return room
+
+    def _longer(self) -> float:
+        """How many times as long as those seen the microbatches to come may be."""
+        calls = self.job.calls
+        if calls is None or not calls.seen:
+            return 1.0
+        return max((calls.max_tokens or math.ceil(AHEAD * calls.seen)) / calls.seen, 1.0)
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -206,6 +227,8 @@ class Measuring:
                 yield
             if self._counts():
                 self.memory.note(memory, self.measurement.peak_bytes)
+                if self.points is not None:
+                    self.points.note_peak(self.applied.policy, self.memory.peak_bytes)
         if not slow:
             self._note_whole_step(took_ms)
 
