@@ -207,9 +207,17 @@ class Decisions:
         """
         varying = Varying(self.shard, points)
         profile = varying.with_lines(profile)
-        missed = self.shard.by_stage(varying.missed_bytes(profile), max)
-        profile = with_missed_bytes(profile, [0] * len(missed), missed)
-        return self._with_budgets(profile)
+        least, most = varying.missed_bytes(profile)
+        lows, highs = self.shard.by_stage(least, min), self.shard.by_stage(most, max)
+        stages = (
+            replace(
+                stage,
+                residual_bytes=stage.residual_bytes + (low + high) // 2,
+                uncertainty_bytes=(high - low + 1) // 2,
+            )
+            for stage, low, high in zip(profile.stages, lows, highs, strict=True)
+        )
+        return self._with_budgets(replace(profile, stages=tuple(stages)))
 
     def _with_budgets(self, profile: Profile) -> Profile:
         available = 0 if self.job.without_cuda else available_bytes()

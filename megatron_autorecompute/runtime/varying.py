@@ -47,9 +47,9 @@ class Varying:
             boundary_line=self.points.boundary(),
         )
 
-    def missed_bytes(self, profile: Profile) -> int:
-        """Bytes by which some call of this rank needed more than predicted for its lengths: what
-        others hold on the device, for example. May be negative."""
+    def missed_bytes(self, profile: Profile) -> tuple[int, int]:
+        """The least and the most by which calls of this rank needed more bytes than predicted for
+        their lengths: what others hold on the device, for example. Negative: they needed less."""
         rank = self._mine
         found = [
             peak_bytes
@@ -63,7 +63,7 @@ class Varying:
             for call, policy, peak_bytes in rank.peaks
             if covers(profile.kinds, policy)
         ]
-        return max(found, default=0)
+        return min(found, default=0), max(found, default=0)
 
     def _kind(self, kind: LayerKind, signature: str) -> LayerKind:
         return replace(kind, choices=tuple(self._record(each, signature) for each in kind.choices))
