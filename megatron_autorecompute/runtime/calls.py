@@ -58,6 +58,8 @@ class Calls:
         """Whether every rank said the lengths of this call."""
         self.seen = 0
         """Tokens of the longest microbatch so far, on any rank."""
+        self.last = 0
+        """Tokens of the longest microbatch of the last call, on any rank."""
         self.longest = 0
         """Tokens of the longest microbatch of this call, if every rank said lengths."""
         self.missed_bytes: tuple[int, ...] = ()
@@ -107,7 +109,7 @@ class Calls:
         said, self._said = self._said or [], None
         mine = num_microbatches or len(said) or self._most
         wrong = bool(said) and num_microbatches not in (None, len(said))
-        longest, total, found, worst, unsaid, last, failed, *missed = all_reduce_max(
+        longest, total, found, worst, unsaid, self.last, failed, *missed = all_reduce_max(
             max(said, default=0),
             sum(said),
             mine,
@@ -123,8 +125,8 @@ class Calls:
                 "this rank, or the like on another. Say the length of each microbatch."
             )
         self.missed_bytes = tuple(missed)
-        self.said_too_little |= self.is_said and last > self.longest
-        self.seen = max(self.seen, last)
+        self.said_too_little |= self.is_said and self.last > self.longest
+        self.seen = max(self.seen, self.last)
         self.is_said, self.longest = not unsaid, longest
         self._plan_for(found, total)
         return worst

@@ -147,6 +147,8 @@ SamplesByKey = dict[tuple[str, LayerPolicy], Samples]
 """Keys: (signature of the kind or name of the place, choice)."""
 
 
+NEAR_PEAK = 0.8
+"""Lines for what a call holds beside layers are of moments that need this share of its peak."""
 _LISTS: dict[Figure, str] = {
     "held": "held_bytes",
     "input": "input_bytes",
@@ -451,10 +453,13 @@ class Measurement:
 
     def _note_overhead(self, passes: Sequence[Pass], numbers: Sequence[int]) -> None:
         """Note the bytes alive when a pass starts, besides those of layers and boundary tensors."""
-        most = {"forward": 0, "backward": 0}
+        most, near = {"forward": 0, "backward": 0}, {"forward": 0, "backward": 0}
+        high = [max(mark.peak_bytes for mark in one.marks[1:]) for one in passes]
         sizes = {n: self._boundary_bytes(one) for one, n in zip(passes, numbers, strict=True)}
         in_flight: dict[int, deque[int]] = defaultdict(deque)
-        for one, number, owners in zip(passes, numbers, self._owners(passes), strict=True):
+        for one, number, owners, peak_bytes in zip(
+            passes, numbers, self._owners(passes), high, strict=True
+        ):
             held = sum(map(sum, in_flight.values()))
             above = one.marks[0].current_bytes - self.static_bytes - held
             # The received input belongs to the first layer, the received gradient to the last.
@@ -462,6 +467,8 @@ class Measurement:
             received = 0 if self.shard.has(one.chunk, outside) else sizes[number]
             rest = above - received - sum(sizes[owner] for owner in owners)
             most[one.phase] = max(most[one.phase], rest)
+            if peak_bytes >= NEAR_PEAK * max(high):
+                near[one.phase] = max(near[one.phase], rest)
             if one.phase == "forward":
                 in_flight[one.chunk].append(self._held_of(one))
             else:
@@ -471,7 +478,7 @@ class Measurement:
             max(most["backward"], self.overhead.backward_bytes),
         )
         if self.points is not None:
-            for direction, value in most.items():
+            for direction, value in near.items():
                 call = len(self.points.calls) - 1
                 self.points.overheads[direction].append((call, value))
 

@@ -95,8 +95,7 @@ class Measuring:
                 "measuring; fewer layers at once leave the leanest policy this time."
             )
         self.memory.begin_measuring()
-        yield from self._settle()
-        lean = self.decisions.peaks()
+        lean = yield from self._settle()
         yield from self._all_choices(lean, ended_before)
         profile = self.measurement.profile(
             self.shard.model(),
@@ -108,19 +107,44 @@ class Measuring:
             return self.decisions.with_lengths(profile, self.points)
         return self.decisions.with_others(self._with_whole_steps(profile), lean)
 
-    def _settle(self) -> Steps:
-        """Run the leanest policy until it has settled and is within the budget."""
+    def _settle(self) -> Generator[AbstractContextManager[None], None, tuple[int, ...]]:
+        """Run the leanest policy until it has settled and is within the budget.
+
+        Returns the bytes that every stage needed, or would have at the longest microbatch.
+        """
         settled, said = 0, False
+        longest: tuple[int, ...] = ()
         while settled < SETTLING_STEPS:
             yield self._settling()
             over = self.decisions.too_lean(self.guard.steps)
             settled += not self._was_lost() and over is None
+            lean = self._at_longest(self.decisions.peaks())
+            longest = tuple(map(max, longest, lean)) if longest else lean
             if over and not said:
                 said = True
                 self.job.say(
                     f"recompute auto: OVER BUDGET: {over} Training goes on under the leanest "
                     "policy; measuring begins when it is within the budget."
                 )
+        return self.decisions.peaks() if self.job.calls is None else longest
+
+    def _at_longest(self, peaks: tuple[int, ...]) -> tuple[int, ...]:
+        """What stages need at the longest microbatch, from their peaks in the last call."""
+        calls = self.job.calls
+        if calls is None or not calls.last:
+            return peaks
+        own = static_bytes(self.shard.chunks, self.optimizer).total_bytes
+        static = self.shard.by_stage(own, max)
+        longer = max(1.0, self._longest_tokens() / calls.last)
+        return tuple(
+            math.ceil(fixed + max(0, peak - fixed) * longer)
+            for fixed, peak in zip(static, peaks, strict=True)
+        )
+
+    def _longest_tokens(self) -> int:
+        """Of a microbatch to come; 0 if lengths do not vary."""
+        calls = self.job.calls
+        return 0 if calls is None else calls.max_tokens or math.ceil(AHEAD * calls.seen)
 
     def _all_choices(self, lean: tuple[int, ...], ended_before: int) -> Steps:
         # If reading bytes distorts times, bytes and times take separate steps.
@@ -178,24 +202,21 @@ class Measuring:
         flight.
         """
         schedule = self.shard.schedule(self.job.num_microbatches())
-        most_held = max(1, self.measurement.most_held_bytes())
+        most_held = max(1, self._most_held_bytes())
         room = []
         budgets = self.decisions.found_budgets()
-        own = static_bytes(self.shard.chunks, self.optimizer).total_bytes
-        static = self.shard.by_stage(own, max)
-        longer = self._longer()
         for stage, (low, high) in enumerate(zip(lean, budgets, strict=True)):
             in_flight = int(schedule.in_flight(stage).sum(axis=1).max()) + 1
-            above = static[stage] + (low - static[stage]) * longer
-            room.append(int(max(0.0, high - above) // (most_held * longer * in_flight)))
+            room.append(max(0, high - low) // (most_held * in_flight))
         return room
 
-    def _longer(self) -> float:
-        """How many times as long as those seen the microbatches to come may be."""
-        calls = self.job.calls
-        if calls is None or not calls.seen:
-            return 1.0
-        return max((calls.max_tokens or math.ceil(AHEAD * calls.seen)) / calls.seen, 1.0)
+    def _most_held_bytes(self) -> int:
+        """The most that a layer holds of any microbatch."""
+        if self.points is None:
+            return self.measurement.most_held_bytes()
+        per_token = max(self.shard.all_gather(self.points.most_held_per_token()))
+        boundary_bytes = self.measurement.boundary_bytes
+        return math.ceil(per_token * self._longest_tokens()) + boundary_bytes
 
     # --- one step ---------------------------------------------------------------------------------
 

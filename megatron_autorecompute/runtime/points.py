@@ -47,6 +47,18 @@ class Points:
         if self.calls:
             self.peaks.append((len(self.calls) - 1, policy, peak_bytes))
 
+    def most_held_per_token(self) -> float:
+        """The most bytes that a layer held, for each token of its microbatch; 0 before any."""
+        return max(
+            (
+                value / self.calls[call][number][0]
+                for (_, figure), noted in self.figures.items()
+                for (call, number), value in noted
+                if figure == "held"
+            ),
+            default=0.0,
+        )
+
     def most_tokens(self) -> int:
         """Of a microbatch of this rank so far; 0 before the first."""
         return max((tokens for call in self.calls for tokens, _ in call), default=0)
