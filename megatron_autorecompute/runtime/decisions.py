@@ -208,6 +208,9 @@ class Decisions:
         varying = Varying(self.shard, points)
         profile = varying.with_lines(profile)
         least, most = varying.missed_bytes(profile)
+        if self.shard.has_experts:
+            # Lines lie above uneven routing, which a call under the leanest policy hardly shows.
+            least, most = max(0, least), max(0, most)
         lows, highs = self.shard.by_stage(least, min), self.shard.by_stage(most, max)
         stages = (
             replace(
