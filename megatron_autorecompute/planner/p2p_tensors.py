@@ -59,6 +59,9 @@ class Moment:
     """Boundary tensors that belong to no layer."""
     microbatch: int
     """The first one of which such an event is."""
+    beside: int | None = None
+    """With EP overlap the chunk of the event that runs at the same time, in the other direction;
+    its microbatch is not in flight."""
 
 
 @lru_cache(maxsize=4096)
@@ -77,10 +80,14 @@ def decisive_moments(
     extra = extra_tensors(short, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
     counts = np.column_stack([short.in_flight(stage), extra])
     is_backward, chunk, _ = short.order(stage)
-    same: dict[tuple[bool, int], dict[tuple[int, ...], int]] = {}
-    found = zip(is_backward.tolist(), chunk.tolist(), map(tuple, counts.tolist()), strict=True)
-    for at, (*event, row) in enumerate(found):
-        same.setdefault((event[0], event[1]), {}).setdefault(row, at)
+    beside = short.beside(stage)
+    alone_in_flight(counts, beside)
+    same: dict[tuple[bool, int, int], dict[tuple[int, ...], int]] = {}
+    columns = is_backward.tolist(), chunk.tolist(), beside.tolist(), map(tuple, counts.tolist())
+    for at, (*event, row) in enumerate(zip(*columns, strict=True)):
+        if event[0] and event[2] >= 0:
+            continue  # with its forward
+        same.setdefault((event[0], event[1], event[2]), {}).setdefault(row, at)
     kept: list[int] = []
     for rows in same.values():
         kept += _without_passages(_maximal(list(rows.values()), counts), counts)
@@ -92,9 +99,24 @@ def decisive_moments(
             tuple(counts[at, :-1].tolist()),
             int(counts[at, -1]),
             microbatch,
+            int(beside[at]) if beside[at] >= 0 else None,
         )
         for at, microbatch in zip(kept, schedule.microbatches(stage, kept), strict=True)
     )
+
+
+def alone_in_flight(counts: Ints, beside: Ints) -> None:
+    """Take the microbatch that runs beside an event out of its counts, in place; both events of a
+    pair then have the same counts.
+
+    Args:
+        counts: microbatches in flight by chunk, and boundary tensors last, `[event, column]`.
+        beside: the other event's chunk; -1 for none.
+    """
+    paired = np.flatnonzero(beside >= 0)
+    counts[paired, beside[paired]] -= 1
+    first, second = paired[::2], paired[1::2]
+    counts[first, -1] = counts[second, -1] = np.maximum(counts[first, -1], counts[second, -1])
 
 
 def _maximal(positions: Sequence[int], counts: Ints) -> Ints:

@@ -24,6 +24,7 @@ from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerBytes,
     LayerKind,
+    PartBytes,
     Profile,
     scaled_bytes,
 )
@@ -54,6 +55,8 @@ class Unit:
     """Whether its backward holds the gradient of its output to the end, so that its transient
     counts it throughout. A checkpoint does, because the gradient is an argument of its backward.
     Other layers free it once it is used."""
+    parts: tuple[PartBytes, ...] = ()
+    """As the record's."""
 
     @property
     def time_ps(self) -> int:
@@ -115,8 +118,12 @@ class CostTable:
 
     def _shifted(self, record: ChoiceRecord, factor: float) -> ChoiceRecord:
         shift = SIGN[self.bound] * record.uncertainty_bytes
-        own = LayerBytes.of(record)
-        return own.each(lambda size: max(0, scaled_bytes(size + shift, factor))).into(record)
+
+        def shifted(size: int) -> int:
+            return max(0, scaled_bytes(size + shift, factor))
+
+        record = LayerBytes.of(record).each(shifted).into(record)
+        return replace(record, parts=tuple(part.each(shifted) for part in record.parts))
 
     @cached_property
     def _equals(self) -> dict[str, dict[LayerPolicy, LayerPolicy]]:
@@ -191,6 +198,7 @@ class CostTable:
             record,
             held_bytes=record.held_bytes + size_bytes,
             forward_transient_bytes=max(0, record.forward_transient_bytes - size_bytes),
+            parts=tuple(part.each(lambda size: size + size_bytes) for part in record.parts),
         )
 
     def pseudo_layers(self, chunk: Chunk) -> tuple[list[Unit], list[Unit]]:
@@ -353,6 +361,7 @@ def _unit(
         _ps(record.backward_ms),
         _ps(record.spread_ms),
         keeps_output_gradient,
+        record.parts,
     )
 
 
