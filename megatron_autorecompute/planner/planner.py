@@ -459,7 +459,8 @@ class Planner:
         sets = dict.fromkeys(choice.modules for choice in recorded if choice.modules)
         for size in sizes:
             sets |= dict.fromkeys(itertools.combinations(modules, size))
-        numbers = range(1, max(map(len, self._counted_chunks())) + 1)
+        most = max(*map(len, self._counted_chunks()), self._table.depth_layers)
+        numbers = range(1, most + 1)
         return [
             MegatronStrategy("none"),
             *(MegatronStrategy("selective", chosen) for chosen in sets),
@@ -482,7 +483,8 @@ class Planner:
 
     def manual_policy(self, setting: MegatronStrategy) -> RecomputePolicy:
         """One of Megatron's own settings as a policy; raises PolicyError if Megatron refuses it."""
-        policy = setting.policy(self.profile.num_layers, self._counted_chunks())
+        chunks, depth = self._counted_chunks(), self._table.depth_layers
+        policy = setting.policy(self.profile.num_layers, chunks, depth)
         choices = enumerate(policy.layers)
         policy = RecomputePolicy(tuple(self._table.what_runs(*pair) for pair in choices))
         if any(runs_forever(c, has_linear_bias(self.profile)) for c in set(policy.layers)):

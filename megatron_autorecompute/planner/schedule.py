@@ -22,8 +22,10 @@ MOST_MICROBATCHES = 1 << 40
 """Limit on a step's microbatches; far from where counts of events leave 64 bits."""
 MOST_IN_GROUPS = 1 << 11
 """Limit on the forwards of a group of microbatches in all chunks, all of which are in flight."""
-_GROUPS = 8
+_GROUPS = 5
 """Groups of microbatches after which a long schedule shows no new moment."""
+_SETTLED = 3
+"""Groups with whose backwards every moment of the steady state has been there once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,8 @@ class Schedule:
         """
         short = self.shortened()
         size = self.group_size if self.num_chunks > 1 else 1
-        # A few periods after the warm-up pass until all bound tensors are of the steady state.
-        once = short.warmup(stage) + 8 * size * self.num_chunks
+        # What is there for the first time later than this is there because the schedule ends.
+        once = short.warmup(stage) + 2 * _SETTLED * size * self.num_chunks
         later = self.num_microbatches - short.num_microbatches
         own = short.order(stage)[2]
         return [int(own[event]) + later * (event >= once) for event in events]
