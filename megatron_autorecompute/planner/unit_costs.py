@@ -326,9 +326,11 @@ class CostTable:
                 "depth, lacks a record of none or full, or is a decoder layer after an encoder, so "
                 "the group's cost is not known. Measure both choices, or end the group before it."
             )
-        own = [int(getattr(costs, column)[-1]) for column in COLUMNS]
+        held, forward, backward, *times = (int(getattr(costs, column)[-1]) for column in COLUMNS)
+        forward_ps, backward_ps, spread_ps = times
         name = f"layers {layers[0]}-{layers[-1]}"
-        return Unit(name, tuple(layers), *own, keeps_output_gradient=True)
+        sizes = held, forward, backward
+        return Unit(name, tuple(layers), *sizes, forward_ps, backward_ps, spread_ps, True)
 
     def chunk_units(self, chunk: Chunk, policy: RecomputePolicy) -> tuple[Unit, ...]:
         """The units of one chunk under a policy, in the order their forwards run.
