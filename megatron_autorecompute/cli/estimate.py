@@ -68,6 +68,12 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="see docs/no-device.md")
     parser.add_argument("--recipe", metavar="NAME", help="a recipe function of Megatron Bridge")
     parser.add_argument(
+        "--vocab-size",
+        type=at_least(1),
+        metavar="N",
+        help="with a recipe that leaves it to its tokenizer",
+    )
+    parser.add_argument(
         "--num-gpus", type=at_least(1), metavar="N", help="world size, with flags or a recipe"
     )
     parser.add_argument(
@@ -204,7 +210,7 @@ def read_job(args: Namespace) -> Job:
     if args.recipe is not None:
         from megatron_autorecompute.meta.recipe import job_from_recipe
 
-        return job_from_recipe(args.recipe, args.num_gpus)
+        return job_from_recipe(args.recipe, args.num_gpus, args.vocab_size)
     if args.num_gpus is None:
         raise OptionError("Flags of pretrain_gpt.py do not say how many GPUs: add --num-gpus N.")
     from megatron_autorecompute.meta.flags import job_from_flags

@@ -1,17 +1,20 @@
 """HybridModels without a device: what the stand-ins hold, and plans against Megatron's schedule."""
 
 import contextlib
+import importlib
 import itertools
 import sys
-from dataclasses import replace
+from argparse import Namespace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute.compat import layer_modules, model_layers, rules
 from megatron_autorecompute.errors import OptionError, PipelineError
-from megatron_autorecompute.meta import model, stage_runs
+from megatron_autorecompute.meta import model, recipe, stage_runs, without_cuda
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.meta_step import fake_ranks
@@ -21,6 +24,7 @@ from megatron_autorecompute.patched import patched
 from megatron_autorecompute.planner.for_hybrid import for_hybrid, pattern_of_plan
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.policy import RecomputePolicy
 
 pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
 
@@ -305,6 +309,79 @@ def test_every_family_has_the_modules_that_megatron_builds_it_with(pattern, fiel
                 found.setdefault(index, set()).add(name)
             marked.clear()
         assert found == quantised
+
+
+SIZES = {"seq_length": 1024, "position_embedding_type": "none", "vocab_size": None}
+
+
+def provider_as_bridges():
+    """Bridge's HybridModelProvider of August 2026, as a recipe leaves it: its finalize takes
+    num_layers and the depths from these fields."""
+
+    @dataclass
+    class HybridModelProvider(TransformerConfig):
+        num_layers: int | None = None
+        num_attention_heads: int = 8
+        hybrid_layer_pattern: str = "M-*E|M-"
+        mtp_hybrid_override_pattern: str = "*E"
+        share_embeddings_and_output_weights: bool = False
+        make_vocab_size_divisible_by: int = 128
+
+        def __post_init__(self):
+            vars(self).update(SIZES)
+
+    return HybridModelProvider(**FIELDS_OF_RECIPE)
+
+
+FIELDS_OF_RECIPE = {
+    "hidden_size": 512,
+    "num_moe_experts": 8,
+    "moe_ffn_hidden_size": 512,
+    "mtp_num_layers": 2,
+    "mtp_use_repeated_layer": True,
+    "pipeline_model_parallel_size": 2,
+    "add_bias_linear": False,
+}
+
+
+def config_of_megatron():
+    """Megatron's own HybridModelConfig, which holds a TransformerConfig."""
+    with without_cuda.activate(training=True):
+        hybrid = importlib.import_module("megatron.training.models.hybrid")
+    fields = {**FIELDS_OF_RECIPE, "num_layers": 6, "num_attention_heads": 8}
+    config = TransformerConfig(**fields, pipeline_dtype=BF16, bf16=True)
+    pattern = "M-*E|M-/*E/*E"
+    return hybrid.HybridModelConfig(transformer=config, hybrid_layer_pattern=pattern, **SIZES)
+
+
+@pytest.mark.filterwarnings("ignore:Only transformer-engine:UserWarning")
+@pytest.mark.parametrize("model_config", [provider_as_bridges, config_of_megatron])
+def test_a_recipe_of_a_hybrid_model_is_one_of_its_pattern(monkeypatch, model_config):
+    from megatron_autorecompute.integrations import megatron_bridge
+
+    cfg = Namespace(
+        model=model_config(),
+        mixed_precision=None,
+        tokenizer=Namespace(tokenizer_type="NullTokenizer", vocab_size=1000),
+        train=Namespace(micro_batch_size=1, global_batch_size=8),
+        ddp=Namespace(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+        optimizer=Namespace(use_precision_aware_optimizer=False),
+        peft=None,
+    )
+    monkeypatch.setitem(sys.modules, "megatron.bridge", Namespace())
+    recipes = Namespace(ours=lambda: cfg)
+    monkeypatch.setitem(sys.modules, "megatron.bridge.recipes", recipes)
+    asked = recipe.job_from_recipe("ours")
+    assert (str(asked.pattern), asked.num_layers, asked.vocab_size) == ("M-*E|M-/*E/*E", 6, 1000)
+    assert recipe.job_from_recipe("ours", 2, 64).vocab_size == 64
+    blocks = RecomputePolicy.parse(
+        "megatron:block/1", num_layers=8, layout=[(0, 1, 2, 3), (4, 5)], depth_layers=2
+    )
+    fields = megatron_bridge.fields_of_policy(blocks, cfg.model)
+    assert (fields["recompute_method"], fields["recompute_num_layers"]) == ("block", 1)
+    cfg.tokenizer = Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="some/model")
+    with pytest.raises(OptionError, match="Give --vocab-size N"):
+        recipe.job_from_recipe("ours")
 
 
 def test_a_translated_gpt_plan_has_the_gpts_bytes_and_time():
