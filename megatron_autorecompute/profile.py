@@ -463,6 +463,9 @@ class Profile:
     """One tensor between two stages: sequence * micro-batch * hidden * element size, per rank."""
     stages: tuple[StageRecord, ...] = ()
     """Stage facts, first stage first, for the layout they were measured at; may be empty."""
+    step_end_ms: StepMilliseconds = 0.0
+    """Time of a step besides its microbatches: data-parallel collectives and the optimizer.
+    Modelled; 0 where it is not known. Costs of policies are without it."""
     measured_step: MeasuredStep | None = None
     """A whole step in Megatron's timers and torch's memory statistics; None: not recorded."""
     embedding_static: StaticBytes | None = None
