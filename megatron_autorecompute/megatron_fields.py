@@ -43,6 +43,8 @@ def of_choice(choice: LayerPolicy) -> dict[str, Any]:
     strategy = MegatronStrategy("selective", choice.modules)
     if choice.granularity == "full":
         strategy = MegatronStrategy("uniform", (), choice.group)
+    if choice.granularity == "inner":
+        strategy = MegatronStrategy("block", (), choice.inner)
     return {**NO_RECOMPUTE, **of_strategy(strategy), "recompute_modules": list(choice.modules)}
 
 
@@ -56,7 +58,11 @@ def strategy_of(config: Any) -> MegatronStrategy | None:
 
 
 def of_policy(
-    policy: RecomputePolicy, chunks: Sequence[Sequence[int]], *, linear_bias: bool
+    policy: RecomputePolicy,
+    chunks: Sequence[Sequence[int]],
+    *,
+    linear_bias: bool,
+    depth_layers: int = 0,
 ) -> dict[str, Any] | None:
     """All fields, or None if they cannot express the policy or Megatron cannot run it.
 
@@ -64,15 +70,16 @@ def of_policy(
         policy: one choice for every layer.
         chunks: decoder layers of every pipeline chunk; `uniform` and `block` count within a chunk.
         linear_bias: Megatron's add_bias_linear.
+        depth_layers: as `RecomputePolicy.parse` takes it.
     """
-    strategy = _strategy_like(policy, chunks)
+    strategy = _strategy_like(policy, chunks, depth_layers)
     if strategy is None or runs_forever(policy.layers[0], linear_bias):
         return None
     return {**NO_RECOMPUTE, **of_strategy(strategy)}
 
 
 def _strategy_like(
-    policy: RecomputePolicy, chunks: Sequence[Sequence[int]]
+    policy: RecomputePolicy, chunks: Sequence[Sequence[int]], depth_layers: int
 ) -> MegatronStrategy | None:
     """Megatron's strategy with the same choice for every layer as the policy, or None."""
     first = policy.layers[0]
@@ -87,7 +94,7 @@ def _strategy_like(
         MegatronStrategy("uniform", (), first.group),
         MegatronStrategy("block", (), leading),
     )
-    return next((s for s in candidates if _says(s, policy, chunks)), None)
+    return next((s for s in candidates if _says(s, policy, chunks, depth_layers)), None)
 
 
 def runs_forever(choice: LayerPolicy, linear_bias: bool) -> bool:
@@ -103,7 +110,10 @@ def has_linear_bias(profile: Profile) -> bool:
 
 
 def _says(
-    strategy: MegatronStrategy, policy: RecomputePolicy, chunks: Sequence[Sequence[int]]
+    strategy: MegatronStrategy,
+    policy: RecomputePolicy,
+    chunks: Sequence[Sequence[int]],
+    depth_layers: int,
 ) -> bool:
     number = strategy.recompute_num_layers
     if number < 1:
@@ -112,7 +122,7 @@ def _says(
     if strategy.method == "uniform" and any(len(chunk) % number for chunk in chunks):
         return False
     try:
-        return strategy.policy(len(policy.layers), chunks) == policy
+        return strategy.policy(len(policy.layers), chunks, depth_layers) == policy
     except PolicyError:  # uniform/N with multi-token prediction
         return False
 

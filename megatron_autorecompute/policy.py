@@ -18,17 +18,23 @@ from typing import Any, Literal
 
 from megatron_autorecompute.errors import PolicyError
 
-Granularity = Literal["none", "selective", "full"]
+Granularity = Literal["none", "selective", "inner", "full"]
 
-_CHOICE = re.compile(r"none|full(?:/(?P<group>\d{1,18}))?|selective\[(?P<modules>[^\]]*)\]")
-_RUN = re.compile(r"(?P<choice>[a-z]+(?:/\d{1,18}|\[[^\]]*\])?)(?:\*(?P<count>\d{1,18}))?")
+_CHOICE = re.compile(
+    r"none|full(?:/(?P<group>\d{1,18})|\+inner/(?P<again>\d{1,18}))?"
+    r"|inner/(?P<inner>\d{1,18})|selective\[(?P<modules>[^\]]*)\]"
+)
+_RUN = re.compile(
+    r"(?P<choice>[a-z]+(?:(?:\+inner)?/\d{1,18}|\[[^\]]*\])?)(?:\*(?P<count>\d{1,18}))?"
+)
 _MODULE = re.compile(r"[a-z][a-z0-9_]*")
 _MEGATRON = re.compile(
     r"megatron:(?:none|selective(?:\[(?P<modules>[^\]]*)\])?|(?P<method>uniform|block)/(?P<n>\d{1,18}))"
 )
 GRAMMAR = (
     "a policy is a comma-separated list of CHOICE*COUNT, CHOICE being none, full, full/N "
-    "(one checkpoint around N layers) or selective[MODULE+MODULE]; or one CHOICE for all layers; "
+    "(one checkpoint around N layers) or selective[MODULE+MODULE], and inner/N or full+inner/N for "
+    "the stack inside a multi-token-prediction depth; or one CHOICE for all layers; "
     "or megatron:none, megatron:selective[MODULE+…], megatron:block/N, megatron:uniform/N; "
     "or @FILE"
 )
@@ -39,7 +45,8 @@ class LayerPolicy:
     """What one layer recomputes in its backward; `str()` gives the text that `parse` reads."""
 
     granularity: Granularity = "none"
-    """Megatron's `recompute_granularity`, with `none` for no recompute."""
+    """Megatron's `recompute_granularity`, with `none` for no recompute, and `inner` for checkpoints
+    inside a multi-token-prediction depth alone."""
 
     modules: tuple[str, ...] = ()
     """Megatron's `recompute_modules`, sorted; not empty exactly when selective."""
@@ -47,9 +54,16 @@ class LayerPolicy:
     group: int = 1
     """How many consecutive full layers share one checkpoint; 1 unless granularity is full."""
 
+    inner: int = 0
+    """Of a multi-token-prediction depth with a stack of its own (HybridModel): how many layers of
+    the stack, the first ones, have a checkpoint each. With full they are inside the depth's
+    checkpoint, so that backward runs them twice more."""
+
     def __post_init__(self) -> None:
-        if self.granularity not in ("none", "selective", "full"):
-            raise PolicyError(f"Unknown granularity {self.granularity!r}: none, selective or full.")
+        if self.granularity not in ("none", "selective", "inner", "full"):
+            raise PolicyError(
+                f"Unknown granularity {self.granularity!r}: none, selective, inner or full."
+            )
         if (self.granularity == "selective") != bool(self.modules):
             raise PolicyError(
                 f"Granularity {self.granularity!r} with modules {list(self.modules)}: modules go "
@@ -59,6 +73,15 @@ class LayerPolicy:
             raise PolicyError(
                 f"Group {self.group} with granularity {self.granularity!r}: a group is 1 or more "
                 "layers and goes with full."
+            )
+        allowed = {
+            "inner": self.inner >= 1,
+            "full": self.inner == 0 or (self.inner > 0 and self.group == 1),
+        }
+        if not allowed.get(self.granularity, self.inner == 0):
+            raise PolicyError(
+                f"{self.inner} inner layers with granularity {self.granularity!r} and group "
+                f"{self.group}: write inner/N or full+inner/N, N being 1 or more layers."
             )
         for module in self.modules:
             if not _MODULE.fullmatch(module):
@@ -73,13 +96,17 @@ class LayerPolicy:
             raise PolicyError(f"Cannot read {text!r} as a choice: {GRAMMAR}.")
         if match["modules"] is not None:
             return cls("selective", tuple(m.strip() for m in match["modules"].split("+")))
+        if match["inner"] is not None:
+            return cls("inner", inner=int(match["inner"]))
         if text.startswith("full"):
-            return cls("full", group=int(match["group"] or 1))
+            return cls("full", group=int(match["group"] or 1), inner=int(match["again"] or 0))
         return cls()
 
     def __str__(self) -> str:
         if self.granularity == "selective":
             return f"selective[{'+'.join(self.modules)}]"
+        if self.inner:
+            return f"{'full+' * (self.granularity == 'full')}inner/{self.inner}"
         return self.granularity if self.group == 1 else f"{self.granularity}/{self.group}"
 
 
@@ -119,6 +146,7 @@ class RecomputePolicy:
         *,
         num_layers: int,
         layout: Sequence[Sequence[int]] | None = None,
+        depth_layers: int = 0,
     ) -> RecomputePolicy:
         """Read the text form, the inverse of `format`.
 
@@ -128,6 +156,8 @@ class RecomputePolicy:
             layout: layer indices of every pipeline chunk. `megatron:block/N` and
                 `megatron:uniform/N` count within a chunk. Without it there is one chunk of all
                 layers. Layers that it leaves out are multi-token-prediction depths.
+            depth_layers: layers of the stack inside each such depth, of a HybridModel; 0 if a depth
+                has a single layer, as in a GPTModel.
 
         Raises:
             PolicyError: unreadable text, or a count that does not match `num_layers`.
@@ -136,9 +166,11 @@ class RecomputePolicy:
         if text == "auto":
             raise PolicyError("'auto' is not a policy: it must be measured and solved first.")
         if text.startswith("@"):
-            return cls.load(text[1:], num_layers=num_layers, layout=layout)
+            return cls.load(
+                text[1:], num_layers=num_layers, layout=layout, depth_layers=depth_layers
+            )
         if text.startswith("megatron:"):
-            return MegatronStrategy.parse(text).policy(num_layers, layout)
+            return MegatronStrategy.parse(text).policy(num_layers, layout, depth_layers)
         runs = [_parse_run(part, text) for part in re.split(r",(?![^\[]*\])", text)]
         if len(runs) == 1 and runs[0][1] is None:
             return cls((runs[0][0],) * num_layers)
@@ -153,6 +185,7 @@ class RecomputePolicy:
         *,
         num_layers: int,
         layout: Sequence[Sequence[int]] | None = None,
+        depth_layers: int = 0,
     ) -> RecomputePolicy:
         """Read the value of a config field: text, a list of choices, or a policy or plan as dict.
 
@@ -160,11 +193,13 @@ class RecomputePolicy:
             PolicyError: the value is of none of these forms or covers another number of layers.
         """
         if isinstance(value, str):
-            return cls.parse(value, num_layers=num_layers, layout=layout)
+            return cls.parse(value, num_layers=num_layers, layout=layout, depth_layers=depth_layers)
         if isinstance(value, Mapping):
             value = value.get("recompute_policy", value.get("policy", value))
             if isinstance(value, str):
-                return cls.parse(value, num_layers=num_layers, layout=layout)
+                return cls.parse(
+                    value, num_layers=num_layers, layout=layout, depth_layers=depth_layers
+                )
         if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
             raise PolicyError(
                 f"recompute_policy is {value!r:.80}: expected text, a list with one choice per "
@@ -180,6 +215,7 @@ class RecomputePolicy:
         *,
         num_layers: int,
         layout: Sequence[Sequence[int]] | None = None,
+        depth_layers: int = 0,
     ) -> RecomputePolicy:
         """Read a JSON file (a policy or a plan) or a text file in the policy grammar.
 
@@ -193,12 +229,14 @@ class RecomputePolicy:
         except UnicodeDecodeError as error:
             raise PolicyError(f"The policy file {path} is no text: {error}.") from error
         if text.lstrip()[:1] not in ("{", "["):
-            return cls.parse(text, num_layers=num_layers, layout=layout)
+            return cls.parse(text, num_layers=num_layers, layout=layout, depth_layers=depth_layers)
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise PolicyError(f"{path} is not whole JSON: {error}.") from error
-        return cls.from_config(value, num_layers=num_layers, layout=layout)
+        return cls.from_config(
+            value, num_layers=num_layers, layout=layout, depth_layers=depth_layers
+        )
 
     def format(self) -> str:
         """The text form: one CHOICE*COUNT for each run of equal layers."""
@@ -288,13 +326,17 @@ class MegatronStrategy:
         return f"megatron:{self.method}/{self.recompute_num_layers}"
 
     def policy(
-        self, num_layers: int, layout: Sequence[Sequence[int]] | None = None
+        self,
+        num_layers: int,
+        layout: Sequence[Sequence[int]] | None = None,
+        depth_layers: int = 0,
     ) -> RecomputePolicy:
         """A choice for every layer; like Megatron, it counts layers afresh in every chunk.
 
         Args:
             num_layers: layers of the model, multi-token-prediction depths included.
             layout: as `RecomputePolicy.parse` takes it.
+            depth_layers: as `RecomputePolicy.parse` takes it.
 
         Raises:
             PolicyError: Megatron refuses this setting with multi-token prediction.
@@ -304,28 +346,39 @@ class MegatronStrategy:
         if self.method == "selective" and self.modules:
             chosen = dict.fromkeys(chosen, LayerPolicy("selective", self.modules))
         elif self.method == "block":
-            # MultiTokenPredictionLayer skips recompute under block, with a warning.
+            # MultiTokenPredictionLayer skips recompute under block, with a warning; a stack inside
+            # it does not.
             n = self.recompute_num_layers
             chosen.update((index, FULL) for chunk in chunks for index in list(chunk)[:n])
+            if inner := min(n, depth_layers):
+                depths = dict.fromkeys(
+                    _depths(num_layers, chunks), LayerPolicy("inner", inner=inner)
+                )
+                chosen.update(depths)
         elif self.method == "uniform":
-            chosen.update(self._uniform(num_layers, chunks))
+            chosen.update(self._uniform(num_layers, chunks, depth_layers))
         return RecomputePolicy(tuple(chosen.values()))
 
     def _uniform(
-        self, num_layers: int, chunks: Sequence[Sequence[int]]
+        self, num_layers: int, chunks: Sequence[Sequence[int]], depth_layers: int
     ) -> Iterator[tuple[int, LayerPolicy]]:
         n = self.recompute_num_layers
         for chunk in chunks:
             whole = len(chunk) - len(chunk) % n
             for position, index in enumerate(chunk):
                 yield index, LayerPolicy("full", group=n if position < whole else len(chunk) % n)
-        depths = set(range(num_layers)) - {index for chunk in chunks for index in chunk}
+        depths = _depths(num_layers, chunks)
         if depths and n != 1:
             # MultiTokenPredictionLayer asserts recompute_num_layers == 1 under uniform.
             raise PolicyError(
                 f"{str(self)!r}: Megatron allows only uniform/1 with multi-token prediction."
             )
-        yield from ((index, FULL) for index in depths)
+        # The depth and the stack inside it both read the setting.
+        yield from ((index, LayerPolicy("full", inner=depth_layers)) for index in depths)
+
+
+def _depths(num_layers: int, chunks: Sequence[Sequence[int]]) -> list[int]:
+    return sorted(set(range(num_layers)) - {index for chunk in chunks for index in chunk})
 
 
 def _runs(layers: Sequence[LayerPolicy]) -> Iterator[Run]:

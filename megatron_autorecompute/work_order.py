@@ -31,10 +31,15 @@ def contains(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
     """Whether a layer recomputes at `larger` all that it recomputes at `smaller`, and more.
 
     Every choice contains none, full contains every set of modules, and a set contains its subsets.
-    The number of layers that share a checkpoint makes no difference.
+    A checkpoint more inside a depth's stack is more work. The number of layers that share a
+    checkpoint makes no difference.
     """
+    if larger.granularity == smaller.granularity != "selective":
+        return larger.inner > smaller.inner
     if "full" in (larger.granularity, smaller.granularity):
         return smaller.granularity != "full"
+    if "inner" in (larger.granularity, smaller.granularity):
+        return smaller.granularity == "none"
     return reruns(smaller) < reruns(larger)
 
 

@@ -45,6 +45,7 @@ def _through_ours(original: Callable[..., Any]) -> Callable[..., Any]:
             own,
             num_layers=stage_layout.num_policy_layers(config),
             layout=stage_layout.counted_chunks(config),
+            depth_layers=stage_layout.depth_layers(config),
         )
         counted["forwards"] += 1
         with _without_own(config), apply(policy, block, holder="through_ours"):

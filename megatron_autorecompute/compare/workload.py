@@ -182,6 +182,7 @@ class TrainingJob:
             text,
             num_layers=stage_layout.num_policy_layers(self.config),
             layout=stage_layout.counted_chunks(self.config),
+            depth_layers=stage_layout.depth_layers(self.config),
         )
 
     def peak_bytes(self) -> tuple[int, bool]:

@@ -66,6 +66,11 @@ def nested_layers(layer: Layer) -> tuple[Layer, ...]:
     return tuple(stack.layers) if isinstance(layer, _block_types()) else (layer,)
 
 
+def stack_size(layer: Layer) -> int:
+    """How many layers the stack of a depth has (HybridModel); 0 for any other layer."""
+    return len(nested_layers(layer)) if isinstance(layer, _block_types()) else 0
+
+
 def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
     """Every block of layers below `modules` (model chunks, wrapped or bare).
 

@@ -94,8 +94,9 @@ def set_policy(model: Any, policy: str | list[str] | dict[str, Any] | None) -> N
 
 
 def _core_config(model: Any) -> Any:
-    """The config that layers are built from: a provider itself, or inside a ModelConfig (0.4)."""
-    return vars(model).get("transformer", model)
+    from megatron_autorecompute.compat import stage_layout
+
+    return stage_layout.transformer_config(model)
 
 
 # --- a policy in Megatron's own fields ------------------------------------------------------------
@@ -111,17 +112,19 @@ def fields_of_policy(policy: RecomputePolicy, model: Any) -> dict[str, Any] | No
     from megatron_autorecompute.compat import stage_layout
 
     config = _core_config(model)
-    if config.mtp_num_layers and stage_layout.pattern_of(config) is not None:
-        return None  # Megatron recomputes the layers in a hybrid model's depth otherwise
-    return megatron_fields.of_policy(policy, _chunks(config), linear_bias=config.add_bias_linear)
+    return megatron_fields.of_policy(
+        policy,
+        _chunks(config),
+        linear_bias=config.add_bias_linear,
+        depth_layers=stage_layout.depth_layers(config),
+    )
 
 
 def _chunks(config: Any) -> list[tuple[int, ...]]:
     """Decoder layers of every pipeline chunk; needs no finalised config."""
     from megatron_autorecompute.compat import stage_layout
 
-    chunks = stage_layout.pipeline_layout(config).chunk_layers()
-    return [tuple(i for i in chunk if i < config.num_layers) for chunk in chunks]
+    return list(stage_layout.pipeline_layout(config).counted_chunks())
 
 
 # --- before training ------------------------------------------------------------------------------
@@ -160,7 +163,10 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
         return None
     config_field.refuse_plan_of_another_model(value, config)
     policy = RecomputePolicy.from_config(
-        value, num_layers=stage_layout.num_policy_layers(config), layout=_chunks(config)
+        value,
+        num_layers=stage_layout.num_policy_layers(config),
+        layout=_chunks(config),
+        depth_layers=stage_layout.depth_layers(config),
     )
     for choice in dict.fromkeys(policy.layers):
         _ask_bridge(cfg, choice)

@@ -177,6 +177,7 @@ def _whole_policy(text: str, model_config: Any, encoder_layers: int) -> Any:
         text,
         num_layers=stage_layout.num_policy_layers(model_config, encoder_layers),
         layout=stage_layout.counted_chunks(model_config, encoder_layers),
+        depth_layers=stage_layout.depth_layers(model_config),
     )
 
 

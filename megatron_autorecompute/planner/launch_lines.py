@@ -74,15 +74,12 @@ def job_lines(plan: Plan) -> list[str]:
         )
     fields = None
     pattern = pattern_of_job(plan.profile.model.facts)
-    # Megatron recomputes the layers in a hybrid model's depth twice, or not where a policy does.
-    depths = pattern is not None and pattern.mtp_num_layers
-    if (
-        not job["lora_rank"] and not depths
-    ):  # after frozen layers Megatron's own recompute can lose gradients
+    if not job["lora_rank"]:  # after frozen layers Megatron's own recompute can lose gradients
         layers = plan.layout.num_layers
         chunks = [[i for i in chunk if i < layers] for chunk in plan.layout.chunk_layers()]
         bias = bool(job["config"].get("add_bias_linear", True))
-        fields = of_policy(plan.policy, chunks, linear_bias=bias)
+        depth = 0 if pattern is None else len(pattern.depth)
+        fields = of_policy(plan.policy, chunks, linear_bias=bias, depth_layers=depth)
     if job["described_by"] == "recipe":
         return ["Put into the recipe:", *recipe_lines(plan.policy, fields)]
     return _pretrain_lines(plan, fields)

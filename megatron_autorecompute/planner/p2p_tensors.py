@@ -2,30 +2,28 @@
 
 A *boundary tensor* is what one stage sends another: an output, or the gradient of an input. Most
 are part of a layer's record: the received input belongs to the first layer of its chunk from the
-chunk's forward on, and the gradient that a backward starts from to the chunk's last layer. This
-module replays the schedule to count the others: tensors received before their turn, and tensors to
-which a variable of Megatron's schedule is still bound after their use. The variables below are
-those of megatron-core's `schedules.py`, the same in 0.16.1 and 0.19.2.
+chunk's forward on, and the gradient that a backward starts from to the chunk's last layer. The
+others are counted here: tensors received before their turn, and tensors to which a variable of
+Megatron's schedule is still bound after their use (`bound_tensors` says which, where chunks are
+interleaved). The schedules of megatron-core 0.16.1 and 0.19.2 are the same in this.
 
 Without `deallocate_pipeline_outputs` an output stays alive. It belongs to its microbatch while that
 is in flight, and counts here if a variable is still bound to it afterwards.
 
-`overlap_p2p_comm_warmup_flush` is not replayed.
+`overlap_p2p_comm_warmup_flush` is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.bound_tensors import BoundTensors
 from megatron_autorecompute.planner.schedule import Direction, Schedule
-
-Tensor = int | None
-"""A tensor's number; None if Megatron's variable is None."""
 
 
 @lru_cache(maxsize=1024)
@@ -42,8 +40,9 @@ def extra_tensors(
 
     Raises: PipelineError for a stage that does not exist.
     """
-    owners = extra_owners(schedule, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
-    return tuple(map(len, owners))
+    if schedule.num_chunks == 1:
+        return tuple(map(len, _one_chunk(schedule, stage, deallocated)))
+    return tuple(BoundTensors(schedule, stage, overlap_p2p, deallocated).extra().tolist())
 
 
 @lru_cache(maxsize=1024)
@@ -53,7 +52,7 @@ def extra_owners(
     """The microbatch of each of these tensors, at each event; arguments as in `extra_tensors`."""
     if schedule.num_chunks == 1:
         return _one_chunk(schedule, stage, deallocated)
-    return tuple(_Interleaved(schedule, stage, overlap_p2p, deallocated).extra)
+    return BoundTensors(schedule, stage, overlap_p2p, deallocated).owners()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +67,9 @@ class Moment:
     """Boundary tensors that belong to no layer."""
     microbatch: int
     """The first one of which such an event is."""
+    beside: int | None = None
+    """With EP overlap the chunk of the event that runs at the same time, in the other direction;
+    its microbatch is not in flight."""
 
 
 @lru_cache(maxsize=4096)
@@ -86,13 +88,15 @@ def decisive_moments(
     extra = extra_tensors(short, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
     counts = np.column_stack([short.in_flight(stage), extra])
     is_backward, chunk, _ = short.order(stage)
-    same: dict[tuple[bool, int], dict[tuple[int, ...], int]] = {}
-    found = zip(is_backward.tolist(), chunk.tolist(), map(tuple, counts.tolist()), strict=True)
-    for at, (*event, row) in enumerate(found):
-        same.setdefault((event[0], event[1]), {}).setdefault(row, at)
+    beside = short.beside(stage)
+    alone_in_flight(counts, beside)
     kept: list[int] = []
-    for rows in same.values():
-        kept += _without_passages(_maximal(list(rows.values()), counts), counts)
+    # A backward beside a forward is looked at with the forward.
+    events = np.column_stack([is_backward, chunk, beside])
+    events[is_backward & (beside >= 0)] = -1
+    for event in np.unique(events[events[:, 1] >= 0], axis=0):
+        positions = np.flatnonzero((events == event).all(axis=1))
+        kept += _decisive(positions, counts[positions].astype(np.int16)).tolist()
     kept.sort()
     return tuple(
         Moment(
@@ -101,28 +105,44 @@ def decisive_moments(
             tuple(counts[at, :-1].tolist()),
             int(counts[at, -1]),
             microbatch,
+            int(beside[at]) if beside[at] >= 0 else None,
         )
         for at, microbatch in zip(kept, schedule.microbatches(stage, kept), strict=True)
     )
 
 
-def _maximal(positions: Sequence[int], counts: Ints) -> Ints:
-    """The positions, in order, whose counts no other position reaches in every column."""
-    # By descending total: a later position cannot exceed an earlier one in every column.
-    rest = np.array(sorted(positions, key=lambda at: -counts[at].sum()))
-    kept = []
-    while len(rest):
-        kept.append(rest[0])
-        rest = rest[~np.all(counts[rest] <= counts[rest[0]], axis=1)]
-    return np.sort(kept)
+def alone_in_flight(counts: Ints, beside: Ints) -> None:
+    """Take the microbatch that runs beside an event out of its counts, in place; both events of a
+    pair then have the same counts.
+
+    Args:
+        counts: microbatches in flight by chunk, and boundary tensors last, `[event, column]`.
+        beside: the other event's chunk; -1 for none.
+    """
+    paired = np.flatnonzero(beside >= 0)
+    counts[paired, beside[paired]] -= 1
+    first, second = paired[::2], paired[1::2]
+    counts[first, -1] = counts[second, -1] = np.maximum(counts[first, -1], counts[second, -1])
 
 
-def _without_passages(positions: Ints, counts: Ints) -> list[int]:
-    """The positions whose counts are not at most the mean of their two neighbours' counts."""
-    rows = counts[positions]
+def _decisive(positions: Ints, counts: NDArray[np.int16]) -> Ints:
+    """Of positions with `[position, column]` counts those of neither sort, each the first alike."""
+    turns = _without_passages(np.arange(len(positions)), counts)
+    reached = np.ones((len(turns), len(turns)), np.bool_)  # the counts of which by which others
+    for column in counts[turns].T:
+        reached &= column[:, None] <= column
+    by_another = np.tril(reached, -1) | (reached & ~reached.T)
+    kept = _without_passages(turns[~by_another.any(axis=1)], counts)
+    alike = [int(np.all(counts == counts[at], axis=1).argmax()) for at in kept]
+    return positions[alike]
+
+
+def _without_passages(kept: Ints, counts: NDArray[np.int16]) -> Ints:
+    """Those whose counts are not at most the mean of their two neighbours' counts."""
+    rows = counts[kept]
     between = np.zeros(len(rows), np.bool_)
     between[1:-1] = np.all(2 * rows[1:-1] <= rows[:-2] + rows[2:], axis=1)
-    return [int(at) for at in positions[~between]]
+    return kept[~between]
 
 
 def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[tuple[int, ...], ...]:
@@ -143,160 +163,3 @@ def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[tuple
         owners.append(last * (in_forward if forward else before))
         last = last if forward else (event.microbatch,)
     return tuple(owners)
-
-
-@dataclass
-class _Interleaved:
-    """The variables that hold tensors in `forward_backward_pipelining_with_interleaving`."""
-
-    schedule: Schedule
-    stage: int
-    overlap: bool
-    deallocated: bool
-    extra: list[tuple[int, ...]] = field(default_factory=list)
-    """Counted so far, one per event: the microbatch of each."""
-    bound: dict[object, Tensor] = field(default_factory=dict)
-    """By name: local variables, receive buffers, and every block's `input_tensor`."""
-    gradient_of: dict[Tensor, Tensor] = field(default_factory=dict)
-    """The `.grad` of an input whose backward has run: alive as long as the input."""
-    in_flight: set[Tensor] = field(default_factory=set)
-    """Inputs and kept outputs of microbatches between the start of forward and end of backward."""
-    last: int = 0
-    owner: dict[Tensor, int] = field(default_factory=dict)
-    """The microbatch of every tensor."""
-
-    def __post_init__(self) -> None:
-        v = self.schedule.num_chunks
-        microbatch, chunk, _ = self.schedule.forward_table()
-        self.chunk, self.microbatch = chunk.tolist(), microbatch.tolist()
-        self.backward_chunk = [v - 1 - number for number in self.chunk]
-        self.inputs: list[list[Tensor]] = [[] for _ in range(v)]
-        self.grads: list[list[Tensor]] = [[] for _ in range(v)]
-        self.outputs: list[list[Tensor]] = [[] for _ in range(v)]
-        self.is_first, self.is_last = self.stage == 0, self.stage == self.schedule.num_stages - 1
-        self._run()
-
-    def _run(self) -> None:
-        total, warmup = len(self.chunk), self.schedule.warmup(self.stage)
-        self.inputs[0].append(self._received(not self.is_first, 0))
-        for k in range(warmup):
-            self._warm_up(k, steady_follows=k == warmup - 1 < total - 1)
-        for k in range(total - warmup):
-            self._steady(k + warmup, k, is_last=k == total - warmup - 1)
-        if warmup == total:
-            self.grads[-1].append(self._received(not self.is_last, 0))
-        for k in range(total - warmup, total):
-            self._cool_down(k, is_last=k == total - 1)
-
-    def _warm_up(self, k: int, steady_follows: bool) -> None:
-        self._bind_output(self._forward(k))
-        self._receive_input(k, "input_tensor", stop=k == len(self.chunk) - 1)
-        if steady_follows:
-            name = ("bwd_recv_buffer", self._buffer_size(self.is_last) - 1)
-            self.bound[name if self.overlap else "output_tensor_grad"] = self._received(
-                not self.is_last, 0
-            )
-            self.grads[-1].append(self.last if not self.is_last else None)
-
-    def _steady(self, forward_k: int, backward_k: int, is_last: bool) -> None:
-        output = self._forward(forward_k)
-        if self.overlap:
-            slot = forward_k % self._buffer_size(self.is_first)
-            self._receive_input(forward_k, ("fwd_recv_buffer", slot), stop=is_last)
-            self._clear("fwd_recv_buffer", forward_k, self.is_first)
-        self.bound["forward_output_tensor"] = output[0]  # until sent, whatever is freed then
-        self.bound["its graph"] = output[1]
-        gradient = self._backward(backward_k)
-        self.bound["forward_output_tensor"] = self.bound["its graph"] = None
-        self._bind_output(output)
-        if self.overlap:
-            slot = backward_k % self._buffer_size(self.is_last)
-            self._receive_gradient(backward_k, ("bwd_recv_buffer", slot))
-            self._clear("bwd_recv_buffer", backward_k, self.is_last)
-        else:
-            self._receive_input(forward_k, "input_tensor", stop=is_last)
-            self._receive_gradient(backward_k, "output_tensor_grad")
-        self.bound["input_tensor_grad"] = gradient
-
-    def _cool_down(self, k: int, is_last: bool) -> None:
-        self.bound["input_tensor_grad"] = self._backward(k)
-        self._receive_gradient(k, "output_tensor_grad", stop=is_last)
-
-    def _bind_output(self, output: tuple[Tensor, Tensor]) -> None:
-        """Bind `output_tensor`: the tensor, if it is kept, and the input that its graph holds."""
-        self.bound["output_tensor"] = None if self.deallocated else output[0]
-        self.bound["output_tensor's graph"] = output[1]
-
-    def _forward(self, k: int) -> tuple[Tensor, Tensor]:
-        chunk = self.chunk[k]
-        inputs, outputs = self.inputs[chunk], self.outputs[chunk]
-        if chunk == 0 and self.is_first and len(inputs) == len(outputs):
-            inputs.append(None)
-        own = inputs[len(outputs)]
-        self.bound["block", chunk] = own
-        self.in_flight.add(own)
-        self._count(None)
-        loss = chunk == len(self.inputs) - 1 and self.is_last
-        output = self._received(not loss, self.microbatch[k])
-        outputs.append(None if self.deallocated else output)
-        self.in_flight.add(outputs[-1])
-        return output, None if loss else own
-
-    def _backward(self, k: int) -> Tensor:
-        chunk = self.backward_chunk[k]
-        if chunk == len(self.inputs) - 1 and self.is_last:
-            self.grads[chunk].append(None)
-        own, output = self.inputs[chunk].pop(0), self.outputs[chunk].pop(0)
-        self._count(self.grads[chunk].pop(0))
-        self.in_flight -= {own, output}
-        if own is not None:
-            self.gradient_of[own] = self._received(True, self.microbatch[k])
-        return self.gradient_of.get(own)
-
-    def _count(self, gradient: Tensor) -> None:
-        """Count what is alive, without microbatches in flight and the event's own layers."""
-        alive = set(self.bound.values())
-        for inputs, outputs, gradients in zip(self.inputs, self.outputs, self.grads, strict=True):
-            alive.update(inputs[len(outputs) :], gradients)
-        # Not `alive -= self.in_flight`, which goes through the larger of the two.
-        alive = {tensor for tensor in alive if tensor not in self.in_flight}
-        alive.update([self.gradient_of[tensor] for tensor in alive if tensor in self.gradient_of])
-        self.extra.append(tuple(self.owner[tensor] for tensor in alive - {None, gradient}))
-
-    def _received(self, there: bool, microbatch: int) -> Tensor:
-        self.last += there
-        if there:
-            self.owner[self.last] = microbatch
-        return self.last if there else None
-
-    def _receive_input(self, k: int, name: object, stop: bool) -> None:
-        there, chunk, microbatch = self._expected(k, self.is_first, self.chunk, 1)
-        self.bound[name] = self._received(there and not stop, microbatch)
-        if there and not stop:
-            self.inputs[chunk].append(self.bound[name])
-
-    def _receive_gradient(self, k: int, name: object, stop: bool = False) -> None:
-        there, chunk, microbatch = self._expected(k, self.is_last, self.backward_chunk, -1)
-        self.bound[name] = self._received(there and not stop, microbatch)
-        if there and not stop:
-            self.grads[chunk].append(self.bound[name])
-
-    def _expected(self, k: int, leads: bool, chunks: list[int], step: int) -> tuple[bool, int, int]:
-        """`recv_tensor_from_previous_stage`: whether a tensor is received, and for which chunk and
-        microbatch."""
-        p, end = self.schedule.num_stages, chunks[-1]
-        if not leads:
-            following = (k + 1) % len(chunks)
-            return True, chunks[following], self.microbatch[following]
-        if k < p - 1:
-            return False, 0, 0
-        chunk = chunks[k - (p - 1)]
-        return chunk != end, chunk + step, self.microbatch[k - (p - 1)]
-
-    def _buffer_size(self, leads: bool) -> int:
-        return self.schedule.group_size - self.schedule.num_stages + 1 if leads else 1
-
-    def _clear(self, buffer: str, k: int, leads: bool) -> None:
-        size = self._buffer_size(leads)
-        if self.bound[buffer, k % size] is not None:
-            self.bound[buffer, (k + 1) % size] = None

@@ -17,13 +17,14 @@ from typing import Literal
 import numpy as np
 
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.arrays import Bools, Ints
 from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerBytes,
     LayerKind,
+    PartBytes,
     Profile,
     scaled_bytes,
 )
@@ -33,6 +34,16 @@ PS_PER_MS = 10**9
 OUTSIDE = ("embedding", "final norm", "head")
 """Names of units that are not layers."""
 SIGN: dict[Bound, int] = {"low": -1, "nominal": 0, "high": 1}
+COLUMNS = (
+    "held_bytes",
+    "forward_transient_bytes",
+    "backward_transient_bytes",
+    "forward_ps",
+    "backward_ps",
+    "spread_ps",
+)
+"""Of a unit's costs, in the order of arrays."""
+HELD, FORWARD, BACKWARD, TIMES = 0, 1, 2, slice(3, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +65,18 @@ class Unit:
     """Whether its backward holds the gradient of its output to the end, so that its transient
     counts it throughout. A checkpoint does, because the gradient is an argument of its backward.
     Other layers free it once it is used."""
+    parts: tuple[PartBytes, ...] = ()
+    """As the record's."""
 
     @property
     def time_ps(self) -> int:
         """Forward plus backward, recompute included."""
         return self.forward_ps + self.backward_ps
+
+    @property
+    def costs(self) -> tuple[int, ...]:
+        """All its `COLUMNS`."""
+        return tuple(getattr(self, column) for column in COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +133,12 @@ class CostTable:
 
     def _shifted(self, record: ChoiceRecord, factor: float) -> ChoiceRecord:
         shift = SIGN[self.bound] * record.uncertainty_bytes
-        own = LayerBytes.of(record)
-        return own.each(lambda size: max(0, scaled_bytes(size + shift, factor))).into(record)
+
+        def shifted(size: int) -> int:
+            return max(0, scaled_bytes(size + shift, factor))
+
+        record = LayerBytes.of(record).each(shifted).into(record)
+        return replace(record, parts=tuple(part.each(shifted) for part in record.parts))
 
     @cached_property
     def _equals(self) -> dict[str, dict[LayerPolicy, LayerPolicy]]:
@@ -139,6 +161,12 @@ class CostTable:
         """The choices of one layer that have records, without groups, in the profile's order."""
         planned = self._planned[self._kinds[layer].name]
         return tuple(policy for policy in planned if policy.group == 1)
+
+    @cached_property
+    def depth_layers(self) -> int:
+        """Layers of the stack inside an MTP depth that the profile has choices for."""
+        kinds = (self._records[name] for name in self._records)
+        return max((choice.inner for records in kinds for choice in records), default=0)
 
     def what_runs(self, layer: int, choice: LayerPolicy) -> LayerPolicy:
         """What Megatron runs on a layer when a setting is given to all layers.
@@ -191,6 +219,7 @@ class CostTable:
             record,
             held_bytes=record.held_bytes + size_bytes,
             forward_transient_bytes=max(0, record.forward_transient_bytes - size_bytes),
+            parts=tuple(part.each(lambda size: size + size_bytes) for part in record.parts),
         )
 
     def pseudo_layers(self, chunk: Chunk) -> tuple[list[Unit], list[Unit]]:
@@ -232,47 +261,48 @@ class CostTable:
         The result ends before the first layer that cannot be in a group: a layer without records of
         `none` and `full`, an MTP depth, or a decoder layer after an encoder.
         """
-        members = self._groupable(layers)
-        if not members:
+        own = np.array(layers, np.int64)
+        own = own[: self._groupable(own)]
+        if not len(own):
             empty = np.zeros(0, np.int64)
             return Checkpoints(*[empty] * 6)
-        none, full = ([pair[side] for pair in members] for side in (0, 1))
-        reach = _column(none, "held").cumsum() + np.maximum(
-            _column(none, "forward_transient"), _column(none, "backward_transient")
-        )
-        alone = _column(none, "held") + np.maximum(
-            _column(none, "forward_transient"), _column(none, "backward_transient")
-        )
-        held_full = _column(full, "held")
-        extra = held_full + _column(full, "backward_transient") - alone
-        backward = np.maximum.accumulate(reach) + np.maximum.accumulate(extra) - held_full[0]
-        inputs = held_full.copy()
+        _, none, full = self._alone
+        none, full = none[:, own], full[:, own]
+        alone = none[HELD] + np.maximum(none[FORWARD], none[BACKWARD])
+        reach = none[HELD].cumsum() + np.maximum(none[FORWARD], none[BACKWARD])
+        extra = full[HELD] + full[BACKWARD] - alone
+        backward = np.maximum.accumulate(reach) + np.maximum.accumulate(extra) - full[HELD, 0]
+        inputs = full[HELD].copy()
         inputs[0] = 0  # the group's own input is in held
-        forward = np.maximum.accumulate(_column(full, "forward_transient") + inputs)
-        costs = np.stack(
-            [
-                np.full(len(members), held_full[0]),
-                forward,
-                np.maximum(backward, 0),
-                np.cumsum([_ps(record.forward_ms) for record in full]),
-                np.cumsum([_ps(record.backward_ms) for record in full]),
-                np.cumsum([_ps(record.spread_ms) for record in full]),
-            ]
-        ).astype(np.int64)
+        costs = np.empty_like(full)
+        costs[HELD] = full[HELD, 0]
+        costs[FORWARD] = np.maximum.accumulate(full[FORWARD] + inputs)
+        costs[BACKWARD] = np.maximum(backward, 0)
+        costs[TIMES] = full[TIMES].cumsum(axis=1)
         self._put_measured(costs, layers)
         return Checkpoints(*costs)
 
-    def _groupable(self, layers: Sequence[int]) -> list[tuple[ChoiceRecord, ChoiceRecord]]:
-        found: list[tuple[ChoiceRecord, ChoiceRecord]] = []
-        model = self.profile.model
-        for layer in layers:
-            none, full = self.record(layer, NONE), self.record(layer, FULL)
-            if none is None or full is None or layer >= model.num_layers:
-                break
-            if found and 0 < model.encoder_layers <= layer:
-                break
-            found.append((none, full))
-        return found
+    @cached_property
+    def _alone(self) -> tuple[Bools, Ints, Ints]:
+        """Which layers may be in a group, and costs of `none` and `full`, `[column, layer]`."""
+        layers = self.profile.model.num_layers
+        may = np.zeros(self.profile.num_layers, np.bool_)
+        none, full = (np.zeros((len(COLUMNS), len(may)), np.int64) for _ in range(2))
+        for kind in self.profile.kinds:
+            pair = [self._records[kind.name].get(choice) for choice in (NONE, FULL)]
+            members = np.array([layer for layer in kind.layers if layer < layers], np.int64)
+            for costs, record in zip((none, full), pair, strict=True):
+                if record is not None:
+                    costs[:, members] = np.array(_unit("", (), record).costs, np.int64)[:, None]
+            may[members] = None not in pair
+        return may, none, full
+
+    def _groupable(self, layers: Ints) -> int:
+        """How many may be in one group, from the first one on."""
+        ends = ~self._alone[0][layers]
+        if encoder_layers := self.profile.model.encoder_layers:
+            ends[1:] |= layers[1:] >= encoder_layers
+        return int(np.append(ends, True).argmax())
 
     def _put_measured(self, costs: Ints, layers: Sequence[int]) -> None:
         """Overwrite column g - 1 if the whole group is of one kind with a record of `full/g`."""
@@ -281,15 +311,7 @@ class CostTable:
             group = choice.group
             same = all(self._kinds[layer] is kind for layer in layers[:group])
             if choice.granularity == "full" and group <= costs.shape[1] and same:
-                unit = _unit("", (), self._records[kind.name][choice])
-                costs[:, group - 1] = (
-                    unit.held_bytes,
-                    unit.forward_transient_bytes,
-                    unit.backward_transient_bytes,
-                    unit.forward_ps,
-                    unit.backward_ps,
-                    unit.spread_ps,
-                )
+                costs[:, group - 1] = _unit("", (), self._records[kind.name][choice]).costs
 
     def checkpoint(self, layers: Sequence[int]) -> Unit:
         """Costs of one checkpoint around all of `layers`.
@@ -304,20 +326,11 @@ class CostTable:
                 "depth, lacks a record of none or full, or is a decoder layer after an encoder, so "
                 "the group's cost is not known. Measure both choices, or end the group before it."
             )
-        held, forward, backward, *times = (int(column[-1]) for column in _columns(costs))
+        held, forward, backward, *times = (int(getattr(costs, column)[-1]) for column in COLUMNS)
         forward_ps, backward_ps, spread_ps = times
         name = f"layers {layers[0]}-{layers[-1]}"
-        return Unit(
-            name,
-            tuple(layers),
-            held,
-            forward,
-            backward,
-            forward_ps,
-            backward_ps,
-            spread_ps,
-            keeps_output_gradient=True,
-        )
+        sizes = held, forward, backward
+        return Unit(name, tuple(layers), *sizes, forward_ps, backward_ps, spread_ps, True)
 
     def chunk_units(self, chunk: Chunk, policy: RecomputePolicy) -> tuple[Unit, ...]:
         """The units of one chunk under a policy, in the order their forwards run.
@@ -353,6 +366,7 @@ def _unit(
         _ps(record.backward_ms),
         _ps(record.spread_ms),
         keeps_output_gradient,
+        record.parts,
     )
 
 
@@ -374,21 +388,6 @@ def _behind(norm: ChoiceRecord, unit: Unit) -> Unit:
         forward_ps=unit.forward_ps + _ps(norm.forward_ms),
         backward_ps=unit.backward_ps + _ps(norm.backward_ms),
         spread_ps=unit.spread_ps + _ps(norm.spread_ms),
-    )
-
-
-def _column(recorded: Sequence[ChoiceRecord], what: str) -> Ints:
-    return np.array([getattr(record, f"{what}_bytes") for record in recorded], np.int64)
-
-
-def _columns(costs: Checkpoints) -> tuple[Ints, ...]:
-    return (
-        costs.held_bytes,
-        costs.forward_transient_bytes,
-        costs.backward_transient_bytes,
-        costs.forward_ps,
-        costs.backward_ps,
-        costs.spread_ps,
     )
 
 

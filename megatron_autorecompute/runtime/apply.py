@@ -29,7 +29,7 @@ from megatron_autorecompute.compat import (
 )
 from megatron_autorecompute.compat.untyped import Block, Layer
 from megatron_autorecompute.errors import ApplyError, AutorecomputeError, PolicyError
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy, Run
+from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy, Run
 
 HOLDER_KEY = "_autorecompute_holder"
 """Attribute in which a block, or a multi-token-prediction depth, keeps its policy in force."""
@@ -251,11 +251,15 @@ class _Sites:
         self._check_families(policy)
         for site in self.blocks:
             _check_groups(site, policy.chunk_runs(site.layers))
-        for index in (index for mtp in self.mtps for index in mtp.indices):
-            if policy.layers[index].group > 1:
+        for mtp in self.mtps:
+            for index in mtp.indices:
+                _check_depth(policy.layers[index], index, model_layers.stack_size(mtp.layer))
+        depths = {index for mtp in self.mtps for index in mtp.indices}
+        for index in (index for indices in self.indices for index in indices):
+            if policy.layers[index].inner and index not in depths:
                 raise PolicyError(
-                    f"{policy.layers[index]} on layer {index}, a multi-token-prediction "
-                    "depth: Megatron checkpoints each depth by itself; write full."
+                    f"{policy.layers[index]} on layer {index}, which is no multi-token-prediction "
+                    "depth: it has no layers inside; write full or none."
                 )
 
     def _check_families(self, policy: RecomputePolicy) -> None:
@@ -324,17 +328,27 @@ class _Held:
             for one in model_layers.nested_layers(layer):
                 if "mlp" in choice.modules:
                     self._let_bias_leave(one)
-                if choice.granularity == "full" or "moe" in choice.modules:
+                if choice.granularity in ("full", "inner") or "moe" in choice.modules:
                     self._let_graph_go(one)
         self.set_full(owner)
 
     def set_full(self, owner: torch.nn.Module) -> None:
         """Make the owner take Megatron's full-recompute branch if the policy has full layers."""
-        ((_, choice),) = self.choices()
-        if choice.modules:
+        ((layer, choice),) = self.choices()
+        if choice.modules or choice.inner:
             self.require_gradient()
-        if choice.granularity == "full":
-            owner.config = _full_config(self.config)
+        self.set_depth(owner, layer, choice)
+
+    def set_depth(self, owner: torch.nn.Module, layer: Layer, choice: LayerPolicy) -> None:
+        """Checkpoints around a depth and around the layers of the stack inside, by Megatron's own
+        code in each of the two."""
+        owner.config = _full_config(self.config) if choice.granularity == "full" else self.config
+        if model_layers.stack_size(layer):
+            layer.config = self.config_inside(choice)
+
+    def config_inside(self, choice: LayerPolicy) -> Any:
+        """The config that a depth's own stack sees."""
+        return _full_config(self.config, "block", choice.inner) if choice.inner else self.config
 
     def clear(self, owner: torch.nn.Module) -> None:
         """Restore everything that `set` has changed."""
@@ -344,6 +358,9 @@ class _Held:
         for place, name, value in self.before:
             setattr(place, name, value)
         owner.config = self.config
+        for layer in self.layers:
+            if model_layers.stack_size(layer):
+                layer.config = self.config
 
     def choices(self) -> list[tuple[torch.nn.Module, LayerPolicy]]:
         """Every layer with its choice."""
@@ -358,7 +375,7 @@ class _Held:
     def require_gradient(self) -> None:
         """Make inputs of layers with selective modules require grad; see `_require_gradient`."""
         for layer, choice in self.choices():
-            if choice.modules:
+            if choice.modules or choice.inner:
                 hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)
                 self.hooks.append(hook)
 
@@ -378,23 +395,30 @@ class _HeldDepths(_Held):
     """A policy in force on one multi-token-prediction layer that runs for several depths.
 
     The choice of a depth is in force while the depth's forward runs, and no choice in between: what
-    a checkpoint runs again in backward recomputes nothing inside.
+    a checkpoint runs again in backward recomputes nothing inside, but the layers of `inner`.
     """
 
     running: int = 0
     """The depth that runs next, counted from the layer's first."""
+    backward: int = -1
+    """The last backward, by autograd's number, in which a depth ran again."""
+    ran_again: int = 0
+    """How many depths did in that backward: the last ones, each after those that it feeds."""
 
     def set_full(self, owner: torch.nn.Module) -> None:
         self.require_gradient()
         self._rest(owner)
+        if any(choice.granularity == "full" and choice.inner for _, choice in self.choices()):
+            stack = self.layers[0]
+            self.hooks.append(stack.register_forward_pre_hook(self._begin_again))
+            self.hooks.append(stack.register_forward_hook(self._end_again, always_call=True))
         self.hooks.append(owner.register_forward_pre_hook(self._begin))
         self.hooks.append(owner.register_forward_hook(self._end, always_call=True))
 
     def _begin(self, owner: torch.nn.Module, _: Any) -> None:
         layer, choice = self.choices()[self.running]
         layer_modules.set_modules(layer, choice.modules)
-        if choice.granularity == "full":
-            owner.config = _full_config(self.config)
+        self.set_depth(owner, layer, choice)
 
     def _end(self, owner: torch.nn.Module, _: Any, output: Any) -> None:
         """After the depth's forward; its output is None if it failed, and no other depth runs."""
@@ -402,10 +426,24 @@ class _HeldDepths(_Held):
         self._rest(owner)
         self.running = 0 if output is None else (running + 1) % len(self.indices)
 
+    def _begin_again(self, stack: torch.nn.Module, _: Any) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward == -1:
+            return
+        if backward != self.backward:
+            self.backward, self.ran_again = backward, 0
+        full = [choice for _, choice in self.choices() if choice.granularity == "full"]
+        self.ran_again += 1
+        stack.config = self.config_inside(full[-self.ran_again])
+
+    def _end_again(self, stack: torch.nn.Module, _: Any, __: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            stack.config = self.config
+
     def _rest(self, owner: torch.nn.Module) -> None:
         self.running = 0
         layer_modules.set_modules(self.layers[0], ())
-        owner.config = self.config
+        self.set_depth(owner, self.layers[0], NONE)
 
 
 class _HeldBlock(_Held):
@@ -450,6 +488,21 @@ def _compare_before_training(block: torch.nn.Module, _: Any) -> None:
         held = block.__dict__[HOLDER_KEY]
         held.compared.remove()
         agree_on(held.policy, lambda: None, parallel.groups_inside(block))
+
+
+def _check_depth(choice: LayerPolicy, index: int, stack: int) -> None:
+    """stack: layers of the stack inside the depth; 0 if the depth has a single layer."""
+    if choice.group > 1:
+        raise PolicyError(
+            f"{choice} on layer {index}, a multi-token-prediction depth: Megatron checkpoints each "
+            "depth by itself; write full."
+        )
+    if choice.inner > stack:
+        raise PolicyError(
+            f"{choice} on layer {index}, a multi-token-prediction depth with "
+            f"{f'{stack} layers' if stack else 'no stack of its own'} inside; write full or none"
+            f"{f', or a number up to {stack}' if stack else ''}."
+        )
 
 
 def _check_groups(site: model_layers.BlockSite, runs: Sequence[Run]) -> None:

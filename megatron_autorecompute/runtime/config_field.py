@@ -96,6 +96,7 @@ def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
         value,
         num_layers=stage_layout.num_policy_layers(config),
         layout=_counted_chunks(config),
+        depth_layers=stage_layout.depth_layers(config),
     )
 
 

@@ -640,7 +640,7 @@ def _inert(records: dict[LayerPolicy, ChoiceRecord]) -> dict[LayerPolicy, LayerP
     for larger, smaller in itertools.product(records, repeat=2):
         if (
             larger.granularity == "selective"
-            and smaller.granularity != "full"
+            and smaller.granularity in ("none", "selective")
             and set(smaller.modules) < set(larger.modules)
             and larger not in inert
             and LayerBytes.of(records[larger]) == LayerBytes.of(records[smaller])

@@ -77,7 +77,8 @@ def _depth_name(config: Any, index: int) -> str:
 def choices(
     layer: torch.nn.Module, modules: Sequence[str] | None = None, most: int = MAX_CHOICES
 ) -> Choices:
-    """A layer's choices: none, full, and every set of modules that it has and Megatron allows.
+    """A layer's choices: none, full, and every set of modules that it has and Megatron allows; of a
+    depth with a stack of its own also checkpoints inside it.
 
     Two sorts of sets are left out: those with a module that lies inside another one of the set
     (`moe` contains its experts' activation), and beyond `most` choices the largest sets.
@@ -95,8 +96,15 @@ def choices(
         if not any(set(combination) & set(RERUN_WITH.get(name, ())) for name in combination)
     )
     selective = (LayerPolicy("selective", combination) for combination in sets)
-    full = [FULL] if rules.is_allowed(layer.config, FULL) else []
+    full = _checkpoints(layer) if rules.is_allowed(layer.config, FULL) else []
     return (NONE, *full, *itertools.islice(selective, most - 1 - len(full)))
+
+
+def _checkpoints(layer: torch.nn.Module) -> list[LayerPolicy]:
+    """Full; of a depth with a stack of its own also what Megatron's block/N and uniform/1 do."""
+    size = model_layers.stack_size(layer)
+    inner = [LayerPolicy("inner", inner=n) for n in range(1, size + 1)]
+    return [FULL, *inner, *([LayerPolicy("full", inner=size)] if size else [])]
 
 
 def merged(by_rank: list[list[Kind]]) -> list[Kind]:

@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.errors import PipelineError, PolicyError
 from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import MegatronStrategy, RecomputePolicy
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from tests.hybrid_models import hybrid_chunks, hybrid_config, make_runnable, runnable
 from tests.mamba_kernels import chunk_scan, recurrence
-from tests.support import one_step, run_ranks, start_parallel, tiny_config, tiny_gpt
+from tests.support import microbatch, one_step, run_ranks, start_parallel, tiny_config, tiny_gpt
 
 pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
 pytestmark = [
@@ -58,7 +61,47 @@ def parsed(text, shard):
 def in_a_rank(pattern, policies, sizes, fields):
     start_parallel(**{name: size for name, size in sizes.items() if name != "sequence_parallel"})
     make_runnable()
+    for text in policies:
+        if text.startswith("megatron:"):
+            costs_as_in_megatron(pattern, [text], **sizes, **fields)
     return bits_of_policies(pattern, policies, sizes, fields)
+
+
+def cost(models):
+    """A step's floating-point operations, its most bytes alive, and its bits."""
+    weights = (parameter for model in models for parameter in model.parameters())
+    with FlopCounterMode(display=False) as counter:
+        step = one_step(models, num_microbatches=1)
+    with LiveBytes(static=weights) as live:
+        one_step(models, num_microbatches=1)
+    return counter.get_total_flops(), live.peak_bytes, step
+
+
+def costs_as_in_megatron(pattern, names, **fields):
+    """Operations of strategies by name, and of `full`. Asserts that strategies by name cost what a
+    model built with Megatron's own fields does.
+
+    With experts they hold less: Megatron keeps the router's graph of a recomputed layer.
+    """
+    from megatron_autorecompute.compat import stage_layout
+    from megatron_autorecompute.runtime.apply import apply
+
+    models = hybrid_chunks(hybrid_config(pattern, **fields), pattern)
+    read, flops = HybridPattern.parse(pattern), []
+    chunks = stage_layout.pipeline_layout(models[0].config, pattern=read).counted_chunks()
+    for name in names:
+        strategy = MegatronStrategy.parse(name)
+        policy = strategy.policy(read.num_layers + read.mtp_num_layers, chunks, len(read.depth))
+        own = megatron_fields.of_strategy(strategy)
+        theirs = cost(hybrid_chunks(hybrid_config(pattern, **fields, **own), pattern))
+        with apply(policy, models):
+            ours = cost(models)
+        assert ours[0] == theirs[0], (pattern, name)
+        assert ours[1] <= theirs[1] if "E" in pattern else ours[1] == theirs[1], (pattern, name)
+        assert ours[2].same_bits(theirs[2]), (pattern, name)
+        flops.append(ours[0])
+    with apply(RecomputePolicy.parse("full", num_layers=len(policy.layers)), models):
+        return flops, cost(models)[0]
 
 
 def run(pattern, policies, world, fields=None, **sizes):
@@ -78,7 +121,9 @@ def run(pattern, policies, world, fields=None, **sizes):
 ONE_RANK = {
     "*-*-": ["full,none*2,full", "full/2*2,selective[core_attn],selective[mlp]", "full/3*3,none"],
     "*E*E": ["full/2*2,selective[core_attn+layernorm],selective[moe]", "selective[layernorm]"],
-    "G-GE": ["full,none,full/2*2", "none,selective[mlp],full,selective[moe]"],
+    "G-": ["full,selective[mlp]", "full/2*2"],
+    "GE": ["full,selective[moe]", "full/2*2"],
+    "M-": ["full,selective[mlp]", "full/2*2"],
     "MEM*E/*E": [
         "full,none,full,selective[core_attn],selective[moe],full",
         "none,full/2*2,none*2,selective[core_attn+moe]",
@@ -106,6 +151,18 @@ def test_uneven_segments_recompute_the_layers_that_megatron_does():
     assert forwards["megatron:block/1"] == {0: 8, 1: 4, 2: 4, 3: 8}
 
 
+@pytest.mark.filterwarnings("ignore:recompute_method == 'block':UserWarning")
+@pytest.mark.parametrize(
+    ("pattern", "fields"),
+    [("*-/*-", {}), ("M*/*E/*E", {"mtp_use_repeated_layer": True})],
+)
+def test_megatrons_strategies_cost_by_name_what_they_cost_in_megatron(one_rank, pattern, fields):
+    names = [f"megatron:{name}" for name in ("uniform/1", "block/1", "block/2", "selective")]
+    with runnable():
+        (uniform, *others), full = costs_as_in_megatron(pattern, names, **fields)
+    assert uniform > full > max(others)  # uniform runs the layers of depths twice more
+
+
 def test_interleaved_segments_keep_their_bits():
     text = "full,none,full,full/2*2,none*3"
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
@@ -126,6 +183,41 @@ def test_expert_parallel_layers_keep_their_bits():
     assert kinds == {"attention": (0,), "moe": (1, 3), "mamba": (2,)}
 
 
+def losses_and_gradients(pattern, size):
+    """In one of two ranks: the loss of a sequence divided among `size` ranks, and gradients."""
+    start_parallel(context_parallel_size=size)
+    [model] = hybrid_chunks(
+        hybrid_config(pattern, context_parallel_size=size, dropout=0.0, mamba_num_groups=1),
+        pattern,
+        position_embedding_type="none",
+    )
+    batch, rank = microbatch(), torch.distributed.get_rank() if size > 1 else 0
+    for name in ("input_ids", "position_ids", "labels"):
+        quarters = batch[name].chunk(2 * size, 1)
+        batch[name] = torch.cat([quarters[rank], quarters[2 * size - 1 - rank]], 1)
+    loss = model(**batch).mean() / size
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found["loss"] = loss.detach()
+    for value in found.values() if size > 1 else ():
+        torch.distributed.all_reduce(value)
+    return found
+
+
+def context_parallel(pattern, policies):
+    make_runnable()
+    divided, whole = (losses_and_gradients(pattern, size) for size in (2, 1))
+    torch.testing.assert_close(divided, whole, rtol=1e-4, atol=1e-6)
+    start_parallel(context_parallel_size=2)
+    return bits_of_policies(pattern, policies, {"context_parallel_size": 2}, {})[1]
+
+
+def test_mamba_under_context_parallelism_computes_the_same_and_keeps_its_bits():
+    """By Megatron's own all-to-alls, with a group of B and C repeated for both ranks."""
+    for found in run_ranks(context_parallel, 2, "M-", ["full/2*2", "none,selective[mlp]"]):
+        assert all(same for same, _ in found.values())
+
+
 def test_the_scan_of_these_tests_is_the_recurrence_it_stands_for():
     torch.manual_seed(0)
 
@@ -143,6 +235,24 @@ def test_the_scan_of_these_tests_is_the_recurrence_it_stands_for():
             )
         ]
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("inner/1,none*2", "inner/1 on layer 0, which is no multi-token-prediction depth"),
+        ("none*2,inner/3", "on layer 2, a multi-token-prediction depth with 2 layers inside"),
+    ],
+)
+def test_checkpoints_inside_a_depth_are_refused_elsewhere(one_rank, text, said):
+    from megatron_autorecompute.runtime.apply import apply
+
+    policy = RecomputePolicy.parse(text, num_layers=3)
+    with runnable():
+        models = hybrid_chunks(hybrid_config("*-/*-"), "*-/*-")
+        with pytest.raises(PolicyError) as error:
+            apply(policy, models)
+    assert said in str(error.value)
 
 
 @pytest.mark.parametrize("pattern", [None, "*-/*E/*E"])
@@ -193,16 +303,33 @@ def test_one_layer_for_several_depths_runs_the_choice_of_each(one_rank, pattern)
         ),
     ],
 )
-def test_modules_of_another_family_are_refused_by_layer_and_symbol(one_rank, text, said):
+def test_modules_of_another_family_are_refused_by_layer_and_symbol(
+    one_rank, monkeypatch, text, said
+):
+    from megatron.core.transformer import transformer_config
+
     from megatron_autorecompute.runtime.apply import apply
 
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_, **__: True)
     with runnable():
         models = hybrid_chunks(hybrid_config("M-E*"), "M-E*")
         with apply(RecomputePolicy.parse("selective[core_attn+mlp]", num_layers=4), models):
             pass
-        with pytest.raises(PolicyError) as error:
-            apply(RecomputePolicy.parse(text, num_layers=4), models)
-    assert said in str(error.value)
+        for fp8 in (None, "e4m3"):
+            models[0].config.fp8, models[0].config.fp8_recipe = fp8, "tensorwise"
+            with pytest.raises(PolicyError) as error:
+                apply(RecomputePolicy.parse(text, num_layers=4), models)
+            assert said in str(error.value)
+
+
+def test_a_norm_whose_recompute_changes_bits_is_no_choice_on_any_family(one_rank):
+    from megatron_autorecompute.compat import model_layers, rules
+
+    with runnable():
+        models = hybrid_chunks(hybrid_config("MG*-E", normalization="RMSNorm"), "MG*-E")
+        for layer, index in model_layers.numbered_layers(models):
+            assert ("layernorm" in rules.runnable_modules(layer)) == (index > 0)
+            assert "layernorm" not in rules.usable_modules(layer)
 
 
 def test_a_pattern_of_other_numbers_than_the_config_is_refused(one_rank):

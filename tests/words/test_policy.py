@@ -16,6 +16,7 @@ CHOICES = st.one_of(
         st.lists(MODULES, min_size=1, max_size=4).map(tuple),
     ),
     st.integers(1, 5).map(lambda group: LayerPolicy("full", group=group)),
+    st.builds(LayerPolicy, st.sampled_from(["inner", "full"]), inner=st.integers(1, 5)),
 )
 
 
@@ -90,6 +91,11 @@ def test_multi_token_prediction_follows_uniform_and_ignores_block():
     block = RecomputePolicy.parse("megatron:block/2", num_layers=3, layout=layout)
     assert uniform.to_config() == ["full", "full", "full"]
     assert block.to_config() == ["full", "full", "none"]
+    of_stack = {
+        text: RecomputePolicy.parse(text, num_layers=3, layout=layout, depth_layers=3).layers[2]
+        for text in ("megatron:uniform/1", "megatron:block/2", "megatron:block/9")
+    }
+    assert [*map(str, of_stack.values())] == ["full+inner/3", "inner/2", "inner/3"]
     with pytest.raises(PolicyError, match="only uniform/1 with multi-token prediction"):
         RecomputePolicy.parse("megatron:uniform/2", num_layers=3, layout=layout)
 
@@ -107,6 +113,9 @@ def test_multi_token_prediction_follows_uniform_and_ignores_block():
         ("selective[]*4", "is not a module name"),
         ("selective[core attn]*4", "'core attn' is not a module name"),
         ("full/0*4", "a group is 1 or more"),
+        ("inner*4", "Cannot read 'inner' as a choice"),
+        ("inner/0*4", "N being 1 or more layers"),
+        ("full/2+inner/1*4", "Cannot read 'full/2"),
         ("full/3*4", r"cannot be cut into checkpoints of 3.*for example full/3\*3,full\*1"),
         ("none*0", "a run has at least one layer"),
         ("none;full", "Cannot read 'none;full'"),

@@ -10,12 +10,12 @@ bounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.stage_search.problem import (
@@ -27,19 +27,25 @@ from megatron_autorecompute.policy import LayerPolicy
 
 _FAR = 1 << 60
 """Bytes that no sum reaches."""
+_Limits = tuple[int, int]
+"""Of forwards and of backwards, in bytes."""
+
+
+def _below(one: _Limits, other: _Limits) -> bool:
+    return one[0] <= other[0] and one[1] <= other[1]
 
 
 def leanest(problem: StageProblem) -> StageChoice:
     """The choices with the lowest peak; of these, every chunk's hold the least they can."""
     chunks = [_Chunk(chunk) for chunk in problem.chunks]
-    found = _fitting(problem, chunks, _FAR)
-    low, best = problem.floor_bytes, found.choices
+    found = _fitting(problem, chunks, _FAR, np.zeros(len(chunks), np.int64))
+    low, best, held = problem.floor_bytes, found.choices, found.held
     high = _peak_bytes(problem, found)
     while low < high:
         peak = (low + high) // 2
-        found = _fitting(problem, chunks, peak)
+        found = _fitting(problem, chunks, peak, held)
         if found.fits:
-            high, best = _peak_bytes(problem, found), found.choices
+            high, best, held = _peak_bytes(problem, found), found.choices, found.held
         else:
             low = min(high, peak + found.short_bytes)
     time_ps = sum(c.time_ps(own) for c, own in zip(problem.chunks, best, strict=True))
@@ -61,9 +67,10 @@ class _Found:
     """With fewer more nothing would have come out differently."""
 
 
-def _fitting(problem: StageProblem, chunks: Sequence[_Chunk], peak: int) -> _Found:
-    held = np.zeros(len(chunks), np.int64)
-    most: list[tuple[int, int]] = [(-1, -1)] * len(chunks)
+def _fitting(problem: StageProblem, chunks: Sequence[_Chunk], peak: int, held: Ints) -> _Found:
+    """Whether anything has such a peak; chunks hold no less than they do under a higher one."""
+    held = held.copy()
+    most: list[_Limits | None] = [None] * len(chunks)
     ways: list[_Way | None] = [None] * len(chunks)
     short_bytes, rising = _FAR, True
     while rising:
@@ -78,7 +85,7 @@ def _fitting(problem: StageProblem, chunks: Sequence[_Chunk], peak: int) -> _Fou
             if asked == most[c]:
                 continue
             most[c] = asked
-            way = chunk.least(*asked)
+            way = chunk.least(asked)
             short_bytes = min(short_bytes, way.short_bytes)
             if way.held is None:
                 return _Found(False, (), held, np.zeros((2, 0), np.int64), short_bytes)
@@ -103,65 +110,56 @@ class _Way:
 
     held: int | None
     """None where no choices stay below the limits."""
-    highest: tuple[int, int]
+    highest: _Limits
     choices: tuple[LayerPolicy, ...]
     short_bytes: int
     """With limits higher by fewer, the same would have come out."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Options:
-    """What may begin at one position, `[option]`, in order of layers."""
+    """What may begin at one position of a chunk.
 
-    size: Ints
-    """Layers."""
-    held: Ints
-    reach: Ints
-    """`[direction, option]` highest point, counted from what is held before."""
-    policies: tuple[LayerPolicy, ...]
-    ids: Ints
-    """A number for each of them."""
-    alone: int
-    """How many are of one layer; they come first."""
+    A choice of one layer has its number in `names`, a group of n layers the number -n.
+    """
 
-    @classmethod
-    def of(cls, chunk: ChunkProblem, position: int, ids: dict[LayerPolicy, int]) -> _Options:
-        """Every choice of one layer, then every checkpoint around several."""
+    def __init__(self, chunk: ChunkProblem, position: int, names: list[LayerPolicy]) -> None:
         single, group = chunk.singles[position], chunk.groups[position]
-        several = slice(1, len(group.held_bytes))
-        alone = len(single.policies)
-        sizes = np.concatenate([np.ones(alone, np.int64), np.arange(2, len(group.held_bytes) + 1)])
-        ends_chunk = (position + sizes == len(chunk.layers)) & (not chunk.after)
-        keeps = np.concatenate([single.keeps, np.ones(len(sizes) - alone, np.int64)])
-        held = np.concatenate([single.held, group.held_bytes[several]])
-        forward = np.concatenate([single.forward, group.forward_transient_bytes[several]])
-        backward = np.concatenate([single.backward, group.backward_transient_bytes[several]])
-        backward = backward + chunk.output_gradient_bytes * (1 - keeps * ends_chunk)
-        groups = tuple(LayerPolicy("full", group=int(size)) for size in sizes[alone:])
-        policies = (*single.policies, *groups)
-        reach = held + np.stack([forward, backward])
-        kept = _not_worse(np.stack([held, *reach], axis=1), alone)
-        numbers = np.array([ids.setdefault(policy, len(ids)) for policy in policies], np.int64)
-        return cls(
-            sizes[kept],
-            held[kept],
-            reach[:, kept],
-            tuple(policies[i] for i in kept),
-            numbers[kept],
-            sum(i < alone for i in kept),
-        )
+        left, gradient = len(chunk.layers) - position, chunk.output_gradient_bytes
+        # A checkpoint at the end of the chunk already counts the gradient of its output.
+        at_end = left == 1 and not chunk.after
+        forward = single.held + single.forward
+        backward = single.held + single.backward + gradient * (1 - single.keeps * at_end)
+        names += [policy for policy in single.policies if policy not in names]
+        numbers = map(names.index, single.policies)
+        columns = *(column.tolist() for column in (single.held, forward, backward)), numbers
+        self.alone = _not_worse(zip(*columns, range(len(single.held)), strict=True))
+        """(held, highest in forward, in backward, number, place in the profile), without what is
+        held before."""
+        self.held = group.held_bytes[1:]
+        """`[group]` of 2 layers and more, as the next ones."""
+        self.forward = self.held + group.forward_transient_bytes[1:]
+        self.backward = self.held + group.backward_transient_bytes[1:] + gradient
+        if len(self.held) == left - 1 and not chunk.after:
+            self.backward[-1:] -= gradient
+        self.sizes = np.arange(2, len(self.held) + 2)
+
+    def reach(self, number: int) -> tuple[int, int]:
+        """The highest points of an option."""
+        if number < 0:
+            return int(self.forward[-number - 2]), int(self.backward[-number - 2])
+        return next(own[1:3] for own in self.alone if own[3] == number)
 
 
-def _not_worse(costs: Ints, alone: int) -> list[int]:
-    """Options without those of one layer, the first ones, that are nowhere better than another."""
-    rows = costs[:alone].tolist()
-    worse = {
-        i
-        for i, own in enumerate(rows)
-        for j, other in enumerate(rows)
-        if all(a <= b for a, b in zip(other, own, strict=True)) and (other != own or j < i)
-    }
-    return [i for i in range(len(costs)) if i not in worse]
+_Alone = tuple[int, int, int, int, int]
+
+
+def _not_worse(options: Iterable[_Alone]) -> list[_Alone]:
+    """Those that are better in something than every other, in order of what they hold."""
+    kept: list[_Alone] = []
+    for own in sorted(options, key=itemgetter(0, 1, 2)):
+        if not any(other[1] <= own[1] and other[2] <= own[2] for other in kept):
+            kept.append(own)
+    return sorted(kept, key=itemgetter(0, 4))
 
 
 class _Chunk:
@@ -169,113 +167,126 @@ class _Chunk:
 
     def __init__(self, chunk: ChunkProblem) -> None:
         self.chunk = chunk
-        self._known: dict[tuple[int, int], _Way] = {}
+        self.names: list[LayerPolicy] = []
+        self._known: list[tuple[_Limits, _Way]] = []
 
     @cached_property
     def options(self) -> list[_Options]:
         """Per position."""
-        ids: dict[LayerPolicy, int] = {}
-        return [_Options.of(self.chunk, i, ids) for i in range(len(self.chunk.layers))]
+        return [_Options(self.chunk, i, self.names) for i in range(len(self.chunk.layers))]
 
     @cached_property
-    def _ends(self) -> tuple[tuple[int, Ints], tuple[int, Ints]]:
-        """(held, `[direction]` highest point) of the units before the layers, and after them."""
+    def _ends(self) -> tuple[tuple[int, _Limits], tuple[int, _Limits]]:
+        """(held, highest points) of the units before the layers, and of those after them."""
         found = []
         for units in (self.chunk.before, self.chunk.after):
-            held, highest = 0, np.zeros(2, np.int64)
+            held = forward = backward = 0
             for unit in units:
                 held += unit.held_bytes
-                backward = unit.backward_transient_bytes + self.chunk.output_gradient_bytes
-                own = np.array([unit.forward_transient_bytes, backward], np.int64)
-                highest = np.maximum(highest, held + own)
-            found.append((held, np.maximum(highest, held)))
+                gradient = self.chunk.output_gradient_bytes
+                forward = max(forward, held + unit.forward_transient_bytes)
+                backward = max(backward, held + unit.backward_transient_bytes + gradient)
+            found.append((held, (max(forward, held), max(backward, held))))
         return found[0], found[1]
 
-    def least(self, forward_limit: int, backward_limit: int) -> _Way:
-        """The choices that hold the least of those below both limits."""
-        asked = forward_limit, backward_limit
-        if asked not in self._known:
-            self._known[asked] = self._least(np.array(asked, np.int64))
-        return self._known[asked]
+    def least(self, limits: _Limits) -> _Way:
+        """The choices that hold the least of those below both limits.
 
-    def _least(self, limit: Ints) -> _Way:
+        What is found below some limits is the answer below all lower ones that it meets, too.
+        """
+        for known, way in self._known:
+            if _below(limits, known) and _below(way.highest, limits):
+                return way
+        self._known.append((limits, self._least(limits)))
+        return self._known[-1][1]
+
+    def _least(self, limits: _Limits) -> _Way:
         (before, before_reach), (after, after_reach) = self._ends
-        walk = _Walk(self.options, limit)
+        walk = _Walk(self.options, limits)
         if walk.may(before_reach):
             walk.begin(before)
             for position in range(len(self.options)):
                 walk.go_on(position)
         total = int(walk.held[-1])
-        if total >= _FAR or not walk.may(total + after_reach):
-            return _Way(None, (0, 0), (), walk.short_bytes)
-        choices, highest = walk.back()
-        highest = np.maximum(np.maximum(highest, before_reach), total + after_reach)
-        pair = int(highest[0]), int(highest[1])
-        return _Way(total + after, pair, choices, walk.short_bytes)
+        after_reach = total + after_reach[0], total + after_reach[1]
+        if total >= _FAR or not walk.may(after_reach):
+            return _Way(None, (-_FAR, -_FAR), (), walk.short_bytes)
+        choices, reach = walk.back(self.names)
+        forward, backward = map(max, reach, before_reach, after_reach)
+        return _Way(total + after, (forward, backward), choices, walk.short_bytes)
 
 
 class _Walk:
-    """From the first layer of a chunk to its last: the least held before each, below a limit."""
+    """From the first layer of a chunk to its last: the least held before each, below limits."""
 
-    def __init__(self, options: Sequence[_Options], limit: Ints) -> None:
-        self.options, self.limit = options, limit
+    def __init__(self, options: Sequence[_Options], limits: _Limits) -> None:
+        self.options, self.limits = options, limits
         count = len(options) + 1
         self.held, self.runs = np.full(count, _FAR), np.zeros(count, np.int64)
-        self.came = np.full((count, 2), -1)
-        """(position, option) before."""
-        self.last = np.full(count, -1)
-        """The option's id."""
+        self.came = np.full(count, -1)
+        """Position before."""
+        self.by = np.full(count, _FAR)
+        """Number of the option with which it came from there."""
         self.short_bytes = _FAR
 
     def begin(self, held: int) -> None:
         """With what the units before the layers hold."""
         self.held[0] = held
 
-    def may(self, reach: Ints) -> bool:
-        """Whether points stay below the limit; otherwise by how much it is short."""
-        over = int((reach - self.limit).max())
+    def may(self, reach: _Limits) -> bool:
+        """Whether points stay below the limits; otherwise by how much they are short."""
+        over = max(reach[0] - self.limits[0], reach[1] - self.limits[1])
         if over > 0:
             self.short_bytes = min(self.short_bytes, over)
         return over <= 0
 
     def go_on(self, position: int) -> None:
         """With every option at a position."""
-        held, options = int(self.held[position]), self.options[position]
-        if held >= _FAR:
-            return
-        over = (options.reach + (held - self.limit)[:, None]).max(axis=0)
-        self.short_bytes = min(self.short_bytes, int(over[over > 0].min(initial=_FAR)))
-        runs = self.runs[position] + (options.ids != self.last[position])
-        alone = [i for i in range(options.alone) if over[i] <= 0]
-        if alone:
-            best = min(alone, key=lambda i: (int(options.held[i]), int(runs[i]), i))
-            self._reach(position, np.array([best]), held, runs)
-        self._reach(
-            position, options.alone + np.flatnonzero(over[options.alone :] <= 0), held, runs
-        )
+        held = int(self.held[position])
+        if held < _FAR:
+            self._alone(position, held)
+            if len(self.options[position].held):
+                self._together(position, held)
 
-    def _reach(self, position: int, which: NDArray[np.intp], held: int, runs: Ints) -> None:
-        """Where options of unlike length end, if nothing better does."""
+    def _alone(self, position: int, held: int) -> None:
+        to, best = position + 1, (int(self.held[position + 1]), int(self.runs[position + 1]))
+        runs, last = int(self.runs[position]), int(self.by[position])
+        for own, forward, backward, number, _ in self.options[position].alone:
+            if held + own > best[0]:
+                break
+            if self.may((held + forward, held + backward)):
+                found = held + own, runs + (number != last)
+                if found < best:
+                    best = self.held[to], self.runs[to] = found
+                    self.came[to], self.by[to] = position, number
+
+    def _together(self, position: int, held: int) -> None:
         options = self.options[position]
-        to, total = position + options.size[which], held + options.held[which]
-        better = (total < self.held[to]) | (
-            (total == self.held[to]) & (runs[which] < self.runs[to])
-        )
-        which, to = which[better], to[better]
-        self.held[to], self.runs[to] = total[better], runs[which]
-        self.came[to, 0], self.came[to, 1] = position, which
-        self.last[to] = options.ids[which]
+        forward, backward = self.limits[0] - held, self.limits[1] - held
+        over = np.maximum(options.forward - forward, options.backward - backward)
+        self.short_bytes = min(self.short_bytes, int(over[over > 0].min(initial=_FAR)))
+        to = slice(position + 2, position + 2 + len(over))
+        total = held + options.held
+        runs = self.runs[position] + (options.sizes != -self.by[position])
+        better = total < self.held[to]
+        better |= (total == self.held[to]) & (runs < self.runs[to])
+        which = np.flatnonzero(better & (over <= 0))
+        if len(which):
+            at = which + position + 2
+            self.held[at], self.runs[at], self.came[at] = total[which], runs[which], position
+            self.by[at] = -options.sizes[which]
 
-    def back(self) -> tuple[tuple[LayerPolicy, ...], Ints]:
-        """The choices that led to the end, and their `[direction]` highest point."""
-        choices: tuple[LayerPolicy, ...] = ()
-        highest, place = np.zeros(2, np.int64), len(self.options)
+    def back(self, names: Sequence[LayerPolicy]) -> tuple[tuple[LayerPolicy, ...], _Limits]:
+        """The choices that led to the end, and their highest points."""
+        choices: list[LayerPolicy] = []
+        forward, backward, place = 0, 0, len(self.options)
         while place:
-            place, option = self.came[place].tolist()
-            own = self.options[place]
-            choices = (own.policies[option],) * int(own.size[option]) + choices
-            highest = np.maximum(highest, self.held[place] + own.reach[:, option])
-        return choices, highest
+            number, size, place = int(self.by[place]), place, int(self.came[place])
+            size -= place
+            choices += [names[number] if number >= 0 else LayerPolicy("full", group=size)] * size
+            held, own = int(self.held[place]), self.options[place].reach(number)
+            forward, backward = max(forward, held + own[0]), max(backward, held + own[1])
+        return tuple(reversed(choices)), (forward, backward)
 
 
 def _runs(choices: Sequence[LayerPolicy]) -> int:
