@@ -306,9 +306,11 @@ class Measurement:
         return max(found, default=self.boundary_bytes)
 
     def _spans(self, one: Pass) -> Iterator[Span]:
-        """The spans of a pass; the head has the loss that runs outside the model after it."""
+        """The spans of a pass. In a loop of its own kind the loss runs outside the model: it is the
+        head's, with all that is done until the next pass begins."""
         for span in spans(one, self._clock):
-            if span.place == "head" and one.phase == "forward" and one.after is not None:
+            ends = span.place == "head" and one.phase == "forward"
+            if ends and self.points is not None and one.after is not None:
                 yield self._with_loss(one, span, one.after)
             else:
                 yield span
@@ -319,9 +321,7 @@ class Measurement:
         peak_bytes, end = max(head.peak_bytes, after.peak_bytes), one.marks[-1]
         follows = one.backward is not None and one.backward.marks[0] is after
         kept_bytes = 0 if follows else max(0, after.current_bytes - end.current_bytes)
-        more_ms = 0.0
-        if follows and self.points is not None:
-            more_ms = self._clock.ms_between(end.at, after.at)
+        more_ms = self._clock.ms_between(end.at, after.at) if follows else 0.0
         return replace(
             head,
             peak_bytes=peak_bytes,
