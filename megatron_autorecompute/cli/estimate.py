@@ -6,7 +6,7 @@ import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Group
@@ -27,7 +27,7 @@ from megatron_autorecompute.cli.output import (
 from megatron_autorecompute.cli.profile_view import profile_view
 from megatron_autorecompute.cli.values import at_least, file, number_of_gib
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta.devices import Device, Efficiency, device
+from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency, device
 from megatron_autorecompute.meta.job import Job, load_job
 from megatron_autorecompute.meta.measured import with_measured
 from megatron_autorecompute.meta.outside_torch import outside_torch
@@ -101,7 +101,8 @@ def add_options(parser: ArgumentParser) -> None:
 def estimate(args: Namespace) -> None:
     """The command, without a change to how warnings are shown."""
     output = checked_output(args)
-    job, gpu, efficiency = read_job(args), device(args.gpu), read_efficiency(args.efficiency)
+    job, gpu = read_job(args), device(args.gpu)
+    efficiency = read_efficiency(args.efficiency, gpu)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
     if args.measured and args.sensitivity:
         raise OptionError(
@@ -121,7 +122,8 @@ def estimate(args: Namespace) -> None:
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
     budget = budget_words(gpu, args.reserve_gib, job)
-    show_profile(args, profile, output, budget_bytes, [budget, *lines])
+    said = [step_end_words(profile, gpu), budget, *lines]
+    show_profile(args, profile, output, budget_bytes, said)
 
 
 def show_profile(
@@ -140,6 +142,15 @@ def show_profile(
         print(
             streams.printable(f"Written to {output}. Next:\n{plan_command(output, budget_bytes)}")
         )
+
+
+def step_end_words(profile: Profile, gpu: Device) -> str:
+    """What a step takes that no plan changes."""
+    return (
+        f"Besides its microbatches a step takes {profile.step_end_ms:,.0f} ms (modelled for "
+        f"{gpu.name}: data-parallel collectives that nothing hides, the optimizer); steps of "
+        "plans are without it."
+    )
 
 
 def budget_words(gpu: Device, reserve_gib: float | None, job: Job) -> str:
@@ -207,9 +218,8 @@ def read_job(args: Namespace) -> Job:
     return job_from_flags(args.megatron_flags, args.num_gpus)
 
 
-def read_efficiency(text: str | None) -> Efficiency:
-    """`gemm=0.6,bandwidth=0.8` over the defaults; raises OptionError for anything else."""
-    known = [field.name for field in fields(Efficiency)]
+def read_efficiency(text: str | None, gpu: Device) -> Efficiency:
+    """`gemm=0.6,bandwidth=0.8` over the device's own; raises OptionError for anything else."""
     shares: dict[str, float] = {}
     for part in text.split(",") if text else ():
         name, _, value = part.partition("=")
@@ -217,12 +227,12 @@ def read_efficiency(text: str | None) -> Efficiency:
             shares[name] = float(value)
         except ValueError:
             shares[name] = 0.0
-        if name not in known or not 0 < shares[name] <= 1:
+        if name not in SHARES or not 0 < shares[name] <= 1:
             raise OptionError(
                 f"Cannot read {part!r} in --efficiency: write NAME=SHARE with a share over 0 and "
-                f"at most 1; names are {', '.join(known)}."
+                f"at most 1; names are {', '.join(SHARES)}."
             )
-    return Efficiency(**shares)
+    return replace(gpu.reaches, **shares)
 
 
 def reserve_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:

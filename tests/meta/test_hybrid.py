@@ -112,6 +112,49 @@ def test_mambas_scan_saves_what_mamba_ssm_does():
     assert normed == listed([((length, 1, groups), FP32), ((length, 1, inner), BF16)])
 
 
+def saved_in(asked, part, *shape):
+    """What a part of the job's first layer saves for an input of this shape."""
+    with model.meta_megatron(asked):
+        config, sizes = model.megatron_config(asked, {}), model.step_shape(asked, 1)
+        with fake_ranks(config, 0, sizes), torch.device("meta"):
+            chunk = model.build_chunk(config, True, True, None, sizes, job=asked).to(BF16)
+            module = chunk.decoder.layers[0].get_submodule(part)
+            return saved(module, torch.empty(shape, dtype=BF16, requires_grad=True))
+
+
+def test_mamba_under_context_parallelism_saves_all_tokens_of_a_part_of_the_heads():
+    kept = saved_in(job("M", num_gpus=2, context_parallel_size=2), "mixer", 2048, 1, 2688)
+    inner, groups, heads = 64 * 64, 8, 64  # tokens: 4096, of which a rank has half
+    projected = 2 * inner + 2 * groups * 128 + heads
+    activations = [entry for entry in kept if entry[0][:2] in ((1, 4096), (2048, 1))]
+    assert activations == listed(
+        [
+            ((2048, 1), FP32),  # the first norm's statistics and its input
+            ((2048, 1, 2688), BF16),
+            ((2048, 1, 2688), BF16),  # the projection's input
+            ((1, 4096, projected // 2), BF16),  # of the scan, after the all-to-all
+            ((1, 4096, inner // 2), BF16),
+            ((2048, 1, inner), BF16),  # the gated norm, after the all-to-all back
+            ((2048, 1, groups), FP32),
+            ((2048, 1, inner), BF16),  # the output projection's input
+        ]
+    )
+
+
+def test_the_linear_layers_of_latent_experts_save_their_input_and_weight():
+    latent = job("E", moe_latent_size=256)
+    assert saved_in(latent, "mlp.fc1_latent_proj", 4096, 1, 2688) == listed(
+        [((4096, 1, 2688), BF16), ((256, 2688), BF16)]
+    )
+    assert saved_in(latent, "mlp.fc2_latent_proj", 4096, 1, 256) == listed(
+        [((4096, 1, 256), BF16), ((2688, 256), BF16)]
+    )
+    # The experts' tokens are as wide as the latent space: top 6 of 4096.
+    kept = saved_in(latent, "mlp", 4096, 1, 2688)
+    assert ((4096 * 6, 256), BF16) in kept
+    assert not any(shape[:1] == (4096 * 6,) and shape[-1] == 2688 for shape, _ in kept)
+
+
 def test_gated_delta_rule_saves_what_fla_does():
     from megatron_autorecompute.meta import gated_delta
 
@@ -170,6 +213,7 @@ def test_plans_are_what_megatrons_schedule_does(monkeypatch, pattern, fields):
         ("M-GE", {}, "'G' at position 2 of hybrid_layer_pattern needs linear_key_head_dim"),
         ("-E", {"num_moe_experts": None}, "'E' at position 1 of hybrid_layer_pattern needs num_m"),
         ("-+", {}, "'+' at position 1 of hybrid_layer_pattern needs multi_latent_attention"),
+        ("-M", {"use_mamba_mem_eff_path": False}, "'M' at position 1 of hybrid_layer_pattern with"),
         ("-M", {"tensor_model_parallel_size": 3, "num_gpus": 3}, "'M' at position 1 of hybrid_la"),
         ("-*|*", {"num_layers_in_first_pipeline_stage": 1}, "places layers by |"),
     ],
