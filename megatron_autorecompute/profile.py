@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -26,6 +26,7 @@ from pydantic import AfterValidator, Field
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.lines import Line, RecordLines
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.work_order import contains, ordered_ms
 
@@ -122,6 +123,26 @@ class BytesAt:
 
 
 @dataclass(frozen=True, slots=True)
+class PartBytes:
+    """A part of a layer that EP overlap runs beside another microbatch's: attention with norms and
+    router, dispatch, experts, combine. Live bytes above the layer's base, its input or the gradient
+    of its output included."""
+
+    forward_peak_bytes: Bytes
+    """Highest while the part's forward runs."""
+    forward_end_bytes: Bytes
+    """When it has run."""
+    backward_peak_bytes: Bytes
+    """Highest while its backward runs; backwards run from the last part to the first."""
+    backward_end_bytes: Bytes
+    """When that has run; of the first part with what the layer keeps until its next forward."""
+
+    def each(self, change: Callable[[int], int]) -> PartBytes:
+        """The same change applied to all."""
+        return PartBytes(*(change(getattr(self, one.name)) for one in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceRecord:
     """Cost of one choice on one layer of a kind, for one microbatch."""
 
@@ -155,6 +176,11 @@ class ChoiceRecord:
     arithmetic; 0 where all is measured, or all is modelled."""
     percentiles: tuple[BytesAt, ...] = ()
     """Measured MoE layers: the byte figures at percentiles; the fields above are the maximum."""
+    lines: RecordLines | None = None
+    """The figures above as lines in the tokens of a microbatch; None: they hold for one length."""
+    parts: tuple[PartBytes, ...] = ()
+    """With EP overlap: the layer's parts, in the order of their forwards. Without them the whole
+    layer counts beside another microbatch's."""
 
     @property
     def policy(self) -> LayerPolicy:
@@ -308,6 +334,10 @@ class ScheduleOverhead:
     """The most alive in a forward: masks, token ids, what `forward_step` keeps."""
     backward_bytes: Bytes
     """The most alive in a backward."""
+    forward_line: Line | None = None
+    """forward_bytes as a line in the tokens of all microbatches of a call; None: one length."""
+    backward_line: Line | None = None
+    """backward_bytes likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,6 +470,9 @@ class Profile:
     """One tensor between two stages: sequence * micro-batch * hidden * element size, per rank."""
     stages: tuple[StageRecord, ...] = ()
     """Stage facts, first stage first, for the layout they were measured at; may be empty."""
+    step_end_ms: StepMilliseconds = 0.0
+    """Time of a step besides its microbatches: data-parallel collectives and the optimizer.
+    Modelled; 0 where it is not known. Costs of policies are without it."""
     measured_step: MeasuredStep | None = None
     """A whole step in Megatron's timers and torch's memory statistics; None: not recorded."""
     embedding_static: StaticBytes | None = None
@@ -453,6 +486,8 @@ class Profile:
     """Megatron's setting of that name: outputs sent on are freed at once."""
     overlap_p2p_comm: bool = True
     """Megatron's setting of that name, for interleaved schedules: tensors are received early."""
+    boundary_line: Line | None = None
+    """boundary_bytes as a line in the tokens of a microbatch; None: lengths do not vary."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """Versions, device, settings: a plan is used again only if all of them are equal."""
     assumptions: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ import contextlib
 import torch
 from torch.nn import functional
 
+from megatron_autorecompute.meta.mamba import rearrange, repeat
 from megatron_autorecompute.patched import patched
 
 SIZES = {
@@ -108,14 +109,6 @@ class GroupNorm(torch.nn.Module):
         return y.flatten(-2).to(x.dtype) * self.weight
 
 
-def rearrange(tensor, pattern, **_):
-    """einops, as far as MambaMixer's training path needs it."""
-    if pattern in ("l b d -> b l d", "b l d -> l b d"):
-        return tensor.transpose(0, 1)
-    assert pattern == "d 1 w -> d w", pattern
-    return tensor.squeeze(1)
-
-
 @contextlib.contextmanager
 def stand_ins():
     """In this block Megatron's MambaMixer is built and run with these functions."""
@@ -123,6 +116,7 @@ def stand_ins():
 
     replaced = [
         (mamba_context_parallel, "HAVE_EINOPS", True),
+        (mamba_context_parallel, "repeat", repeat),
         (mamba_mixer, "HAVE_MAMBA_SSM", True),
         (mamba_mixer, "HAVE_EINOPS", True),
         (mamba_mixer, "rearrange", rearrange),

@@ -6,7 +6,7 @@ import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Group
@@ -27,7 +27,7 @@ from megatron_autorecompute.cli.output import (
 from megatron_autorecompute.cli.profile_view import profile_view
 from megatron_autorecompute.cli.values import at_least, file, number_of_gib
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta.devices import Device, Efficiency, device
+from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency, device
 from megatron_autorecompute.meta.job import Job, load_job
 from megatron_autorecompute.meta.measured import with_measured
 from megatron_autorecompute.meta.outside_torch import outside_torch
@@ -68,6 +68,12 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="see docs/no-device.md")
     parser.add_argument("--recipe", metavar="NAME", help="a recipe function of Megatron Bridge")
     parser.add_argument(
+        "--vocab-size",
+        type=at_least(1),
+        metavar="N",
+        help="with a recipe that leaves it to its tokenizer",
+    )
+    parser.add_argument(
         "--num-gpus", type=at_least(1), metavar="N", help="world size, with flags or a recipe"
     )
     parser.add_argument(
@@ -95,7 +101,8 @@ def add_options(parser: ArgumentParser) -> None:
 def estimate(args: Namespace) -> None:
     """The command, without a change to how warnings are shown."""
     output = checked_output(args)
-    job, gpu, efficiency = read_job(args), device(args.gpu), read_efficiency(args.efficiency)
+    job, gpu = read_job(args), device(args.gpu)
+    efficiency = read_efficiency(args.efficiency, gpu)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
     if args.measured and args.sensitivity:
         raise OptionError(
@@ -115,7 +122,8 @@ def estimate(args: Namespace) -> None:
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
     budget = budget_words(gpu, args.reserve_gib, job)
-    show_profile(args, profile, output, budget_bytes, [budget, *lines])
+    said = [step_end_words(profile, gpu), budget, *lines]
+    show_profile(args, profile, output, budget_bytes, said)
 
 
 def show_profile(
@@ -134,6 +142,15 @@ def show_profile(
         print(
             streams.printable(f"Written to {output}. Next:\n{plan_command(output, budget_bytes)}")
         )
+
+
+def step_end_words(profile: Profile, gpu: Device) -> str:
+    """What a step takes that no plan changes."""
+    return (
+        f"Besides its microbatches a step takes {profile.step_end_ms:,.0f} ms (modelled for "
+        f"{gpu.name}: data-parallel collectives that nothing hides, the optimizer); steps of "
+        "plans are without it."
+    )
 
 
 def budget_words(gpu: Device, reserve_gib: float | None, job: Job) -> str:
@@ -193,7 +210,7 @@ def read_job(args: Namespace) -> Job:
     if args.recipe is not None:
         from megatron_autorecompute.meta.recipe import job_from_recipe
 
-        return job_from_recipe(args.recipe, args.num_gpus)
+        return job_from_recipe(args.recipe, args.num_gpus, args.vocab_size)
     if args.num_gpus is None:
         raise OptionError("Flags of pretrain_gpt.py do not say how many GPUs: add --num-gpus N.")
     from megatron_autorecompute.meta.flags import job_from_flags
@@ -201,9 +218,8 @@ def read_job(args: Namespace) -> Job:
     return job_from_flags(args.megatron_flags, args.num_gpus)
 
 
-def read_efficiency(text: str | None) -> Efficiency:
-    """`gemm=0.6,bandwidth=0.8` over the defaults; raises OptionError for anything else."""
-    known = [field.name for field in fields(Efficiency)]
+def read_efficiency(text: str | None, gpu: Device) -> Efficiency:
+    """`gemm=0.6,bandwidth=0.8` over the device's own; raises OptionError for anything else."""
     shares: dict[str, float] = {}
     for part in text.split(",") if text else ():
         name, _, value = part.partition("=")
@@ -211,12 +227,12 @@ def read_efficiency(text: str | None) -> Efficiency:
             shares[name] = float(value)
         except ValueError:
             shares[name] = 0.0
-        if name not in known or not 0 < shares[name] <= 1:
+        if name not in SHARES or not 0 < shares[name] <= 1:
             raise OptionError(
                 f"Cannot read {part!r} in --efficiency: write NAME=SHARE with a share over 0 and "
-                f"at most 1; names are {', '.join(known)}."
+                f"at most 1; names are {', '.join(SHARES)}."
             )
-    return Efficiency(**shares)
+    return replace(gpu.reaches, **shares)
 
 
 def reserve_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:

@@ -81,13 +81,13 @@ def _profile(args: Namespace) -> None:
         if given:
             raise without_effect(option, "--device", "the layers' times are measured")
     output = checked_output(args)
-    efficiency = read_efficiency(args.efficiency)
     # Loads torch and Megatron, which estimate needs only later.
     from megatron_autorecompute.one_device.build import device_of
     from megatron_autorecompute.one_device.profiling import profile_on_device
 
     where = device_of(args.device)
     job, gpu = _job(args, where), _gpu(args, where)
+    efficiency = read_efficiency(args.efficiency, gpu)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
     with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
         profile = profile_on_device(

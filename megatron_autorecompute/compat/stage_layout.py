@@ -25,19 +25,39 @@ def pattern_of(holder: Any) -> HybridPattern | None:
     Raises PipelineError for a pattern that Megatron does not build, or that does not match the
     config's num_layers and mtp_num_layers.
     """
-    texts = (getattr(holder, name, None) for name in _PATTERN_NAMES)
-    text = next((text for text in texts if isinstance(text, str)), None)
+    config = getattr(holder, "config", holder)
+    text = _text_of(holder, config)
     if text is None:
         return None
-    config = getattr(holder, "config", holder)
     pattern = HybridPattern.parse(text)
-    return pattern.check_numbers(int(config.num_layers), int(config.mtp_num_layers or 0))
+    # Bridge's providers set num_layers from the pattern when they are finalised.
+    num_layers = pattern.num_layers if config.num_layers is None else int(config.num_layers)
+    return pattern.check_numbers(num_layers, int(config.mtp_num_layers or 0))
+
+
+def _text_of(holder: Any, config: TransformerConfig) -> str | None:
+    texts = (getattr(holder, name, None) for name in _PATTERN_NAMES)
+    text = next((text for text in texts if isinstance(text, str)), None)
+    depth = getattr(holder, "mtp_hybrid_override_pattern", None)
+    if text is None or not isinstance(depth, str):
+        return text
+    # Bridge's configs append the depths when they are finalised.
+    return "/".join([text.partition("/")[0], *[depth] * int(config.mtp_num_layers or 0)])
 
 
 def note_pattern(config: TransformerConfig, text: str | None) -> None:
     """Make a config say the pattern of the model that is built from it."""
     if text is not None:
         vars(config)[_NOTED] = text
+
+
+def transformer_config(model_config: Any) -> Any:
+    """The config that layers are built from, which says the pattern: a provider of Bridge itself,
+    or what is inside a ModelConfig (of Megatron since 0.18, of Bridge since 0.4)."""
+    config = vars(model_config).get("transformer", model_config)
+    if config is not model_config:
+        note_pattern(config, _text_of(model_config, config))
+    return config
 
 
 def lacks_pattern(config: TransformerConfig) -> bool:
@@ -47,7 +67,9 @@ def lacks_pattern(config: TransformerConfig) -> bool:
 
 def num_policy_layers(config: TransformerConfig, encoder_layers: int = 0) -> int:
     """How many layers a policy for this model covers, multi-token-prediction depths included."""
-    return encoder_layers + int(config.num_layers) + int(config.mtp_num_layers or 0)
+    pattern = pattern_of(config) if config.num_layers is None else None
+    decoder = int(config.num_layers) if pattern is None else pattern.num_layers
+    return encoder_layers + decoder + int(config.mtp_num_layers or 0)
 
 
 def depth_layers(config: TransformerConfig) -> int:
@@ -93,8 +115,6 @@ def counted_chunks(config: TransformerConfig, encoder_layers: int = 0) -> list[l
 
     In model order, one list for every pipeline chunk; an encoder's come first.
     """
-    chunks = pipeline_layout(config).chunk_layers()
-    decoder = [
-        [encoder_layers + index for index in chunk if index < config.num_layers] for chunk in chunks
-    ]
+    layout = pipeline_layout(config)
+    decoder = [[encoder_layers + index for index in chunk] for chunk in layout.counted_chunks()]
     return [list(range(encoder_layers)), *decoder] if encoder_layers else decoder

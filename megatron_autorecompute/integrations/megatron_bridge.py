@@ -94,8 +94,9 @@ def set_policy(model: Any, policy: str | list[str] | dict[str, Any] | None) -> N
 
 
 def _core_config(model: Any) -> Any:
-    """The config that layers are built from: a provider itself, or inside a ModelConfig (0.4)."""
-    return vars(model).get("transformer", model)
+    from megatron_autorecompute.compat import stage_layout
+
+    return stage_layout.transformer_config(model)
 
 
 # --- a policy in Megatron's own fields ------------------------------------------------------------
@@ -123,8 +124,7 @@ def _chunks(config: Any) -> list[tuple[int, ...]]:
     """Decoder layers of every pipeline chunk; needs no finalised config."""
     from megatron_autorecompute.compat import stage_layout
 
-    chunks = stage_layout.pipeline_layout(config).chunk_layers()
-    return [tuple(i for i in chunk if i < config.num_layers) for chunk in chunks]
+    return list(stage_layout.pipeline_layout(config).counted_chunks())
 
 
 # --- before training ------------------------------------------------------------------------------

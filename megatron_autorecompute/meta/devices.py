@@ -1,7 +1,8 @@
-"""Peak rates of devices, and the shares of them that operations are assumed to reach.
+"""Peak rates of devices, and what kernels and collectives are taken to reach of them.
 
-Peaks come from `devices.json`, which names their sources. The shares are assumptions, printed with
-every result; nothing here is measured.
+Both come from `devices.json`, which names the source of every figure: a datasheet, somebody's
+measured kernels, the measured steps that it was fitted on, or a guess. What is assumed is printed
+with every result. docs/decisions/time-model.md says why these parameters.
 """
 
 from __future__ import annotations
@@ -9,32 +10,57 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
+from typing import Any
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.units import GIB
 
 _SAYS_NOTHING = re.compile(r"nvidia|gpu|sxm\d?|hbm\d?e?")
 """Words of a GPU's name that every known device could have."""
+_NO_DEVICE = ("units", "sources")
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Assumed shares of the peaks that kernels reach; they are the same for all choices."""
+    """What a device reaches of its peaks, and its fixed times; the same for all choices. By default
+    the peaks, and no fixed times."""
 
-    gemm: float = 0.6
-    """Matrix products."""
-    attention: float = 0.5
-    """Fused attention."""
-    bandwidth: float = 0.8
-    """Device memory, for kernels that mostly move bytes."""
-    communication: float = 0.7
-    """Links between devices."""
+    gemm: float = 1.0
+    """Share of the peak that large matrix products reach."""
+    half_rows: float = 0.0
+    """Rows of one expert at which grouped products reach half of that; 0: any number does."""
+    half_rows_gradient: float = 0.0
+    """The same of the products for weight gradients."""
+    attention: float = 1.0
+    """Share of the peak that fused attention reaches forward."""
+    attention_backward: float = 1.0
+    """The same backward."""
+    bandwidth: float = 1.0
+    """Share of the device memory's bandwidth, for kernels that mostly move bytes."""
+    link: float = 1.0
+    """Share of the links within a domain, for collectives."""
+    network: float = 1.0
+    """Share of the network between domains."""
+    kernel_us: float = 0.0
+    """Microseconds that every kernel takes besides."""
+    host_us: float = 0.0
+    """Microseconds until the host has launched one kernel: the least that it can take."""
+    collective_us: float = 0.0
+    """Microseconds that every collective takes besides."""
+    rank_us: float = 0.0
+    """Microseconds for each further rank of a collective."""
+    step_ms: float = 0.0
+    """Milliseconds of a step outside its microbatches, besides collectives and the optimizer."""
 
     def scaled(self, name: str, factor: float) -> Efficiency:
         """The same with one share times `factor`."""
         return replace(self, **{name: getattr(self, name) * factor})
+
+
+SHARES = ("gemm", "attention", "attention_backward", "bandwidth", "link", "network")
+"""Fields of `Efficiency` that are shares of a peak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +80,10 @@ class Device:
     network_bytes: float
     """Bytes per second in one direction, between such groups."""
     source: str
+    reaches: Efficiency = Efficiency()
+    """What its kernels and links are taken to reach."""
+    reached_by: Mapping[str, str] = field(default_factory=dict)
+    """Where each field of `reaches` is from: a key of `sources`."""
 
     @property
     def needs_fp8_transposes(self) -> bool:
@@ -73,8 +103,12 @@ class Device:
 
 def devices() -> dict[str, Device]:
     """Every device of devices.json by its name."""
-    text = resources.files(__package__).joinpath("devices.json").read_text()
-    return {name: _device(name, d) for name, d in json.loads(text).items() if name != "units"}
+    return {name: _device(name, d) for name, d in _file().items() if name not in _NO_DEVICE}
+
+
+def sources() -> dict[str, str]:
+    """Where figures of `Device.reaches` are from, by the names that `reached_by` has."""
+    return dict(_file()["sources"])
 
 
 def device(name: str) -> Device:
@@ -93,12 +127,21 @@ def device(name: str) -> Device:
     raise OptionError(f"Unknown GPU {name!r}. Known: {', '.join(known)}.")
 
 
+def _file() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        resources.files(__package__).joinpath("devices.json").read_text()
+    )
+    return found
+
+
 def _device(name: str, data: Mapping[str, object]) -> Device:
     def number(key: str) -> float:
         return float(str(data[key]))
 
     tflops = data["tflops"]
+    reaches = data["reaches"]
     assert isinstance(tflops, dict), "devices.json is ours"
+    assert isinstance(reaches, dict), "devices.json is ours"
     return Device(
         name,
         number("capability"),
@@ -109,4 +152,6 @@ def _device(name: str, data: Mapping[str, object]) -> Device:
         int(number("link_domain")),
         number("network") * 1e9,
         str(data["source"]),
+        Efficiency(**{name: float(value) for name, (value, _) in reaches.items()}),
+        {name: source for name, (_, source) in reaches.items()},
     )

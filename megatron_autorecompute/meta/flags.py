@@ -27,6 +27,8 @@ _COPIED = (
     "untie_embeddings_and_output_weights",
     "accumulate_allreduce_grads_in_fp32",
     "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
     "use_precision_aware_optimizer",
 )
 DTYPES_OF_STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")

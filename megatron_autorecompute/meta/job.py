@@ -73,6 +73,10 @@ class Job:
     """True: main gradients in fp32 (4 bytes). False: in bf16 (2 bytes)."""
     use_distributed_optimizer: bool = True
     """Optimizer state divided over data-parallel ranks."""
+    overlap_grad_reduce: bool = True
+    """Gradients are reduced over data-parallel ranks while backward runs."""
+    overlap_param_gather: bool = True
+    """Weights are gathered from the ranks' shards while forward runs."""
     use_precision_aware_optimizer: bool = False
     """True: the three dtypes below are used. False: all three are fp32."""
     main_params_dtype: Dtype = "fp32"

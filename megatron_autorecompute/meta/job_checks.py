@@ -189,6 +189,12 @@ def _lacks_of_families(config: Mapping[str, Any]) -> Iterator[str]:
         )
     if "M" in pattern:
         yield from _cannot_split_mamba(config, pattern.index("M"))
+    if "M" in pattern and config.get("use_mamba_mem_eff_path") is False:
+        yield (
+            f"'M' at position {pattern.index('M')} of hybrid_layer_pattern with "
+            "use_mamba_mem_eff_path false runs kernels of inference, which Megatron does not test "
+            "in training and which are not modelled; leave the field out"
+        )
 
 
 def _cannot_split_mamba(config: Mapping[str, Any], position: int) -> Iterator[str]:

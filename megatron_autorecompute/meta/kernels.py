@@ -58,6 +58,9 @@ class Settings:
     of Transformer Engine's versions that do not keep it (`shared_buffers`)."""
     grouped_gradients: bool = False
     """The same for experts' weights."""
+    fuses_gradients: bool = True
+    """Products add weight gradients to main_grad themselves; else the hooks of
+    DistributedDataParallel do."""
     weight_copy_bytes: float = 0
     """Bytes per element of a quantised copy of the weight that every microbatch makes and saves."""
 
@@ -153,15 +156,16 @@ class _Linear(torch.autograd.Function):
             gradient = _gathered(gradient, split.group)
         dx = ops.gemm_data_gradient(gradient, weight, precision.name)
         if split.gathers:
-            dx = _scattered(dx, split.group)
+            dx = _scattered(dx, split.group, beside=True)
         elif split.reduces_gradient:
-            torch.distributed.all_reduce(dx, group=split.group)
+            torch.distributed.all_reduce(dx, group=split.group, async_op=True)
         weight_gradient = None
         if not ctx.frozen:
             weight_gradient = torch.empty_like(weight) if ctx.makes else None
             saved = kept[-1]
-            total = _gathered(saved, split.group) if split.gathers else saved
+            total = _gathered(saved, split.group, beside=True) if split.gathers else saved
             ops.gemm_weight_gradient(gradient, total, weight, precision.name)
+            weight.grad_added_to_main_grad = _settings.fuses_gradients
             del total, saved
         if ctx.normed:
             dx = ops.norm_backward(dx, kept[0], kept[1])
@@ -283,15 +287,15 @@ class _CrossEntropy(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-def _gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
+def _gathered(x: torch.Tensor, group: Any, beside: bool = False) -> torch.Tensor:
     whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    torch.distributed.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    torch.distributed.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=beside)
     return whole
 
 
-def _scattered(x: torch.Tensor, group: Any) -> torch.Tensor:
+def _scattered(x: torch.Tensor, group: Any, beside: bool = False) -> torch.Tensor:
     part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    torch.distributed.reduce_scatter_tensor(part, x.contiguous(), group=group)
+    torch.distributed.reduce_scatter_tensor(part, x.contiguous(), group=group, async_op=beside)
     return part
 
 

@@ -200,7 +200,11 @@ class GroupNorm(torch.nn.Module):
 
 
 def rearrange(x: torch.Tensor, pattern: str, **_: int) -> torch.Tensor:
-    """Stands for einops', with the patterns of MambaMixer's training path."""
+    """Stands for einops', with the patterns of MambaMixer's training path.
+
+    Its others are of prefill, decode, and of use_mamba_mem_eff_path false, which a job may not ask
+    for.
+    """
     if pattern in ("l b d -> b l d", "b l d -> l b d"):
         return x.transpose(0, 1)
     if pattern != "d 1 w -> d w":
@@ -209,7 +213,10 @@ def rearrange(x: torch.Tensor, pattern: str, **_: int) -> torch.Tensor:
 
 
 def repeat(x: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
-    """Stands for einops', with the pattern of MambaContextParallel: groups for several ranks."""
+    """Stands for einops', with the only pattern of MambaContextParallel: groups for several ranks.
+
+    MambaMixer's own are of decode.
+    """
     if pattern != "l b (g n) -> l b (g r n)":
         raise NotImplementedError(f"einops.repeat of {pattern!r} under context parallelism")
     groups = x.unflatten(-1, (sizes["g"], 1, sizes["n"]))

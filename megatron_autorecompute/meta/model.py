@@ -122,6 +122,7 @@ def meta_megatron(job: Job) -> Iterator[None]:
         lora_rank=job.lora_rank,
         linear_gradients=not job.keeps_dummies("linear"),
         grouped_gradients=not job.keeps_dummies("grouped"),
+        fuses_gradients=job.fuses_weight_gradients,
         weight_copy_bytes=2 * COPY_BYTES[job.precision] if job.copies_weights else 0,
     )
     # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
@@ -221,20 +222,14 @@ def add_main_gradients(
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             main: Any = torch.zeros_like(parameter, dtype=torch.float32)
             parameter.main_grad = main  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(
-                _forget_gradient if parameter.is_meta else _add_gradient
-            )
+            parameter.register_post_accumulate_grad_hook(_add_gradient)
             found.append(main)
     return found
 
 
-def _forget_gradient(parameter: torch.Tensor) -> None:
-    # DistributedDataParallel's hook adds it to main_grad and frees it.
-    parameter.grad = None
-
-
 def _add_gradient(parameter: Any) -> None:
-    # Without a gradient, and by this mark, the product has added it.
+    # DistributedDataParallel's hook. Where there is no gradient, and by this mark, the product has
+    # added it.
     if parameter.grad is not None and not getattr(parameter, "grad_added_to_main_grad", False):
         parameter.main_grad.add_(parameter.grad)
     parameter.grad = None

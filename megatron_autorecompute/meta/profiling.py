@@ -10,7 +10,7 @@ import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -20,8 +20,9 @@ import torch
 from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.meta import kernels
-from megatron_autorecompute.meta.devices import Device, Efficiency
+from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.layer_parts import with_parts
 from megatron_autorecompute.meta.measured import LAYER_FIELDS
 from megatron_autorecompute.meta.meta_step import kept_between_steps
 from megatron_autorecompute.meta.model import (
@@ -35,9 +36,10 @@ from megatron_autorecompute.meta.model import (
     shard,
 )
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
-from megatron_autorecompute.meta.roofline import Roofline
+from megatron_autorecompute.meta.roofline import Roofline, Traffic
 from megatron_autorecompute.meta.shared_buffers import shared_buffers
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
+from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -72,7 +74,7 @@ def profile_job(
     Args:
         job: the training job.
         device: the device whose peak rates the times are computed from.
-        efficiency: assumed shares of the peaks; default `Efficiency()`.
+        efficiency: what is assumed of its kernels and links; by default `device.reaches`.
         progress: called with a sentence before each step.
         clock_type: what the times are of.
         only: modules; beside none and full, only their set is profiled, of each kind those that it
@@ -80,9 +82,9 @@ def profile_job(
 
     Raises OptionError, PipelineError and MachineError if the job cannot be read or built.
     """
-    efficiency = efficiency or Efficiency()
+    efficiency = efficiency or device.reaches
     job.layout(), job.schedule()  # refused before anything is built
-    clock = clock_type(device, efficiency)
+    clock = clock_type(device, efficiency, traffic(job))
     # MTP depths on another stage have a copy of the embedding's weights. On one stage both share
     # it, and its gradient from the depths waits for that of the first layer.
     apart = job.mtp_num_layers and job.size("pipeline") > 1
@@ -92,26 +94,38 @@ def profile_job(
     whole = decoder
     if apart:
         last = [0] * (len(job_kinds(job)) - 1) + [1]  # the depths are built like this layer
-        whole = _part(job, clock_type(device, efficiency), last, every, progress)
+        whole = _part(job, clock_type(device, efficiency, traffic(job)), last, every, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
+    kinds = with_inert(kinds)
     facts = _facts(job, decoder.layer_facts)
     return Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
         parallelism=parallelism(job),
-        kinds=with_inert(kinds),
+        kinds=kinds,
         embedding=decoder.embedding,
         head=whole.head,
         final_norm=whole.final_norm,
         boundary_bytes=decoder.boundary_bytes,
         stages=_stages(job, counted),
+        step_end_ms=_step_end_ms(job, device, efficiency, counted, kinds),
         embedding_static=counted.embedding,
         head_static=counted.head,
         deallocate_pipeline_outputs=bool(job.config.get("deallocate_pipeline_outputs", True)),
         overlap_p2p_comm=bool(job.config.get("overlap_p2p_comm", True)),
         fingerprint=_fingerprint(job, device, efficiency),
         assumptions=assumed(job, device, efficiency),
+    )
+
+
+def traffic(job: Job) -> Traffic:
+    """How the job communicates."""
+    flex = job.config.get("moe_token_dispatcher_type") == "flex"
+    return Traffic(
+        userbuffers=bool(job.config.get("tp_comm_overlap")),
+        expert_alltoall=bool(job.config.get("overlap_moe_expert_parallel_comm")),
+        copies=int(job.config.get("moe_router_topk") or 0) if flex else 0,
     )
 
 
@@ -153,11 +167,15 @@ def _part(
         counted = _Counted(job, built, clock.device)
         measured = _measured(job, built, counted, clock, every, progress)
         kinds = tuple(_kind(job, kind, built, counted) for kind in measured.kinds)
+        boundary_bytes = measured.boundary_bytes
         config = model_facts.of_config(model_layers.unwrapped(built.model).config)
     layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
     embedding, head = _sourced(measured.embedding), _sourced(measured.head)
     norm = measured.final_norm and _sourced(measured.final_norm)
-    return _Part(kinds, embedding, head, norm, measured.boundary_bytes, counted, layer_facts)
+    if job.config.get("overlap_moe_expert_parallel_comm") and job.pattern is None:
+        progress(f"{job.name}: layers in parts, a forward beside a backward")
+        kinds = with_parts(replace_mtp(job, 0), kinds, boundary_bytes)
+    return _Part(kinds, embedding, head, norm, boundary_bytes, counted, layer_facts)
 
 
 def with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
@@ -365,16 +383,21 @@ class _Counted:
         kept_bytes = self._kept_bytes.get(index, 0)
         return replace(static, buffer_bytes=kept_bytes, shared=self._shared[index])
 
+    def weights(self, layers: Sequence[int], embedding: bool, head: bool) -> Weights:
+        """Parameters of one pipeline stage."""
+        counts = [self._layers[index] for index in layers]
+        counts += [self._embedding] * embedding + [self._head] * head
+        return sum(counts, Weights())
+
     def stage(self, layers: tuple[int, ...], embedding: bool, head: bool) -> StageRecord:
         """Record of one pipeline stage."""
         parts = [self.layer(index) for index in layers]
         parts += [self.embedding] * embedding + [self.head] * head
-        counts = [self._layers[index] for index in layers]
-        counts += [self._embedding] * embedding + [self._head] * head
+        counts = self.weights(layers, embedding, head)
         return StageRecord(
             layers=layers,
             static=StaticBytes.sum([*parts, StaticBytes(buffer_bytes=self._buffer_bytes)]),
-            optimizer_step_peak_bytes=optimizer_step_bytes(self.job, sum(counts, Weights())),
+            optimizer_step_peak_bytes=optimizer_step_bytes(self.job, counts),
         )
 
 
@@ -399,14 +422,34 @@ def _counted(parameter: torch.Tensor) -> Parameters:
 
 
 def _stages(job: Job, counted: _Counted) -> tuple[StageRecord, ...]:
-    return tuple(
-        counted.stage(
+    return tuple(counted.stage(*parts) for parts in _parts_of_stages(job))
+
+
+def _parts_of_stages(job: Job) -> Iterator[tuple[tuple[int, ...], bool, bool]]:
+    """Of every stage: its layers, and whether it has the embedding and the head."""
+    for chunks in job.layout().stages:
+        yield (
             tuple(sorted(layer for chunk in chunks for layer in chunk.layers)),
             any(chunk.embedding for chunk in chunks),
             any(chunk.head for chunk in chunks),
         )
-        for chunks in job.layout().stages
-    )
+
+
+def _step_end_ms(
+    job: Job, device: Device, efficiency: Efficiency, counted: _Counted, kinds: Sequence[LayerKind]
+) -> float:
+    """Of the stage that takes longest."""
+    records = {index: kind.record(NONE) for kind in kinds for index in kind.layers}
+    found = []
+    for layers, embedding, head in _parts_of_stages(job):
+        own = [record for index in layers if (record := records[index]) is not None]
+        work = StageWork(
+            counted.weights(layers, embedding, head).total,
+            sum(record.backward_ms for record in own),
+            sum(record.forward_ms for record in own),
+        )
+        found.append(step_end_ms(job, device, efficiency, work))
+    return max(found)
 
 
 def _kind(job: Job, kind: LayerKind, built: Shard, counted: _Counted) -> LayerKind:
@@ -489,14 +532,34 @@ def stated(imbalance: dict[str, float]) -> str:
     return f", and plans multiply their bytes as stated ({factors})"
 
 
+def _assumed_of_times(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]:
+    said = []
+    for name, value in asdict(efficiency).items():
+        given = value != getattr(device.reaches, name)
+        source = "given" if given else device.reached_by.get(name, "given")
+        said.append(
+            f"{name} {value:.0%} ({source})" if name in SHARES else f"{name} {value:g} ({source})"
+        )
+    beside = [
+        "collectives that Megatron and Transformer Engine start beside a product",
+        *["userbuffers"] * bool(job.config.get("tp_comm_overlap")),
+        *["the experts' all-to-all"] * bool(job.config.get("overlap_moe_expert_parallel_comm")),
+        *["gradients but for the last bucket"] * job.overlap_grad_reduce,
+        *["weights but for the first bucket"] * job.overlap_param_gather,
+    ]
+    return (
+        f"Times are modelled: {device.name} ({device.source}) at {', '.join(said)}; "
+        "meta/devices.json says what each is from.",
+        f"Beside arithmetic run: {', '.join(beside)}.",
+    )
+
+
 def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]:
     """Every assumption behind the figures, one sentence each."""
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in asdict(efficiency).items())
     left_out = sorted(n for n, v in LEFT_OUT.items() if job.config.get(n) not in (None, v))
     sentences = [
         "Nothing here is measured: bytes are those of a run on meta tensors, times a roofline.",
-        f"Times: {device.name} ({device.source}) at these shares of its peaks: {shares}; no "
-        "communication overlaps arithmetic.",
+        *_assumed_of_times(job, device, efficiency),
         _weight_gradients(job),
         "Static bytes follow Megatron's rules for the distributed optimizer; buffers are not "
         "padded.",

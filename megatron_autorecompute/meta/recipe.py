@@ -18,14 +18,16 @@ from megatron_autorecompute.meta.flags import (
 from megatron_autorecompute.meta.job import Job, job_from
 
 
-def job_from_recipe(name: str, num_gpus: int | None = None) -> Job:
+def job_from_recipe(name: str, num_gpus: int | None = None, vocab_size: int | None = None) -> Job:
     """The job of a recipe function such as llama3_70b_pretrain_config.
 
     num_gpus: the world size, which recipes do not name; by default the smallest that their parallel
     sizes fill.
 
+    vocab_size: where the recipe leaves it to the tokenizer, which only a job reads.
+
     Raises MachineError if Bridge is not installed or cannot read the model's public config,
-    OptionError for an unknown recipe.
+    OptionError for an unknown recipe, or if nothing says the vocabulary.
     """
     try:
         recipes = importlib.import_module("megatron.bridge.recipes")
@@ -42,6 +44,7 @@ def job_from_recipe(name: str, num_gpus: int | None = None) -> Job:
             "once where the hub can be reached, or describe the job in YAML (examples/no_device)."
         ) from error
     data = {"name": name, **_model(cfg.model, num_gpus), **_training(cfg)}
+    data["vocab_size"] = vocab_size or data["vocab_size"] or _vocabulary(name, cfg.tokenizer)
     if data.get("precision") == "fp8":
         # Bridge sets the model's recipe of fp8 from the mixed precision when a job starts.
         data["config"]["fp8_recipe"] = _mixed_precision(cfg).fp8_recipe
@@ -56,7 +59,7 @@ def _model(model: Any, num_gpus: int | None) -> dict[str, Any]:
 
     from megatron_autorecompute.compat import stage_layout
 
-    config = vars(model).get("transformer", model)  # a ModelConfig (since 0.4) holds it
+    config = stage_layout.transformer_config(model)
     config_type = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
     known = {
         field.name: getattr(config, field.name, None) for field in dataclasses.fields(config_type)
@@ -64,6 +67,7 @@ def _model(model: Any, num_gpus: int | None) -> dict[str, Any]:
     pattern = stage_layout.pattern_of(config)
     if pattern is not None:
         known["hybrid_layer_pattern"] = str(pattern)
+        known["moe_layer_freq"] = None  # a default; the pattern says it
     # Its default says what is installed here, and not what the job runs with.
     del known["gradient_accumulation_fusion"]
     return {
@@ -77,6 +81,16 @@ def _model(model: Any, num_gpus: int | None) -> dict[str, Any]:
         "disable_parameter_transpose_cache": config.disable_parameter_transpose_cache,
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
     }
+
+
+def _vocabulary(name: str, tokenizer: Any) -> int:
+    """The vocabulary of a recipe whose model does not say it."""
+    if tokenizer.tokenizer_type != "NullTokenizer":
+        raise OptionError(
+            f"The recipe {name} leaves the vocabulary to its tokenizer "
+            f"({tokenizer.tokenizer_model}), which is read when a job starts. Give --vocab-size N."
+        )
+    return int(tokenizer.vocab_size)
 
 
 def _mixed_precision(cfg: Any) -> Any:

@@ -1,13 +1,19 @@
-"""Models the time of every operation by a roofline, in a dispatch mode over meta tensors.
+"""Models the time of every operation, in a dispatch mode over meta tensors.
 
-An operation takes max(FLOPs / rate, bytes read and written / bandwidth); a collective takes its
-bytes over the bandwidth of its group's link. Not modelled: launch latency, overlap of communication
-with arithmetic (none is assumed), caches, and the dependence of rates on shapes.
+A kernel takes max(FLOPs / rate, bytes read and written / bandwidth) and a fixed time; a collective
+takes its bytes over the links that its ranks have, and a fixed time. What overlaps is Megatron's
+and Transformer Engine's: collectives that code starts asynchronously run beside the next product,
+userbuffers beside their own product (`Traffic`). The host may be the slower one: a span takes at
+least as long as launching its kernels. Not modelled: caches, how rates depend on the shapes of
+products (but for experts' rows), and what concurrent kernels take from each other.
+
+docs/decisions/time-model.md says why it is no finer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,26 +23,62 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.devices import Device, Efficiency
+from megatron_autorecompute.meta.links import ALLTOALL, RING, Links
 
 _PRECISIONS = ("bf16", "fp8", "fp4")
+_ASYNC = "async_op"
+_SPLIT = ("_allgather_base_", "_reduce_scatter_base_")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """How a job communicates, as its flags say."""
+
+    userbuffers: bool = False
+    """tp_comm_overlap: gathers and scatters of tensor parallel products run beside the product, but
+    for the first of as many parts as there are ranks."""
+    expert_alltoall: bool = False
+    """overlap_moe_expert_parallel_comm: all-to-alls run beside another microbatch's arithmetic."""
+    copies: int = 0
+    """moe_router_topk with the flex dispatcher, whose kernels (DeepEP, HybridEP) send a token once
+    to every domain that one of these copies is for; 0: the alltoall dispatcher sends all copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Seconds of modelled work so far, of what runs side by side."""
+
+    kernels: float
+    host: float
+    alltoall: float
 
 
 class Roofline(TorchDispatchMode):
     """Adds up the modelled time and the floating-point operations of everything in its block."""
 
-    def __init__(self, device: Device, efficiency: Efficiency) -> None:
+    def __init__(
+        self, device: Device, efficiency: Efficiency, traffic: Traffic | None = None
+    ) -> None:
         super().__init__()
         self.device, self.efficiency = device, efficiency
-        self.seconds = 0.0
+        self.traffic = traffic or Traffic()
+        self.links = Links(device, efficiency)
+        self.seconds = self.host_seconds = self.alltoall_seconds = 0.0
+        self.exposed_seconds = 0.0
+        """Of `seconds`, those in which a collective alone runs."""
         self.flops = 0
+        self._started = 0.0  # seconds of collectives that wait for the next product to hide them
+        self._room = 0.0  # seconds of the last product that no collective ran beside yet
 
-    def now(self) -> float:
-        """Seconds of modelled work so far."""
-        return self.seconds
+    def now(self) -> Reading:
+        """A reading of the modelled clocks."""
+        return Reading(self.seconds, self.host_seconds, self.alltoall_seconds)
 
-    def ms_between(self, begin: float, end: float) -> float:
-        """Milliseconds of modelled work between two readings of `now`."""
-        return (end - begin) * 1e3
+    def ms_between(self, begin: Reading, end: Reading) -> float:
+        """Milliseconds of modelled work between two readings of `now`: of the slowest."""
+        return 1e3 * max(
+            end.kernels - begin.kernels, end.host - begin.host, end.alltoall - begin.alltoall
+        )
 
     def __torch_dispatch__(
         self,
@@ -48,26 +90,53 @@ class Roofline(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[-1]
         if func.namespace == "c10d":
-            self.seconds += self._collective_seconds(name, args)
+            self._add_collective(func, name, args)
         elif "empty" not in name:
-            self.seconds += self._kernel_seconds(func, name, args, kwargs or {}, result)
+            self._add_kernel(func, name, args, kwargs or {}, result)
         return result
 
-    def _kernel_seconds(
+    # ------------------------------------------------------------------------------- kernels
+
+    def _add_kernel(
         self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any
-    ) -> float:
+    ) -> None:
         inputs, outputs = _storages((args, tuple(kwargs.values()))), _storages(result)
         if not func._schema.is_mutable and outputs and set(outputs) <= set(inputs):
-            return 0.0  # a view
+            return  # a view
         moved_bytes = sum(inputs.values()) + sum(outputs.values())
-        moving = moved_bytes / (self.device.bandwidth_bytes * self.efficiency.bandwidth)
+        seconds = moved_bytes / (self.device.bandwidth_bytes * self.efficiency.bandwidth)
         flops = self._flops(func, name, args, kwargs, result)
-        if not flops:
-            return moving
-        self.flops += flops
-        share = self.efficiency.attention if "attention" in name else self.efficiency.gemm
+        if flops:
+            self.flops += flops
+            seconds = max(seconds, flops / self._rate(name, args))
+        seconds += self.efficiency.kernel_us * 1e-6
+        if flops:
+            self._room = max(0.0, seconds - self._started)
+            self._expose(max(0.0, self._started - seconds))
+            self._started = 0.0
+        self.seconds += seconds
+        self.host_seconds += self.efficiency.host_us * 1e-6
+
+    def _rate(self, name: str, args: Any) -> float:
+        """FLOP/s of an operation."""
+        reached = self.efficiency
+        if "attention" in name:
+            backward = name.endswith("backward")
+            share = reached.attention_backward if backward else reached.attention
+        else:
+            share = reached.gemm * self._filled(name, args)
         precision = next((a for a in args if isinstance(a, str) and a in _PRECISIONS), "bf16")
-        return max(moving, flops / (self.device.rate(precision) * share))
+        return self.device.rate(precision) * share
+
+    def _filled(self, name: str, args: Any) -> float:
+        """Share of a product's rate that a grouped product reaches with the rows of one expert."""
+        weight = next((a for a in args if isinstance(a, torch.Tensor) and a.dim() == 3), None)
+        if weight is None or not name.startswith("gemm") or args[0].dim() == 3:
+            return 1.0
+        rows = args[0].shape[0] / weight.shape[0]
+        gradient = name == "gemm_weight_gradient"
+        half = self.efficiency.half_rows_gradient if gradient else self.efficiency.half_rows
+        return rows / (rows + half)
 
     def _flops(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> int:
         if func.namespace == "megatron_autorecompute":
@@ -75,26 +144,47 @@ class Roofline(TorchDispatchMode):
         count = flop_registry.get(func.overloadpacket)
         return int(count(*args, **kwargs, out_val=result)) if count else 0
 
-    def _collective_seconds(self, name: str, args: Any) -> float:
-        ranks = _group_size(args)
-        if ranks < 2:
-            return 0.0
+    # ---------------------------------------------------------------------------- collectives
+
+    def _add_collective(self, func: Any, name: str, args: Any) -> None:
+        ranks = _ranks(args)
+        if len(ranks) < 2:
+            return
         # The largest tensor is everything that the group exchanges.
         whole_bytes = max(_storages(args).values(), default=0)
-        times = 2 if name.startswith("allreduce") else 1
-        within = ranks <= self.device.link_domain
-        rate = self.device.link_bytes if within else self.device.network_bytes
-        moved_bytes = times * whole_bytes * (ranks - 1) / ranks
-        return moved_bytes / (rate * self.efficiency.communication)
+        copies = self.traffic.copies if name == ALLTOALL else 0
+        seconds = self.links.seconds(name, whole_bytes, ranks, copies)
+        if name == ALLTOALL and self.traffic.expert_alltoall:
+            self.alltoall_seconds += seconds
+        elif name == RING or _argument(func, args, _ASYNC):
+            self._started += seconds
+        elif name in _SPLIT and self.traffic.userbuffers:
+            self._beside_product(name, seconds, len(ranks))
+        else:
+            self._expose(seconds)
+
+    def _expose(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.exposed_seconds += seconds
+
+    def _beside_product(self, name: str, seconds: float, ranks: int) -> None:
+        """A gather beside the product that follows, a scatter beside the one before."""
+        first = seconds / ranks
+        self._expose(first)
+        rest = seconds - first
+        if name == "_allgather_base_":
+            self._started += rest
+        else:
+            self._expose(max(0.0, rest - self._room))
+            self._room = max(0.0, self._room - rest)
 
 
 class Communication(Roofline):
-    """Adds up the modelled time of collectives alone."""
+    """Adds up the modelled time of collectives alone, as far as arithmetic does not hide them."""
 
-    def _kernel_seconds(
-        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any
-    ) -> float:
-        return 0.0
+    def now(self) -> Reading:
+        """A reading of the modelled clocks."""
+        return Reading(self.exposed_seconds, 0.0, 0.0)
 
 
 def _storages(operands: Any) -> dict[int, int]:
@@ -117,11 +207,19 @@ def _tensors(operands: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(operand)
 
 
-def _group_size(args: Any) -> int:
+def _argument(func: Any, args: Any, name: str) -> Any:
+    """A positional argument of an operation by its name; None if it has none."""
+    names = [argument.name for argument in func._schema.arguments[: len(args)]]
+    return args[names.index(name)] if name in names else None
+
+
+def _ranks(args: Any) -> list[int]:
+    """The ranks of a collective's group."""
     for argument in tree_iter(args):
         if isinstance(argument, torch.ScriptObject):
             try:
-                return int(torch.distributed.ProcessGroup.unbox(argument).size())
+                group = torch.distributed.ProcessGroup.unbox(argument)
             except RuntimeError:  # the reduction's ScriptObject, not the group's
                 continue
-    return 1
+            return torch.distributed.get_process_group_ranks(group)
+    return [0]

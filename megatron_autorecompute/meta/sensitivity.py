@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 
-from megatron_autorecompute.meta.devices import Device, Efficiency
+from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.planner.planner import Planner
@@ -34,17 +33,17 @@ def sensitivity(
     progress(f"{job.name}: planning")
     assumed = planner(job, device, efficiency).solve(budget_bytes)
     lines = []
-    for field in fields(Efficiency):
+    for name in SHARES:
         for factor in (1 - MOVED, 1 + MOVED):
-            progress(f"{job.name}: {field.name} x {factor:g}")
-            there = planner(job, device, efficiency.scaled(field.name, factor))
+            progress(f"{job.name}: {name} x {factor:g}")
+            there = planner(job, device, efficiency.scaled(name, factor))
             best = there.solve(budget_bytes)
             kept_ms = there.evaluate(assumed.policy).step_ms
             loss = kept_ms / best.cost.step_ms - 1
             said = f"{_changed(assumed.policy, best.policy)}; keeping the plan costs {loss:.2%}"
             if loss < 0:  # both are within their gaps of the optimum
                 said = "no plan was found that is faster than the same choices"
-            lines.append(f"{field.name} share x {factor:g}: {said}")
+            lines.append(f"{name} share x {factor:g}: {said}")
     return lines
 
 

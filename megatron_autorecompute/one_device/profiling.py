@@ -69,7 +69,7 @@ def profile_on_device(
         job: the training job.
         device: where its layers run.
         gpu: the job's GPU, for the rates of links, and for workspaces among static bytes.
-        efficiency: assumed shares of the peaks; only that of communication is used.
+        efficiency: what is assumed of the GPU; by default its own. Only links and network are used.
         repeats: how often each choice is measured; the first one is a warm-up.
         progress: called with a sentence before each step.
 
@@ -79,7 +79,7 @@ def profile_on_device(
     """
     build.refuse(job, device)
     progress(f"{job.name}: static bytes and communication, on meta tensors")
-    run = functools.partial(modelled, job, gpu, efficiency or Efficiency())
+    run = functools.partial(modelled, job, gpu, efficiency or gpu.reaches)
     [beside] = in_processes(run, [0]) if device.type == "cuda" else [run(0)]
     apart = job.mtp_num_layers and job.size("pipeline") > 1
     decoder = measure(replace_mtp(job, 0) if apart else job, device, repeats, progress)
@@ -104,7 +104,7 @@ def profile_on_device(
             "links": gpu.name,
             **kernels(),
         },
-        assumptions=assumed(job, device, gpu, efficiency or Efficiency(), repeats),
+        assumptions=assumed(job, device, gpu, efficiency or gpu.reaches, repeats),
     )
 
 
@@ -258,7 +258,8 @@ def assumed(
         f"arithmetic, of one layer of every kind, embedding and head, each {repeats} times; times "
         "are medians.",
         f"Modelled: communication, which moved no data here, by {gpu.name}'s links ({gpu.source}) "
-        f"at {efficiency.communication:.0%} of their peaks; none of it overlaps arithmetic.",
+        f"at {efficiency.link:.0%} of their peaks, {efficiency.network:.0%} between nodes; what "
+        f"runs beside arithmetic in a job is hidden as far as arithmetic lasts by the roofline.",
         "Static bytes follow Megatron's rules for the distributed optimizer, as estimate counts "
         "them; buffers are not padded.",
     ]

@@ -36,7 +36,7 @@ Split = tuple[tuple[LayerPolicy, ...], ...]
 MOST_AT_ONCE = 1 << 22
 """Events replayed at once, 16 bytes each; candidates beyond them are not tried."""
 MOST_EVENTS = 1 << 24
-"""Events replayed in total, half a second or so; then the search ends with the best split so far."""
+"""Events replayed in total, less than a second; then the search ends with the best split so far."""
 _AS_MANY = 16
 """Candidates that are about as much work to replay as one."""
 

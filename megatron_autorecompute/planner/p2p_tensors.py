@@ -41,8 +41,18 @@ def extra_tensors(
     Raises: PipelineError for a stage that does not exist.
     """
     if schedule.num_chunks == 1:
-        return _one_chunk(schedule, stage, deallocated)
+        return tuple(map(len, _one_chunk(schedule, stage, deallocated)))
     return tuple(BoundTensors(schedule, stage, overlap_p2p, deallocated).extra().tolist())
+
+
+@lru_cache(maxsize=1024)
+def extra_owners(
+    schedule: Schedule, stage: int, *, overlap_p2p: bool = True, deallocated: bool = True
+) -> tuple[tuple[int, ...], ...]:
+    """The microbatch of each of these tensors, at each event; arguments as in `extra_tensors`."""
+    if schedule.num_chunks == 1:
+        return _one_chunk(schedule, stage, deallocated)
+    return BoundTensors(schedule, stage, overlap_p2p, deallocated).owners()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,9 @@ class Moment:
     """Boundary tensors that belong to no layer."""
     microbatch: int
     """The first one of which such an event is."""
+    beside: int | None = None
+    """With EP overlap the chunk of the event that runs at the same time, in the other direction;
+    its microbatch is not in flight."""
 
 
 @lru_cache(maxsize=4096)
@@ -75,11 +88,15 @@ def decisive_moments(
     extra = extra_tensors(short, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
     counts = np.column_stack([short.in_flight(stage), extra])
     is_backward, chunk, _ = short.order(stage)
+    beside = short.beside(stage)
+    alone_in_flight(counts, beside)
     kept: list[int] = []
-    for backward in (False, True):
-        for c in range(schedule.num_chunks):
-            positions = np.flatnonzero((is_backward == backward) & (chunk == c))
-            kept += _decisive(positions, counts[positions].astype(np.int16)).tolist()
+    # A backward beside a forward is looked at with the forward.
+    events = np.column_stack([is_backward, chunk, beside])
+    events[is_backward & (beside >= 0)] = -1
+    for event in np.unique(events[events[:, 1] >= 0], axis=0):
+        positions = np.flatnonzero((events == event).all(axis=1))
+        kept += _decisive(positions, counts[positions].astype(np.int16)).tolist()
     kept.sort()
     return tuple(
         Moment(
@@ -88,9 +105,24 @@ def decisive_moments(
             tuple(counts[at, :-1].tolist()),
             int(counts[at, -1]),
             microbatch,
+            int(beside[at]) if beside[at] >= 0 else None,
         )
         for at, microbatch in zip(kept, schedule.microbatches(stage, kept), strict=True)
     )
+
+
+def alone_in_flight(counts: Ints, beside: Ints) -> None:
+    """Take the microbatch that runs beside an event out of its counts, in place; both events of a
+    pair then have the same counts.
+
+    Args:
+        counts: microbatches in flight by chunk, and boundary tensors last, `[event, column]`.
+        beside: the other event's chunk; -1 for none.
+    """
+    paired = np.flatnonzero(beside >= 0)
+    counts[paired, beside[paired]] -= 1
+    first, second = paired[::2], paired[1::2]
+    counts[first, -1] = counts[second, -1] = np.maximum(counts[first, -1], counts[second, -1])
 
 
 def _decisive(positions: Ints, counts: NDArray[np.int16]) -> Ints:
@@ -113,20 +145,21 @@ def _without_passages(kept: Ints, counts: NDArray[np.int16]) -> Ints:
     return kept[~between]
 
 
-def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[int, ...]:
+def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[tuple[int, ...], ...]:
     """1F1B, in `forward_backward_pipelining_without_interleaving`.
 
     Before the first backward nothing is left over. After it, these are alive in a forward: if there
     is a next stage, the last `output_tensor_grad`, and the last output if outputs are kept; if
     there is a previous stage, the last `input_tensor_grad` and the input of the microbatch just
     finished. In a later backward only the last `input_tensor_grad` is, because `output_tensor_grad`
-    is then its own.
+    is then its own. All of them are of the microbatch whose backward ran last.
     """
     after, before = int(stage < schedule.num_stages - 1), int(stage > 0)
-    counts, begun = [], False
+    owners: list[tuple[int, ...]] = []
+    last: tuple[int, ...] = ()
     for event in schedule.events(stage):
         forward = event.direction == "forward"
         in_forward = after + 2 * before + after * (not deallocated)
-        counts.append((in_forward if forward else before) if begun else 0)
-        begun = begun or not forward
-    return tuple(counts)
+        owners.append(last * (in_forward if forward else before))
+        last = last if forward else (event.microbatch,)
+    return tuple(owners)

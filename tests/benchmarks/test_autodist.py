@@ -27,6 +27,6 @@ def test_megatrons_own_rows_are_near_the_published_ones(sequence_parallel):
     for name in (autodist.BASE, autodist.ANCHOR, "Megatron manual: first 31 full"):
         peak_gb, step_ms = autodist.cost_of(model, autodist.POLICIES[name])
         time = published[name].step_s / published[autodist.BASE].step_s
-        assert step_ms / base[1] == pytest.approx(time, rel=0.02)
+        assert step_ms / base[1] == pytest.approx(time, rel=0.03)
         above_full = published[name].peak_gb - published[autodist.ANCHOR].peak_gb
         assert peak_gb - full[0] == pytest.approx(above_full, abs=1.2)

@@ -113,3 +113,13 @@ def test_what_bridges_class_of_deepseek_leaves_out_is_in_the_public_config(bridg
 def test_an_unknown_recipe_is_named(bridge):
     with pytest.raises(OptionError, match="no recipe function 'llama9_config'"):
         job_from_recipe("llama9_config")
+
+
+def test_a_hybrid_recipe_has_its_pattern_and_needs_a_core_with_hybrid_models(bridge, capsys):
+    asked = job_from_recipe("nemotronh_56b_pretrain_config")
+    assert (asked.num_layers, asked.pattern.symbols.count("*")) == (118, 10)
+    assert asked.vocab_size == 32000  # the NullTokenizer's
+    with pytest.raises(OptionError, match="Give --vocab-size N"):
+        job_from_recipe("nemotron_3_nano_pretrain_config")
+    assert main(["estimate", "--recipe", asked.name, "--gpu", "h100-80gb", "--json"]) != 0
+    assert "which megatron-core has from 0.18 on" in capsys.readouterr().err

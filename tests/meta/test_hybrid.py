@@ -1,17 +1,20 @@
 """HybridModels without a device: what the stand-ins hold, and plans against Megatron's schedule."""
 
 import contextlib
+import importlib
 import itertools
 import sys
-from dataclasses import replace
+from argparse import Namespace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute.compat import layer_modules, model_layers, rules
 from megatron_autorecompute.errors import OptionError, PipelineError
-from megatron_autorecompute.meta import model, stage_runs
+from megatron_autorecompute.meta import model, recipe, stage_runs, without_cuda
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.meta_step import fake_ranks
@@ -21,6 +24,7 @@ from megatron_autorecompute.patched import patched
 from megatron_autorecompute.planner.for_hybrid import for_hybrid, pattern_of_plan
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.policy import RecomputePolicy
 
 pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
 
@@ -108,6 +112,49 @@ def test_mambas_scan_saves_what_mamba_ssm_does():
     assert normed == listed([((length, 1, groups), FP32), ((length, 1, inner), BF16)])
 
 
+def saved_in(asked, part, *shape):
+    """What a part of the job's first layer saves for an input of this shape."""
+    with model.meta_megatron(asked):
+        config, sizes = model.megatron_config(asked, {}), model.step_shape(asked, 1)
+        with fake_ranks(config, 0, sizes), torch.device("meta"):
+            chunk = model.build_chunk(config, True, True, None, sizes, job=asked).to(BF16)
+            module = chunk.decoder.layers[0].get_submodule(part)
+            return saved(module, torch.empty(shape, dtype=BF16, requires_grad=True))
+
+
+def test_mamba_under_context_parallelism_saves_all_tokens_of_a_part_of_the_heads():
+    kept = saved_in(job("M", num_gpus=2, context_parallel_size=2), "mixer", 2048, 1, 2688)
+    inner, groups, heads = 64 * 64, 8, 64  # tokens: 4096, of which a rank has half
+    projected = 2 * inner + 2 * groups * 128 + heads
+    activations = [entry for entry in kept if entry[0][:2] in ((1, 4096), (2048, 1))]
+    assert activations == listed(
+        [
+            ((2048, 1), FP32),  # the first norm's statistics and its input
+            ((2048, 1, 2688), BF16),
+            ((2048, 1, 2688), BF16),  # the projection's input
+            ((1, 4096, projected // 2), BF16),  # of the scan, after the all-to-all
+            ((1, 4096, inner // 2), BF16),
+            ((2048, 1, inner), BF16),  # the gated norm, after the all-to-all back
+            ((2048, 1, groups), FP32),
+            ((2048, 1, inner), BF16),  # the output projection's input
+        ]
+    )
+
+
+def test_the_linear_layers_of_latent_experts_save_their_input_and_weight():
+    latent = job("E", moe_latent_size=256)
+    assert saved_in(latent, "mlp.fc1_latent_proj", 4096, 1, 2688) == listed(
+        [((4096, 1, 2688), BF16), ((256, 2688), BF16)]
+    )
+    assert saved_in(latent, "mlp.fc2_latent_proj", 4096, 1, 256) == listed(
+        [((4096, 1, 256), BF16), ((2688, 256), BF16)]
+    )
+    # The experts' tokens are as wide as the latent space: top 6 of 4096.
+    kept = saved_in(latent, "mlp", 4096, 1, 2688)
+    assert ((4096 * 6, 256), BF16) in kept
+    assert not any(shape[:1] == (4096 * 6,) and shape[-1] == 2688 for shape, _ in kept)
+
+
 def test_gated_delta_rule_saves_what_fla_does():
     from megatron_autorecompute.meta import gated_delta
 
@@ -166,6 +213,7 @@ def test_plans_are_what_megatrons_schedule_does(monkeypatch, pattern, fields):
         ("M-GE", {}, "'G' at position 2 of hybrid_layer_pattern needs linear_key_head_dim"),
         ("-E", {"num_moe_experts": None}, "'E' at position 1 of hybrid_layer_pattern needs num_m"),
         ("-+", {}, "'+' at position 1 of hybrid_layer_pattern needs multi_latent_attention"),
+        ("-M", {"use_mamba_mem_eff_path": False}, "'M' at position 1 of hybrid_layer_pattern with"),
         ("-M", {"tensor_model_parallel_size": 3, "num_gpus": 3}, "'M' at position 1 of hybrid_la"),
         ("-*|*", {"num_layers_in_first_pipeline_stage": 1}, "places layers by |"),
     ],
@@ -261,6 +309,79 @@ def test_every_family_has_the_modules_that_megatron_builds_it_with(pattern, fiel
                 found.setdefault(index, set()).add(name)
             marked.clear()
         assert found == quantised
+
+
+SIZES = {"seq_length": 1024, "position_embedding_type": "none", "vocab_size": None}
+
+
+def provider_as_bridges():
+    """Bridge's HybridModelProvider of August 2026, as a recipe leaves it: its finalize takes
+    num_layers and the depths from these fields."""
+
+    @dataclass
+    class HybridModelProvider(TransformerConfig):
+        num_layers: int | None = None
+        num_attention_heads: int = 8
+        hybrid_layer_pattern: str = "M-*E|M-"
+        mtp_hybrid_override_pattern: str = "*E"
+        share_embeddings_and_output_weights: bool = False
+        make_vocab_size_divisible_by: int = 128
+
+        def __post_init__(self):
+            vars(self).update(SIZES)
+
+    return HybridModelProvider(**FIELDS_OF_RECIPE)
+
+
+FIELDS_OF_RECIPE = {
+    "hidden_size": 512,
+    "num_moe_experts": 8,
+    "moe_ffn_hidden_size": 512,
+    "mtp_num_layers": 2,
+    "mtp_use_repeated_layer": True,
+    "pipeline_model_parallel_size": 2,
+    "add_bias_linear": False,
+}
+
+
+def config_of_megatron():
+    """Megatron's own HybridModelConfig, which holds a TransformerConfig."""
+    with without_cuda.activate(training=True):
+        hybrid = importlib.import_module("megatron.training.models.hybrid")
+    fields = {**FIELDS_OF_RECIPE, "num_layers": 6, "num_attention_heads": 8}
+    config = TransformerConfig(**fields, pipeline_dtype=BF16, bf16=True)
+    pattern = "M-*E|M-/*E/*E"
+    return hybrid.HybridModelConfig(transformer=config, hybrid_layer_pattern=pattern, **SIZES)
+
+
+@pytest.mark.filterwarnings("ignore:Only transformer-engine:UserWarning")
+@pytest.mark.parametrize("model_config", [provider_as_bridges, config_of_megatron])
+def test_a_recipe_of_a_hybrid_model_is_one_of_its_pattern(monkeypatch, model_config):
+    from megatron_autorecompute.integrations import megatron_bridge
+
+    cfg = Namespace(
+        model=model_config(),
+        mixed_precision=None,
+        tokenizer=Namespace(tokenizer_type="NullTokenizer", vocab_size=1000),
+        train=Namespace(micro_batch_size=1, global_batch_size=8),
+        ddp=Namespace(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+        optimizer=Namespace(use_precision_aware_optimizer=False),
+        peft=None,
+    )
+    monkeypatch.setitem(sys.modules, "megatron.bridge", Namespace())
+    recipes = Namespace(ours=lambda: cfg)
+    monkeypatch.setitem(sys.modules, "megatron.bridge.recipes", recipes)
+    asked = recipe.job_from_recipe("ours")
+    assert (str(asked.pattern), asked.num_layers, asked.vocab_size) == ("M-*E|M-/*E/*E", 6, 1000)
+    assert recipe.job_from_recipe("ours", 2, 64).vocab_size == 64
+    blocks = RecomputePolicy.parse(
+        "megatron:block/1", num_layers=8, layout=[(0, 1, 2, 3), (4, 5)], depth_layers=2
+    )
+    fields = megatron_bridge.fields_of_policy(blocks, cfg.model)
+    assert (fields["recompute_method"], fields["recompute_num_layers"]) == ("block", 1)
+    cfg.tokenizer = Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="some/model")
+    with pytest.raises(OptionError, match="Give --vocab-size N"):
+        recipe.job_from_recipe("ours")
 
 
 def test_a_translated_gpt_plan_has_the_gpts_bytes_and_time():

@@ -6,13 +6,14 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_autorecompute.cli import estimate
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta.devices import Efficiency, device, devices
+from megatron_autorecompute.meta.devices import device, devices
 from megatron_autorecompute.meta.job import job_from, load_job
 from megatron_autorecompute.meta.outside_torch import deepep_bytes, outside_torch
 from megatron_autorecompute.planner.layout import Layout
@@ -303,14 +304,15 @@ def test_buffers_of_deepep_and_hybridep_have_the_sizes_of_their_sources():
 
 
 def test_efficiency_is_read_over_the_defaults():
-    assert estimate.read_efficiency("gemm=0.5").gemm == 0.5
-    assert estimate.read_efficiency(None) == Efficiency()
+    gpu = device("h100-80gb")
+    assert estimate.read_efficiency("gemm=0.5", gpu) == replace(gpu.reaches, gemm=0.5)
+    assert estimate.read_efficiency(None, gpu) == gpu.reaches
 
 
 @pytest.mark.parametrize("text", ["gemm=0", "gemm=1.5", "speed=0.5", "gemm", "gemm=x"])
 def test_an_efficiency_that_cannot_be_is_refused(text):
-    with pytest.raises(OptionError, match="names are gemm, attention, bandwidth, communication"):
-        estimate.read_efficiency(text)
+    with pytest.raises(OptionError, match=r"names are gemm, attention, .*, link, network"):
+        estimate.read_efficiency(text, device("h100-80gb"))
 
 
 def test_exactly_one_job_description_is_asked_for():

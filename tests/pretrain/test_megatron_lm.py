@@ -1,4 +1,5 @@
-"""The unmodified pretrain_gpt.py of a Megatron-LM checkout, by launcher and by patch.
+"""The unmodified pretrain_gpt.py of a Megatron-LM checkout, by launcher and by patch; also
+pretrain_hybrid.py (from 0.19) and pretrain_t5.py (to 0.17).
 
 `make megatron-lm-checks MEGATRON_LM=PATH`. What runs is a copy: the checkout stays as it is.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_autorecompute.planner.plan import Plan
 from tests.pretrain.jobs import FOUR_RANKS, MODEL, ROOT, WITHOUT_US, run
 
 CHECKOUT = os.environ.get("MEGATRON_LM")
@@ -37,9 +39,13 @@ def _copy(to: Path) -> Path:
     return to
 
 
-def _patch() -> Path:
+def _minor() -> int:
     info = Path(CHECKOUT, "megatron", "core", "package_info.py").read_text()
-    minor = int(re.search(r"^MINOR = (\d+)", info, re.M)[1])
+    return int(re.search(r"^MINOR = (\d+)", info, re.M)[1])
+
+
+def _patch() -> Path:
+    minor = _minor()
     folder = "main-2026-08" if minor == 20 else f"core_r0.{minor}.0"
     return ROOT / "patches" / folder / "megatron-autorecompute.patch"
 
@@ -107,6 +113,44 @@ def test_the_patched_sources_refuse_as_the_launcher_does(patched, untouched):
     by_launcher = run(untouched / "pretrain_gpt.py", flags)
     assert by_patch.said == by_launcher.said
     assert len(by_patch.said) == 1, by_patch.text
+
+
+HYBRID = (
+    "--spec tests.pretrain.hybrid_spec SPEC --hybrid-layer-pattern M*-|E "
+    "--pipeline-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 "
+    "--moe-token-dispatcher-type alltoall --mamba-state-dim 16 --mamba-head-dim 16 "
+    "--mamba-num-groups 2 --mamba-num-heads 8 --train-iters 20 "
+)
+HYBRID_FLAGS = MODEL.replace("--num-layers 4 ", "") + DATA + HYBRID
+HYBRID_MIXED = "--recompute-policy full/2*2,selective[mlp]*1,selective[moe]*1 "
+
+
+@pytest.fixture(scope="module")
+def plain_hybrid(untouched):
+    if _minor() < 19:
+        pytest.skip("the local layers of these tests are those of 0.19")
+    job = run(untouched / "pretrain_hybrid.py", HYBRID_FLAGS, ranks=2, way_in=WITHOUT_US)
+    assert len(job.losses) == 20, job.text
+    return job
+
+
+@pytest.mark.parametrize("way_in", ["launcher", "patch"])
+def test_the_real_hybrid_takes_a_text_auto_and_the_plan_that_auto_leaves(
+    untouched, plain_hybrid, request, tmp_path, way_in
+):
+    plan = tmp_path / "plan.json"
+    auto = (
+        f"--recompute-policy auto --recompute-memory-budget-gib 0.01 --recompute-plan-path {plan} "
+    )
+    for policy in (HYBRID_MIXED, auto, f"--recompute-policy @{plan} "):
+        if way_in == "launcher":
+            job = run(untouched / "pretrain_hybrid.py", HYBRID_FLAGS + policy, ranks=2)
+        else:
+            script = request.getfixturevalue("patched") / "pretrain_hybrid.py"
+            job = run(script, HYBRID_FLAGS + policy, ranks=2, way_in=WITHOUT_US)
+        assert job.losses == plain_hybrid.losses, job.text
+    kinds = {kind.name: kind.layers for kind in Plan.load(plan).profile.kinds}
+    assert kinds == {"mamba": (0,), "attention": (1,), "mlp": (2,), "moe": (3,)}
 
 
 T5_FLAGS = (

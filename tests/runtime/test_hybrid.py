@@ -11,7 +11,7 @@ from megatron_autorecompute.policy import MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from tests.hybrid_models import hybrid_chunks, hybrid_config, make_runnable, runnable
 from tests.mamba_kernels import chunk_scan, recurrence
-from tests.support import one_step, run_ranks, start_parallel, tiny_config, tiny_gpt
+from tests.support import microbatch, one_step, run_ranks, start_parallel, tiny_config, tiny_gpt
 
 pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
 pytestmark = [
@@ -181,6 +181,41 @@ def test_expert_parallel_layers_keep_their_bits():
     text = "full,selective[moe],full/2*2"
     kinds, _ = run("*EME", [text], 2, expert_model_parallel_size=2)
     assert kinds == {"attention": (0,), "moe": (1, 3), "mamba": (2,)}
+
+
+def losses_and_gradients(pattern, size):
+    """In one of two ranks: the loss of a sequence divided among `size` ranks, and gradients."""
+    start_parallel(context_parallel_size=size)
+    [model] = hybrid_chunks(
+        hybrid_config(pattern, context_parallel_size=size, dropout=0.0, mamba_num_groups=1),
+        pattern,
+        position_embedding_type="none",
+    )
+    batch, rank = microbatch(), torch.distributed.get_rank() if size > 1 else 0
+    for name in ("input_ids", "position_ids", "labels"):
+        quarters = batch[name].chunk(2 * size, 1)
+        batch[name] = torch.cat([quarters[rank], quarters[2 * size - 1 - rank]], 1)
+    loss = model(**batch).mean() / size
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found["loss"] = loss.detach()
+    for value in found.values() if size > 1 else ():
+        torch.distributed.all_reduce(value)
+    return found
+
+
+def context_parallel(pattern, policies):
+    make_runnable()
+    divided, whole = (losses_and_gradients(pattern, size) for size in (2, 1))
+    torch.testing.assert_close(divided, whole, rtol=1e-4, atol=1e-6)
+    start_parallel(context_parallel_size=2)
+    return bits_of_policies(pattern, policies, {"context_parallel_size": 2}, {})[1]
+
+
+def test_mamba_under_context_parallelism_computes_the_same_and_keeps_its_bits():
+    """By Megatron's own all-to-alls, with a group of B and C repeated for both ranks."""
+    for found in run_ranks(context_parallel, 2, "M-", ["full/2*2", "none,selective[mlp]"]):
+        assert all(same for same, _ in found.values())
 
 
 def test_the_scan_of_these_tests_is_the_recurrence_it_stands_for():
