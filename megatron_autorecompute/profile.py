@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -122,6 +122,26 @@ class BytesAt:
 
 
 @dataclass(frozen=True, slots=True)
+class PartBytes:
+    """A part of a layer that EP overlap runs beside another microbatch's: attention with norms and
+    router, dispatch, experts, combine. Live bytes above the layer's base, its input or the gradient
+    of its output included."""
+
+    forward_peak_bytes: Bytes
+    """Highest while the part's forward runs."""
+    forward_end_bytes: Bytes
+    """When it has run."""
+    backward_peak_bytes: Bytes
+    """Highest while its backward runs; backwards run from the last part to the first."""
+    backward_end_bytes: Bytes
+    """When that has run; of the first part with what the layer keeps until its next forward."""
+
+    def each(self, change: Callable[[int], int]) -> PartBytes:
+        """The same change applied to all."""
+        return PartBytes(*(change(getattr(self, one.name)) for one in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceRecord:
     """Cost of one choice on one layer of a kind, for one microbatch."""
 
@@ -155,6 +175,9 @@ class ChoiceRecord:
     arithmetic; 0 where all is measured, or all is modelled."""
     percentiles: tuple[BytesAt, ...] = ()
     """Measured MoE layers: the byte figures at percentiles; the fields above are the maximum."""
+    parts: tuple[PartBytes, ...] = ()
+    """With EP overlap: the layer's parts, in the order of their forwards. Without them the whole
+    layer counts beside another microbatch's."""
 
     @property
     def policy(self) -> LayerPolicy:

@@ -22,6 +22,7 @@ from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.layer_parts import with_parts
 from megatron_autorecompute.meta.measured import LAYER_FIELDS
 from megatron_autorecompute.meta.meta_step import kept_between_steps
 from megatron_autorecompute.meta.model import (
@@ -166,11 +167,15 @@ def _part(
         counted = _Counted(job, built, clock.device)
         measured = _measured(job, built, counted, clock, every, progress)
         kinds = tuple(_kind(job, kind, built, counted) for kind in measured.kinds)
+        boundary_bytes = measured.boundary_bytes
         config = model_facts.of_config(model_layers.unwrapped(built.model).config)
     layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
     embedding, head = _sourced(measured.embedding), _sourced(measured.head)
     norm = measured.final_norm and _sourced(measured.final_norm)
-    return _Part(kinds, embedding, head, norm, measured.boundary_bytes, counted, layer_facts)
+    if job.config.get("overlap_moe_expert_parallel_comm") and job.pattern is None:
+        progress(f"{job.name}: layers in parts, a forward beside a backward")
+        kinds = with_parts(replace_mtp(job, 0), kinds, boundary_bytes)
+    return _Part(kinds, embedding, head, norm, boundary_bytes, counted, layer_facts)
 
 
 def with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:

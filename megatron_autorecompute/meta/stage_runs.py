@@ -79,7 +79,7 @@ def _run_numbered(
     return run_stage(job, num_microbatches[stage], policy, stage)
 
 
-class _PlannedStep(JobStep):
+class PlannedStep(JobStep):
     """A step that EP overlap asks for the model's plan of a microbatch, in place of its output."""
 
     def __call__(
@@ -90,7 +90,7 @@ class _PlannedStep(JobStep):
         return super().__call__(iterator, run)
 
 
-def _overlap(job: Job) -> dict[str, bool]:
+def overlap_fields(job: Job) -> dict[str, bool]:
     """Fields of EP overlap, which the layers of a profile are built without.
 
     `delay_wgrad_compute` is not among them: stand-ins have no weight gradients to delay.
@@ -103,11 +103,11 @@ def run_stage(job: Job, num_microbatches: int, policy: RecomputePolicy, stage: i
     """One stage in this process."""
     shape, device = step_shape(job, num_microbatches), torch.device("meta")
     with meta_megatron(job):
-        config = megatron_config(job, _overlap(job))
+        config = megatron_config(job, overlap_fields(job))
         with fake_ranks(config, stage, shape):
             build = functools.partial(build_chunk, job=job)
             models = build_chunks(config, shape, build, device)
             parameters = [p for model in models for p in model.parameters()]
             add_main_gradients(parameters, dummies=job.makes_dummies)
             with applied(policy, models):
-                return trace_step(models, shape, device, _PlannedStep(job))
+                return trace_step(models, shape, device, PlannedStep(job))

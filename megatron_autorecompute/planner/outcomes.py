@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.arrays import Ints
-from megatron_autorecompute.planner.peak_memory import ChunkColumns, stage_base, stage_moments
+from megatron_autorecompute.planner.p2p_tensors import Moment
+from megatron_autorecompute.planner.peak_memory import (
+    ChunkColumns,
+    StageBase,
+    constant_bytes,
+    stage_base,
+    stage_moments,
+    stage_peak,
+)
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.stage_times import residual_times
 from megatron_autorecompute.planner.step_time import finished, step_unit
@@ -44,6 +52,7 @@ class _ChunkCost:
     """High end."""
     reach_bytes: tuple[int, int]
     """Highest in a forward and in a backward, on top of everything else; high end."""
+    columns: ChunkColumns
 
 
 class Outcomes:
@@ -121,11 +130,15 @@ class Outcomes:
                     int(columns.reach_bytes("forward", boundary).max()),
                     int(columns.reach_bytes("backward", boundary).max()),
                 ),
+                columns,
             )
         return self._known[key]
 
     def _peak(self, stage: int, chunks: Sequence[_ChunkCost]) -> int:
         moments = self._moments[stage]
+        if moments.side_by_side:
+            columns = [chunk.columns for chunk in chunks]
+            return stage_peak(moments.base, stage, columns, moments.moments).bytes
         held = np.array([chunk.held_bytes for chunk in chunks], np.int64)
         reach = np.array([chunk.reach_bytes for chunk in chunks], np.int64)
         highest = (
@@ -149,6 +162,13 @@ class _Moments:
     in_flight: NDArray[np.int64]
     constant_bytes: NDArray[np.int64]
     optimizer_step_bytes: int
+    base: StageBase
+    moments: tuple[Moment, ...]
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether forwards run beside backwards (EP overlap)."""
+        return any(moment.beside is not None for moment in self.moments)
 
 
 def _moments(planner: Planner, stage: int) -> _Moments:
@@ -158,8 +178,8 @@ def _moments(planner: Planner, stage: int) -> _Moments:
         np.array([moment.direction == "backward" for moment in moments], np.intp),
         np.array([moment.chunk for moment in moments], np.intp),
         np.array([moment.in_flight for moment in moments], np.int64),
-        np.array(
-            [base.constant_bytes(moment.direction, moment.extra) for moment in moments], np.int64
-        ),
+        np.array([constant_bytes(base, moment) for moment in moments], np.int64),
         base.static.total_bytes + base.optimizer_step_peak_bytes,
+        base,
+        moments,
     )

@@ -57,6 +57,9 @@ class Moment:
     """Boundary tensors that belong to no layer."""
     microbatch: int
     """The first one of which such an event is."""
+    beside: int | None = None
+    """With EP overlap the chunk of the event that runs at the same time, in the other direction;
+    its microbatch is not in flight."""
 
 
 @lru_cache(maxsize=4096)
@@ -75,11 +78,15 @@ def decisive_moments(
     extra = extra_tensors(short, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
     counts = np.column_stack([short.in_flight(stage), extra])
     is_backward, chunk, _ = short.order(stage)
+    beside = short.beside(stage)
+    alone_in_flight(counts, beside)
     kept: list[int] = []
-    for backward in (False, True):
-        for c in range(schedule.num_chunks):
-            positions = np.flatnonzero((is_backward == backward) & (chunk == c))
-            kept += _decisive(positions, counts[positions].astype(np.int16)).tolist()
+    # A backward beside a forward is looked at with the forward.
+    events = np.column_stack([is_backward, chunk, beside])
+    events[is_backward & (beside >= 0)] = -1
+    for event in np.unique(events[events[:, 1] >= 0], axis=0):
+        positions = np.flatnonzero((events == event).all(axis=1))
+        kept += _decisive(positions, counts[positions].astype(np.int16)).tolist()
     kept.sort()
     return tuple(
         Moment(
@@ -88,9 +95,24 @@ def decisive_moments(
             tuple(counts[at, :-1].tolist()),
             int(counts[at, -1]),
             microbatch,
+            int(beside[at]) if beside[at] >= 0 else None,
         )
         for at, microbatch in zip(kept, schedule.microbatches(stage, kept), strict=True)
     )
+
+
+def alone_in_flight(counts: Ints, beside: Ints) -> None:
+    """Take the microbatch that runs beside an event out of its counts, in place; both events of a
+    pair then have the same counts.
+
+    Args:
+        counts: microbatches in flight by chunk, and boundary tensors last, `[event, column]`.
+        beside: the other event's chunk; -1 for none.
+    """
+    paired = np.flatnonzero(beside >= 0)
+    counts[paired, beside[paired]] -= 1
+    first, second = paired[::2], paired[1::2]
+    counts[first, -1] = counts[second, -1] = np.maximum(counts[first, -1], counts[second, -1])
 
 
 def _decisive(positions: Ints, counts: NDArray[np.int16]) -> Ints:

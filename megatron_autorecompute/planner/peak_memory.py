@@ -6,21 +6,28 @@ While unit i of a chunk runs, a stage holds
            + held of units 0 .. i of the running chunk + transient of unit i
 
 with the forward transient in a forward and the backward transient in a backward. So position
-matters: in the backward of an early layer the later ones are already freed.
+matters: in the backward of an early layer the later ones are already freed. Of a forward beside a
+backward (EP overlap) `beside` has the bytes of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.planner import beside
 from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.layout import Chunk, Layout
-from megatron_autorecompute.planner.p2p_tensors import Moment, decisive_moments, extra_tensors
+from megatron_autorecompute.planner.p2p_tensors import (
+    Moment,
+    alone_in_flight,
+    decisive_moments,
+    extra_tensors,
+)
 from megatron_autorecompute.planner.schedule import Direction, Schedule
 from megatron_autorecompute.planner.unit_costs import OUTSIDE, SIGN, Bound, Unit
 from megatron_autorecompute.profile import (
@@ -249,14 +256,70 @@ def stage_peak(
         None,
         0,
     )
+    known: dict[tuple[Direction, int, int | None, bool], tuple[int, int, Direction]] = {}
     for moment in moments:
-        reach = columns[moment.chunk].reach_bytes(moment.direction, base.boundary_bytes)
-        unit = int(reach.argmax())
-        constant = base.constant_bytes(moment.direction, moment.extra)
-        total = constant + int(held @ moment.in_flight) + int(reach[unit])
+        event = moment.direction, moment.chunk, moment.beside, _is_last(moment)
+        if event not in known:
+            known[event] = _highest(columns, moment, base.boundary_bytes)
+        reach, unit, direction = known[event]
+        total = constant_bytes(base, moment) + int(held @ moment.in_flight) + reach
         if total > best[0]:
-            best = (total, moment, unit)
+            best = (total, moment if moment.direction == direction else turned(moment), unit)
     return _named_peak(base, stage, columns, best[1], best[2])
+
+
+def constant_bytes(base: StageBase, moment: Moment) -> int:
+    """Bytes alive throughout a moment; of two events side by side, the larger."""
+    both: tuple[Direction, ...] = ("forward", "backward")
+    directions = (moment.direction,) if moment.beside is None else both
+    return max(base.constant_bytes(direction, moment.extra) for direction in directions)
+
+
+def _highest(
+    columns: Sequence[ChunkColumns], moment: Moment, boundary_bytes: int
+) -> tuple[int, int, Direction]:
+    """The highest bytes of what runs, and in which unit and direction."""
+    if moment.beside is None:
+        reach = columns[moment.chunk].reach_bytes(moment.direction, boundary_bytes)
+        return int(reach.max()), int(reach.argmax()), moment.direction
+    points = _points(columns, moment, boundary_bytes)
+    best = max(points, key=lambda point: point.bytes)
+    return best.bytes, best.unit, best.direction
+
+
+def highest_beside(columns: Sequence[ChunkColumns], moment: Moment, boundary_bytes: int) -> int:
+    """The highest bytes of an event and of the one beside it while a unit of the first runs; 0 for
+    an event that is alone."""
+    if moment.beside is None:
+        return 0
+    points = _points(columns, moment, boundary_bytes)
+    return max(point.bytes for point in points if point.direction == moment.direction)
+
+
+def _points(
+    columns: Sequence[ChunkColumns], moment: Moment, boundary_bytes: int
+) -> Iterator[beside.Point]:
+    """All points of a moment of two events side by side."""
+    assert moment.beside is not None
+    forward, backward = columns[moment.chunk], columns[moment.beside]
+    if moment.direction == "backward":
+        forward, backward = backward, forward
+    return beside.points(forward, backward, boundary_bytes, last=_is_last(moment))
+
+
+def _is_last(moment: Moment) -> bool:
+    """Whether no other microbatch of the chunk that runs backward is in flight."""
+    if moment.beside is None:
+        return False
+    chunk = moment.beside if moment.direction == "forward" else moment.chunk
+    return not moment.in_flight[chunk]
+
+
+def turned(moment: Moment) -> Moment:
+    """The event at the same time."""
+    assert moment.beside is not None
+    direction: Direction = "backward" if moment.direction == "forward" else "forward"
+    return replace(moment, direction=direction, chunk=moment.beside, beside=moment.chunk)
 
 
 def _named_peak(
@@ -274,6 +337,10 @@ def _named_peak(
     where = f"{moment.direction} of {columns[moment.chunk].units[unit].name}"
     chunk = f", chunk {moment.chunk}" if len(columns) > 1 else ""
     name = f"stage {stage}{chunk}, {where}, microbatch {moment.microbatch}"
+    if moment.beside is not None:
+        other = "forward" if moment.direction == "backward" else "backward"
+        of = f" of chunk {moment.beside}" if len(columns) > 1 else ""
+        name = f"stage {stage}{chunk}, {where} beside a {other}{of}"
     return Peak(split.total_bytes, name, split)
 
 
@@ -285,14 +352,26 @@ def moment_bytes(
     waiting = sum(n * int(c.held_bytes.sum()) for n, c in pairs)
     outside_waiting = sum(n * int(c.outside_bytes.sum()) for n, c in pairs)
     outside_running = int(running.outside_bytes[: unit + 1].sum())
+    held = int(running.held_bytes[: unit + 1].sum())
+    reach = held + int(running.transient_bytes(moment.direction, base.boundary_bytes)[unit])
+    if moment.beside is not None:
+        point = max(
+            (
+                p
+                for p in _points(columns, moment, base.boundary_bytes)
+                if (p.direction, p.unit) == (moment.direction, unit)
+            ),
+            key=lambda point: point.bytes,
+        )
+        waiting, reach = waiting + point.other_bytes, point.own_bytes
+        held = min(held, reach)
     return Breakdown(
         static_bytes=base.static.total_bytes,
         in_flight_bytes=waiting - outside_waiting,
-        running_bytes=int(running.held_bytes[: unit + 1].sum()) - outside_running,
-        transient_bytes=int(running.transient_bytes(moment.direction, base.boundary_bytes)[unit]),
+        running_bytes=held - outside_running,
+        transient_bytes=reach - held,
         embedding_head_bytes=outside_waiting + outside_running,
-        overhead_bytes=base.constant_bytes(moment.direction, moment.extra)
-        - base.static.total_bytes,
+        overhead_bytes=constant_bytes(base, moment) - base.static.total_bytes,
     )
 
 
@@ -304,8 +383,18 @@ def every_moment(profile: Profile, schedule: Schedule, stage: int) -> list[Momen
         overlap_p2p=profile.overlap_p2p_comm,
         deallocated=profile.deallocate_pipeline_outputs,
     )
-    rows = zip(schedule.events(stage), schedule.in_flight(stage).tolist(), extra, strict=True)
+    counts = np.column_stack([schedule.in_flight(stage), extra])
+    other = schedule.beside(stage)
+    alone_in_flight(counts, other)
+    rows = zip(schedule.events(stage), counts.tolist(), other.tolist(), strict=True)
     return [
-        Moment(event.direction, event.chunk, tuple(in_flight), count, event.microbatch)
-        for event, in_flight, count in rows
+        Moment(
+            event.direction,
+            event.chunk,
+            tuple(in_flight),
+            count,
+            event.microbatch,
+            chunk if chunk >= 0 else None,
+        )
+        for event, (*in_flight, count), chunk in rows
     ]

@@ -49,6 +49,7 @@ from megatron_autorecompute.planner.stage_search.problem import (
     stage_problem,
 )
 from megatron_autorecompute.planner.stage_search.search import Effort, StageSearch
+from megatron_autorecompute.planner.stage_search.side_by_side import true_peak
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
 from megatron_autorecompute.policy import FULL, LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
@@ -206,7 +207,9 @@ class Planner:
     def _search(self, stage: int) -> StageSearch:
         base = stage_base(self.profile, self.layout, stage, "high")
         chunks = [self._chunk(stage, c, base) for c in range(self.layout.num_chunks)]
-        problem = stage_problem(chunks, stage_moments(self.profile, self.schedule, stage), base)
+        moments = stage_moments(self.profile, self.schedule, stage)
+        peak = true_peak(self._table, self.layout.stages[stage], base, moments)
+        problem = stage_problem(chunks, moments, base, peak)
         return StageSearch(problem, self._effort.of_one(self.layout.num_stages))
 
     def _chunk(self, stage: int, index: int, base: StageBase) -> ChunkProblem:

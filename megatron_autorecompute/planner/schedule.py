@@ -55,7 +55,7 @@ class Schedule:
     next chunk runs. None is `num_stages`. No effect if there is one chunk per stage."""
     overlap_moe_expert_parallel_comm: bool = False
     """One more warm-up forward, so that a forward and a backward can run side by side. Their events
-    are listed forward first; each counts the other as in flight."""
+    are listed forward first; `beside` says which."""
 
     @classmethod
     def of_layout(
@@ -178,7 +178,7 @@ class Schedule:
         """Return the number of microbatches in flight during each event, of shape [event, chunk].
 
         In flight: the forward is done and the backward has not begun. The microbatch of the event
-        itself is therefore not counted.
+        itself is therefore not counted; that of an event beside it is.
         """
         backward, chunk, _ = self.order(stage)
         position = np.arange(len(chunk))
@@ -187,6 +187,19 @@ class Schedule:
         counts = np.cumsum(change, axis=0, dtype=np.int32)
         counts[position[~backward], chunk[~backward]] -= 1
         return counts
+
+    def beside(self, stage: int) -> NDArray[np.intp]:
+        """For each event the chunk of the event that runs at the same time; -1 for none.
+
+        With EP overlap a forward and the backward after it run side by side.
+        """
+        _, chunk, _ = self.order(stage)
+        found = np.full(len(chunk), -1)
+        if self.overlap_moe_expert_parallel_comm:
+            warmup = self.warmup(stage)
+            forwards = np.arange(warmup, len(chunk) - warmup, 2)
+            found[forwards], found[forwards + 1] = chunk[forwards + 1], chunk[forwards]
+        return found
 
     def _check_stage(self, stage: int) -> None:
         if not 0 <= stage < self.num_stages:

@@ -24,6 +24,7 @@ from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerBytes,
     LayerKind,
+    PartBytes,
     Profile,
     scaled_bytes,
 )
@@ -64,6 +65,8 @@ class Unit:
     """Whether its backward holds the gradient of its output to the end, so that its transient
     counts it throughout. A checkpoint does, because the gradient is an argument of its backward.
     Other layers free it once it is used."""
+    parts: tuple[PartBytes, ...] = ()
+    """As the record's."""
 
     @property
     def time_ps(self) -> int:
@@ -130,8 +133,12 @@ class CostTable:
 
     def _shifted(self, record: ChoiceRecord, factor: float) -> ChoiceRecord:
         shift = SIGN[self.bound] * record.uncertainty_bytes
-        own = LayerBytes.of(record)
-        return own.each(lambda size: max(0, scaled_bytes(size + shift, factor))).into(record)
+
+        def shifted(size: int) -> int:
+            return max(0, scaled_bytes(size + shift, factor))
+
+        record = LayerBytes.of(record).each(shifted).into(record)
+        return replace(record, parts=tuple(part.each(shifted) for part in record.parts))
 
     @cached_property
     def _equals(self) -> dict[str, dict[LayerPolicy, LayerPolicy]]:
@@ -212,6 +219,7 @@ class CostTable:
             record,
             held_bytes=record.held_bytes + size_bytes,
             forward_transient_bytes=max(0, record.forward_transient_bytes - size_bytes),
+            parts=tuple(part.each(lambda size: size + size_bytes) for part in record.parts),
         )
 
     def pseudo_layers(self, chunk: Chunk) -> tuple[list[Unit], list[Unit]]:
@@ -318,9 +326,11 @@ class CostTable:
                 "depth, lacks a record of none or full, or is a decoder layer after an encoder, so "
                 "the group's cost is not known. Measure both choices, or end the group before it."
             )
-        own = {column: int(getattr(costs, column)[-1]) for column in COLUMNS}
+        held, forward, backward, *times = (int(getattr(costs, column)[-1]) for column in COLUMNS)
+        forward_ps, backward_ps, spread_ps = times
         name = f"layers {layers[0]}-{layers[-1]}"
-        return Unit(name, tuple(layers), **own, keeps_output_gradient=True)
+        sizes = held, forward, backward
+        return Unit(name, tuple(layers), *sizes, forward_ps, backward_ps, spread_ps, True)
 
     def chunk_units(self, chunk: Chunk, policy: RecomputePolicy) -> tuple[Unit, ...]:
         """The units of one chunk under a policy, in the order their forwards run.
@@ -356,6 +366,7 @@ def _unit(
         _ps(record.backward_ms),
         _ps(record.spread_ms),
         keeps_output_gradient,
+        record.parts,
     )
 
 

@@ -6,17 +6,21 @@ not records: a step of 16 stages, 8 chunks and 256 microbatches has 65,536.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.layout import Chunk
+from megatron_autorecompute.planner.p2p_tensors import Moment as PlannedMoment
 from megatron_autorecompute.planner.peak_memory import (
     Breakdown,
     ChunkColumns,
     StageBase,
+    constant_bytes,
     every_moment,
+    highest_beside,
     stage_base,
 )
 from megatron_autorecompute.planner.plan import Plan
@@ -96,7 +100,8 @@ class StageTimeline:
     end_ms: Times
     """Since the step began."""
     in_flight_bytes: Bytes
-    """Held by layers for microbatches that wait for their backward."""
+    """Held by layers for microbatches that wait for their backward; of two events side by side (EP
+    overlap) so much that each one's highest point is right."""
     outside_bytes: Bytes
     """Held by embedding and head for these microbatches."""
     overhead_bytes: Bytes
@@ -219,15 +224,16 @@ def _stage(plan: Plan, stage: int, end_ms: Times) -> StageTimeline:
     in_flight = np.array([moment.in_flight for moment in moments], np.int64)
     outside = np.array([c.outside_bytes.sum() for c in columns], np.int64)
     held = np.array([c.held_bytes.sum() for c in columns], np.int64)
-    constant = np.array(
-        [base.constant_bytes(moment.direction, moment.extra) for moment in moments], np.int64
-    )
+    constant = np.array([constant_bytes(base, moment) for moment in moments], np.int64)
     reach = [
         [c.reach_bytes(direction, base.boundary_bytes) for c in columns]
         for direction in ("forward", "backward")
     ]
     highest = np.array([[units.max() for units in chunks] for chunks in reach], np.int64)
-    peaks = constant + in_flight @ held + highest[backward.astype(np.intp), chunk]
+    running = highest[backward.astype(np.intp), chunk]
+    beside = _beside(columns, moments, base)
+    other = np.where(beside > 0, beside - running, 0)
+    peaks = constant + in_flight @ held + running + other
     binding = None
     if peaks.max() > base.static.total_bytes + base.optimizer_step_peak_bytes:
         event = int(peaks.argmax())
@@ -243,13 +249,27 @@ def _stage(plan: Plan, stage: int, end_ms: Times) -> StageTimeline:
         microbatch=np.array([e.microbatch for e in plan.schedule.events(stage)], np.intp),
         start_ms=end_ms - taken,
         end_ms=end_ms,
-        in_flight_bytes=in_flight @ (held - outside),
+        in_flight_bytes=in_flight @ (held - outside) + other,
         outside_bytes=in_flight @ outside,
         overhead_bytes=constant - base.static.total_bytes,
         static_bytes=base.static.total_bytes,
         optimizer_step_peak_bytes=base.optimizer_step_peak_bytes,
         binding=binding,
     )
+
+
+def _beside(
+    columns: Sequence[ChunkColumns], moments: Sequence[PlannedMoment], base: StageBase
+) -> Bytes:
+    """For each event the highest bytes of it and of the one beside it; 0 where it is alone."""
+    known: dict[tuple[object, ...], int] = {}
+    found = []
+    for moment in moments:
+        event = moment.direction, moment.chunk, moment.beside, moment.in_flight
+        if event not in known:
+            known[event] = highest_beside(columns, moment, base.boundary_bytes)
+        found.append(known[event])
+    return np.array(found, np.int64)
 
 
 def _units(table: CostTable, columns: ChunkColumns, base: StageBase) -> tuple[UnitCost, ...]:

@@ -7,7 +7,7 @@ import pytest
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import stage_runs
 from megatron_autorecompute.meta.profiling import profile_job
-from megatron_autorecompute.meta.verify import require_verified, verdict, verify
+from megatron_autorecompute.meta.verify import require_verified, verify
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.policy import RecomputePolicy
@@ -54,14 +54,34 @@ def test_recompute_at_the_begin_of_a_chunk_takes_less_beside_a_backward_than_at_
     assert last - first > abs(apart[1] - apart[0])
 
 
-def test_megatrons_combined_schedule_stays_below_the_prediction():
+def predicted(planner, policy, stage):
+    """Activations of a stage's peak, without what its layers' dispatchers keep."""
+    cost = planner.evaluate(RecomputePolicy.parse(policy, num_layers=LAYERS))
+    return cost.stages[stage].peak.bytes - planner.profile.stages[stage].static.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [
+        ("selective[core_attn+moe_act]*1,none*3", {}),
+        ("none*2,selective[layernorm+moe_act]*2", {"moe_layer_freq": [0, 1, 1, 1]}),
+    ],
+)
+def test_the_planners_peak_is_that_of_megatrons_combined_schedule(policy, fields):
+    asked = moe_job(**OVERLAP, **fields)
+    planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
+    assert "full" not in {r.choice for kind in planner.profile.kinds for r in kind.choices}
+    error = predicted(planner, policy, 0) / run(policy, **OVERLAP, **fields).peak_bytes - 1
+    assert 0 <= error < 0.015  # the hidden size is 256: a boundary tensor is 1%
+
+
+def test_two_stages_of_two_chunks_are_verified_in_the_combined_schedule():
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     asked = job({**FIELDS, **sizes, **OVERLAP}, num_gpus=8, global_batch_size=32)
     planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
     checks = verify(make_plan(planner, H100.memory_bytes))
     require_verified(checks)
-    assert all(check.combined and 0 < check.error < 1 for check in checks)
-    assert "below those predicted, which count a forward" in verdict(checks)
+    assert all(check.combined and 0 < check.error < 0.025 for check in checks)
     low = replace(checks[0], predicted_bytes=checks[0].megatron_bytes * 99 // 100)
     assert not low.agrees
 

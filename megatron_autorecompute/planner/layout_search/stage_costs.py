@@ -25,6 +25,7 @@ from megatron_autorecompute.planner.stage_search.problem import (
     stage_problem,
 )
 from megatron_autorecompute.planner.stage_search.search import StageSearch
+from megatron_autorecompute.planner.stage_search.side_by_side import true_peak
 from megatron_autorecompute.planner.stage_times import residual_times
 from megatron_autorecompute.planner.step_search.stage_options import StageOptions
 from megatron_autorecompute.planner.step_time import step_unit
@@ -245,7 +246,8 @@ class StageCosts:
             same = key[1], chunk.embedding, chunk.head
             if same not in self._chunks:
                 self._chunks[same] = chunk_problem(self._table, chunk, base, self.planner.only)
-            problem = stage_problem([self._chunks[same]], self._moments[stage], base)
+            peak = true_peak(self._table, layout.stages[stage], base, self._moments[stage])
+            problem = stage_problem([self._chunks[same]], self._moments[stage], base, peak)
             self._searches[key] = StageSearch(problem)
         return self._searches[key]
 

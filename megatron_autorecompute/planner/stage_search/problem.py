@@ -11,8 +11,8 @@ max over its units of (held of the units up to it + its transient).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,10 +22,12 @@ from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.arrays import Bools, Floats, Ints
 from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.p2p_tensors import Moment
-from megatron_autorecompute.planner.peak_memory import StageBase
+from megatron_autorecompute.planner.peak_memory import StageBase, turned
 from megatron_autorecompute.planner.unit_costs import Checkpoints, CostTable, Unit
 from megatron_autorecompute.policy import LayerPolicy
 
+Split = tuple[tuple[LayerPolicy, ...], ...]
+"""`[chunk][position]` choices of a stage."""
 GROUPS = "full/N"
 """Text that stands for checkpoints around several layers, of any size."""
 
@@ -254,12 +256,25 @@ class StageProblem:
     """Bytes alive under every choice."""
     floor_bytes: int
     """Peak outside forwards and backwards: static bytes and the optimizer step."""
+    paired: Bools
+    """Whether an event is one of two side by side, here without the other: see `side_by_side`."""
+    true_peak: Callable[[Split], int] | None = None
+    """Peak of choices; None where the moments say it, because nothing runs side by side."""
+
+    def apart(self, added_bytes: int) -> StageProblem:
+        """With some bytes added to events of pairs, and no true peak."""
+        return replace(self, constant=self.constant + self.paired * added_bytes, true_peak=None)
 
 
 def stage_problem(
-    chunks: Sequence[ChunkProblem], moments: Sequence[Moment], base: StageBase
+    chunks: Sequence[ChunkProblem],
+    moments: Sequence[Moment],
+    base: StageBase,
+    true_peak: Callable[[Split], int] | None = None,
 ) -> StageProblem:
     """Combine chunks and moments, without the moments that others imply."""
+    pairs = [moment for moment in moments if moment.beside is not None]
+    moments = [*moments, *map(turned, pairs)]
     kept = [moment for moment in moments if not _implied(moment, moments, chunks, base)]
     return StageProblem(
         tuple(chunks),
@@ -270,6 +285,8 @@ def stage_problem(
             [base.constant_bytes(moment.direction, moment.extra) for moment in kept], np.int64
         ),
         base.static.total_bytes + base.optimizer_step_peak_bytes,
+        np.array([moment.beside is not None for moment in kept], np.bool_),
+        true_peak,
     )
 
 

@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_autorecompute.planner.stage_search import side_by_side
 from megatron_autorecompute.planner.stage_search.chunk_labels import ChunkLabels, Filters
 from megatron_autorecompute.planner.stage_search.combine import ChunkOptions, Combiner, Goal
 from megatron_autorecompute.planner.stage_search.labels import Tally
@@ -63,6 +64,7 @@ class StageSearch:
         self.problem = problem
         self.effort = effort or Effort()
         self._unweighted = unweighted
+        self._apart: dict[int, StageSearch] = {}
         self.work = 0
         """Done so far, but for what all budgets share."""
 
@@ -71,6 +73,14 @@ class StageSearch:
         pairs = zip(self.problem.chunks, weights, strict=True)
         chunks = tuple(replace(chunk, weights=own) for chunk, own in pairs)
         return StageSearch(replace(self.problem, chunks=chunks), effort, self)
+
+    def apart(self, added_bytes: int) -> StageSearch:
+        """The search of the same choices as if nothing ran side by side; see `side_by_side`."""
+        if added_bytes not in self._apart:
+            own = self._unweighted and self._unweighted.apart(added_bytes)
+            effort = self.effort.of_one(side_by_side.TRIES)
+            self._apart[added_bytes] = StageSearch(self.problem.apart(added_bytes), effort, own)
+        return self._apart[added_bytes]
 
     @cached_property
     def complete(self) -> Combiner | None:
@@ -108,6 +118,10 @@ class StageSearch:
         problem = self.problem
         if problem.floor_bytes > budget_bytes:
             return None
+        if problem.true_peak is not None:
+            best = side_by_side.fastest(self, budget_bytes)
+            self.work = sum(search.work for search in self._apart.values())
+            return best
         rounds = self._rounds(budget_bytes)
         found = self._fastest(rounds, budget_bytes, known)
         self.work += rounds.limits.tally.done
@@ -158,6 +172,11 @@ class StageSearch:
         problem = self.problem
         if problem.floor_bytes > budget_bytes:
             return []
+        if problem.true_peak is not None:
+            found = self.apart(0).all_within(budget_bytes, time_ps, width, most)
+            true = [side_by_side.arranged(problem, choice) for choice in found or ()]
+            fit = found is not None and all(own.peak_bytes <= budget_bytes for own in true)
+            return true if fit else None
         room = budget_bytes - problem.constant
         limits = Limits(problem, room, multipliers(problem, room), self._tally(), apart=True)
         options, left_ps = _Rounds(limits, None).options(Goal(time_ps), width)
@@ -175,6 +194,8 @@ class StageSearch:
     @cached_property
     def leanest(self) -> StageChoice:
         """The choices with the lowest peak, whatever their time."""
+        if self.problem.true_peak is not None:
+            return side_by_side.arranged(self.problem, self.apart(0).leanest)
         return leanest(self.problem)
 
     def _tally(self) -> Tally:

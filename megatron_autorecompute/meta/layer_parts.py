@@ -1,0 +1,237 @@
+"""Bytes of the parts that EP overlap runs a layer in, by Megatron's own schedule on meta tensors.
+
+Every part has an autograd graph of its own, and some free their input when they have run: so a
+layer holds less than in one piece (megatron-core `models/common/utils.py`, `should_free_input`).
+What remains after a layer's backward is the leaf of its graph with its gradient: the dispatcher's
+`probs` hold on to it until the layer's next forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from megatron_autorecompute.compat import rules
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.meta_step import applied, fake_ranks, kept_between_steps
+from megatron_autorecompute.meta.model import (
+    LEFT_OUT,
+    add_main_gradients,
+    build_chunk,
+    job_kinds,
+    meta_megatron,
+    shard_config,
+    step_shape,
+)
+from megatron_autorecompute.meta.stage_runs import PlannedStep, overlap_fields
+from megatron_autorecompute.patched import patched
+from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.profile import ChoiceRecord, LayerKind, PartBytes
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
+
+FIRST = ("attn", "pre_dispatch_computation")
+"""The name of a layer's first part, in 0.16 and since."""
+NAMES = ("moe_dispatch", "mlp", "moe_combine")
+"""Of the others; a dense layer has only the second."""
+OUTSIDE = ("pre_process", "post_process")
+
+
+def with_parts(job: Job, kinds: Sequence[LayerKind], boundary_bytes: int) -> tuple[LayerKind, ...]:
+    """Decoder layers' kinds with the bytes that each choice has under EP overlap.
+
+    Choices that Megatron refuses there are left out. Kinds of MTP depths are unchanged.
+
+    Args:
+        job: with `overlap_moe_expert_parallel_comm`, a GPTModel without MTP depths.
+        kinds: of the whole model.
+        boundary_bytes: of a hidden state between two layers.
+    """
+    built = job_kinds(job)
+    asked = [next((k for k in kinds if one.layers[0] in k.layers), None) for one in built]
+    first = [kind is not None and kind not in asked[:at] for at, kind in enumerate(asked)]
+    allowed = _allowed(job, [k for k, own in zip(asked, first, strict=True) if k and own])
+    copies = [len(allowed[k.name]) if k and own else 0 for k, own in zip(asked, first, strict=True)]
+    last = max(at for at, count in enumerate(copies) if count)
+    copies[last] += 1  # the final norm is in the last layer's last part
+    ran = [
+        (k.name, c) for k, n in zip(asked, copies, strict=True) if k and n for c in allowed[k.name]
+    ]
+    runs = _runs(job, copies, RecomputePolicy((*(choice for _, choice in ran), NONE)))
+    found = {key: _parts(run, boundary_bytes) for key, run in zip(ran, runs, strict=False)}
+    return tuple(_replaced(kind, found, boundary_bytes) for kind in kinds)
+
+
+def _replaced(
+    kind: LayerKind,
+    found: Mapping[tuple[str, LayerPolicy], tuple[PartBytes, ...]],
+    boundary_bytes: int,
+) -> LayerKind:
+    records = [(record, found.get((kind.name, record.policy))) for record in kind.choices]
+    choices = tuple(_record(r, parts, boundary_bytes) for r, parts in records if parts)
+    return replace(kind, choices=choices) if choices else kind
+
+
+def _record(
+    record: ChoiceRecord, parts: tuple[PartBytes, ...], boundary_bytes: int
+) -> ChoiceRecord:
+    held = parts[-1].forward_end_bytes - boundary_bytes
+    return replace(
+        record,
+        held_bytes=held,
+        forward_transient_bytes=max(part.forward_peak_bytes for part in parts) - held,
+        backward_transient_bytes=max(part.backward_peak_bytes for part in parts) - held,
+        parts=parts,
+    )
+
+
+def _allowed(job: Job, kinds: Sequence[LayerKind]) -> dict[str, tuple[LayerPolicy, ...]]:
+    """By the kind's name the choices that Megatron allows with the overlap."""
+    with meta_megatron(job):
+        config, _ = _config(job, [1] * len(job_kinds(job)))
+        return {
+            kind.name: tuple(r.policy for r in kind.choices if rules.is_allowed(config, r.policy))
+            for kind in kinds
+        }
+
+
+def _config(job: Job, copies: Sequence[int]) -> tuple[Any, Any]:
+    fields = overlap_fields(job)
+    return shard_config(
+        replace(job, config={**job.config, **fields}),
+        copies,
+        {name: value for name, value in LEFT_OUT.items() if name not in fields},
+    )
+
+
+class _Note(NamedTuple):
+    name: str
+    direction: Literal["forward", "backward"]
+    start_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One layer's parts in order of time, and what is alive after the last."""
+
+    forward: tuple[_Note, ...]
+    after_forward: int
+    backward: tuple[_Note, ...]
+    after_backward: int
+
+
+def _runs(job: Job, copies: Sequence[int], policy: RecomputePolicy) -> list[_Run]:
+    """One microbatch's forward and backward through a shard's layers, by Megatron's schedule."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    with meta_megatron(job):
+        config, _ = _config(job, copies)
+        shape = step_shape(job, 1)
+        with fake_ranks(config, 0, shape):
+            with torch.device("meta"):
+                model = build_chunk(config, True, True, None, shape, job=job)
+            model = model.to(config.params_dtype).train()
+            parameters = list(model.parameters())
+            step = PlannedStep(job)
+            static = [*parameters, *add_main_gradients(parameters, dummies=job.makes_dummies)]
+            static += [*model.buffers(), *step.static]
+            with (
+                applied(policy, [model]),
+                LiveBytes(static) as live,
+                kept_between_steps([model], live),
+                _noted(live) as notes,
+            ):
+                get_forward_backward_func()(
+                    forward_step_func=step,
+                    data_iterator=None,
+                    model=model,
+                    num_microbatches=1,
+                    seq_length=shape.seq_length,
+                    micro_batch_size=shape.micro_batch_size,
+                    forward_only=False,
+                )
+    return _by_layer(notes)
+
+
+@contextlib.contextmanager
+def _noted(live: LiveBytes) -> Iterator[list[_Note]]:
+    """In this block a list that fills with every part that runs."""
+    from megatron.core.pipeline_parallel.utils import ScheduleNode
+
+    notes: list[_Note] = []
+
+    def noting(original: Callable[..., Any], direction: Literal["forward", "backward"]) -> Any:
+        @functools.wraps(original)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            start = live.current_bytes
+            live.reset_peak()
+            result = original(self, *args, **kwargs)
+            if self.name in (*FIRST, *NAMES, *OUTSIDE):
+                notes.append(_Note(self.name, direction, start, live.peak_bytes))
+            return result
+
+        return run
+
+    with (
+        patched(ScheduleNode, "forward", noting(ScheduleNode.forward, "forward")),
+        patched(ScheduleNode, "backward", noting(ScheduleNode.backward, "backward")),
+    ):
+        yield notes
+
+
+def _by_layer(notes: Sequence[_Note]) -> list[_Run]:
+    """Forwards begin with a layer's first part, backwards end with it."""
+    forwards: list[tuple[tuple[_Note, ...], int]] = []
+    backwards: list[tuple[tuple[_Note, ...], int]] = []
+    begun: list[_Note] = []
+    for note, later in itertools.pairwise(notes):
+        if note.name in OUTSIDE:
+            continue
+        begun.append(note)
+        ends = (
+            later.name in (*FIRST, *OUTSIDE)
+            if note.direction == "forward"
+            else (note.name in FIRST)
+        )
+        if ends:
+            of = forwards if note.direction == "forward" else backwards
+            of.append((tuple(begun), later.start_bytes))
+            begun = []
+    pairs = zip(forwards, reversed(backwards), strict=True)
+    return [_Run(*forward, *backward) for forward, backward in pairs]
+
+
+def _parts(run: _Run, boundary_bytes: int) -> tuple[PartBytes, ...]:
+    low = run.forward[0].start_bytes - boundary_bytes  # its input is the layer's own
+    forward = _levels(run.forward, run.after_forward, low)
+    # So is the gradient that leaves it, and what its dispatcher keeps.
+    held = run.after_forward - run.forward[0].start_bytes
+    low = run.backward[0].start_bytes - boundary_bytes - held
+    backward = _levels(run.backward, run.after_backward, low)
+    level, found = forward[FIRST[-1]][1], list[PartBytes]()
+    before = run.backward[0].start_bytes - low
+    ends = {}
+    for name in (*reversed(NAMES), FIRST[-1]):
+        before = ends[name] = backward.get(name, (0, before))[1]
+    for name in (FIRST[-1], *NAMES):
+        peak, level = forward.get(name, (level, level))
+        found.append(PartBytes(peak, level, backward.get(name, (ends[name],))[0], ends[name]))
+    return tuple(found)
+
+
+def _levels(notes: Sequence[_Note], after: int, low: int) -> dict[str, tuple[int, int]]:
+    """Highest bytes and bytes at the end of every part, above the layer's base."""
+    ends = [*(note.start_bytes for note in notes[1:]), after]
+    return {
+        FIRST[-1] if note.name in FIRST else note.name: (
+            max(0, note.peak_bytes - low),
+            max(0, end - low),
+        )
+        for note, end in zip(notes, ends, strict=True)
+    }
