@@ -99,6 +99,8 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
         return "Megatron FSDP shards weights and gradients, which is not modelled"
     if "perform-rl-step" in given:
         return "reinforcement learning: inference and training share the GPU"
+    if "te-precision-config-file" in given:
+        return "which layers are quantised is in a file that is not public"
     if "export-kd-cfg" in given:
         return "distillation: the teacher's weights and activations are not modelled"
     return ""

@@ -112,7 +112,8 @@ C the rest and runs on A100, as the table of golden values has them.
 OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
 
 - `--cross-entropy-loss-fusion` with the native implementation: short by one fp32 copy of the logits
-  (411 MB of 412 MB in the dense rows; also most of DeepSeek-V3's and the fp8 MTP row's error).
+  (411 MB of 412 MB in the dense rows; also most of DeepSeek-V3's and the fp8 MTP row's error, and
+  824 MB of the 930 MB that Nemotron 3.5 Lightning took more).
   Megatron compiles these functions, and a compiled function does not write its result over its
   input; here they run as they are.
 - `--defer-embedding-wgrad-compute`: the output gradients of the microbatches that wait are not
@@ -120,6 +121,11 @@ OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
 - `--overlap-moe-expert-parallel-comm` on one stage: counted a whole microbatch too high.
 - `--num-distributed-optimizer-instances`, Muon: the optimizer's state is divided as Adam's over all
   data-parallel ranks.
+- Nemotron 3.5 Lightning between steps: 347 MB more. 292 MB of it would be the fp32 main gradients
+  of shards, which `--grad-reduce-in-bf16` makes in a step and the next forward no longer has (read
+  in distrib_optimizer.py, not run).
+- The hybrid of 44 layers that core 0.13 ran on A100: between steps it held 0.52 GB, less than the
+  weights in bf16 (0.83 GB) of the model that its flags describe.
 - Expert layers of small tests: about 130 MB too high between steps, which is what the four
   workspaces of grouped products take; these runs seem not to make them.
 - Runs that do not say how many GPUs they had: Mixtral with alltoall and the 15B on two stages do
