@@ -44,8 +44,6 @@ def run(row: Mapping[str, str]) -> Run:
         given = {**given, "vocab-size": vocabulary(given)}
         given.pop("vocab-extra-ids", None)
         given |= batch(given)
-        if "tp-comm-overlap" in given:  # Megatron 0.19 refuses both together; older ones did not
-            given.pop("deterministic-mode", None)
         sizes = encoder_decoder(given)
         found = flags(given if sizes is None else as_decoder_only(given))
     between = row.get("mem_allocated_first") or ""
@@ -59,6 +57,8 @@ def run(row: Mapping[str, str]) -> Run:
         measured=(Measured(-1, peak_bytes),),
         between_steps_bytes=whole(row, "mem_allocated_first") if between else None,
         encoder_decoder=sizes,
+        date=row.get("golden_date") or "",
+        old_container=(row.get("variant") or "").startswith("lts"),
         family=family(given),
         uncovered=reason,
     )
@@ -99,6 +99,10 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
         return "Megatron FSDP shards weights and gradients, which is not modelled"
     if "perform-rl-step" in given:
         return "reinforcement learning: inference and training share the GPU"
+    if "te-precision-config-file" in given:
+        return "the layers' precisions are in a file that is not in the row"
+    if "fine-grained-activation-offloading" in given:
+        return "fine-grained activation offloading is not modelled"
     if "export-kd-cfg" in given:
         return "distillation: the teacher's weights and activations are not modelled"
     return ""

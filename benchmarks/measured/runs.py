@@ -41,6 +41,10 @@ class Run:
     """Allocated between steps; chooses among `worlds`."""
     encoder_decoder: tuple[int, int, int] | None = None
     """Of T5: encoder layers, decoder layers, decoder sequence length."""
+    date: str = ""
+    """When its source was written, year first."""
+    old_container: bool = False
+    """Whether it ran in Megatron's container of long support."""
     family: str = ""
     uncovered: str = ""
     """Why the run is not predicted."""
