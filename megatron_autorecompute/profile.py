@@ -26,6 +26,7 @@ from pydantic import AfterValidator, Field
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.lines import Line, RecordLines
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.work_order import contains, ordered_ms
 
@@ -175,6 +176,8 @@ class ChoiceRecord:
     arithmetic; 0 where all is measured, or all is modelled."""
     percentiles: tuple[BytesAt, ...] = ()
     """Measured MoE layers: the byte figures at percentiles; the fields above are the maximum."""
+    lines: RecordLines | None = None
+    """The figures above as lines in the tokens of a microbatch; None: they hold for one length."""
     parts: tuple[PartBytes, ...] = ()
     """With EP overlap: the layer's parts, in the order of their forwards. Without them the whole
     layer counts beside another microbatch's."""
@@ -331,6 +334,10 @@ class ScheduleOverhead:
     """The most alive in a forward: masks, token ids, what `forward_step` keeps."""
     backward_bytes: Bytes
     """The most alive in a backward."""
+    forward_line: Line | None = None
+    """forward_bytes as a line in the tokens of all microbatches of a call; None: one length."""
+    backward_line: Line | None = None
+    """backward_bytes likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,6 +486,8 @@ class Profile:
     """Megatron's setting of that name: outputs sent on are freed at once."""
     overlap_p2p_comm: bool = True
     """Megatron's setting of that name, for interleaved schedules: tensors are received early."""
+    boundary_line: Line | None = None
+    """boundary_bytes as a line in the tokens of a microbatch; None: lengths do not vary."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """Versions, device, settings: a plan is used again only if all of them are equal."""
     assumptions: tuple[str, ...] = ()

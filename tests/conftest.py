@@ -63,7 +63,7 @@ def examples(tmp_path_factory):
     paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     paths["PYTHONPATH"] = f"{NO_DEVICE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"
     ran = subprocess.run(
-        [str(NO_DEVICE / "run.sh"), str(folder)],
+        [str(NO_DEVICE / "run.sh"), str(folder), *EXAMPLE_JOBS],
         capture_output=True,
         text=True,
         env={**os.environ, **paths},

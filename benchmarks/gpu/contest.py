@@ -135,7 +135,14 @@ class Contest:
         # What libraries keep on the device from the first step on, cuBLAS its workspaces.
         job.optimizer.zero_grad()
         kept = torch.cuda.memory_allocated() if job.on_cuda else 0
-        return _with_residual(profile, max(0, kept - job.static().total_bytes))
+        others = max(0, kept - job.static().total_bytes)
+        [stage] = profile.stages
+        return replace(
+            profile,
+            stages=(
+                replace(stage, residual_bytes=stage.residual_bytes + others, others_bytes=others),
+            ),
+        )
 
     def cost(self, profile: Profile, policy: RecomputePolicy) -> PolicyCost:
         """What the planner predicts for any policy."""

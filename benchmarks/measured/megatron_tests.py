@@ -100,7 +100,7 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
     if "perform-rl-step" in given:
         return "reinforcement learning: inference and training share the GPU"
     if "te-precision-config-file" in given:
-        return "the layers' precisions are in a file that is not in the row"
+        return "which layers are quantised is in a file that is not public"
     if "fine-grained-activation-offloading" in given:
         return "fine-grained activation offloading is not modelled"
     if "export-kd-cfg" in given:

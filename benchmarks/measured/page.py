@@ -136,10 +136,11 @@ ISEEKYAN/mbridge for these runs were found.
 OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
 
 - Muon: its state is counted as Adam's, divided over all data-parallel ranks.
-- Expert layers of small tests: about 130 MB too high between steps, which is what the four
-  workspaces of grouped products take; these runs seem not to make them.
-- Runs that do not say how many GPUs they had: Mixtral with alltoall and the 15B on two stages do
-  not agree with any power of two between steps.
+- Nemotron 3.5 Lightning between steps: 347 MB more. 292 MB of it would be the fp32 main gradients
+  of shards, which `--grad-reduce-in-bf16` makes in a step and the next forward no longer has (read
+  in distrib_optimizer.py, not run).
+- Torch's workspaces on GB200: 17 or 67 MB in runs of equal flags, by the test's environment.
+- 15B on two stages on GB200: 350 MB more between steps; userbuffers are outside torch, or in part.
 - GPT-3 7B, tensor parallel 4, on GB200: 1.1 GB more than on H100 with the same flags.
 - Attention with scores: 30 to 40 MB short in every small test; Transformer Engine's masks.
 """

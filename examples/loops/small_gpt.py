@@ -6,7 +6,6 @@ on GPUs with NCCL. Attention keeps no tensor of tokens x tokens, as flash attent
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,14 +182,4 @@ def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Mo
     return logits, loss_function
 
 
-def lengths_of_calls(calls: int, seed: int = 0, most: int = 6) -> list[list[int]]:
-    """Tokens of each microbatch of each call: other numbers and other lengths every time."""
-    draw = random.Random(seed)
-    found = []
-    for _ in range(calls):
-        top = draw.choice([MAX_TOKENS // 4, MAX_TOKENS // 2, MAX_TOKENS])
-        found.append([8 * draw.randint(3, top // 8) for _ in range(draw.randint(2, most))])
-    return found
-
-
-__all__ = ["SmallGPT", "forward_step", "get_forward_backward_func", "lengths_of_calls"]
+__all__ = ["SmallGPT", "forward_step", "get_forward_backward_func"]

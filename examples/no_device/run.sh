@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Profile and plan the jobs of this folder on H100s, without a device. The hybrid ones need core 0.18.
-#   run.sh [FOLDER]    where profiles and plans go; results are printed
+# Profile and plan jobs of this folder on H100s, without a device.
+#   run.sh [FOLDER [JOB...]]    where profiles and plans go; by default all jobs; results are printed
 set -euo pipefail
 out=$(mkdir -p "${1:-.}" && cd "${1:-.}" && pwd)
 cd "$(dirname "$0")"
 export TORCHDYNAMO_DISABLE=1 PYTHONWARNINGS=ignore
 TIMEFORMAT="profiled in %U s of processor time"
+
+gpt=(llama3-70b llama31-405b deepseek-v3)
+hybrid=(llama3-70b-hybrid nemotron-3-nano nemotron-3-super nemotron-h-56b)
 
 profile() {
     time megatron-autorecompute estimate --gpu h100-80gb "$1.yaml" -o "$out/$1.json" \
@@ -16,15 +19,18 @@ plan() {
     megatron-autorecompute plan --profile "$out/$1.json" --budget-gib "$(tail -1 "$out/$1.txt" | sed 's/.*--budget-gib //')" \
         -o "$out/$1.plan.json"
 }
-profile llama3-70b 2>&1
-plan llama3-70b
-profile llama31-405b 2>&1
-plan llama31-405b
-profile deepseek-v3 2>&1
-plan deepseek-v3
-if python -c "import megatron.core.models.hybrid" 2> /dev/null; then
-    for job in nemotron-3-nano nemotron-3-super nemotron-h-56b; do
-        profile $job 2>&1
-        plan $job
-    done
-fi
+can_run() {
+    [[ " ${hybrid[*]} " != *" $1 "* ]] || python -c "import megatron.core.models.hybrid" 2> /dev/null
+}
+
+jobs=("${@:2}")
+[[ ${#jobs[@]} -gt 0 ]] || jobs=("${gpt[@]}" "${hybrid[@]}")
+for job in "${jobs[@]}"; do
+    if can_run "$job"; then
+        profile "$job" 2>&1
+        plan "$job"
+    else
+        core=$(python -c "import megatron.core; print(megatron.core.__version__)" 2> /dev/null)
+        echo "$job was not run: megatron-core $core has no HybridModel, which came with 0.18"
+    fi
+done

@@ -49,3 +49,14 @@ def global_buffers() -> list[torch.Tensor]:
     if not parallel_state.model_parallel_is_initialized():
         return []
     return list(parallel_state.get_global_memory_buffer().buffer.values())
+
+
+def expert_ranks() -> tuple[int, ...]:
+    """Ranks that exchange tokens for their experts with this one, itself included; it alone if
+    nothing is set up."""
+    if not torch.distributed.is_initialized():
+        return (0,)
+    if not parallel_state.model_parallel_is_initialized():
+        return (torch.distributed.get_rank(),)
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    return tuple(torch.distributed.get_process_group_ranks(group))

@@ -93,7 +93,7 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
             "installed (the megatron-core wheels carry megatron.training from 0.17 on). Describe "
             "the job in YAML instead: examples/no_device."
         ) from error
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ValueError, OSError) as error:
         raise OptionError(f"Megatron refuses these flags: {error}") from error
 
 

@@ -48,6 +48,19 @@ class BoundTensors:
 
     def extra(self) -> Ints:
         """Tensors alive at each event that belong to no microbatch in flight and no own layer."""
+        return _distinct(self._all_held(), 2 * self.total)
+
+    def owners(self) -> tuple[tuple[int, ...], ...]:
+        """The microbatch of each of these tensors, at each event."""
+        microbatch = self.schedule.forward_table()[0]
+        found: list[list[int]] = [[] for _ in range(2 * self.total)]
+        for tensor, start, stop in _disjoint(self._all_held(), 2 * self.total).T.tolist():
+            for event in range(start, stop):
+                found[event].append(int(microbatch[tensor % self.total]))
+        return tuple(map(tuple, found))
+
+    def _all_held(self) -> Ints:
+        self._held.clear()
         self._inputs()
         self._outputs()
         self._gradients()
@@ -58,7 +71,7 @@ class BoundTensors:
         after = np.stack([held[0], np.maximum(held[1], last + 1), held[2]])
         # The `.grad` of an input whose backward has run is alive as long as the input.
         grads = after[:, after[0] < self.total] + [[_INPUT_GRADIENT * self.total], [0], [0]]
-        return _distinct(np.concatenate([before, after, grads], axis=1), 2 * self.total)
+        return np.concatenate([before, after, grads], axis=1)
 
     def _inputs(self) -> None:
         received = self._inputs_received()
@@ -184,6 +197,14 @@ class BoundTensors:
 
 def _distinct(held: Ints, events: int) -> Ints:
     """How many different tensors are held at each event."""
+    _, start, stop = _disjoint(held, events)
+    begun = np.bincount(start, minlength=events + 1)
+    ended = np.bincount(stop, minlength=events + 1)
+    return np.asarray((begun - ended).cumsum()[:events], np.int64)
+
+
+def _disjoint(held: Ints, events: int) -> Ints:
+    """The same, and no two of the same tensor at the same time."""
     tensor, start, stop = held[:, held[1] < held[2]]
     order = np.lexsort((start, tensor))
     tensor, start, stop = tensor[order], start[order], stop[order]
@@ -191,6 +212,4 @@ def _distinct(held: Ints, events: int) -> Ints:
     reached = np.maximum.accumulate(far + stop) - far
     start = np.maximum(start, np.append(0, np.where(np.diff(tensor), 0, reached[:-1])))
     fresh = start < stop
-    begun = np.bincount(start[fresh], minlength=events + 1)
-    ended = np.bincount(stop[fresh], minlength=events + 1)
-    return np.asarray((begun - ended).cumsum()[:events], np.int64)
+    return np.stack([tensor[fresh], start[fresh], stop[fresh]])

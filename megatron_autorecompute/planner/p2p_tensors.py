@@ -41,8 +41,18 @@ def extra_tensors(
     Raises: PipelineError for a stage that does not exist.
     """
     if schedule.num_chunks == 1:
-        return _one_chunk(schedule, stage, deallocated)
+        return tuple(map(len, _one_chunk(schedule, stage, deallocated)))
     return tuple(BoundTensors(schedule, stage, overlap_p2p, deallocated).extra().tolist())
+
+
+@lru_cache(maxsize=1024)
+def extra_owners(
+    schedule: Schedule, stage: int, *, overlap_p2p: bool = True, deallocated: bool = True
+) -> tuple[tuple[int, ...], ...]:
+    """The microbatch of each of these tensors, at each event; arguments as in `extra_tensors`."""
+    if schedule.num_chunks == 1:
+        return _one_chunk(schedule, stage, deallocated)
+    return BoundTensors(schedule, stage, overlap_p2p, deallocated).owners()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,20 +145,21 @@ def _without_passages(kept: Ints, counts: NDArray[np.int16]) -> Ints:
     return kept[~between]
 
 
-def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[int, ...]:
+def _one_chunk(schedule: Schedule, stage: int, deallocated: bool) -> tuple[tuple[int, ...], ...]:
     """1F1B, in `forward_backward_pipelining_without_interleaving`.
 
     Before the first backward nothing is left over. After it, these are alive in a forward: if there
     is a next stage, the last `output_tensor_grad`, and the last output if outputs are kept; if
     there is a previous stage, the last `input_tensor_grad` and the input of the microbatch just
     finished. In a later backward only the last `input_tensor_grad` is, because `output_tensor_grad`
-    is then its own.
+    is then its own. All of them are of the microbatch whose backward ran last.
     """
     after, before = int(stage < schedule.num_stages - 1), int(stage > 0)
-    counts, begun = [], False
+    owners: list[tuple[int, ...]] = []
+    last: tuple[int, ...] = ()
     for event in schedule.events(stage):
         forward = event.direction == "forward"
         in_forward = after + 2 * before + after * (not deallocated)
-        counts.append((in_forward if forward else before) if begun else 0)
-        begun = begun or not forward
-    return tuple(counts)
+        owners.append(last * (in_forward if forward else before))
+        last = last if forward else (event.microbatch,)
+    return tuple(owners)

@@ -104,6 +104,7 @@ class StageBase:
 
     static: StaticBytes
     optimizer_step_peak_bytes: int
+    """On top of static, with what others in the process hold."""
     overhead: ScheduleOverhead
     boundary_bytes: int
     """One boundary tensor; `p2p_tensors` counts them. Also the gradient of a chunk's output."""
@@ -135,7 +136,7 @@ def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nom
         found = profile.stages[stage]
         if tuple(sorted(found.layers)) == layers:
             residual = found.residual_bytes + SIGN[bound] * found.uncertainty_bytes
-            peak = found.optimizer_step_peak_bytes
+            peak = found.optimizer_step_peak_bytes + (found.others_bytes or 0)
             rest = found.overhead or nothing
             return StageBase(found.static, peak, rest, boundary, residual, True)
     return StageBase(_added_static(profile, chunks, stage), 0, nothing, boundary, 0, False)

@@ -190,12 +190,13 @@ def _scaled(profile: Profile, factor: float, static: float) -> Profile:
         overhead = old.overhead and ScheduleOverhead(
             size(old.overhead.forward_bytes), size(old.overhead.backward_bytes)
         )
+        others = old.others_bytes or 0
         return replace(
             old,
             static=scale(old.static),
             optimizer_step_peak_bytes=round(old.optimizer_step_peak_bytes * static),
             overhead=overhead,
-            residual_bytes=size(old.residual_bytes),
+            residual_bytes=others + size(old.residual_bytes - others),
             uncertainty_bytes=size(old.uncertainty_bytes),
             residual_ms=old.residual_ms * factor,
         )

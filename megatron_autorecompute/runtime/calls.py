@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.runtime.ranks import all_reduce_max
+
+BUCKETS = (0.25, 0.375, 0.5, 0.75, 1.0)
+"""Shares of the cap for which there are plans."""
+ABOVE = 0.25
+"""Above the cap, plans are made in steps of this share of it."""
+AHEAD = 1.25
+"""If nothing is said and there is no cap, plans are for this multiple of the longest seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """What a plan for a call depends on."""
+
+    tokens: int
+    """Of the longest microbatch planned for; 0 before any length is known."""
+    call_tokens: int
+    """Of all microbatches of a call on a rank."""
+    microbatches: int
+    """Of the plan."""
+
+    def microbatch(self, expert_ranks: int) -> Microbatch:
+        """The longest one, as `Microbatch.longest`."""
+        return Microbatch.longest(self.tokens, expert_ranks)
 
 
 class Calls:
@@ -28,22 +54,107 @@ class Calls:
             raise OptionError(f"max_tokens={max_tokens}: give a number of tokens, such as 16384.")
         self.max_tokens, self._most = max_tokens, most_microbatches
         self._said: list[int] | None = None
-        self.largest = 0
-        """Tokens of the call's largest microbatch on any rank; 0 if no rank said lengths."""
-        self._microbatches = most_microbatches
+        self.is_said = False
+        """Whether every rank said the lengths of this call."""
+        self.seen = 0
+        """Tokens of the longest microbatch so far, on any rank."""
+        self.last = 0
+        """Tokens of the longest microbatch of the last call, on any rank."""
+        self.longest = 0
+        """Tokens of the longest microbatch of this call, if every rank said lengths."""
+        self.missed_bytes: tuple[int, ...] = ()
+        """By stage: how much more than predicted the last call needed."""
+        self.shape = CallShape(max_tokens or 0, 0, most_microbatches)
+        """Of the plan for this call."""
+        self.said_too_little = False
+        """Whether some call had a longer microbatch than was said; from then on what is said does
+        not count."""
 
     def num_microbatches(self) -> int:
         """Of the plan for the next call."""
-        return self._microbatches
+        return self.shape.microbatches
 
     def say(self, tokens: Sequence[int]) -> None:
-        """Keep the tokens of each microbatch of this rank's next call; forgotten after it."""
-        self._said = [int(one) for one in tokens]
+        """Keep the tokens of each microbatch of this rank's next call; forgotten after it.
 
-    def agree(self, num_microbatches: int | None, outcome: int) -> int:
-        """Exchange what is known of the next call; returns the worst outcome of the last one."""
+        Raises:
+            OptionError: not one positive number for each microbatch.
+        """
+        said = [int(one) for one in tokens]
+        if not said or min(said) < 1:
+            raise OptionError(
+                f"tokens {said}: say how many tokens each microbatch of the next call has, on this "
+                "rank and after padding."
+            )
+        self._said = said
+
+    def agree(
+        self,
+        num_microbatches: int | None,
+        outcome: int,
+        seen: int = 0,
+        missed_bytes: Sequence[int] = (),
+    ) -> int:
+        """Exchange what is known of the next call; returns the worst outcome of the last one.
+
+        Args:
+            num_microbatches: of this rank's next call; None if it is not known.
+            outcome: of the last call on this rank.
+            seen: tokens of the longest microbatch of the last call on this rank.
+            missed_bytes: by stage, 0 for all but this rank's.
+
+        Raises:
+            OptionError: on every rank, if one said lengths for another number of microbatches.
+        """
         said, self._said = self._said or [], None
         mine = num_microbatches or len(said) or self._most
-        self.largest, found, worst = all_reduce_max(max(said, default=0), mine, outcome)
-        self._microbatches = min(found, self._most)
+        wrong = bool(said) and num_microbatches not in (None, len(said))
+        longest, total, found, worst, unsaid, self.last, failed, *missed = all_reduce_max(
+            max(said, default=0),
+            sum(said),
+            mine,
+            outcome,
+            not said,
+            seen,
+            wrong,
+            *missed_bytes,
+        )
+        if failed:
+            raise OptionError(
+                f"tokens() named {len(said)} microbatches and the call has {num_microbatches} on "
+                "this rank, or the like on another. Say the length of each microbatch."
+            )
+        self.missed_bytes = tuple(missed)
+        self.said_too_little |= self.is_said and self.last > self.longest
+        self.seen = max(self.seen, self.last)
+        self.is_said, self.longest = not unsaid, longest
+        self._plan_for(found, total)
         return worst
+
+    def _plan_for(self, microbatches: int, said_total: int) -> None:
+        tokens = self._tokens()
+        total = said_total if self.is_said else microbatches * tokens
+        # What a loop holds of all microbatches is little: a few powers of two make few plans.
+        rounded = 1 << (total - 1).bit_length() if total else 0
+        self.shape = CallShape(
+            tokens, max(rounded, self.shape.call_tokens), min(microbatches, self._most)
+        )
+
+    def _tokens(self) -> int:
+        """Of the microbatch that the plan for this call is for."""
+        if self.is_said and not self.said_too_little:
+            cap = self.max_tokens or self.seen or self.longest
+            return bucket(self.longest, cap)
+        if self.max_tokens is not None:
+            return bucket(max(self.max_tokens, self.seen), self.max_tokens)
+        if self.seen > self.shape.tokens or not self.shape.tokens:
+            return math.ceil(AHEAD * self.seen)
+        return self.shape.tokens
+
+
+def bucket(tokens: int, cap: int) -> int:
+    """The length to plan for: the smallest share of the cap that is enough, or steps above it."""
+    shares = (math.ceil(cap * share) for share in BUCKETS)
+    inside = next((each for each in shares if each >= tokens), None)
+    step = max(1, math.ceil(cap * ABOVE))
+    return cap + math.ceil((tokens - cap) / step) * step if inside is None else inside

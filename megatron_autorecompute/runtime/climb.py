@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import Profile
@@ -23,15 +23,20 @@ def climb(
         InfeasibleError: with plan only, the leanest policy needs more than the budget.
         LostStepsError: several steps in a row ran out of memory.
     """
-    budgets, lean = decisions.budgets(profile), decisions.lean_peaks(profile)
-    halfway = [min(high, (low + high + 1) // 2) for low, high in zip(lean, budgets, strict=True)]
-    first = (halfway, "a plan for half of the slack"), (budgets, "a plan for all of the slack")
-    for goal, what in itertools.chain(first, itertools.repeat((budgets, "a corrected plan"))):
+    budgets = decisions.budgets(profile)
+    first = (False, "a plan for half of the slack"), (True, "a plan for all of the slack")
+    for is_whole, what in itertools.chain(first, itertools.repeat((True, "a corrected plan"))):
+        # The next call may have other lengths than the last one, and so another need.
+        goal = budgets if is_whole else _halfway(decisions.lean_peaks(profile), budgets)
         plan = decisions.solved(profile, goal)
         smaller = yield from in_force.try_step(plan, what)
         if smaller is not None:
             return smaller
-        if goal is budgets and decisions.are_kept(plan):
+        if is_whole and decisions.are_kept(plan):
             break
         profile = decisions.corrected(plan)
     return plan
+
+
+def _halfway(lean: Sequence[int], budgets: Sequence[int]) -> list[int]:
+    return [min(high, (low + high + 1) // 2) for low, high in zip(lean, budgets, strict=True)]

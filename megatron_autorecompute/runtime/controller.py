@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.compat import model_layers
-from megatron_autorecompute.errors import ApplyError
+from megatron_autorecompute.errors import ApplyError, OptionError
+from megatron_autorecompute.lines import Microbatch
+from megatron_autorecompute.planner.lengths import Arrangement
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Parallelism
@@ -33,6 +35,7 @@ from megatron_autorecompute.runtime.measuring import Measuring, Steps
 from megatron_autorecompute.runtime.model_shard import ModelShard
 from megatron_autorecompute.runtime.plan_in_force import PlanInForce
 from megatron_autorecompute.runtime.plan_store import PlanStore
+from megatron_autorecompute.runtime.seen_tokens import SeenTokens
 from megatron_autorecompute.runtime.step_memory import StepMemory
 from megatron_autorecompute.runtime.telling import report, tell
 from megatron_autorecompute.units import gib
@@ -66,7 +69,10 @@ class Auto:
         self.optimizer, self.options, self.job = optimizer, options, job
         refuse_unmeasurable(model_layers.unwrapped(chunks[0]).config)
         self.shard = ModelShard(chunks)
-        self.memory = StepMemory(self.shard.chunks, optimizer, job.without_cuda, job.memory)
+        varies = job.calls is not None
+        self.memory = StepMemory(
+            self.shard.chunks, optimizer, job.without_cuda, job.memory, resets=varies
+        )
         self.decisions = Decisions(self.shard, self.memory, options, job)
         self.fingerprint = self._fingerprint()
         self._store = PlanStore(options.recompute_plan_path, self.fingerprint, job.say)
@@ -77,6 +83,9 @@ class Auto:
         guard = self._in_force.guard
         self._measuring = Measuring(self.decisions, optimizer, self.applied, guard)
         self._course = self._steps()
+        split = self.shard.config.tensor_model_parallel_size
+        split = split if self.shard.config.sequence_parallel else 1
+        self._seen = SeenTokens(self.shard.chunks if varies else [], split)
         self._closed = False
 
     def _fingerprint(self) -> dict[str, str]:
@@ -112,28 +121,61 @@ class Auto:
         setattr(call, "auto", self)  # noqa: B010  # mypy knows no attributes of functions
         return call
 
+    def tokens(self, tokens: Sequence[int]) -> None:
+        """Say the lengths of the next training call, on every rank; forgotten after it.
+
+        Where all ranks say them, the call runs a plan for its own longest microbatch, also above
+        `max_tokens`. Otherwise it runs the plan for `max_tokens`.
+
+        Args:
+            tokens: of each microbatch on this rank, as the model is given it: after padding, and
+                after context parallelism has split it.
+
+        Raises:
+            OptionError: not a positive number for each microbatch; or this auto knows no lengths,
+                because a training program with one length made it.
+        """
+        if self.job.calls is None:
+            raise OptionError("This job's microbatches have one length: there is nothing to say.")
+        self.job.calls.say(tokens)
+
     @contextmanager
-    def step(self, *, num_microbatches: int | None = None) -> Iterator[None]:
+    def step(
+        self, tokens: Sequence[int] | None = None, *, num_microbatches: int | None = None
+    ) -> Iterator[None]:
         """Around one training call of the schedule, or one training step, on every rank.
 
         Args:
+            tokens: of each microbatch on this rank, if the loop knows; as `tokens` says.
             num_microbatches: of this call, if the loop knows; ranks may have different ones.
 
         Raises:
             ApplyError: this object was closed.
+            OptionError: as `tokens`; or other numbers of microbatches were given in both.
             AutorecomputeError: as `measuring`, `climb` and `plan_in_force` say.
         """
         if self._closed:
             raise ApplyError("close() ended this auto: attach() makes another one.")
+        if tokens is not None:
+            self.tokens(tokens)
         self._agree(num_microbatches)
         with next(self._course):
             yield
         self._store.step_done()
 
     def _agree(self, num_microbatches: int | None) -> None:
-        guard = self._in_force.guard
-        if self.job.calls is not None:
-            guard.outcome = self.job.calls.agree(num_microbatches, guard.own_outcome)
+        guard, calls = self._in_force.guard, self.job.calls
+        if calls is None:
+            return
+        lied = calls.said_too_little
+        missed = self._in_force.missed_bytes()
+        guard.outcome = calls.agree(num_microbatches, guard.own_outcome, self._seen.longest, missed)
+        self._seen.forget()
+        if calls.said_too_little and not lied:
+            self.job.say(
+                f"recompute auto: a microbatch was longer than tokens() said; up to {calls.seen:,} "
+                "tokens were seen. From now on plans are for the cap, whatever is said."
+            )
 
     def close(self) -> None:
         """Stop, and give the model back as it was; a second call does nothing."""
@@ -141,6 +183,7 @@ class Auto:
             return
         self._closed = True
         self._course.close()
+        self._seen.close()
         self._store.close()
         self.applied.undo()
         self.job.on_close()
@@ -162,7 +205,32 @@ class Auto:
         if self.plan is None:
             return f"recompute auto: measuring, {self.steps} steps done"
         own = f"rank's last peak {gib(self.peak_bytes)} GiB on stage {self.shard.stage}"
-        return f"{report(self.plan, self.decisions, None)}; this {own}"
+        saving = self._in_force.saving()
+        lines = "" if saving is None else f"\n{saving}"
+        return f"{report(self.plan, self.decisions, None)}; this {own}{lines}"
+
+    def predicted_peaks(self, lengths: Sequence[int] | Sequence[Microbatch]) -> tuple[int, ...]:
+        """Peak bytes of every stage in a call with these microbatches, under the policy in force.
+
+        Args:
+            lengths: tokens of each microbatch, in order; for layers with experts `Microbatch`,
+                with the tokens of the expert-parallel group.
+
+        Raises:
+            OptionError: there is no plan yet.
+            ProfileError: the job's microbatches have one length.
+        """
+        if self.plan is None:
+            raise OptionError("There is no plan yet: the first training calls measure.")
+        ranks = self.decisions.expert_ranks
+        given = (
+            one if isinstance(one, Microbatch) else Microbatch.longest(one, ranks)
+            for one in lengths
+        )
+        schedule = self.shard.schedule(len(lengths))
+        profile = self.plan.profile
+        call = Arrangement(profile, self.shard.layout, schedule, self.policy, tuple(given))
+        return tuple(call.peaks())
 
     @property
     def steps(self) -> int:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
+from megatron_autorecompute.compat import parallel
 from megatron_autorecompute.errors import InfeasibleError
+from megatron_autorecompute.planner.lengths import profile_at
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.policy_cost import StageCost
@@ -23,8 +26,10 @@ from megatron_autorecompute.runtime.lost_steps import NOTCHES
 from megatron_autorecompute.runtime.model_shard import ModelShard
 from megatron_autorecompute.runtime.oom_guard import FINE
 from megatron_autorecompute.runtime.plan_store import PlanStore
+from megatron_autorecompute.runtime.points import Points
 from megatron_autorecompute.runtime.ranks import on_rank_0
 from megatron_autorecompute.runtime.step_memory import StepMemory, available_bytes
+from megatron_autorecompute.runtime.varying import Varying
 from megatron_autorecompute.units import gib
 
 NOTICED = 0.001
@@ -49,8 +54,17 @@ class Decisions:
         if job.without_cuda:
             budget_bytes(options, available_bytes=None, fragmentation_bytes=0)
 
+    @cached_property
+    def expert_ranks(self) -> int:
+        """How many ranks exchange tokens for their experts."""
+        return len(parallel.expert_ranks()) if self.shard.has_experts else 1
+
     def planner(self, profile: Profile) -> Planner:
-        """A planner for the profile and the microbatches of the next step."""
+        """A planner for the microbatches of the next step, their number and their length."""
+        shape = None if self.job.calls is None else self.job.calls.shape
+        if shape is not None and shape.tokens:
+            longest = shape.microbatch(self.expert_ranks)
+            profile = profile_at(profile, longest, shape.call_tokens)
         return Planner(
             profile,
             self.shard.layout,
@@ -180,11 +194,38 @@ class Decisions:
             profile: as measured.
             lean: peak bytes of every stage, measured under the leanest policy.
         """
+        predicted = [cost.peak.bytes for cost in self._lean_costs(profile)]
+        return self._with_budgets(with_missed_bytes(profile, predicted, lean))
+
+    def with_lengths(self, profile: Profile, points: Points) -> Profile:
+        """As `with_others`, for a loop whose microbatches differ: the profile gets lines, and each
+        measured call is compared with the prediction for its own lengths.
+
+        Args:
+            profile: as measured.
+            points: what this rank saw, with lengths.
+        """
+        varying = Varying(self.shard, points)
+        profile = varying.with_lines(profile)
+        least, most = varying.missed_bytes(profile)
+        if self.shard.has_experts:
+            # Lines lie above uneven routing, which a call under the leanest policy hardly shows.
+            least, most = max(0, least), max(0, most)
+        lows, highs = self.shard.by_stage(least, min), self.shard.by_stage(most, max)
+        stages = (
+            replace(
+                stage,
+                residual_bytes=stage.residual_bytes + (low + high) // 2,
+                uncertainty_bytes=(high - low + 1) // 2,
+            )
+            for stage, low, high in zip(profile.stages, lows, highs, strict=True)
+        )
+        return self._with_budgets(replace(profile, stages=tuple(stages)))
+
+    def _with_budgets(self, profile: Profile) -> Profile:
         available = 0 if self.job.without_cuda else available_bytes()
         least = self.shard.by_stage(available, min)
         fragmentation = self.shard.by_stage(self.memory.fragmentation_bytes, max)
-        predicted = [cost.peak.bytes for cost in self._lean_costs(profile)]
-        profile = with_missed_bytes(profile, predicted, lean)
         others = self._others()
         stages = (
             replace(
@@ -216,6 +257,10 @@ class Decisions:
             )
             most = max(most, more)
         return replace(profile, stages=tuple(stages)), most
+
+    def with_missed(self, plan: Plan, missed_bytes: Sequence[int]) -> Profile:
+        """The plan's profile with so many more bytes on every stage."""
+        return with_missed_bytes(plan.profile, [0] * len(missed_bytes), missed_bytes)
 
     def are_kept(self, plan: Plan) -> bool:
         """Whether every stage kept the plan's budgets in the step that was read last."""

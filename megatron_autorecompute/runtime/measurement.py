@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.errors import ApplyError, PipelineError
-from megatron_autorecompute.planner.p2p_tensors import extra_tensors
+from megatron_autorecompute.planner.p2p_tensors import extra_owners
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
@@ -35,9 +35,11 @@ from megatron_autorecompute.profile import (
 )
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.model_shard import Kind, ModelShard
+from megatron_autorecompute.runtime.points import Figure, Points
 from megatron_autorecompute.runtime.probe import (
     DEVICE_CLOCK,
     Clock,
+    Mark,
     Memory,
     Pass,
     Place,
@@ -145,6 +147,18 @@ SamplesByKey = dict[tuple[str, LayerPolicy], Samples]
 """Keys: (signature of the kind or name of the place, choice)."""
 
 
+NEAR_PEAK = 0.8
+"""Lines for what a call holds beside layers are of moments that need this share of its peak."""
+_LISTS: dict[Figure, str] = {
+    "held": "held_bytes",
+    "input": "input_bytes",
+    "forward_level": "forward_level_bytes",
+    "backward_level": "backward_level_bytes",
+    "forward_ms": "forward_ms",
+    "backward_ms": "backward_ms",
+}
+
+
 class Measurement:
     """Varies choices over the layers from step to step and collects what they cost.
 
@@ -159,14 +173,20 @@ class Measurement:
         shard: this rank's model.
         applied: the policy in force on it; `policies` switches it.
         clock: source of times.
+        points: keeps figures with the lengths they were seen at, if microbatches differ.
     """
 
     def __init__(
-        self, shard: ModelShard, applied: AppliedPolicy, clock: Clock = DEVICE_CLOCK
+        self,
+        shard: ModelShard,
+        applied: AppliedPolicy,
+        clock: Clock = DEVICE_CLOCK,
+        points: Points | None = None,
     ) -> None:
         self.shard = shard
         self.applied = applied
         self._clock = clock
+        self.points = points
         self.boundary_bytes = 0
         self.static_bytes = 0
         self.peak_bytes = 0
@@ -252,18 +272,62 @@ class Measurement:
         if not counts():
             return
         self._check_measurable(probe.passes)
+        events = self._schedule(probe.passes).events(self.shard.stage)
+        numbers = [event.microbatch for event in events]
+        self._begin_call(probe.passes, numbers)
         if memory is not None:
             # Gradients of the step before can still be alive when this one begins.
             self.static_bytes = min(self.static_bytes, probe.passes[0].marks[0].current_bytes)
-            self.boundary_bytes = probe.boundary_bytes
+            self.boundary_bytes = max(self.boundary_bytes, probe.boundary_bytes)
             self.peak_bytes = max(memory.peak_bytes, probe.peak_bytes)
             self.optimizer_step_peak_bytes = memory.peak_bytes - self.static_bytes
-            self._note_overhead(probe.passes)
+            self._note_overhead(probe.passes, numbers)
         forwards = {id(one.backward): one for one in probe.passes}
-        for one in probe.passes:
+        for one, number in zip(probe.passes, numbers, strict=True):
             bases = self._bases(one, forwards.get(id(one), one))
-            for span in spans(one, self._clock):
-                self._note(one, span, bases, memory is not None, times)
+            for span in self._spans(one):
+                self._note(one, number, span, bases, memory is not None, times)
+
+    def _begin_call(self, passes: Sequence[Pass], numbers: Sequence[int]) -> None:
+        if self.points is None:
+            return
+        found = {n: one for one, n in zip(passes, numbers, strict=True) if one.tokens}
+        config = self.shard.config
+        split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        lengths = ((found[n].tokens * split, found[n].samples) for n in sorted(found))
+        self.points.begin_call(lengths)
+        for number, one in found.items():
+            where = len(self.points.calls) - 1, number
+            self.points.boundaries.append((where, self._boundary_bytes(one)))
+
+    def _boundary_bytes(self, one: Pass) -> int:
+        """Size of the hidden states of a pass."""
+        found = [mark.input_bytes for mark in one.marks if isinstance(mark.place, int)]
+        return max(found, default=self.boundary_bytes)
+
+    def _spans(self, one: Pass) -> Iterator[Span]:
+        """The spans of a pass. In a loop of its own kind the loss runs outside the model: it is the
+        head's, with all that is done until the next pass begins."""
+        for span in spans(one, self._clock):
+            ends = span.place == "head" and one.phase == "forward"
+            if ends and self.points is not None and one.after is not None:
+                yield self._with_loss(one, span, one.after)
+            else:
+                yield span
+
+    def _with_loss(self, one: Pass, head: Span, after: Mark) -> Span:
+        """The head's span until the next pass begins; what the loss keeps is the head's, if that
+        pass is not the backward that frees it."""
+        peak_bytes, end = max(head.peak_bytes, after.peak_bytes), one.marks[-1]
+        follows = one.backward is not None and one.backward.marks[0] is after
+        kept_bytes = 0 if follows else max(0, after.current_bytes - end.current_bytes)
+        more_ms = self._clock.ms_between(end.at, after.at) if follows else 0.0
+        return replace(
+            head,
+            peak_bytes=peak_bytes,
+            end_bytes=head.end_bytes + kept_bytes,
+            ms=head.ms + more_ms,
+        )
 
     def _check_measurable(self, passes: Sequence[Pass]) -> None:
         reasons = [
@@ -326,6 +390,7 @@ class Measurement:
     def _note(
         self,
         one: Pass,
+        number: int,
         span: Span,
         bases: dict[Place, int],
         with_bytes: bool,
@@ -338,21 +403,25 @@ class Measurement:
         seen = self.samples[signature, self._choice(place)]
         input_bytes = span.input_bytes
         received = place == self._received_by(one)
+        found: dict[Figure, int | float] = {}
         if with_bytes and one.phase == "forward":
-            seen.held_bytes.append(_held_bytes(span))
             base = bases.get(place, span.begin_bytes - input_bytes)
-            seen.forward_level_bytes.append(span.peak_bytes - base)
+            found = {"held": _held_bytes(span), "forward_level": span.peak_bytes - base}
             if not received:
-                seen.input_bytes.append(input_bytes * (place in one.kept))
+                found["input"] = input_bytes * (place in one.kept)
         elif with_bytes and place in bases:
-            seen.backward_level_bytes.append(span.peak_bytes - bases[place])
+            found = {"backward_level": span.peak_bytes - bases[place]}
         elif with_bytes:
             # The input's gradient is alive now; the input is freed, unless another stage sent it.
             base = span.end_bytes - input_bytes * (2 if received else 1)
             level_bytes = span.peak_bytes - base + _context_gradient_bytes(one, place)
-            seen.backward_level_bytes.append(level_bytes)
+            found = {"backward_level": level_bytes}
         if with_times:
-            (seen.forward_ms if one.phase == "forward" else seen.backward_ms).append(span.ms)
+            found["forward_ms" if one.phase == "forward" else "backward_ms"] = span.ms
+        for figure, value in found.items():
+            getattr(seen, _LISTS[figure]).append(value)
+            if self.points is not None:
+                self.points.note((signature, self._choice(place)), figure, number, value)
 
     def _received_by(self, one: Pass) -> Place | None:
         """The layer whose input another stage sent; None if the first layer gets a copy of it."""
@@ -382,32 +451,45 @@ class Measurement:
         before = itertools.accumulate(own.values(), initial=base)
         return dict(zip(own, before, strict=False))
 
-    def _note_overhead(self, passes: Sequence[Pass]) -> None:
+    def _note_overhead(self, passes: Sequence[Pass], numbers: Sequence[int]) -> None:
         """Note the bytes alive when a pass starts, besides those of layers and boundary tensors."""
-        most = {"forward": self.overhead.forward_bytes, "backward": self.overhead.backward_bytes}
+        most, near = {"forward": 0, "backward": 0}, {"forward": 0, "backward": 0}
+        high = [max(mark.peak_bytes for mark in one.marks[1:]) for one in passes]
+        sizes = {n: self._boundary_bytes(one) for one, n in zip(passes, numbers, strict=True)}
         in_flight: dict[int, deque[int]] = defaultdict(deque)
-        for one, extra in zip(passes, self._extra_tensors(passes), strict=True):
+        for one, number, owners, peak_bytes in zip(
+            passes, numbers, self._owners(passes), high, strict=True
+        ):
             held = sum(map(sum, in_flight.values()))
             above = one.marks[0].current_bytes - self.static_bytes - held
             # The received input belongs to the first layer, the received gradient to the last.
             outside: Place = "embedding" if one.phase == "forward" else "head"
-            received = 0 if self.shard.has(one.chunk, outside) else self.boundary_bytes
-            rest = above - received - extra * self.boundary_bytes
+            received = 0 if self.shard.has(one.chunk, outside) else sizes[number]
+            rest = above - received - sum(sizes[owner] for owner in owners)
             most[one.phase] = max(most[one.phase], rest)
+            if peak_bytes >= NEAR_PEAK * max(high):
+                near[one.phase] = max(near[one.phase], rest)
             if one.phase == "forward":
                 in_flight[one.chunk].append(self._held_of(one))
             else:
                 in_flight[one.chunk].popleft()
-        self.overhead = ScheduleOverhead(most["forward"], most["backward"])
+        self.overhead = ScheduleOverhead(
+            max(most["forward"], self.overhead.forward_bytes),
+            max(most["backward"], self.overhead.backward_bytes),
+        )
+        if self.points is not None:
+            for direction, value in near.items():
+                call = len(self.points.calls) - 1
+                self.points.overheads[direction].append((call, value))
 
     def _schedule(self, passes: Sequence[Pass]) -> Schedule:
         """Megatron's schedule for this number of passes."""
         return self.shard.schedule(len(passes) // (2 * len(self.shard.chunks)))
 
-    def _extra_tensors(self, passes: Sequence[Pass]) -> Sequence[int]:
-        """Boundary tensors at every pass that belong to no layer."""
+    def _owners(self, passes: Sequence[Pass]) -> Sequence[Sequence[int]]:
+        """Microbatches of the boundary tensors at every pass that belong to no layer."""
         config = self.shard.config
-        return extra_tensors(
+        return extra_owners(
             self._schedule(passes),
             self.shard.stage,
             overlap_p2p=config.overlap_p2p_comm,
@@ -422,10 +504,10 @@ class Measurement:
         held = sum(_held_bytes(span) for span in self._existing(one))
         inputs = sum(size for place, size in one.kept.items() if self.shard.has(one.chunk, place))
         first = self.shard.has(one.chunk, "embedding") or self._received_by(one) is not None
-        return held + inputs + (kept + (not first)) * self.boundary_bytes
+        return held + inputs + (kept + (not first)) * self._boundary_bytes(one)
 
     def _existing(self, one: Pass) -> Iterator[Span]:
-        return (s for s in spans(one, self._clock) if self.shard.has(one.chunk, s.place))
+        return (s for s in self._spans(one) if self.shard.has(one.chunk, s.place))
 
     def profile(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -9,13 +10,16 @@ from typing import Any
 
 import torch
 
+from megatron_autorecompute.compat import parallel
 from megatron_autorecompute.profile import Profile, RankStep
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.call_guard import Guard
+from megatron_autorecompute.runtime.calls import AHEAD
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import was_lost
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.oom_guard import FAILED
+from megatron_autorecompute.runtime.points import Points
 from megatron_autorecompute.runtime.static_bytes import static_bytes
 from megatron_autorecompute.runtime.whole_steps import (
     BACKWARD,
@@ -61,7 +65,11 @@ class Measuring:
         self.decisions, self.shard = decisions, decisions.shard
         self.memory, self.job = decisions.memory, decisions.job
         self.optimizer, self.applied, self.guard = optimizer, applied, guard
-        self.measurement = Measurement(self.shard, applied)
+        self.points: Points | None = None
+        """What was seen at which lengths, in a loop whose microbatches differ."""
+        if self.job.calls is not None:
+            self.points = Points(parallel.expert_ranks() if self.shard.has_experts else ())
+        self.measurement = Measurement(self.shard, applied, points=self.points)
         self._left = 0
         """The most steps still to come, as printed; 0 while this is not known."""
         self._whole_steps: list[WholeStep] = []
@@ -87,8 +95,7 @@ class Measuring:
                 "measuring; fewer layers at once leave the leanest policy this time."
             )
         self.memory.begin_measuring()
-        yield from self._settle()
-        lean = self.decisions.peaks()
+        lean = yield from self._settle()
         yield from self._all_choices(lean, ended_before)
         profile = self.measurement.profile(
             self.shard.model(),
@@ -96,21 +103,48 @@ class Measuring:
             static_bytes(self.shard.chunks, self.optimizer),
             fingerprint=fingerprint,
         )
+        if self.points is not None:
+            return self.decisions.with_lengths(profile, self.points)
         return self.decisions.with_others(self._with_whole_steps(profile), lean)
 
-    def _settle(self) -> Steps:
-        """Run the leanest policy until it has settled and is within the budget."""
+    def _settle(self) -> Generator[AbstractContextManager[None], None, tuple[int, ...]]:
+        """Run the leanest policy until it has settled and is within the budget.
+
+        Returns the bytes that every stage needed, or would have at the longest microbatch.
+        """
         settled, said = 0, False
+        longest: tuple[int, ...] = ()
         while settled < SETTLING_STEPS:
             yield self._settling()
             over = self.decisions.too_lean(self.guard.steps)
             settled += not self._was_lost() and over is None
+            lean = self._at_longest(self.decisions.peaks())
+            longest = tuple(map(max, longest, lean)) if longest else lean
             if over and not said:
                 said = True
                 self.job.say(
                     f"recompute auto: OVER BUDGET: {over} Training goes on under the leanest "
                     "policy; measuring begins when it is within the budget."
                 )
+        return self.decisions.peaks() if self.job.calls is None else longest
+
+    def _at_longest(self, peaks: tuple[int, ...]) -> tuple[int, ...]:
+        """What stages need at the longest microbatch, from their peaks in the last call."""
+        calls = self.job.calls
+        if calls is None or not calls.last:
+            return peaks
+        own = static_bytes(self.shard.chunks, self.optimizer).total_bytes
+        static = self.shard.by_stage(own, max)
+        longer = max(1.0, self._longest_tokens() / calls.last)
+        return tuple(
+            math.ceil(fixed + max(0, peak - fixed) * longer)
+            for fixed, peak in zip(static, peaks, strict=True)
+        )
+
+    def _longest_tokens(self) -> int:
+        """Of a microbatch to come; 0 if lengths do not vary."""
+        calls = self.job.calls
+        return 0 if calls is None else calls.max_tokens or math.ceil(AHEAD * calls.seen)
 
     def _all_choices(self, lean: tuple[int, ...], ended_before: int) -> Steps:
         # If reading bytes distorts times, bytes and times take separate steps.
@@ -168,13 +202,21 @@ class Measuring:
         flight.
         """
         schedule = self.shard.schedule(self.job.num_microbatches())
-        most_held = max(1, self.measurement.most_held_bytes())
+        most_held = max(1, self._most_held_bytes())
         room = []
         budgets = self.decisions.found_budgets()
         for stage, (low, high) in enumerate(zip(lean, budgets, strict=True)):
             in_flight = int(schedule.in_flight(stage).sum(axis=1).max()) + 1
             room.append(max(0, high - low) // (most_held * in_flight))
         return room
+
+    def _most_held_bytes(self) -> int:
+        """The most that a layer holds of any microbatch."""
+        if self.points is None:
+            return self.measurement.most_held_bytes()
+        per_token = max(self.shard.all_gather(self.points.most_held_per_token()))
+        boundary_bytes = self.measurement.boundary_bytes
+        return math.ceil(per_token * self._longest_tokens()) + boundary_bytes
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -206,6 +248,8 @@ class Measuring:
                 yield
             if self._counts():
                 self.memory.note(memory, self.measurement.peak_bytes)
+                if self.points is not None:
+                    self.points.note_peak(self.applied.policy, self.memory.peak_bytes)
         if not slow:
             self._note_whole_step(took_ms)
 

@@ -162,6 +162,11 @@ class ModelShard:
         self.signatures = {index: one.signature for one in self.own_kinds for index in one.layers}
         """Of every layer of this rank."""
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer of the model has experts."""
+        return any(kind.has_experts for kind in self.kinds)
+
     @cached_property
     def layout(self) -> Layout:
         """Which layers every stage's chunks have."""

@@ -14,6 +14,7 @@ from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import notches, was_lost
 from megatron_autorecompute.runtime.oom_guard import FAILED, FINE, StepGuard
 from megatron_autorecompute.runtime.plan_store import PlanStore
+from megatron_autorecompute.runtime.plans_by_shape import PlansByShape, Saving
 from megatron_autorecompute.runtime.ranks import on_rank_0
 from megatron_autorecompute.units import gib
 
@@ -43,18 +44,28 @@ class PlanInForce:
         self._applied, self._store = applied, store
         self.plan: Plan | None = None
         """The plan that runs; None before the first."""
+        self._is_read = False
+        """Whether the last step's bytes were read, under this plan."""
         self.guard: Guard = (
             StepGuard(decisions.shard.chunks, optimizer, self._is_short, self._leave_less)
             if decisions.job.calls is None
             else CallGuard(self._is_short, self._leave_less)
         )
         """Guards every step, also those before the first plan."""
+        calls = decisions.job.calls
+        self._by_shape = None if calls is None else PlansByShape(decisions, calls, self.switch)
+
+    def switch(self, plan: Plan) -> None:
+        """Run a plan from the next step on, on every rank."""
+        if self._applied.policy != plan.policy:
+            self._applied.switch(plan.policy)
+            self._memory.plan_begins()
+        self.plan = plan
 
     def run(self, plan: Plan, what: str) -> None:
-        """Run a plan from the next step on, on every rank; `what` describes it in the log."""
-        self._applied.switch(plan.policy)
+        """Run a plan as `switch` does, and say so; `what` describes it in the log."""
+        self.switch(plan)
         self._memory.plan_begins()
-        self.plan = plan
         fullest = max(range(plan.layout.num_stages), key=lambda s: plan.cost.stages[s].peak.bytes)
         self._job.say(
             f"recompute auto: running {what}; predicted {gib(plan.cost.stages[fullest].peak.bytes)}"
@@ -90,7 +101,9 @@ class PlanInForce:
             LostStepsError: as `try_step`.
         """
         while True:
-            if self._job.num_microbatches() != plan.schedule.num_microbatches:
+            if self._by_shape is not None:
+                plan = self._by_shape.next(plan)
+            elif self._job.num_microbatches() != plan.schedule.num_microbatches:
                 plan = self._solved_again(plan)
             plan = yield from self.one_step(plan, reads_bytes=self._memory.is_cheap)
 
@@ -103,6 +116,7 @@ class PlanInForce:
 
     @contextmanager
     def _step(self, reads_bytes: bool) -> Iterator[None]:
+        self._is_read = reads_bytes
         read = self._memory.watching() if reads_bytes else nullcontext()
         with read, self.guard.step():
             yield
@@ -118,8 +132,23 @@ class PlanInForce:
             self._job.say("recompute auto: short of memory, and no plan needs less than this one.")
             return plan
         self.run(down, "the next plan down, short of memory")
+        if self._by_shape is not None:
+            self._by_shape.forget(down)
         self._store.save(down)
         return down
+
+    def missed_bytes(self) -> list[int]:
+        """By stage: by how many bytes this rank's last step exceeded its plan's prediction."""
+        missed = [0] * self._decisions.shard.layout.num_stages
+        if self.plan is not None and self._is_read:
+            stage = self._decisions.shard.stage
+            predicted = self.plan.cost.stages[stage].peak_high_bytes
+            missed[stage] = max(0, self._memory.peak_bytes - predicted)
+        return missed
+
+    def saving(self) -> Saving | None:
+        """What plans for shorter calls saved against one plan at the cap; None before any ran."""
+        return None if self._by_shape is None else self._by_shape.saving()
 
     def _is_short(self) -> bool:
         """Whether this rank passed its budget in this step, or its allocator had to retry."""

@@ -122,6 +122,14 @@ class Pass:
     frozen, and the input's size."""
     output_has_gradient: bool = False
     """Forward only: whether the model's output received a gradient."""
+    samples: int = 0
+    """Forward only: of the microbatch, as the first hidden state has them; a packed one counts as a
+    single sample."""
+    tokens: int = 0
+    """Forward only: of all samples, as this rank holds them (sequence parallelism splits them)."""
+    after: Mark | None = None
+    """Forward only: where the next pass begins. What runs until then is the loss, and after it the
+    beginning of the backward, if the loss is computed outside the model."""
 
     @property
     def first_place(self) -> Place:
@@ -272,6 +280,9 @@ class Probe:
             return
         storage = hidden_states.untyped_storage()
         size_bytes = storage.nbytes()
+        if not forward.tokens:
+            forward.tokens = hidden_states.numel() // hidden_states.shape[-1]
+            forward.samples = hidden_states.shape[1] if hidden_states.dim() == 3 else 1
         self._mark(forward, place, size_bytes)
         self._inputs[place] = (weakref.ref(storage), size_bytes)
         if not hidden_states.requires_grad:
@@ -306,6 +317,8 @@ class Probe:
         one = Pass(phase, chunk, [])
         self.passes.append(one)
         self._mark(one, at)
+        if len(self.passes) > 1:
+            self.passes[-2].after = one.marks[0]
         return one
 
     def _mark(self, one: Pass, place: Place, input_bytes: int = 0) -> None:

@@ -31,6 +31,7 @@ class StepMemory:
         optimizer: Megatron's optimizer on them.
         without_cuda: whether bytes come from `LiveBytes`, because there is no CUDA allocator.
         source: another source of bytes; for tests that enforce a budget.
+        resets: whether the peak restarts at every step, because other work runs between two.
     """
 
     def __init__(
@@ -39,13 +40,14 @@ class StepMemory:
         optimizer: Any,
         without_cuda: bool,
         source: Source | None = None,
+        resets: bool = False,
     ) -> None:
         self.peak_bytes = 0
         """The most bytes allocated in the last step that was read, or since the plan began."""
         self.fragmentation_bytes = 0
         """The most reserved less the most allocated, over all steps of `measuring`."""
         self._chunks, self._optimizer = chunks, optimizer
-        self._without_cuda, self._source = without_cuda, source
+        self._without_cuda, self._source, self._resets = without_cuda, source, resets
         self.torch_peaks: tuple[int | None, int | None] = (None, None)
         """The most bytes allocated, and reserved, by the process in the last step of `measuring`;
         None without CUDA."""
@@ -100,6 +102,8 @@ class StepMemory:
     def watching(self) -> Iterator[None]:
         """Surround a step under a plan; keeps its peak, and the values that `is_short` needs."""
         with self._opened() as memory:
+            if self._resets:
+                memory.reset_peak()
             self._reading, self._retries_before = memory, self._retries()
             self._peak_before = self._with_static(memory, memory.peak_bytes)
             try:

@@ -96,7 +96,13 @@ def test_gdn_norm_out_is_among_those_compared():
 @pytest.mark.requires_fla
 def test_no_choice_changes_a_bit_under_flas_kernels_where_they_give_the_same_bits_twice():
     case = gated_delta_net(deterministic=False)
-    if trained(case, "megatron:none").differences(trained(case, "megatron:none")):
+    try:
+        once = trained(case, "megatron:none")
+    except RuntimeError as error:  # fla knows compilers whose code for a device is wrong
+        if "Please upgrade Triton" not in str(error):
+            raise
+        pytest.skip(f"fla refuses this Triton: {error}")
+    if once.differences(trained(case, "megatron:none")):
         pytest.skip("fla's kernels give other bits in two equal runs without recompute")
     assert different(case) == {}
 

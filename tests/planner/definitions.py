@@ -233,7 +233,7 @@ def stage_constants(profile, layout, stage):
     """(static, optimizer peak, residual)."""
     if profile.stages:
         r = profile.stages[stage]
-        return _sum(r.static), r.optimizer_step_peak_bytes, r.residual_bytes
+        return _sum(r.static), r.optimizer_step_peak_bytes + (r.others_bytes or 0), r.residual_bytes
     static = 0
     for chunk in layout.stages[stage]:
         static += sum(_sum(_kind(profile, layer).static) for layer in chunk.layers)

@@ -111,12 +111,10 @@ def _apart(num_layers, pp, vp):
 
 def _stage_record(rng, chunks):
     layers = tuple(layer for chunk in chunks for layer in chunk.layers)
-    return StageRecord(
-        layers,
-        StaticBytes(rng.randint(0, 5), rng.randint(0, 5)),
-        optimizer_step_peak_bytes=rng.randint(0, 40),
-        residual_bytes=rng.randint(-3, 3),
-    )
+    static, peak = StaticBytes(rng.randint(0, 5), rng.randint(0, 5)), rng.randint(0, 40)
+    residual = rng.randint(-3, 3)
+    others = residual if residual > 0 else None
+    return StageRecord(layers, static, peak, residual_bytes=residual, others_bytes=others)
 
 
 def problem_of_many(num_layers=12):
@@ -173,6 +171,7 @@ def scale(profile, size, time):
             static=static(s.static),
             optimizer_step_peak_bytes=s.optimizer_step_peak_bytes * size,
             residual_bytes=s.residual_bytes * size,
+            others_bytes=s.others_bytes and s.others_bytes * size,
         )
         for s in profile.stages
     )

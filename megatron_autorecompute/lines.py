@@ -1,0 +1,165 @@
+"""Bytes and times of a layer as lines in the tokens of a microbatch, fitted to what was seen.
+
+Everything that a layer keeps or computes has a size per token. Two things do not: unfused attention
+has tensors of length x length for each sample, and a layer with experts gets the tokens that other
+ranks of its expert-parallel group send it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+Coefficient = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+BENT = 0.003
+"""Relative residual of a line above which a quadratic term is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """The lengths of one microbatch on one rank."""
+
+    tokens: int
+    """What the model is given on this rank, padding included."""
+    squares: int
+    """Sum over its samples of their squared lengths; tokens ** 2 for one sample, or if unknown."""
+    group_tokens: int
+    """Tokens of the microbatch on all ranks of the expert-parallel group, this one included."""
+
+    @classmethod
+    def longest(cls, tokens: int, expert_parallel: int = 1) -> Microbatch:
+        """One that needs as many bytes as any of up to so many tokens: a single sample, and as
+        many tokens on every other rank."""
+        return cls(tokens, tokens * tokens, tokens * expert_parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A figure that never falls with the lengths of a microbatch: no coefficient is negative."""
+
+    constant: Coefficient = 0.0
+    per_token: Coefficient = 0.0
+    per_square: Coefficient = 0.0
+    """For each unit of `Microbatch.squares`."""
+    per_group_token: Coefficient = 0.0
+    """For each unit of `Microbatch.group_tokens`."""
+    residual: Coefficient = 0.0
+    """The largest distance of a point from the fit before it was lifted, as a share of the largest
+    point."""
+    most_tokens: Annotated[int, Field(ge=0, le=1 << 44)] = 0
+    """The longest microbatch of those it was fitted to; above it, it is an extrapolation."""
+
+    def at(self, one: Microbatch) -> float:
+        """The figure of a microbatch."""
+        return (
+            self.constant
+            + self.per_token * one.tokens
+            + self.per_square * one.squares
+            + self.per_group_token * one.group_tokens
+        )
+
+    def plus(self, other: Line) -> Line:
+        """The line of both together."""
+        return Line(
+            self.constant + other.constant,
+            self.per_token + other.per_token,
+            self.per_square + other.per_square,
+            self.per_group_token + other.per_group_token,
+            max(self.residual, other.residual),
+            min(self.most_tokens, other.most_tokens),
+        )
+
+    def bytes_at(self, one: Microbatch) -> int:
+        """The figure in whole bytes, rounded up except for what floating point adds."""
+        value = self.at(one)
+        return math.ceil(value - 1e-9 * value - 1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordLines:
+    """The figures of one choice on layers of a kind. A level is held and transient together."""
+
+    held_bytes: Line
+    """The input included."""
+    forward_level_bytes: Line
+    backward_level_bytes: Line
+    forward_ms: Line
+    backward_ms: Line
+
+
+Point = tuple[Microbatch, float]
+
+
+def envelope(points: Sequence[Point], *, experts: bool = False) -> Line:
+    """The line nearest to the points by least squares, lifted so that no point lies above it.
+
+    Points of a single length give a line through zero, which scales up safely. A quadratic term is
+    used only if the points do not lie on a line.
+
+    Args:
+        points: microbatches and bytes, at least one.
+        experts: whether the group's tokens matter too.
+    """
+    lengths = {one.tokens for one, _ in points}
+    first = _fitted(points, squares=False, group=experts and len(lengths) > 1)
+    if first.residual <= BENT or len(lengths) < 3:
+        return first
+    bent = _fitted(points, squares=True, group=experts)
+    return bent if bent.residual < first.residual / 2 else first
+
+
+def _fitted(points: Sequence[Point], *, squares: bool, group: bool) -> Line:
+    from scipy.optimize import nnls  # 0.2 s to import
+
+    terms = [
+        (1.0, float(one.tokens), float(one.squares) * squares, float(one.group_tokens) * group)
+        for one, _ in points
+    ]
+    columns, values = np.array(terms), np.array([value for _, value in points], float)
+    # A line through one length could have any slope: the steepest.
+    columns[:, 0] *= len({one.tokens for one, _ in points}) > 1
+    scale = np.where(columns.max(axis=0) > 0, columns.max(axis=0), 1.0)
+    top = max(1.0, float(values.max()))
+    found, _ = nnls(columns / scale, values / top)
+    coefficients = found * top / scale
+    coefficients[np.abs(found) < 1e-12] = 0.0
+    left = values - columns @ coefficients
+    return Line(
+        constant=float(coefficients[0] + max(0.0, left.max())),
+        per_token=float(coefficients[1]),
+        per_square=float(coefficients[2]),
+        per_group_token=float(coefficients[3]),
+        residual=float(np.abs(left).max() / top),
+        most_tokens=max(one.tokens for one, _ in points),
+    )
+
+
+def middle_line(points: Sequence[Point]) -> Line:
+    """A line through the middle of noisy times: between the medians of short and of long ones.
+
+    Args:
+        points: microbatches and milliseconds, at least one.
+    """
+    ordered = sorted(points, key=lambda point: point[0].tokens)
+    third = max(1, len(ordered) // 3)
+    (low, low_ms), (high, high_ms) = map(_median, (ordered[:third], ordered[-third:]))
+    middle, middle_ms = _median(ordered)
+    steepest = middle_ms / middle if middle else 0.0
+    slope = (high_ms - low_ms) / (high - low) if high > low else steepest
+    slope = min(max(slope, 0.0), steepest)
+    return Line(
+        constant=max(0.0, middle_ms - slope * middle),
+        per_token=slope,
+        most_tokens=ordered[-1][0].tokens,
+    )
+
+
+def _median(points: Sequence[Point]) -> tuple[float, float]:
+    tokens = statistics.median(one.tokens for one, _ in points)
+    return tokens, statistics.median(value for _, value in points)

@@ -1,0 +1,185 @@
+"""Profiles of microbatches of other lengths, and the peak of a call whose microbatches differ.
+
+A profile with lines (`lines.RecordLines`) holds for microbatches of every length: `profile_at`
+gives the profile of one length. No figure of it falls with the length. So a plan for microbatches
+of T tokens bounds every call whose microbatches have at most T, in any order and number
+(docs/any-loop.md has the proof).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.lines import Microbatch, RecordLines
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.p2p_tensors import extra_owners
+from megatron_autorecompute.planner.peak_memory import ChunkColumns, StageBase, stage_base
+from megatron_autorecompute.planner.schedule import Direction, Schedule
+from megatron_autorecompute.planner.unit_costs import CostTable
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import (
+    ChoiceRecord,
+    LayerKind,
+    Profile,
+    ScheduleOverhead,
+    StageRecord,
+    in_order,
+)
+
+
+def varies(profile: Profile) -> bool:
+    """Whether a profile holds for microbatches of every length."""
+    return profile.boundary_line is not None
+
+
+def profile_at(profile: Profile, one: Microbatch, call_tokens: int) -> Profile:
+    """The profile of microbatches of one length; it still has its lines.
+
+    Args:
+        profile: one with lines; another is returned as it is.
+        one: the length.
+        call_tokens: of all microbatches of a call together, on a rank.
+    """
+    if profile.boundary_line is None:
+        return profile
+    call = Microbatch(call_tokens, 0, 0)
+    norm = profile.final_norm
+    return replace(
+        profile,
+        parallelism=replace(profile.parallelism, micro_batch_size=1, seq_length=max(1, one.tokens)),
+        kinds=tuple(_kind_at(kind, one) for kind in profile.kinds),
+        embedding=_record_at(profile.embedding, one),
+        head=_record_at(profile.head, one),
+        final_norm=None if norm is None else _record_at(norm, one),
+        boundary_bytes=profile.boundary_line.bytes_at(one),
+        stages=tuple(_stage_at(stage, call) for stage in profile.stages),
+    )
+
+
+def _kind_at(kind: LayerKind, one: Microbatch) -> LayerKind:
+    moved = [_record_at(record, one) for record in kind.choices]
+    return replace(kind, choices=in_order(moved, [record.runs for record in moved]))
+
+
+def _record_at(record: ChoiceRecord, one: Microbatch) -> ChoiceRecord:
+    lines = record.lines
+    if lines is None:
+        return record
+    held = lines.held_bytes.bytes_at(one)
+    was_ms, now_ms = record.forward_ms + record.backward_ms, _ms(lines, one)
+    return replace(
+        record,
+        held_bytes=held,
+        forward_transient_bytes=max(0, lines.forward_level_bytes.bytes_at(one) - held),
+        backward_transient_bytes=max(0, lines.backward_level_bytes.bytes_at(one) - held),
+        forward_ms=lines.forward_ms.at(one),
+        backward_ms=lines.backward_ms.at(one),
+        spread_ms=record.spread_ms * (now_ms / was_ms if was_ms else 1.0),
+    )
+
+
+def _ms(lines: RecordLines, one: Microbatch) -> float:
+    return lines.forward_ms.at(one) + lines.backward_ms.at(one)
+
+
+def _stage_at(stage: StageRecord, call: Microbatch) -> StageRecord:
+    found = stage.overhead
+    if found is None or found.forward_line is None or found.backward_line is None:
+        return stage
+    lines = found.forward_line, found.backward_line
+    forward, backward = (line.bytes_at(call) for line in lines)
+    return replace(stage, overhead=ScheduleOverhead(forward, backward, *lines))
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A call whose microbatches have lengths of their own, under a policy.
+
+    Args:
+        profile: one with lines.
+        layout: of the model.
+        schedule: of the call; its microbatches are those of `lengths`.
+        policy: what every layer recomputes.
+        lengths: of each microbatch, in the order in which the schedule runs them.
+
+    Raises:
+        ProfileError: the profile holds for one length only, or lengths and schedule differ in
+            number.
+    """
+
+    profile: Profile
+    layout: Layout
+    schedule: Schedule
+    policy: RecomputePolicy
+    lengths: tuple[Microbatch, ...]
+
+    def __post_init__(self) -> None:
+        if not varies(self.profile):
+            raise ProfileError(
+                "This profile holds for one length only. Give one that was measured with lengths "
+                "that vary, by `attach` or by a job file with max_tokens_per_microbatch."
+            )
+        if len(self.lengths) != self.schedule.num_microbatches:
+            raise ProfileError(
+                f"{len(self.lengths)} lengths were given for {self.schedule.num_microbatches} "
+                "microbatches. Give one for each."
+            )
+
+    def peaks(self) -> list[int]:
+        """Peak bytes of every stage."""
+        return [self.stage_peak(stage) for stage in range(self.layout.num_stages)]
+
+    def stage_peak(self, stage: int) -> int:
+        """Peak bytes of one stage, over every event of its schedule."""
+        longest = max(self._profiles, key=lambda one: one.tokens)
+        base = stage_base(self._profiles[longest], self.layout, stage)
+        columns = {one: self._columns(stage, one) for one in self._profiles}
+        best = base.static.total_bytes + base.optimizer_step_peak_bytes
+        in_flight: dict[tuple[int, int], int] = {}
+        events = zip(self.schedule.events(stage), self._owners(stage), strict=True)
+        for event, owners in events:
+            at, one = (event.chunk, event.microbatch), self.lengths[event.microbatch]
+            forward = event.direction == "forward"
+            if not forward:
+                in_flight.pop(at, None)
+            chunk = columns[one][event.chunk]
+            reach = chunk.reach_bytes(event.direction, self._boundary_bytes(one))
+            extra = sum(self._boundary_bytes(self.lengths[owner]) for owner in owners)
+            best = max(
+                best,
+                self._constant(base, event.direction)
+                + extra
+                + sum(in_flight.values())
+                + int(reach.max()),
+            )
+            if forward:
+                in_flight[at] = int(np.sum(chunk.held_bytes))
+        return best
+
+    @cached_property
+    def _profiles(self) -> dict[Microbatch, Profile]:
+        call_tokens = sum(one.tokens for one in self.lengths)
+        return {one: profile_at(self.profile, one, call_tokens) for one in set(self.lengths)}
+
+    def _columns(self, stage: int, one: Microbatch) -> list[ChunkColumns]:
+        table = CostTable(self._profiles[one])
+        chunks = self.layout.stages[stage]
+        return [ChunkColumns(chunk, table.chunk_units(chunk, self.policy)) for chunk in chunks]
+
+    def _owners(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        return extra_owners(
+            self.schedule,
+            stage,
+            overlap_p2p=self.profile.overlap_p2p_comm,
+            deallocated=self.profile.deallocate_pipeline_outputs,
+        )
+
+    def _boundary_bytes(self, one: Microbatch) -> int:
+        return self._profiles[one].boundary_bytes
+
+    def _constant(self, base: StageBase, direction: Direction) -> int:
+        return base.constant_bytes(direction, extra=0)

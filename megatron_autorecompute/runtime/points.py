@@ -1,0 +1,154 @@
+"""What measuring calls showed at which lengths, and the lines through it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from megatron_autorecompute.lines import Line, Microbatch, Point, RecordLines, envelope, middle_line
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+
+Figure = Literal["held", "input", "forward_level", "backward_level", "forward_ms", "backward_ms"]
+Key = tuple[str, LayerPolicy]
+Where = tuple[int, int]
+"""A call and a microbatch of it."""
+
+
+@dataclass(slots=True)
+class Points:
+    """What one rank saw, in the order in which it came."""
+
+    expert_ranks: tuple[int, ...] = ()
+    """Ranks of this rank's expert-parallel group; empty without one."""
+    calls: list[list[tuple[int, int]]] = field(default_factory=list)
+    """Of every call that counts: tokens and samples of each microbatch."""
+    figures: dict[tuple[Key, Figure], list[tuple[Where, float]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    boundaries: list[tuple[Where, float]] = field(default_factory=list)
+    """Bytes of a hidden state."""
+    overheads: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
+    """By direction, a call and the most bytes in it besides layers and boundary tensors."""
+    peaks: list[tuple[int, RecomputePolicy, int]] = field(default_factory=list)
+    """A call, its policy, and the bytes it needed, static ones included."""
+
+    def begin_call(self, lengths: Iterable[tuple[int, int]]) -> None:
+        """Begin a call; lengths: tokens and samples of each microbatch."""
+        self.calls.append(list(lengths))
+
+    def note(self, key: Key, figure: Figure, microbatch: int, value: float) -> None:
+        """Note a figure of the call that began last."""
+        self.figures[key, figure].append(((len(self.calls) - 1, microbatch), value))
+
+    def note_peak(self, policy: RecomputePolicy, peak_bytes: int) -> None:
+        """Note what the call that began last needed."""
+        if self.calls:
+            self.peaks.append((len(self.calls) - 1, policy, peak_bytes))
+
+    def most_held_per_token(self) -> float:
+        """The most bytes that a layer held, for each token of its microbatch; 0 before any."""
+        return max(
+            (
+                value / self.calls[call][number][0]
+                for (_, figure), noted in self.figures.items()
+                for (call, number), value in noted
+                if figure == "held"
+            ),
+            default=0.0,
+        )
+
+    def most_tokens(self) -> int:
+        """Of a microbatch of this rank so far; 0 before the first."""
+        return max((tokens for call in self.calls for tokens, _ in call), default=0)
+
+
+class AllPoints:
+    """The points of all ranks, and the lines through them; the same on every rank.
+
+    Args:
+        mine: this rank's.
+        all_gather: collects a value from every rank, in rank order.
+        with_experts: whether layers of a signature have experts.
+    """
+
+    def __init__(
+        self,
+        mine: Points,
+        all_gather: Callable[[Any], list[Any]],
+        with_experts: Callable[[str], bool],
+    ) -> None:
+        self._ranks: list[Points] = all_gather(replace(mine, figures=dict(mine.figures)))
+        self._with_experts = with_experts
+        self._boundary = envelope(
+            [point for rank in self._ranks for point in self._resolved(rank, rank.boundaries)]
+        )
+
+    def lengths(self, rank: Points, call: int) -> tuple[Microbatch, ...]:
+        """Of the microbatches of a call of a rank."""
+        peers = [self._ranks[number].calls[call] for number in rank.expert_ranks]
+        own = rank.calls[call]
+        return tuple(
+            Microbatch(
+                tokens,
+                tokens * tokens // samples,
+                sum(peer[number][0] for peer in peers) if peers else tokens,
+            )
+            for number, (tokens, samples) in enumerate(own)
+        )
+
+    def boundary(self) -> Line:
+        """Bytes of a hidden state."""
+        return self._boundary
+
+    def record(self, key: Key) -> RecordLines | None:
+        """The lines of one choice; None if some figure was never seen."""
+        held, forward, backward = (
+            self._envelope(key, figure) for figure in ("held", "forward_level", "backward_level")
+        )
+        times = [self._times(key, figure) for figure in ("forward_ms", "backward_ms")]
+        if held is None or forward is None or backward is None or not all(times):
+            return None
+        with_input = held.plus(self._envelope(key, "input") or self._boundary)
+        return RecordLines(with_input, forward, backward, *map(middle_line, times))
+
+    def overhead(self, ranks: Sequence[int]) -> tuple[Line, Line]:
+        """Bytes in a forward and in a backward besides layers and boundary tensors, as lines in the
+        tokens of a call; ranks: those of one stage."""
+        found = []
+        for direction in ("forward", "backward"):
+            points = [
+                (Microbatch(sum(t for t, _ in self._ranks[rank].calls[call]), 0, 0), value)
+                for rank in ranks
+                for call, value in self._ranks[rank].overheads[direction]
+            ]
+            found.append(envelope(points) if points else Line())
+        return found[0], found[1]
+
+    def longest(self) -> int:
+        """Tokens of the longest microbatch on any rank."""
+        return max(rank.most_tokens() for rank in self._ranks)
+
+    def _envelope(self, key: Key, figure: Figure) -> Line | None:
+        points = self._points(key, figure)
+        return envelope(points, experts=self._with_experts(key[0])) if points else None
+
+    def _points(self, key: Key, figure: Figure) -> list[Point]:
+        return [
+            point
+            for rank in self._ranks
+            for point in self._resolved(rank, rank.figures.get((key, figure), []))
+        ]
+
+    def _times(self, key: Key, figure: Figure) -> list[Point]:
+        """Without every rank's first time: on its first run code is compiled, tuned or loaded."""
+        found = (rank.figures.get((key, figure), []) for rank in self._ranks)
+        settled = (
+            (rank, times[1:] or times) for rank, times in zip(self._ranks, found, strict=True)
+        )
+        return [point for rank, times in settled for point in self._resolved(rank, times)]
+
+    def _resolved(self, rank: Points, noted: Sequence[tuple[Where, float]]) -> list[Point]:
+        lengths = {call: self.lengths(rank, call) for call in {call for (call, _), _ in noted}}
+        return [(lengths[call][number], value) for (call, number), value in noted]

@@ -1,0 +1,169 @@
+"""A plan for the longest microbatch bounds every arrangement of shorter ones."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.lines import Line, Microbatch, RecordLines, envelope, middle_line
+from megatron_autorecompute.planner.lengths import Arrangement, profile_at
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import Profile, ScheduleOverhead, StageRecord, StaticBytes
+from tests.planner.random_profiles import problem
+
+LONGEST = 9
+
+
+def varying(seed):
+    """A random problem whose figures are random lines, some with a quadratic term."""
+    profile, layout, schedule, _ = problem(seed)
+    rng = random.Random(seed)
+
+    def line(least=0, steepest=9):
+        bent = rng.random() < 0.3
+        return Line(rng.randint(least, 40), rng.randint(0, steepest), rng.randint(0, 2) * bent)
+
+    def lines(record):
+        held = line()
+        # Of one kind: more recompute takes as long or longer, whatever the length.
+        times = Line(0.0, record.forward_ms), Line(0.0, record.backward_ms)
+        return replace(record, lines=RecordLines(held, line(), line(), *times))
+
+    overhead = ScheduleOverhead(0, 0, line(), line())
+    stages = tuple(
+        StageRecord(
+            tuple(layer for chunk in chunks for layer in chunk.layers),
+            StaticBytes(rng.randint(0, 9)),
+            overhead=overhead,
+        )
+        for chunks in layout.stages
+    )
+    norm = profile.final_norm
+    varied = replace(
+        profile,
+        kinds=tuple(replace(k, choices=tuple(map(lines, k.choices))) for k in profile.kinds),
+        embedding=lines(profile.embedding),
+        head=lines(profile.head),
+        final_norm=None if norm is None else lines(norm),
+        stages=stages,
+        boundary_line=Line(0, rng.randint(0, 3)),
+    )
+    return varied, layout, schedule, rng
+
+
+def random_policy(rng, profile):
+    kind_of = {layer: kind for kind in profile.kinds for layer in kind.layers}
+    return RecomputePolicy(
+        tuple(rng.choice(kind_of[i].choices).policy for i in range(profile.num_layers))
+    )
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_no_arrangement_needs_more_than_the_plan_for_the_longest(seed):
+    profile, layout, schedule, rng = varying(seed)
+    policy = random_policy(rng, profile)
+    m = schedule.num_microbatches
+    longest = profile_at(profile, Microbatch.longest(LONGEST), m * LONGEST)
+    bound = [c.peak.bytes for c in Planner(longest, layout, schedule).evaluate(policy).stages]
+
+    def peaks(lengths):
+        ones = tuple(map(Microbatch.longest, lengths))
+        return Arrangement(profile, layout, schedule, policy, ones).peaks()
+
+    assert peaks([LONGEST] * m) == bound  # reached
+    every = list(itertools.product((1, 5, LONGEST), repeat=m))
+    for lengths in rng.sample(every, min(len(every), 30)):
+        assert all(own <= most for own, most in zip(peaks(lengths), bound, strict=True))
+
+
+def test_a_call_is_a_sum_over_its_own_microbatches():
+    """One stage, none recomputed: static, what the loop holds, and the running microbatch alone."""
+    profile, layout, schedule, rng = varying(next(s for s in range(99) if is_plain(s)))
+    policy = random_policy(rng, profile)
+    m = schedule.num_microbatches
+    lengths = [rng.randint(1, LONGEST) for _ in range(m)]
+    ones = tuple(map(Microbatch.longest, lengths))
+    (mixed,) = Arrangement(profile, layout, schedule, policy, ones).peaks()
+    alone = []
+    for one in ones:
+        at = profile_at(profile, one, sum(lengths))
+        alone.append(Planner(at, layout, schedule).evaluate(policy).stages[0].peak.bytes)
+    assert mixed == max(alone)  # on one stage no microbatch waits for another
+
+
+def is_plain(seed):
+    _, layout, schedule, _ = varying(seed)
+    return layout.num_stages == 1 and schedule.num_microbatches > 2 and not layout.mtp_num_layers
+
+
+def test_a_profile_of_one_length_and_a_wrong_number_of_lengths_are_refused():
+    profile, layout, schedule, rng = varying(0)
+    policy = random_policy(rng, profile)
+    fixed = replace(profile, boundary_line=None)
+    ones = (Microbatch.longest(3),) * schedule.num_microbatches
+    with pytest.raises(ProfileError, match="one length only"):
+        Arrangement(fixed, layout, schedule, policy, ones)
+    with pytest.raises(ProfileError, match="Give one for each"):
+        Arrangement(profile, layout, schedule, policy, (*ones, ones[0]))
+
+
+def test_lines_survive_a_file():
+    profile, *_ = varying(3)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+# --- fits -----------------------------------------------------------------------------------------
+
+
+def points(figure, lengths, group=lambda t: t):
+    found = (Microbatch(t, t * t, group(t)) for t in lengths)
+    return [(one, float(figure(one))) for one in found]
+
+
+def test_exact_lines_are_found():
+    seen = points(lambda one: 36 + 4256 * one.tokens, (24, 64, 200))
+    line = envelope(seen)
+    assert line.bytes_at(Microbatch.longest(4096)) == pytest.approx(36 + 4256 * 4096, abs=1)
+    assert line.residual < 1e-9
+    assert line.most_tokens == 200
+
+
+def test_a_quadratic_term_is_found_where_points_do_not_lie_on_a_line():
+    seen = points(lambda one: 4256 * one.tokens + 36 * one.squares, (24, 64, 130, 200))
+    line = envelope(seen)
+    assert line.per_square == pytest.approx(36)
+    assert line.residual < 1e-9
+
+
+def test_tokens_that_other_ranks_send_have_their_own_slope():
+    groups = {10: 70, 50: 60, 90: 200, 100: 110}
+    seen = points(lambda one: 7 * one.tokens + 3 * one.group_tokens, groups, groups.get)
+    line = envelope(seen, experts=True)
+    assert (line.per_token, line.per_group_token) == pytest.approx((7, 3))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_point_lies_above_an_envelope_and_no_slope_is_negative(seed):
+    rng = random.Random(seed)
+    seen = points(
+        lambda one: rng.uniform(0, 9) * one.tokens + rng.uniform(0, 99),
+        [rng.randint(1, 99) for _ in range(rng.randint(1, 9))],
+    )
+    line = envelope(seen)
+    assert all(line.bytes_at(one) >= value - 1e-6 * value for one, value in seen)
+    assert min(line.constant, line.per_token, line.per_square, line.per_group_token) >= 0
+
+
+def test_one_length_scales_up_in_proportion():
+    line = envelope(points(lambda one: 100 * one.tokens, (8, 8)))
+    assert line.bytes_at(Microbatch.longest(80)) == 8000
+
+
+def test_a_single_slow_microbatch_does_not_turn_a_line_of_times():
+    seen = points(lambda one: 2 + 0.5 * one.tokens, range(10, 100, 5))
+    seen[3] = (seen[3][0], 500.0)
+    line = middle_line(seen)
+    assert line.at(Microbatch.longest(60)) == pytest.approx(32, rel=0.1)

@@ -1,0 +1,38 @@
+"""The loops of examples/loops: the same losses as without `attach`, and a plan."""
+
+import sys
+
+import pytest
+
+from examples.loops import actor_update, bare, slime_hook, train_step
+from tests.runtime.test_any_loop import model_parallel_seed
+
+
+@pytest.mark.any_version
+def test_a_bare_loop(one_rank, capsys):
+    model_parallel_seed()
+    plain = bare.train(15, with_auto=False)
+    assert bare.train(15) == plain
+    assert "recompute auto: the plan" in capsys.readouterr().out
+
+
+def test_a_loop_with_log_probs_several_updates_and_sleep(one_rank):
+    plain, _ = actor_update.train(8, with_auto=False)
+    losses, auto = actor_update.train(8)
+    assert losses == plain
+    assert auto.plan is not None
+    assert auto.steps == 16  # log-prob passes are not counted
+    auto.close()
+
+
+def test_a_loop_that_knows_nothing_of_us_but_a_hook(one_rank, monkeypatch):
+    monkeypatch.setattr(slime_hook, "MODULES", (train_step.__name__,))
+    look_up = sys.modules[train_step.__name__].get_forward_backward_func
+    plain, _ = train_step.train(8, hook=None)
+    monkeypatch.setattr(train_step, "get_forward_backward_func", look_up)  # undone at the end
+    losses, gpt = train_step.train(8, slime_hook.before_train_step, bare.BUDGET_GIB)
+    assert losses == plain
+    auto = slime_hook.attached(gpt.chunks)
+    assert auto.plan is not None
+    assert auto.steps == 16
+    auto.close()
