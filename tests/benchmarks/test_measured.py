@@ -92,7 +92,7 @@ def test_what_is_not_covered_stands_on_the_page_with_its_reason():
 
 
 def test_of_runs_of_equal_flags_the_newest_is_judged_and_a_run_of_another_model_is_not():
-    found = [row for row in read(GOLDEN) if isinstance(row, Run)]
+    found = [row for row in read(GOLDEN) if isinstance(row, Run) and not row.uncovered]
     why = doubts([(run, None) for run in found])
     assert 5 <= sum(map(bool, why)) <= len(found) // 10
     assert all("container" in reason for reason in why if reason)
