@@ -64,12 +64,24 @@ def _values(name: str, value: Any) -> list[str]:
         raise FieldError(f"--{name}: a number, a text or true is needed, not {value!r:.40}")
     if "${" in value:
         raise FieldError(f"--{name}: {value} is a variable of the test's environment")
-    text = value.replace("\\", "").strip('"')  # as the shell reads it
+    text = value.replace("\\", "").strip("\"'")  # as the shell reads it
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1]
     elif not text.replace(" ", "").isdigit():
         return [text]
     return text.split()
+
+
+def milliseconds(row: Mapping[str, str], column: str, unit_ms: float) -> float | None:
+    """A positive time of a cell, in `unit_ms`; None if it is empty."""
+    text = row.get(column) or ""
+    try:
+        number = float(text) if text else 1.0
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e9:
+        raise FieldError(f"{column}: a time above 0 is needed, not {text!r}")
+    return number * unit_ms if text else None
 
 
 def whole(row: Mapping[str, str], column: str) -> int:

@@ -23,6 +23,7 @@ from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.layer_parts import with_parts
+from megatron_autorecompute.meta.lengths import profile_lengths
 from megatron_autorecompute.meta.measured import LAYER_FIELDS
 from megatron_autorecompute.meta.meta_step import kept_between_steps
 from megatron_autorecompute.meta.model import (
@@ -37,7 +38,7 @@ from megatron_autorecompute.meta.model import (
 )
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
 from megatron_autorecompute.meta.roofline import Roofline, Traffic
-from megatron_autorecompute.meta.shared_buffers import shared_buffers
+from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, shared_buffers
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
@@ -83,6 +84,10 @@ def profile_job(
     Raises OptionError, PipelineError and MachineError if the job cannot be read or built.
     """
     efficiency = efficiency or device.reaches
+    if job.max_tokens_per_microbatch:
+        return profile_lengths(
+            job, lambda one: profile_job(one, device, efficiency, progress, clock_type, only)
+        )
     job.layout(), job.schedule()  # refused before anything is built
     clock = clock_type(device, efficiency, traffic(job))
     # MTP depths on another stage have a copy of the embedding's weights. On one stage both share
@@ -352,7 +357,7 @@ class _Counted:
         self._kept_bytes: dict[int, int] = {}
         self.embedding = static_bytes(job, device, self._embedding)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
-        head = shared_buffers(job, device, model.output_layer)
+        head = shared_buffers(job, device, model.output_layer) | deferred_output_layer(job)
         self.head = replace(static_bytes(job, device, self._head), shared=head)
 
     def with_ends_of(self, whole: _Counted) -> _Counted:
