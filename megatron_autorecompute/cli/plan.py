@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
@@ -11,6 +12,7 @@ from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import (
     add_json,
     add_verbose,
+    console,
     output_file,
     print_plan,
     progress_bars,
@@ -21,11 +23,14 @@ from megatron_autorecompute.cli.problem import add_problem, problems
 from megatron_autorecompute.cli.values import budgets, file, sizes
 from megatron_autorecompute.cli.verify import add_measured, as_data, conclude, verified
 from megatron_autorecompute.errors import InfeasibleError, OptionError
+from megatron_autorecompute.planner.buckets import bucket_plans
 from megatron_autorecompute.planner.layout_search.search import search_layout
+from megatron_autorecompute.planner.lengths import varies
 from megatron_autorecompute.planner.micro_batch_search import search_micro_batch
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Budget, Planner
 from megatron_autorecompute.planner.suggestions import explained
+from megatron_autorecompute.report.buckets import buckets_view
 
 if TYPE_CHECKING:
     from megatron_autorecompute.meta.verify import StageCheck
@@ -83,9 +88,21 @@ class PlanCommand(Command):
             if args.verify and args.json:  # one JSON document has both
                 checks = verified(args, plan)
         finally:
-            print_plan(args, plan, {"verified": as_data(checks)} if checks else {})
+            beside: dict[str, Any] = {"verified": as_data(checks)} if checks else {}
+            _print(args, plan, beside)
         if args.verify:
             conclude(args, verified(args, plan) if checks is None else checks)
+
+
+def _print(args: Namespace, plan: Plan, beside: dict[str, Any]) -> None:
+    """Print the plan; of a job whose microbatches differ in length, also the plans by length."""
+    if not varies(plan.profile):
+        print_plan(args, plan, beside)
+        return
+    buckets = bucket_plans(plan.planner(), plan.budget_bytes)
+    print_plan(args, plan, {**beside, "buckets": [asdict(one) for one in buckets]})
+    if not args.json:
+        console().print(buckets_view(buckets))
 
 
 def _solved(args: Namespace, bars: Progress) -> Plan:

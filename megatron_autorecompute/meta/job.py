@@ -97,6 +97,13 @@ class Job:
     """Percentile of microbatches on the fullest rank -> factor on a MoE layer's bytes. Assumed;
     plans use `Profile.stated_percentile`."""
 
+    max_tokens_per_microbatch: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    """Above 0: samples of different lengths are packed into microbatches of up to so many tokens on
+    a rank, where context parallelism has split them. seq_length is then the longest sample."""
+    sample_lengths: list[Count] | dict[str, Factor] | str = field(default_factory=list)
+    """Tokens of samples, with max_tokens_per_microbatch: a list; a histogram, longest length of a
+    bin -> weight; or the path of a JSONL file with a number, or an object with `length`, a line."""
+
     @property
     def data_parallel(self) -> int:
         """Ranks that hold the same weights, context parallel ranks not counted."""
@@ -303,6 +310,11 @@ def job_from(data: Any, source: str) -> Job:
         )
         raise OptionError(f"{source} is no job description. Correct:\n{lines}") from error
     check_config(job.config, job.seq_length, source)
+    if job.sample_lengths and not job.max_tokens_per_microbatch:
+        raise OptionError(
+            f"{source}: sample_lengths are given without max_tokens_per_microbatch. Give the most "
+            "tokens of a microbatch on a rank, or leave the lengths out."
+        )
     if job.moe_imbalance and not job.config.get("num_moe_experts"):
         raise OptionError(
             f"{source}: moe_imbalance is stated, and config has no num_moe_experts. Give their "

@@ -23,6 +23,7 @@ from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.layer_parts import with_parts
+from megatron_autorecompute.meta.lengths import profile_lengths
 from megatron_autorecompute.meta.measured import LAYER_FIELDS
 from megatron_autorecompute.meta.meta_step import kept_between_steps
 from megatron_autorecompute.meta.model import (
@@ -83,6 +84,10 @@ def profile_job(
     Raises OptionError, PipelineError and MachineError if the job cannot be read or built.
     """
     efficiency = efficiency or device.reaches
+    if job.max_tokens_per_microbatch:
+        return profile_lengths(
+            job, lambda one: profile_job(one, device, efficiency, progress, clock_type, only)
+        )
     job.layout(), job.schedule()  # refused before anything is built
     clock = clock_type(device, efficiency, traffic(job))
     # MTP depths on another stage have a copy of the embedding's weights. On one stage both share

@@ -35,8 +35,8 @@ Split = tuple[tuple[LayerPolicy, ...], ...]
 """A stage's choices, `[chunk][position]`."""
 MOST_AT_ONCE = 1 << 22
 """Events replayed at once, 16 bytes each; candidates beyond them are not tried."""
-MOST_EVENTS = 1 << 26
-"""Events replayed in total, a second or two; then the search ends with the best split so far."""
+MOST_EVENTS = 1 << 24
+"""Events replayed in total, less than a second; then the search ends with the best split so far."""
 _AS_MANY = 16
 """Candidates that are about as much work to replay as one."""
 
@@ -130,8 +130,8 @@ class _Search:
             if steps[best] >= self.step:
                 return False
             if self._peak_bytes(stage, candidates[best]) <= self.budgets[stage]:
-                self.splits[stage] = candidates[best]
                 self._put(self.times.forward, self.times.backward, stage, candidates[best])
+                self.splits[stage] = candidates[best]
                 self.step = int(steps[best])
                 return True
         return False
@@ -160,10 +160,15 @@ class _Search:
         return steps
 
     def _put(self, forward: Ints, backward: Ints, stage: int, split: Split) -> None:
-        """Set one stage's times."""
-        own = times_of([self._units_of_stage(self.units, stage, split)])
-        forward[stage] = np.maximum(own.forward[0] + self.residual.forward[stage], 0)
-        backward[stage] = np.maximum(own.backward[0] + self.residual.backward[stage], 0)
+        """Set one stage's times where its choices change."""
+        before = zip(self.layout.stages[stage], split, self.splits[stage], strict=True)
+        for c, (chunk, own, now) in enumerate(before):
+            if own is not now:
+                units = self.units(chunk, own)
+                forward_ps = sum(unit.forward_ps for unit in units)
+                backward_ps = sum(unit.backward_ps for unit in units)
+                forward[stage, c] = max(forward_ps + int(self.residual.forward[stage, c]), 0)
+                backward[stage, c] = max(backward_ps + int(self.residual.backward[stage, c]), 0)
 
     def _peak_bytes(self, stage: int, split: Split) -> int:
         units = self._units_of_stage(self.high_units, stage, split)

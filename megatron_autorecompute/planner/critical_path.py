@@ -32,7 +32,7 @@ def critical_paths(schedule: Schedule, forward: Ints, backward: Ints) -> list[In
         forward: time of one forward, `[stage, chunk]`, as of `finished`.
         backward: the same of one backward.
     """
-    replayed = [(part, part.table[:, 1:-1].tolist()) for part in parts(schedule, forward, backward)]
+    replayed = [(part, part.table[:, 1:-1]) for part in parts(schedule, forward, backward)]
     last = replayed[-1][0].after
     walks = _Walk(forward, backward, True), _Walk(forward, backward, False)
     one, other = (walk.whole(replayed, last) for walk in walks)
@@ -46,7 +46,7 @@ def one_path_each(schedule: Schedule, forward: Ints, backward: Ints) -> list[Int
     """
     found, together = [], list(parts(schedule, forward, backward))
     for i in range(forward.shape[-1]):
-        replayed = [(part, part.table[:, 1:-1, i].tolist()) for part in together]
+        replayed = [(part, part.table[:, 1:-1, i]) for part in together]
         walk = _Walk(forward[..., i], backward[..., i], True)
         found.append(walk.whole(replayed, together[-1].after[..., i]))
     return found
@@ -60,14 +60,14 @@ class _Walk:
         self.times = (forward.tolist(), backward.tolist())
         self.counts = np.zeros((2, *forward.shape), np.int64)
 
-    def whole(self, replayed: Sequence[tuple[Part, list[list[int]]]], last: Ints) -> Ints:
+    def whole(self, replayed: Sequence[tuple[Part, Ints]], last: Ints) -> Ints:
         """From the end of a replay to its begin; `[direction, stage, chunk]`."""
         place = last.shape[0] - 1, int(last[-1].argmax())
         for part, table in reversed(replayed):
             place = self.through(part, table, place)
         return self.counts
 
-    def through(self, part: Part, table: list[list[int]], place: _Place) -> _Place:
+    def through(self, part: Part, table: Ints, place: _Place) -> _Place:
         """From a place after a part to one before it.
 
         What a period that repeats starts from grows evenly. A path through it that is a longest one
@@ -96,16 +96,16 @@ class _Walk:
             left -= 1
         return place
 
-    def _once(self, block: Block, table: list[list[int]], place: _Place) -> tuple[_Place, Ints]:
+    def _once(self, block: Block, table: Ints, place: _Place) -> tuple[_Place, Ints]:
         counts = np.zeros_like(self.counts)
         row, stage = place[0] + block.shape[0], place[1]
         while row >= block.lookback:
-            event = block.inputs[row - block.lookback][stage]
+            event = block.input(row - block.lookback, stage)
             if event is not None:
                 counts[event.direction, stage, event.chunk] += 1
-                start = table[row][stage] - self.times[event.direction][stage][event.chunk]
-                own = table[row - 1][stage] == start
-                sent = event.row is not None and table[event.row][event.stage] == start
+                start = table.item(row, stage) - self.times[event.direction][stage][event.chunk]
+                own = table.item(row - 1, stage) == start
+                sent = event.row is not None and table.item(event.row, event.stage) == start
                 if event.row is not None and sent and not (own and self.own_first):
                     row, stage = event.row, event.stage
                     continue

@@ -47,10 +47,11 @@ def profile_at(profile: Profile, one: Microbatch, call_tokens: int) -> Profile:
     if profile.boundary_line is None:
         return profile
     call = Microbatch(call_tokens, 0, 0)
-    norm = profile.final_norm
+    norm, sizes = profile.final_norm, profile.parallelism
+    sample = max(1, one.tokens) * sizes.context_parallel
     return replace(
         profile,
-        parallelism=replace(profile.parallelism, micro_batch_size=1, seq_length=max(1, one.tokens)),
+        parallelism=replace(sizes, micro_batch_size=1, seq_length=sample),
         kinds=tuple(_kind_at(kind, one) for kind in profile.kinds),
         embedding=_record_at(profile.embedding, one),
         head=_record_at(profile.head, one),

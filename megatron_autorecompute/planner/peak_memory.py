@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import mul
 
 import numpy as np
 
@@ -251,7 +252,7 @@ def stage_peak(
     moments: Sequence[Moment],
 ) -> Peak:
     """The highest moment of a stage; the first one if several are equal."""
-    held = np.array([chunk.held_bytes.sum() for chunk in columns], np.int64)
+    held = [int(chunk.held_bytes.sum()) for chunk in columns]
     best: tuple[int, Moment | None, int] = (
         base.static.total_bytes + base.optimizer_step_peak_bytes,
         None,
@@ -263,7 +264,7 @@ def stage_peak(
         if event not in known:
             known[event] = _highest(columns, moment, base.boundary_bytes)
         reach, unit, direction = known[event]
-        total = constant_bytes(base, moment) + int(held @ moment.in_flight) + reach
+        total = constant_bytes(base, moment) + sum(map(mul, moment.in_flight, held)) + reach
         if total > best[0]:
             best = (total, moment if moment.direction == direction else turned(moment), unit)
     return _named_peak(base, stage, columns, best[1], best[2])

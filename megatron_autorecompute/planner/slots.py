@@ -93,6 +93,7 @@ class Block:
         self.stride, self.lookback = schedule.stride, lookback(schedule)
         self.shape, self.last = (count, schedule.num_stages), schedule.num_chunks - 1
         self.waits: list[list[_Wait]] = [[] for _ in range(count)]
+        self._inputs: dict[tuple[int, int], Input | None] = {}
         found: tuple[list[Ints], list[Ints]] = ([], [])
         for view, start in enumerate((0, first_backward(schedule))):
             for number in range(count):
@@ -149,21 +150,28 @@ class Block:
         return finish
 
     @cached_property
-    def inputs(self) -> list[list[Input | None]]:
-        """`[slot][stage]` what stands there; None where nothing does."""
-        count, stages = self.shape
-        found: list[list[Input | None]] = [[None] * stages for _ in range(count)]
-        round_trips = [{wait.view: wait.round_trip for wait in waits} for waits in self.waits]
-        for view, events in enumerate(self.events):
-            for number, place, chunk in events.T.tolist():
-                row, before = self.lookback + number - self.stride, place - 1
-                if place == 0:
-                    row, before = round_trips[number].get(view), stages - 1
-                stage = stages - 1 - place if view else place
-                before = stages - 1 - before if view else before
-                own = self.last - chunk if view else chunk
-                found[number][stage] = Input(view, own, row, before)
-        return found
+    def _standing(self) -> Ints:
+        """`[direction or chunk, slot, stage]` of what stands there; -1 where nothing does."""
+        standing = np.full((2, *self.shape), -1)
+        for view, (number, place, chunk) in enumerate(self.events):
+            stage, own = (self.shape[1] - 1 - place, self.last - chunk) if view else (place, chunk)
+            standing[:, number, stage] = np.stack([np.full_like(own, view), own])
+        return standing
+
+    def input(self, number: int, stage: int) -> Input | None:
+        """What stands in a slot of a stage; None where nothing does."""
+        place = number, stage
+        if place not in self._inputs:
+            view, chunk = self._standing[:, number, stage].tolist()
+            self._inputs[place] = None if view < 0 else self._input(number, stage, view, chunk)
+        return self._inputs[place]
+
+    def _input(self, number: int, stage: int, view: int, chunk: int) -> Input:
+        before = stage + 1 if view else stage - 1
+        if 0 <= before < self.shape[1]:
+            return Input(view, chunk, self.lookback + number - self.stride, before)
+        rows = (wait.round_trip for wait in self.waits[number] if wait.view == view)
+        return Input(view, chunk, next(rows), self.shape[1] - 1 - stage)
 
 
 block = functools.lru_cache(maxsize=32)(Block)

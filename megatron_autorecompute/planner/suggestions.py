@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import InfeasibleError, PipelineError, PolicyError, ProfileError
+from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.layout_search.flags import (
     layers_per_stage,
@@ -129,7 +130,7 @@ def _other_layout(planner: Planner, budget: Budget) -> Change | None:
         candidate = planner.replaced(layout=layout)
         solution = candidate.try_solve(budget)
         if solution and layout != planner.layout:
-            flags = layout_flags(layout)
+            flags = layout_flags(layout, pattern_of_job(planner.profile.model.facts))
             text = " ".join(f"{name} {value}" for name, value in flags.items())
             return Change(f"another layout: {text}", solution.cost.step_ms)
     return None

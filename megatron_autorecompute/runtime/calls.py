@@ -8,12 +8,9 @@ from dataclasses import dataclass
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.lines import Microbatch
+from megatron_autorecompute.planner.buckets import bucket
 from megatron_autorecompute.runtime.ranks import all_reduce_max
 
-BUCKETS = (0.25, 0.375, 0.5, 0.75, 1.0)
-"""Shares of the cap for which there are plans."""
-ABOVE = 0.25
-"""Above the cap, plans are made in steps of this share of it."""
 AHEAD = 1.25
 """If nothing is said and there is no cap, plans are for this multiple of the longest seen."""
 
@@ -150,11 +147,3 @@ class Calls:
         if self.seen > self.shape.tokens or not self.shape.tokens:
             return math.ceil(AHEAD * self.seen)
         return self.shape.tokens
-
-
-def bucket(tokens: int, cap: int) -> int:
-    """The length to plan for: the smallest share of the cap that is enough, or steps above it."""
-    shares = (math.ceil(cap * share) for share in BUCKETS)
-    inside = next((each for each in shares if each >= tokens), None)
-    step = max(1, math.ceil(cap * ABOVE))
-    return cap + math.ceil((tokens - cap) / step) * step if inside is None else inside

@@ -51,6 +51,17 @@ def test_another_layout_is_proposed_where_it_takes_layers_from_the_stage_that_is
     assert Planner(profile, layout, planner.schedule).try_solve(need - 1)
 
 
+def test_another_layout_of_a_hybrid_is_proposed_as_its_pattern():
+    profile, _, _, _ = problem_of_many(6)
+    job = {"config": {"hybrid_layer_pattern": "M-M-M-"}}
+    profile = replace(profile, model=replace(profile.model, facts={"job": job}))
+    planner = Planner(profile, layout_of((4, 1, 1)), Schedule(3, 1, 6))
+    need = planner.leanest[0].peak_bytes
+    (text,) = [c.text for c in cheapest_changes(planner, need - 1, most=9) if "layout" in c.text]
+    assert text.split()[:3] == ["another", "layout:", "--hybrid-layer-pattern"]
+    assert text.replace("|", "").endswith("M-M-M-")
+
+
 def test_a_missing_full_record_is_proposed():
     profile, layout, schedule, _ = problem_of_many()
     kinds = tuple(

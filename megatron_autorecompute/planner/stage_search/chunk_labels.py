@@ -89,7 +89,7 @@ class ChunkLabels:
             np.tile(np.arange(start, start + len(later)), len(single.policies)),
             (single.held[pick], single.forward[pick], single.backward[pick] + gradient),
             (
-                chunk.single_ps(position)[pick],
+                chunk.single_ps[position][pick],
                 single.forward_ps[pick],
                 single.backward_ps[pick],
             ),
@@ -115,7 +115,7 @@ class ChunkLabels:
             np.arange(start, start + len(later)),
             (group.held_bytes[pick], group.forward_transient_bytes[pick], backward),
             (
-                chunk.group_ps(position)[pick],
+                chunk.group_ps[position][pick],
                 group.forward_ps[pick],
                 group.backward_ps[pick],
             ),

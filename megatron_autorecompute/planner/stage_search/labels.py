@@ -94,7 +94,7 @@ def spread(price: Floats, held: Ints, width: int) -> NDArray[np.intp]:
     return np.union1d(np.argsort(price, kind="stable")[: width - half], first[:half])
 
 
-_ANY_NUMBER = 50_000
+_ANY_NUMBER = 150_000
 """Work on labels however few they are."""
 _NARROW = 64
 
@@ -130,12 +130,14 @@ def front(dims: Ints, runs: Ints, first: Ints, tally: Tally, block: int = 256) -
     """
     tally.rows(*dims.shape)
     order = np.lexsort((runs, *dims.T[::-1]))
+    if not len(order):
+        return order
     runs, first = runs[order].astype(np.int32), first[order].astype(np.int32)
     # Only the order matters, and ranks of two bytes are compared four times as fast.
     narrow = np.int16 if len(order) < 1 << 15 else np.int32
     ranks = np.empty((dims.shape[1], len(order)), narrow)
     for rank, column in zip(ranks, dims[order].T, strict=True):
-        rank[:] = np.unique(column, return_inverse=True)[1]
+        _rank(column, rank)
     kept = np.zeros(0, np.intp)
     for start in range(0, len(order), block):
         fresh = np.arange(start, min(start + block, len(order)))
@@ -146,6 +148,14 @@ def front(dims: Ints, runs: Ints, first: Ints, tally: Tally, block: int = 256) -
         # A label that dominates may itself be dominated, by a label that dominates both.
         kept = np.concatenate([kept, fresh[~inside.any(axis=0)]])
     return order[kept]
+
+
+def _rank(column: Ints, rank: NDArray[Any]) -> None:
+    """Put in how many lower values a column has."""
+    order = column.argsort()
+    ascending = column[order]
+    rank[order[0]] = 0
+    rank[order[1:]] = (ascending[1:] != ascending[:-1]).cumsum()
 
 
 def _dominated(

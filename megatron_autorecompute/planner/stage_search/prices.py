@@ -126,11 +126,11 @@ def _relaxed_columns(
                 continue
             seen[key] = len(classes)
             single = chunk.singles[position]
-            pairs = zip(chunk.single_ps(position).tolist(), single.held.tolist(), strict=True)
+            pairs = zip(chunk.single_ps[position].tolist(), single.held.tolist(), strict=True)
             columns += [(time, held, c, len(classes)) for time, held in pairs]
             group = chunk.groups[position]
             if (size := len(group.held_bytes)) > 1:
-                time = int(chunk.group_ps(position)[0])
+                time = int(chunk.group_ps[position][0])
                 columns.append((time, group.held_bytes[-1] / size, c, len(classes)))
             classes.append(1)
     return columns, classes

@@ -101,24 +101,26 @@ class ChunkProblem:
         """Time of a unit."""
         return self.weights[0] * unit.forward_ps + self.weights[1] * unit.backward_ps
 
-    def single_ps(self, position: int) -> Ints:
-        """Time of every choice of one layer by itself."""
-        single = self.singles[position]
-        return self.weights[0] * single.forward_ps + self.weights[1] * single.backward_ps
+    @cached_property
+    def single_ps(self) -> list[Ints]:
+        """Time of every choice of one layer by itself, by position."""
+        return self._weighted(self.singles)
 
-    def group_ps(self, position: int) -> Ints:
-        """Time of one checkpoint around the g layers from a position, `[g - 1]`."""
-        group = self.groups[position]
-        return self.weights[0] * group.forward_ps + self.weights[1] * group.backward_ps
+    @cached_property
+    def group_ps(self) -> list[Ints]:
+        """Time of one checkpoint around the g layers from each position, `[g - 1]`."""
+        return self._weighted(self.groups)
+
+    def _weighted(self, costs: Sequence[Singles | Checkpoints]) -> list[Ints]:
+        forward, backward = self.weights
+        return [forward * own.forward_ps + backward * own.backward_ps for own in costs]
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
         """Per position, what tells layers of different cost apart."""
         return tuple(
             tuple(tuple(column.tolist()) for column in (s.held, s.forward, s.backward, ms))
-            for s, ms in zip(
-                self.singles, map(self.single_ps, range(len(self.layers))), strict=True
-            )
+            for s, ms in zip(self.singles, self.single_ps, strict=True)
         )
 
     def covering(self, price: float, timed: bool = True) -> Floats:
@@ -131,11 +133,11 @@ class ChunkProblem:
         cost[0] = math.fsum(self.unit_ps(u) * timed + price * u.held_bytes for u in self.before)
         cost[1:] = np.inf
         for i, single in enumerate(self.singles):
-            alone = (self.single_ps(i) * timed + price * single.held).min()
+            alone = (self.single_ps[i] * timed + price * single.held).min()
             cost[i + 1] = min(cost[i + 1], cost[i] + alone)
             group = self.groups[i]
             if len(group.held_bytes) > 1:
-                together = self.group_ps(i) * timed + price * group.held_bytes
+                together = self.group_ps[i] * timed + price * group.held_bytes
                 reached = cost[i + 2 : i + 1 + len(together)]
                 np.minimum(reached, cost[i] + together[1:], out=reached)
         return cost
@@ -145,7 +147,7 @@ class ChunkProblem:
         """Time when every layer has its fastest choice."""
         layers = range(len(self.layers))
         return self.time_ps(
-            [self.singles[i].policies[int(self.single_ps(i).argmin())] for i in layers]
+            [self.singles[i].policies[int(self.single_ps[i].argmin())] for i in layers]
         )
 
     def time_ps(self, policies: Sequence[LayerPolicy]) -> int:

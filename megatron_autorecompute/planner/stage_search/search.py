@@ -28,6 +28,8 @@ from megatron_autorecompute.planner.stage_search.prices import multipliers
 from megatron_autorecompute.planner.stage_search.problem import StageChoice, StageProblem
 from megatron_autorecompute.policy import LayerPolicy
 
+_AT_A_BOUND = 64
+"""Labels kept per position where only choices at a known bound are looked for."""
 _GROWTH = 2
 """Times the work of a round that the next one, four times as wide, takes at least."""
 
@@ -36,9 +38,9 @@ _GROWTH = 2
 class Effort:
     """How much work a search may do; what it leaves unproven is the gap of its answer."""
 
-    widths: tuple[int, ...] = (64, 256, 1024, 4096, 16_384, 131_072)
+    widths: tuple[int, ...] = (4, 16, 64, 256, 1024, 4096, 16_384, 131_072)
     """Labels kept per position in successive rounds; the last bounds memory to about 100 MB."""
-    most_work: int = 5 * 10**9
+    most_work: int = 6 * 10**9
     """Counted as in `Tally`, of all stages together: no round is begun that would do more, and
     one that comes to it keeps few labels from there on. About 5 s on one core."""
     complete_layers: int = 4
@@ -137,7 +139,7 @@ class StageSearch:
             # Usually the answer: the fastest choices if memory is no limit, otherwise choices at an
             # exact bound. With this goal nearly every label is dropped at once.
             goal = Goal(max(least_ps, rounds.bound_ps))
-            found, left_ps = rounds.round(goal, self.effort.widths[0])
+            found, left_ps = rounds.round(goal, _AT_A_BOUND)
             if found is not None and found.time_ps == goal.time_ps and left_ps == math.inf:
                 return found
             known = _better(known, found)

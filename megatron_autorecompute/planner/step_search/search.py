@@ -42,9 +42,9 @@ _PERIODS = 8
 class Work:
     """How much work a search may be; what is left open is the gap of its answer."""
 
-    mixing: int = 3 * 10**9 // 2
+    mixing: int = 10**9
     """In mixtures of paths and searches for stages' fastest choices on them, as `Tally` counts it:
-    about 1.5 s. So much again may be the searches that prove the bound of one mixture."""
+    about a second. So much again may be the searches that prove the bound of one mixture."""
     least_mixtures: int = 2
     """That are tried however much work they are."""
     most_mixtures: int = 12

@@ -203,7 +203,7 @@ class _Asked:
 def _most_ps(chunk: ChunkProblem) -> int:
     """No less than any choices of a chunk take."""
     fixed = sum(unit.time_ps for unit in (*chunk.before, *chunk.after))
-    times = [(chunk.single_ps(i), chunk.group_ps(i)) for i in range(len(chunk.layers))]
+    times = [(chunk.single_ps[i], chunk.group_ps[i]) for i in range(len(chunk.layers))]
     return fixed + sum(max(int(own.max(initial=0)) for own in pair) for pair in times)
 
 

@@ -1,0 +1,120 @@
+"""Jobs whose microbatches differ in length, without a device."""
+
+import pytest
+
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.lines import Microbatch
+from megatron_autorecompute.meta.devices import device
+from megatron_autorecompute.meta.job import job_from
+from megatron_autorecompute.meta.packing import packed, simulated
+from megatron_autorecompute.meta.profiling import profile_job
+from megatron_autorecompute.planner.buckets import bucket_plans
+from megatron_autorecompute.planner.lengths import profile_at
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.profile import LayerBytes
+
+pytestmark = pytest.mark.usefixtures("forked")
+H100 = device("h100-80gb")
+JOB = {
+    "name": "small",
+    "num_gpus": 4,
+    "seq_length": 1024,
+    "global_batch_size": 32,
+    "vocab_size": 512,
+    "config": {
+        "num_layers": 4,
+        "hidden_size": 256,
+        "ffn_hidden_size": 1024,
+        "num_attention_heads": 8,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": "silu",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+    },
+}
+PACKED = {**JOB, "max_tokens_per_microbatch": 1024, "sample_lengths": {"128": 0.9, "1024": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("transformer_impl", "above"), [("transformer_engine", 0.01), ("local", 0.08)]
+)
+def test_lines_give_what_profiling_at_another_length_gives(transformer_impl, above):
+    """Unfused attention (local) has tensors of length x length, so that the highest moment of a
+    layer is another one in long microbatches: the envelope lies above both."""
+    whole = profile_job(job_from({**PACKED, "transformer_impl": transformer_impl}, "job"), H100)
+    fixed = {**JOB, "transformer_impl": transformer_impl, "seq_length": 640}
+    there = profile_job(job_from(fixed, "job"), H100)
+    here = profile_at(whole, Microbatch.longest(640), 0)
+    assert here.boundary_bytes == there.boundary_bytes
+    for moved, own in zip(here.kinds, there.kinds, strict=True):
+        for a, b in zip(moved.choices, own.choices, strict=True):
+            found, right = LayerBytes.of(a), LayerBytes.of(b)
+            assert a.choice == b.choice
+            assert found.held == pytest.approx(right.held, rel=1e-3)
+            for figure in ("forward_transient", "backward_transient"):
+                size = getattr(right, figure) + right.held
+                level = getattr(found, figure) + found.held
+                assert 0.999 * size <= level <= (1 + above) * size
+    if transformer_impl == "transformer_engine":
+        _buckets_save_where_calls_are_short(whole)
+
+
+def _buckets_save_where_calls_are_short(profile):
+    job = job_from(JOB, "job")
+    planner = Planner(profile, job.layout(), job.schedule())
+    lean = max(choice.peak_bytes for choice in planner.leanest)
+    full = max(choice.peak_bytes for choice in planner.fastest)
+    found = bucket_plans(planner, (lean + full) // 2)
+    assert [plan.tokens for plan in found] == [256, 384, 512, 768, 1024]
+    assert sum(plan.share for plan in found) == pytest.approx(1)
+    assert found[-1].policy == planner.solve((lean + full) // 2).policy.format()
+    assert found[0].saved > 0
+    assert found[-1].saved == 0
+    none_fits = bucket_plans(planner, lean - 1)
+    assert none_fits[-1].policy is None
+
+
+@pytest.mark.parametrize("most", [4, 9])
+def test_microbatches_are_full_and_not_above_the_cap_but_for_samples_that_are(most):
+    samples = [3, 1, 4, 1, 5, 9, 2, 6]
+    found = packed(samples, most)
+    assert sum(found) == sum(samples)
+    assert all(size <= most or size in samples for size in found)
+    # First fit: no two of them would fit into one.
+    smallest, next_one, *_ = sorted(found)
+    assert smallest + next_one > most
+
+
+def test_calls_are_simulated_over_all_data_parallel_ranks():
+    shares, microbatches = simulated(job_from(PACKED, "job"))
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares[1024] > 0.9  # the largest microbatch of two ranks is nearly full
+    assert 2 <= microbatches <= 16
+
+
+def test_lengths_come_from_a_file(tmp_path):
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('{"length": 1024}\n100\n')
+    shares, _ = simulated(job_from({**PACKED, "sample_lengths": str(path)}, "job"))
+    assert 1024 in shares
+    path.write_text('{"tokens": 3}\n')
+    with pytest.raises(OptionError, match="has no length"):
+        simulated(job_from({**PACKED, "sample_lengths": str(path)}, "job"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"max_tokens_per_microbatch": 0}, "without max_tokens_per_microbatch"),
+        ({"sample_lengths": [2048]}, "Raise seq_length"),
+        ({"sample_lengths": {"x": 1.0}}, "no number of tokens"),
+        ({"sample_lengths": "nowhere.jsonl"}, "Cannot read sample_lengths"),
+    ],
+)
+def test_wrong_lengths_are_refused(changed, says):
+    with pytest.raises(OptionError, match=says):
+        simulated(job_from({**PACKED, **changed}, "job"))
