@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from benchmarks.measured import page, picture
+from benchmarks.measured import page, picture, ratios
 from benchmarks.measured.prediction import Case, Prediction, predicted
 from benchmarks.measured.results import results
 from benchmarks.measured.runs import Run, Unread, read
@@ -53,6 +53,7 @@ def main() -> None:
     unread = [row for row in read_rows if isinstance(row, Unread)]
     found = predictions(runs, args.processes)
     data = results([(run, found.get(case(run))) for run in runs], unread)
+    data["ratios"] = ratios.predicted() if not args.only else []
     json_path, page_path, picture_path = _paths(args.output)
     json_path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     picture.write(data, picture_path)

@@ -72,6 +72,18 @@ def _values(name: str, value: Any) -> list[str]:
     return text.split()
 
 
+def milliseconds(row: Mapping[str, str], column: str, unit_ms: float) -> float | None:
+    """A positive time of a cell, in `unit_ms`; None if it is empty."""
+    text = row.get(column) or ""
+    try:
+        number = float(text) if text else 1.0
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e9:
+        raise FieldError(f"{column}: a time above 0 is needed, not {text!r}")
+    return number * unit_ms if text else None
+
+
 def whole(row: Mapping[str, str], column: str) -> int:
     """A whole number above 0 of a cell."""
     text = row.get(column) or ""

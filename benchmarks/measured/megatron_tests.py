@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.measured.flags import FieldError, arguments, flags, whole
+from benchmarks.measured.flags import FieldError, arguments, flags, milliseconds, whole
 from benchmarks.measured.runs import Measured, Run
 
 COLUMNS = {"case", "tier", "platform", "world", "mem_max_last", "all_args_json"}
@@ -44,6 +44,7 @@ def run(row: Mapping[str, str]) -> Run:
         given = {**given, "vocab-size": vocabulary(given)}
         given.pop("vocab-extra-ids", None)
         given |= batch(given)
+        given |= first_batch(given, row)
         if "tp-comm-overlap" in given:  # Megatron 0.19 refuses both together; older ones did not
             given.pop("deterministic-mode", None)
         sizes = encoder_decoder(given)
@@ -58,6 +59,7 @@ def run(row: Mapping[str, str]) -> Run:
         worlds=worlds(row),
         measured=(Measured(-1, peak_bytes),),
         between_steps_bytes=whole(row, "mem_allocated_first") if between else None,
+        step_ms=milliseconds(row, "iter_s_median_2nd_half", 1e3),
         encoder_decoder=sizes,
         family=family(given),
         uncovered=reason,
@@ -115,6 +117,20 @@ def batch(given: Mapping[str, Any]) -> dict[str, Any]:
     if not size.isdigit():
         raise FieldError(f"--step-batch-size-schedule: {schedule!r:.60} names no batch")
     return {"global-batch-size": int(size), "step-batch-size-schedule": False}
+
+
+def first_batch(given: Mapping[str, Any], row: Mapping[str, str]) -> dict[str, Any]:
+    """The batch in place of one that grows, if it has not grown when the run ends."""
+    growth = str(given.get("rampup-batch-size") or "").strip("[]").split()
+    if not growth:
+        return {}
+    if len(growth) != 3 or not all(part.isdigit() and int(part) for part in growth):
+        raise FieldError(f"--rampup-batch-size: {growth!r:.60} is no start, growth and samples")
+    start, each, samples = map(int, growth)
+    grows = max(1, (int(given["global-batch-size"]) - start) // each)
+    if whole(row, "steps") * start > samples // grows:
+        return {}
+    return {"global-batch-size": start, "rampup-batch-size": False}
 
 
 def encoder_decoder(given: Mapping[str, Any]) -> tuple[int, int, int] | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.measured.results import Data
+from benchmarks.measured.times import section
 
 PICTURE = "pictures/measured.svg"
 
@@ -19,6 +20,9 @@ def text(data: Data) -> str:
     parts += [f"![predicted against measured peaks]({PICTURE})\n", OPEN]
     for name, rows in families.items():
         parts += [f"## {name[0].upper()}{name[1:]}\n", _family(rows)]
+    for before, header, rows in section(data["times"]):
+        parts += [before, table(header, rows)]
+    parts += [_ratios(data["ratios"])] if data.get("ratios") else []
     parts += ["## Not covered\n", NOT_COVERED, _uncovered(data["uncovered"])]
     return "\n".join(parts)
 
@@ -77,6 +81,22 @@ def _family(rows: Sequence[Data]) -> str:
     return table(FAMILY, (list(cells) for cells in lines))
 
 
+def _ratios(rows: Sequence[Data]) -> str:
+    lines = [
+        [
+            row["job"],
+            row["setting"],
+            row["base"],
+            f"{row['published']:.3f}",
+            f"{row['predicted']:.3f}",
+            f"{row['predicted'] / row['published'] - 1:+.1%}",
+            row["source"],
+        ]
+        for row in rows
+    ]
+    return RATIOS + table(RATIO, lines)
+
+
 def _uncovered(rows: Iterable[Data]) -> str:
     by_reason: dict[str, list[str]] = {}
     for row in rows:
@@ -132,6 +152,13 @@ OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
   not agree with any power of two between steps.
 - GPT-3 7B, tensor parallel 4, on GB200: 1.1 GB more than on H100 with the same flags.
 - Attention with scores: 30 to 40 MB short in every small test; Transformer Engine's masks.
+"""
+RATIO = ("job", "setting", "to", "published", "predicted", "error", "source")
+RATIOS = """### Steps with a setting to steps without
+
+What a choice costs is a ratio of two steps. Published ones are of measured steps (of throughput
+at the same model, where steps are not given). Predicted: both steps with the optimizer.
+
 """
 NOT_COVERED = """A reason is the reader's, the package's or Megatron's own. More rows of the same
 columns can be read with `python -m benchmarks.measured --rows FILE.csv -o FOLDER`.

@@ -56,6 +56,8 @@ class Prediction:
 
     stages: tuple[Stage, ...] = ()
     num_gpus: int = 0
+    step_ms: float = 0.0
+    """0 where there is no prediction of it."""
     uncovered: str = ""
 
 
@@ -139,7 +141,9 @@ def _of_world(case: Case, world: int) -> Prediction:
     policy = RecomputePolicy.parse(
         setting(job.config), num_layers=model.profile.num_layers, layout=chunks
     )
-    return Prediction(tuple(map(_stage, model.evaluate(policy).stages)), world)
+    cost = model.evaluate(policy)
+    step_ms = cost.step_ms + model.profile.step_end_ms
+    return Prediction(tuple(map(_stage, cost.stages)), world, step_ms)
 
 
 def _of_encoder_decoder(case: Case, sizes: tuple[int, int, int]) -> Prediction:

@@ -9,22 +9,26 @@ from typing import Any
 
 from benchmarks.measured.prediction import Prediction
 from benchmarks.measured.runs import Measured, Run, Unread
+from benchmarks.measured.times import point
 
 Data = dict[str, Any]
 
 
 def results(pairs: Sequence[tuple[Run, Prediction | None]], unread: Iterable[Unread]) -> Data:
     """Predicted stages beside measured ones, and every row that is not covered."""
-    points, uncovered = [], [asdict(row) for row in unread]
+    points, times, uncovered = [], [], [asdict(row) for row in unread]
     for run, prediction in pairs:
         reason = run.uncovered or (prediction.uncovered if prediction else "")
         if prediction is None or reason:
             uncovered.append({"name": run.name, "tier": run.tier, "reason": reason})
         else:
             points += [_point(run, prediction, one) for one in run.measured]
+            step = point(run, prediction)
+            times += [step] if step else []
     return {
         "megatron-core": metadata.version("megatron-core"),
         "points": points,
+        "times": times,
         "uncovered": uncovered,
         "rows": rows_by_tier(pairs, uncovered),
     }

@@ -39,6 +39,10 @@ class Run:
     measured: tuple[Measured, ...]
     between_steps_bytes: int | None = None
     """Allocated between steps; chooses among `worlds`."""
+    step_ms: float | None = None
+    """Of the settled run; None if the source does not say."""
+    other_step_ms: Mapping[str, float] = field(default_factory=dict)
+    """What other estimators predict, by their names."""
     encoder_decoder: tuple[int, int, int] | None = None
     """Of T5: encoder layers, decoder layers, decoder sequence length."""
     family: str = ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.measured.flags import FieldError, flags, whole
+from benchmarks.measured.flags import FieldError, flags, milliseconds, whole
 from benchmarks.measured.runs import Measured, Run
 from megatron_autorecompute.units import GIB
 
@@ -95,6 +95,7 @@ def run(row: Mapping[str, str]) -> Run:
     given = _given(row, world)
     simumax = row.get("simumax_alloc_gib") or ""
     predicted = {"SimuMax": round(float(simumax) * GIB)} if simumax else {}
+    their_ms = milliseconds(row, "simumax_ms", 1)
     moe = "num-experts" in given
     family = "MoE" if moe else "context parallel" if row["cp"] not in ("", "1") else "dense"
     return Run(
@@ -105,6 +106,8 @@ def run(row: Mapping[str, str]) -> Run:
         flags=flags(given),
         worlds=(world,),
         measured=_measured(row, world, predicted),
+        step_ms=milliseconds(row, "real_step_ms", 1),
+        other_step_ms={} if their_ms is None else {"SimuMax": their_ms},
         family=f"{family}, B200",
     )
 

@@ -46,7 +46,9 @@ class Efficiency:
     kernel_us: float = 0.0
     """Microseconds that every kernel takes besides."""
     host_us: float = 0.0
-    """Microseconds until the host has launched one kernel: the least that it can take."""
+    """Microseconds that the host needs for one of torch's kernels or a collective."""
+    module_us: float = 0.0
+    """The same for a kernel of Transformer Engine's modules or of Megatron's fused functions."""
     collective_us: float = 0.0
     """Microseconds that every collective takes besides."""
     rank_us: float = 0.0

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("megatron_autorecompute", "DEF")
+NAMESPACE = "megatron_autorecompute"
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 FLOPS: dict[str, Callable[..., int]] = {}
 """Floating-point operations by name, from the arguments; no entry if it only moves bytes."""

@@ -67,7 +67,8 @@ class Roofline(TorchDispatchMode):
         self.exposed_seconds = 0.0
         """Of `seconds`, those in which a collective alone runs."""
         self.flops = 0
-        self._started = 0.0  # seconds of collectives that wait for the next product to hide them
+        self.started_seconds = 0.0
+        """Of collectives that the next product will run beside."""
         self._room = 0.0  # seconds of the last product that no collective ran beside yet
 
     def now(self) -> Reading:
@@ -111,11 +112,14 @@ class Roofline(TorchDispatchMode):
             seconds = max(seconds, flops / self._rate(name, args))
         seconds += self.efficiency.kernel_us * 1e-6
         if flops:
-            self._room = max(0.0, seconds - self._started)
-            self._expose(max(0.0, self._started - seconds))
-            self._started = 0.0
+            self._room = max(0.0, seconds - self.started_seconds)
+            self._expose(max(0.0, self.started_seconds - seconds))
+            self.started_seconds = 0.0
         self.seconds += seconds
-        self.host_seconds += self.efficiency.host_us * 1e-6
+        fused = func.namespace == ops.NAMESPACE
+        self.host_seconds += 1e-6 * (
+            self.efficiency.module_us if fused else self.efficiency.host_us
+        )
 
     def _rate(self, name: str, args: Any) -> float:
         """FLOP/s of an operation."""
@@ -139,7 +143,7 @@ class Roofline(TorchDispatchMode):
         return rows / (rows + half)
 
     def _flops(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-        if func.namespace == "megatron_autorecompute":
+        if func.namespace == ops.NAMESPACE:
             return ops.FLOPS[name](*args) if name in ops.FLOPS else 0
         count = flop_registry.get(func.overloadpacket)
         return int(count(*args, **kwargs, out_val=result)) if count else 0
@@ -150,6 +154,7 @@ class Roofline(TorchDispatchMode):
         ranks = _ranks(args)
         if len(ranks) < 2:
             return
+        self.host_seconds += self.efficiency.host_us * 1e-6
         # The largest tensor is everything that the group exchanges.
         whole_bytes = max(_storages(args).values(), default=0)
         copies = self.traffic.copies if name == ALLTOALL else 0
@@ -157,9 +162,9 @@ class Roofline(TorchDispatchMode):
         if name == ALLTOALL and self.traffic.expert_alltoall:
             self.alltoall_seconds += seconds
         elif name == RING or _argument(func, args, _ASYNC):
-            self._started += seconds
+            self.started_seconds += seconds
         elif name in _SPLIT and self.traffic.userbuffers:
-            self._beside_product(name, seconds, len(ranks))
+            self.beside_product(name, seconds, len(ranks))
         else:
             self._expose(seconds)
 
@@ -167,13 +172,13 @@ class Roofline(TorchDispatchMode):
         self.seconds += seconds
         self.exposed_seconds += seconds
 
-    def _beside_product(self, name: str, seconds: float, ranks: int) -> None:
+    def beside_product(self, name: str, seconds: float, ranks: int) -> None:
         """A gather beside the product that follows, a scatter beside the one before."""
         first = seconds / ranks
         self._expose(first)
         rest = seconds - first
         if name == "_allgather_base_":
-            self._started += rest
+            self.started_seconds += rest
         else:
             self._expose(max(0.0, rest - self._room))
             self._room = max(0.0, self._room - rest)

@@ -1,0 +1,139 @@
+"""Collectives by the ranks they join, what overlaps, the host, and the end of a step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_autorecompute.meta import ops
+from megatron_autorecompute.meta.devices import Efficiency, device
+from megatron_autorecompute.meta.job import job_from
+from megatron_autorecompute.meta.links import ALLTOALL, Links
+from megatron_autorecompute.meta.roofline import Roofline, Traffic
+from megatron_autorecompute.meta.static_bytes import Parameters
+from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
+
+pytestmark = pytest.mark.any_version
+
+H100 = device("h100-80gb")
+PEAKS = Efficiency()
+GB = 10**9
+
+
+def seconds(name, ranks, copies=0, efficiency=PEAKS):
+    return Links(H100, efficiency).seconds(name, GB, ranks, copies)
+
+
+def test_a_collective_takes_the_links_that_its_ranks_have():
+    link, network = 450e9, 50e9
+    assert seconds("_allgather_base_", range(8)) == pytest.approx(7 / 8 * GB / link)
+    assert seconds("allreduce_", range(0, 8, 2)) == pytest.approx(2 * 3 / 4 * GB / link)
+    # One rank in each domain has one card; four have four.
+    assert seconds("_allgather_base_", range(0, 64, 8)) == pytest.approx(7 / 8 * GB / network)
+    assert seconds("_allgather_base_", range(0, 64, 2)) == pytest.approx(31 / 32 * GB / 200e9)
+    late = replace(PEAKS, collective_us=20, rank_us=10)
+    assert seconds("_allgather_base_", range(8), efficiency=late) == pytest.approx(
+        7 / 8 * GB / link + 90e-6
+    )
+
+
+def test_an_alltoall_sends_near_and_far_at_once_and_flex_sends_a_token_to_a_domain_once():
+    assert seconds(ALLTOALL, range(8)) == pytest.approx(7 / 8 * GB / 450e9)
+    assert seconds(ALLTOALL, range(16)) == pytest.approx(8 / 16 * GB / 50e9)
+    # Of 8 copies of a token, 4 go to the other of two domains: once, but for 1 of 256 tokens.
+    assert seconds(ALLTOALL, range(16), copies=8) == pytest.approx(
+        GB * 2 / 8 * (1 - 1 / 256) / 2 / 50e9
+    )
+
+
+class TestRoofline:
+    """Of one product of 2 ms and collectives of 1 ms or 3 ms, without a process group."""
+
+    def clock(self, **traffic):
+        return Roofline(H100, PEAKS, Traffic(**traffic))
+
+    def product(self, clock):
+        rows = round(2e-3 * H100.rate("bf16") / 2 / 4096**2)
+        x, weight = (
+            torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (rows, 4096)
+        )
+        with clock:
+            ops.gemm(x, weight, "bf16")
+
+    def test_what_is_started_before_a_product_runs_beside_it(self):
+        for started, expected_ms in ((1e-3, 2), (3e-3, 3)):
+            clock = self.clock()
+            begin = clock.now()
+            clock.started_seconds += started
+            self.product(clock)
+            assert clock.ms_between(begin, clock.now()) == pytest.approx(expected_ms, rel=1e-2)
+
+    def test_userbuffers_expose_the_first_part_and_what_a_product_is_too_short_for(self):
+        clock = self.clock(userbuffers=True)
+        self.product(clock)
+        clock.beside_product("_reduce_scatter_base_", 4e-3, 4)  # 1 ms first, then 3 beside 2
+        assert clock.seconds == pytest.approx(2e-3 + 1e-3 + 1e-3, rel=1e-2)
+        clock.beside_product("_allgather_base_", 4e-3, 4)
+        self.product(clock)
+        assert clock.seconds == pytest.approx(4e-3 + 1e-3 + 3e-3, rel=1e-2)
+
+    def test_a_span_takes_at_least_as_long_as_its_launches(self):
+        clock = Roofline(H100, replace(PEAKS, module_us=5000, host_us=100))
+        begin = clock.now()
+        self.product(clock)
+        with clock:
+            torch.empty(4, device="meta").add_(1)
+        assert clock.ms_between(begin, clock.now()) == pytest.approx(5.1)
+
+    def test_grouped_products_reach_half_at_half_rows(self):
+        x = torch.empty(8 * 128, 4096, dtype=torch.bfloat16, device="meta")
+        weight = torch.empty(8, 4096, 4096, dtype=torch.bfloat16, device="meta")
+        clocks = [
+            Roofline(replace(H100, bandwidth_bytes=1e30), e)
+            for e in (PEAKS, replace(PEAKS, half_rows=128, half_rows_gradient=384))
+        ]
+        for clock in clocks:
+            with clock:
+                y = ops.gemm(x, weight, "bf16")
+        assert clocks[1].seconds == pytest.approx(2 * clocks[0].seconds)
+        for clock in clocks:
+            clock.seconds = 0.0
+            with clock:
+                ops.gemm_weight_gradient(y, x, weight, "bf16")
+        assert clocks[1].seconds == pytest.approx(4 * clocks[0].seconds)
+
+
+def job(**fields):
+    config = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4}
+    data = {
+        "name": "a job",
+        "config": {**config, **fields.pop("config", {})},
+        **{"num_gpus": 8, "global_batch_size": 8, "seq_length": 64, "vocab_size": 128},
+        **fields,
+    }
+    return job_from(data, "a job")
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_end_of_a_step_is_collectives_that_nothing_hides_and_adams_bytes(overlaps):
+    asked = job(overlap_grad_reduce=overlaps, overlap_param_gather=overlaps)
+    count = 10**9
+    stage = StageWork(Parameters(dense=count), backward_ms=1e3, forward_ms=1e3)
+    found = step_end_ms(asked, H100, replace(PEAKS, step_ms=7), stage)
+    # Gradients in fp32 are reduced, bf16 weights gathered: all of them, or one bucket of 4e7.
+    sent = 4e7 if overlaps else count
+    collectives_ms = (4 + 2) * sent * 7 / 8 / 450e9 * 1e3
+    adam_ms = (42 * count / 8 + 12 * count) / 3350e9 * 1e3
+    assert found == pytest.approx(7 + collectives_ms + adam_ms)
+
+
+def test_a_short_backward_hides_only_its_own_time_of_the_reduction():
+    asked = job()
+    count = 10**9
+    long, short = (
+        step_end_ms(asked, H100, PEAKS, StageWork(Parameters(dense=count), ms, 1e3))
+        for ms in (1e3, 1.0)
+    )
+    reduction_ms = 4 * count * 7 / 8 / 450e9 * 1e3
+    bucket_ms = 4 * 4e7 * 7 / 8 / 450e9 * 1e3
+    assert short - long == pytest.approx(reduction_ms - 1.0 - bucket_ms)
