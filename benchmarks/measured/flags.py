@@ -64,7 +64,7 @@ def _values(name: str, value: Any) -> list[str]:
         raise FieldError(f"--{name}: a number, a text or true is needed, not {value!r:.40}")
     if "${" in value:
         raise FieldError(f"--{name}: {value} is a variable of the test's environment")
-    text = value.replace("\\", "").strip('"')  # as the shell reads it
+    text = value.replace("\\", "").strip("\"'")  # as the shell reads it
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1]
     elif not text.replace(" ", "").isdigit():

@@ -45,8 +45,6 @@ def run(row: Mapping[str, str]) -> Run:
         given.pop("vocab-extra-ids", None)
         given |= batch(given)
         given |= first_batch(given, row)
-        if "tp-comm-overlap" in given:  # Megatron 0.19 refuses both together; older ones did not
-            given.pop("deterministic-mode", None)
         sizes = encoder_decoder(given)
         found = flags(given if sizes is None else as_decoder_only(given))
     between = row.get("mem_allocated_first") or ""
@@ -61,6 +59,8 @@ def run(row: Mapping[str, str]) -> Run:
         between_steps_bytes=whole(row, "mem_allocated_first") if between else None,
         step_ms=milliseconds(row, "iter_s_median_2nd_half", 1e3),
         encoder_decoder=sizes,
+        date=row.get("golden_date") or "",
+        old_container=(row.get("variant") or "").startswith("lts"),
         family=family(given),
         uncovered=reason,
     )
@@ -103,6 +103,8 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
         return "reinforcement learning: inference and training share the GPU"
     if "te-precision-config-file" in given:
         return "which layers are quantised is in a file that is not public"
+    if "fine-grained-activation-offloading" in given:
+        return "fine-grained activation offloading is not modelled"
     if "export-kd-cfg" in given:
         return "distillation: the teacher's weights and activations are not modelled"
     return ""

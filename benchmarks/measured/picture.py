@@ -8,7 +8,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from benchmarks.measured.page import by_family
+from benchmarks.measured.page import by_family, judged
 from benchmarks.measured.results import Data
 
 MOST_SHOWN = 0.25
@@ -20,7 +20,7 @@ def write(data: Data, path: Path) -> None:
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
-    for name, points in by_family(data["points"]).items():
+    for name, points in by_family(judged(data)).items():
         errors = [max(-MOST_SHOWN, min(MOST_SHOWN, point["error"])) for point in points]
         sizes = [point["measured_bytes"] / 1e9 for point in points]
         axes.scatter(sizes, errors, s=14, alpha=0.6, label=name)

@@ -118,14 +118,19 @@ def _planner(case: Case, world: int) -> tuple[Planner, Job]:
 
 
 def job_of(flags: Sequence[str], world: int) -> Job:
-    """The job of a run. Megatron 0.19 refuses Transformer Engine's cross entropy, with which older
-    runs were made; the model can still be built with it."""
-    of_engine = [*_pairs(flags, "--cross-entropy-fusion-impl", "te")]
-    rest = [flag for number, flag in enumerate(flags) if number not in of_engine]
+    """The job of a run. Megatron 0.19 refuses Transformer Engine's cross entropy, and deterministic
+    mode with `--tp-comm-overlap`, with which older runs were made; the model can still be built
+    with both."""
+    older: dict[str, Any] = {}
+    refused = [*_pairs(flags, "--cross-entropy-fusion-impl", "te")]
+    if refused:
+        older["cross_entropy_fusion_impl"] = "te"
+    if {"--tp-comm-overlap", "--deterministic-mode"} <= {*flags}:
+        refused.append(flags.index("--deterministic-mode"))
+        older["deterministic_mode"] = True
+    rest = [flag for number, flag in enumerate(flags) if number not in refused]
     job = job_from_flags(rest, world)
-    if not of_engine:
-        return job
-    return replace(job, config={**job.config, "cross_entropy_fusion_impl": "te"})
+    return replace(job, config={**job.config, **older})
 
 
 def _pairs(flags: Sequence[str], name: str, value: str) -> Iterator[int]:

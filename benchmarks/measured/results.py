@@ -7,6 +7,7 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
+from benchmarks.measured.doubts import doubts
 from benchmarks.measured.prediction import Prediction
 from benchmarks.measured.runs import Measured, Run, Unread
 from benchmarks.measured.times import point
@@ -17,12 +18,12 @@ Data = dict[str, Any]
 def results(pairs: Sequence[tuple[Run, Prediction | None]], unread: Iterable[Unread]) -> Data:
     """Predicted stages beside measured ones, and every row that is not covered."""
     points, times, uncovered = [], [], [asdict(row) for row in unread]
-    for run, prediction in pairs:
+    for (run, prediction), doubt in zip(pairs, doubts(pairs), strict=True):
         reason = run.uncovered or (prediction.uncovered if prediction else "")
         if prediction is None or reason:
             uncovered.append({"name": run.name, "tier": run.tier, "reason": reason})
         else:
-            points += [_point(run, prediction, one) for one in run.measured]
+            points += [_point(run, prediction, one, doubt) for one in run.measured]
             step = point(run, prediction)
             times += [step] if step else []
     return {
@@ -45,7 +46,7 @@ def rows_by_tier(
     return {tier: [tiers.count(tier) - lost.count(tier), tiers.count(tier)] for tier in tiers}
 
 
-def _point(run: Run, prediction: Prediction, measured: Measured) -> Data:
+def _point(run: Run, prediction: Prediction, measured: Measured, doubt: str) -> Data:
     stage = prediction.stages[measured.stage]
     return {
         "run": run.name,
@@ -61,6 +62,7 @@ def _point(run: Run, prediction: Prediction, measured: Measured) -> Data:
         "predicted_bytes": stage.peak_bytes,
         "error": round(stage.peak_bytes / measured.peak_bytes - 1, 6),
         "moment": stage.moment,
+        "doubt": doubt,
         "parts": stage.parts,
         "others": {
             name: round(value / measured.peak_bytes - 1, 6)

@@ -45,6 +45,10 @@ class Run:
     """What other estimators predict, by their names."""
     encoder_decoder: tuple[int, int, int] | None = None
     """Of T5: encoder layers, decoder layers, decoder sequence length."""
+    date: str = ""
+    """When its source was written, year first."""
+    old_container: bool = False
+    """Whether it ran in Megatron's container of long support."""
     family: str = ""
     uncovered: str = ""
     """Why the run is not predicted."""

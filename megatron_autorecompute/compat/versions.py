@@ -95,6 +95,16 @@ def grouped_mlp(linear_fc1: type, linear_fc2: type) -> Any:
     return functools.partial(experts.TEGroupedMLP, submodules=submodules(**linears))
 
 
+def sequential_mlp(linear_fc1: type, linear_fc2: type) -> Any:
+    """The same for experts that run one after the other."""
+    from megatron.core.transformer.moe import experts
+
+    submodules = experts.MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)
+    if not hasattr(experts, "GroupedMLPSubmodules"):
+        return experts.SequentialMLP, submodules
+    return functools.partial(experts.SequentialMLP, submodules=submodules)
+
+
 def qk_norm_resolver() -> ModuleType | None:
     """The module that asks a backend for MLA's query and key norms (since 0.19), else None."""
     name = "megatron.core.transformer.mla_qk_norm_config"

@@ -27,6 +27,7 @@ _COPIED = (
     "untie_embeddings_and_output_weights",
     "accumulate_allreduce_grads_in_fp32",
     "use_distributed_optimizer",
+    "num_distributed_optimizer_instances",
     "overlap_grad_reduce",
     "overlap_param_gather",
     "use_precision_aware_optimizer",

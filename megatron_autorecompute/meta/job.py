@@ -73,6 +73,8 @@ class Job:
     """True: main gradients in fp32 (4 bytes). False: in bf16 (2 bytes)."""
     use_distributed_optimizer: bool = True
     """Optimizer state divided over data-parallel ranks."""
+    num_distributed_optimizer_instances: Count = 1
+    """Groups of data-parallel ranks, each of which has the whole state."""
     overlap_grad_reduce: bool = True
     """Gradients are reduced over data-parallel ranks while backward runs."""
     overlap_param_gather: bool = True

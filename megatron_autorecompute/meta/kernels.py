@@ -592,8 +592,10 @@ class StandIns(BackendSpecProvider):
         """None: Megatron's own."""
         return None
 
-    def grouped_mlp_modules(self, *_: Any) -> Any:
-        """Experts with grouped products."""
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *_: Any) -> Any:
+        """Experts, with grouped products or one after the other."""
+        if not moe_use_grouped_gemm:
+            return versions.sequential_mlp(ColumnLinear, RowLinear)
         return versions.grouped_mlp(GroupedColumnLinear, GroupedRowLinear)
 
 
@@ -727,6 +729,7 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "WeightedBiasQuickGeGLUFunction": SimpleNamespace(apply=_biased_quick_gate),
         },
     )
+    yield _compiled_cross_entropy()
     language = module("models.common.language_module.language_module")
     yield language, {"te_parallel_cross_entropy": _loss}
     # It would set variables of the environment, for Transformer Engine.
@@ -740,6 +743,21 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "_grad_accum_fusion_available": True,
         },
     )
+
+
+def _compiled_cross_entropy() -> tuple[Any, Any]:
+    fused = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
+    original = fused.calculate_gradients
+
+    def calculate_gradients(softmax: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Megatron compiles it. `grad_2d[...] -= ...` writes to its input where it runs as it is;
+        inductor makes an `index_put` of it, whose result is a tensor of its own, in fp32."""
+        result = softmax.clone()
+        gradient: torch.Tensor = original(softmax, *rest)
+        del result
+        return gradient
+
+    return fused, {"calculate_gradients": calculate_gradients}
 
 
 @contextlib.contextmanager

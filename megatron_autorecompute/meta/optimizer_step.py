@@ -6,7 +6,7 @@ megatron-core 0.19.2 optimizer/distrib_optimizer.py; TE is NVIDIA/TransformerEng
 from __future__ import annotations
 
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.static_bytes import Parameters, Weights, expert_data_parallel
+from megatron_autorecompute.meta.static_bytes import Parameters, Weights, state_ranks
 
 
 def optimizer_step_bytes(job: Job, weights: Weights) -> int:
@@ -21,9 +21,8 @@ def optimizer_step_bytes(job: Job, weights: Weights) -> int:
 
 def _shards(job: Job, parameters: Parameters) -> tuple[int, int]:
     """Dense and expert parameters whose state is on this rank."""
-    divided = job.use_distributed_optimizer
-    dense = parameters.dense // (job.data_parallel * job.size("context") if divided else 1)
-    return dense, parameters.expert // (expert_data_parallel(job) if divided else 1)
+    expert = parameters.expert // state_ranks(job, expert=True)
+    return parameters.dense // state_ranks(job), expert
 
 
 def _copies_gradients(job: Job) -> bool:

@@ -38,7 +38,7 @@ from megatron_autorecompute.meta.model import (
 )
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
 from megatron_autorecompute.meta.roofline import Roofline, Traffic
-from megatron_autorecompute.meta.shared_buffers import shared_buffers
+from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, shared_buffers
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
@@ -357,7 +357,7 @@ class _Counted:
         self._kept_bytes: dict[int, int] = {}
         self.embedding = static_bytes(job, device, self._embedding)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
-        head = shared_buffers(job, device, model.output_layer)
+        head = shared_buffers(job, device, model.output_layer) | deferred_output_layer(job)
         self.head = replace(static_bytes(job, device, self._head), shared=head)
 
     def with_ends_of(self, whole: _Counted) -> _Counted:

@@ -108,6 +108,9 @@ def _training(cfg: Any) -> dict[str, Any]:
         "micro_batch_size": cfg.train.micro_batch_size,
         "global_batch_size": cfg.train.global_batch_size,
         "use_distributed_optimizer": bool(cfg.ddp.use_distributed_optimizer),
+        "num_distributed_optimizer_instances": getattr(
+            cfg.ddp, "num_distributed_optimizer_instances", 1
+        ),
         # Bridge replaces the setting of ddp by that of the precision.
         "accumulate_allreduce_grads_in_fp32": (mixed or cfg.ddp).grad_reduce_in_fp32,
         "lora_rank": getattr(cfg.peft, "dim", 0),

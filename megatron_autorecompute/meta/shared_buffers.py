@@ -26,6 +26,24 @@ def shared_buffers(job: Job, device: Device, *parts: torch.nn.Module | None) -> 
     return {**dummy_weight_gradients(job, modules), **workspaces(job, device, modules)}
 
 
+def deferred_output_layer(job: Job) -> dict[str, int]:
+    """What `defer_embedding_wgrad_compute` keeps of microbatches on the head's stage: the gradients
+    of their logits, and the output layer's inputs, until the pipeline drains (megatron-core
+    tensor_parallel/layers.py, `grad_output_buffer` and `embedding_activation_buffer`).
+
+    Of all microbatches but the one that runs, which the head holds, or of `wgrad_deferral_limit`.
+    """
+    if not job.config.get("defer_embedding_wgrad_compute"):
+        return {}
+    products = job.num_microbatches * (1 + job.mtp_num_layers)
+    limit = int(job.config.get("wgrad_deferral_limit") or products)
+    tokens = job.micro_batch_size * job.seq_length // job.size("context")
+    tensor, hidden = job.size("tensor"), job.config["hidden_size"]
+    input_size = tokens * hidden // (tensor if job.config.get("sequence_parallel") else 1)
+    each = 2 * (tokens * job.padded_vocab_size // tensor + input_size)
+    return {"deferred gradients of logits": each * min(limit, products - 1)}
+
+
 def dummy_weight_gradients(job: Job, modules: Iterable[torch.nn.Module]) -> dict[str, int]:
     """One tensor per shape [out, in] of trained weights, 2 bytes per element under every precision.
 
@@ -61,7 +79,8 @@ def workspaces(job: Job, device: Device, modules: Iterable[torch.nn.Module]) -> 
 
     TE pytorch/cpp_extensions/gemm.py `get_cublas_workspace`: 32 MiB and 1 KiB from Hopper on, 4 MiB
     before, and as much again for each of the 4 streams of grouped products
-    (`get_num_cublas_streams`).
+    (`get_num_cublas_streams`), and for each of 3 streams with userbuffers (`tp_comm_overlap`,
+    `_NUM_MAX_UB_STREAMS`).
 
     torch keeps its own for each handle and stream, and each thread has a handle: forward's and
     autograd's. aten/src/ATen/cuda/CublasHandlePool.cpp `parseChosenWorkspaceSize`: 8 times 4096 KiB
@@ -81,6 +100,8 @@ def workspaces(job: Job, device: Device, modules: Iterable[torch.nn.Module]) -> 
         found["cuBLAS workspaces of torch"] = 2 * torch_bytes
     if used & set(kernels.LINEAR_TYPES):
         found["cuBLAS workspace"] = te_bytes
+        if job.config.get("tp_comm_overlap"):
+            found["cuBLAS workspaces of userbuffers"] = 3 * te_bytes
     if used & set(GROUPED_TYPES):
         found["cuBLAS workspaces of grouped products"] = 4 * te_bytes
     return found

@@ -58,20 +58,26 @@ class Weights:
 def static_bytes(job: Job, device: Device, weights: Weights) -> StaticBytes:
     """Static bytes of parameters on one rank."""
     total = weights.total
-    shards = (
-        (total.dense, job.data_parallel * job.size("context")),
-        (total.expert, expert_data_parallel(job)),
-    )
-    divided = job.use_distributed_optimizer
+    shards = ((total.dense, state_ranks(job)), (total.expert, state_ranks(job, expert=True)))
     state = state_bytes(job)
     quantised_bytes = weight_bytes(job, device) * weights.quantised.total
     return StaticBytes(
         parameter_bytes=round(quantised_bytes) + 2 * weights.others.total,
         gradient_bytes=_gradient_bytes(job) * (total.dense + total.expert),
-        optimizer_state_bytes=sum(
-            -(-state * count // (ranks if divided else 1)) for count, ranks in shards
-        ),
+        optimizer_state_bytes=sum(-(-state * count // ranks) for count, ranks in shards),
     )
+
+
+def state_ranks(job: Job, *, expert: bool = False) -> int:
+    """Ranks over which the optimizer's state of dense weights, or of experts', is divided.
+
+    With several instances of the distributed optimizer, those of one instance (megatron-core
+    `ProcessGroupCollection.intra_dp_cp` and `intra_expt_dp`).
+    """
+    if not job.use_distributed_optimizer:
+        return 1
+    ranks = expert_data_parallel(job) if expert else job.data_parallel * job.size("context")
+    return max(1, ranks // job.num_distributed_optimizer_instances)
 
 
 def expert_data_parallel(job: Job) -> int:

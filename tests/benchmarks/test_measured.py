@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measured import page
+from benchmarks.measured.doubts import doubts
 from benchmarks.measured.flags import FieldError, flags
+from benchmarks.measured.prediction import Prediction, Stage
 from benchmarks.measured.results import results
 from benchmarks.measured.runs import Run, Unread, read
 
@@ -87,6 +89,23 @@ def test_what_is_not_covered_stands_on_the_page_with_its_reason():
     text = page.text(results([(runs[0], None)], [unread]))
     for expected in (runs[0].name, runs[0].uncovered, "broken row", unread.reason):
         assert expected in text
+
+
+def test_of_runs_of_equal_flags_the_newest_is_judged_and_a_run_of_another_model_is_not():
+    found = [row for row in read(GOLDEN) if isinstance(row, Run) and not row.uncovered]
+    why = doubts([(run, None) for run in found])
+    assert 5 <= sum(map(bool, why)) <= len(found) // 10
+    assert all("container" in reason for reason in why if reason)
+    run = next(run for run in found if run.between_steps_bytes and len(run.worlds) == 1)
+    for factor, expected in ((1, ""), (3, "another model")):
+        static = factor * run.between_steps_bytes
+        (reason,) = doubts([(run, Prediction((Stage(static, "m", {"static": static}),), 8))])
+        assert reason.endswith(expected)
+        assert bool(reason) == bool(expected)
+    unsaid = next(run for run in found if len(run.worlds) > 1 and run.between_steps_bytes)
+    static = unsaid.between_steps_bytes * 11 // 10
+    (reason,) = doubts([(unsaid, Prediction((Stage(static, "m", {"static": static}),), 8))])
+    assert "is not in the row" in reason
 
 
 HAS_PARSER = importlib.util.find_spec("megatron.training") is not None

@@ -1,16 +1,21 @@
 """Dummy weight gradients and workspaces: one for each shape of a stage, by Megatron's own calls."""
 
+import importlib
 from dataclasses import replace
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import layers as megatron_layers
 
+from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.model import JobStep, add_main_gradients, shard
 from megatron_autorecompute.meta.profiling import profile_job
+from megatron_autorecompute.meta.shared_buffers import deferred_output_layer
+from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import stage_base
+from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 from tests.meta.test_no_device import FFN, GROUPS, H100, HEADS, HIDDEN, LOCAL, MOE, job
 
 VOCABULARY = 1024  # of `job`, padded
@@ -148,3 +153,54 @@ def test_a_shared_buffer_counts_once_and_at_its_largest():
     assert both.total_bytes == 3 * (static.total_bytes - sum(static.shared.values())) + sum(
         static.shared.values()
     )
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_deferred_gradients_of_logits_are_those_that_megatrons_output_layer_keeps(limit):
+    sizes = {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": limit}
+    asked = job({**sizes, "tensor_model_parallel_size": 2, "sequence_parallel": True})
+    with shard(replace(asked, config={**asked.config, **dict.fromkeys(sizes, 0)}), [1]) as built:
+        output_layer = built.model.output_layer
+        output_layer.config.defer_embedding_wgrad_compute = True
+        output_layer.config.wgrad_deferral_limit = limit
+        inputs, gradients = [], []
+        output_layer.embedding_activation_buffer, output_layer.grad_output_buffer = (
+            inputs,
+            gradients,
+        )
+        parameters = list(built.model.parameters())
+        add_main_gradients(parameters, dummies=asked.makes_dummies)
+        step = JobStep(asked)
+        for _ in range(asked.num_microbatches if limit else asked.num_microbatches - 1):
+            step(None, built.model)[0].float().mean().backward()
+        assert deferred_output_layer(asked) == {
+            "deferred gradients of logits": storage_bytes([*inputs, *gradients])
+        }
+    assert not deferred_output_layer(job())
+
+
+def test_the_compiled_backward_of_the_fused_cross_entropy_makes_one_fp32_copy_more():
+    fused = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
+    rows, columns = 64, 512
+    with torch.device("meta"):
+        softmax, gradient = torch.ones(8, 8, columns), torch.ones(8, 8)
+        mask, target = torch.zeros(8, 8, dtype=torch.bool), torch.zeros(rows, dtype=torch.long)
+
+    def peak_bytes():
+        with LiveBytes([softmax, gradient, mask, target]) as live:
+            fused.calculate_gradients(softmax, gradient, mask, target)
+        return live.peak_bytes
+
+    plain = peak_bytes()
+    with kernels.stand_ins(kernels.Settings()):
+        assert peak_bytes() - plain == 4 * rows * columns
+    assert peak_bytes() == plain
+
+
+def test_instances_of_the_distributed_optimizer_each_have_the_whole_state():
+    weights = Weights(others=Parameters(dense=8000))
+    one, two = (
+        static_bytes(job(num_distributed_optimizer_instances=number), H100, weights)
+        for number in (1, 2)
+    )
+    assert two.optimizer_state_bytes == 2 * one.optimizer_state_bytes == 2 * 12 * 1000

@@ -1,0 +1,65 @@
+"""Rows that do not say enough to judge a prediction by them, whatever it predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.measured.prediction import Prediction
+from benchmarks.measured.runs import Run
+
+MOST_APART = 0.05
+"""Between two runs of equal flags on equal GPUs."""
+MOST_BETWEEN_STEPS = 2.0
+"""Between what a run holds between steps and the weights, gradients and optimizer of its flags."""
+
+
+MOST_OF_UNSAID = 0.05
+"""The same, where the number of GPUs that comes nearest was taken because the row has none."""
+
+
+def doubts(pairs: Sequence[tuple[Run, Prediction | None]]) -> list[str]:
+    """For each run why its row does not suffice; empty if it does.
+
+    Two runs of equal flags that measured other peaks differ in something that neither row says:
+    then the newest is judged, of equally new ones that in Megatron's development container.
+    """
+    newest: dict[tuple[object, ...], Run] = {}
+    for run in sorted(
+        (run for run, _ in pairs if not run.uncovered),
+        key=lambda run: (run.date, not run.old_container),
+    ):
+        newest[_key(run)] = run
+    return [
+        "" if run.uncovered else _by_another(run, newest[_key(run)]) or _by_itself(run, found)
+        for run, found in pairs
+    ]
+
+
+def _key(run: Run) -> tuple[object, ...]:
+    return run.source, run.flags, run.gpu, run.worlds
+
+
+def _by_another(run: Run, newest: Run) -> str:
+    if newest is run or len(newest.measured) != len(run.measured):
+        return ""
+    pairs = zip(run.measured, newest.measured, strict=True)
+    apart = max((own.peak_bytes / new.peak_bytes - 1 for own, new in pairs), key=abs)
+    if abs(apart) <= MOST_APART:
+        return ""
+    container = ", in Megatron's container of long support," * run.old_container
+    return (
+        f"of {run.date}{container} {apart:+.0%} against the run of {newest.date} with the same "
+        "flags on the same GPUs: container and environment are not in the row"
+    )
+
+
+def _by_itself(run: Run, found: Prediction | None) -> str:
+    if run.between_steps_bytes is None or found is None or not found.stages:
+        return ""
+    static, between = found.stages[run.measured[0].stage].parts["static"], run.between_steps_bytes
+    held = f"{between / 1e9:.2f} GB between steps, {static / 1e9:.2f} by its flags"
+    if max(static, between) > MOST_BETWEEN_STEPS * min(static, between):
+        return f"{held}: another model"
+    if len(run.worlds) > 1 and abs(static / between - 1) > MOST_OF_UNSAID:
+        return f"{held} and the nearest number of GPUs, which is not in the row"
+    return ""
