@@ -144,7 +144,10 @@ def _of_world(case: Case, world: int) -> Prediction:
     layers = model.profile.model.num_layers
     chunks = [[i for i in chunk if i < layers] for chunk in model.layout.chunk_layers()]
     policy = RecomputePolicy.parse(
-        setting(job.config), num_layers=model.profile.num_layers, layout=chunks
+        setting(job.config),
+        num_layers=model.profile.num_layers,
+        layout=chunks,
+        depth_layers=0 if job.pattern is None else len(job.pattern.depth),
     )
     cost = model.evaluate(policy)
     step_ms = cost.step_ms + model.profile.step_end_ms

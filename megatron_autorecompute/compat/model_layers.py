@@ -71,6 +71,11 @@ def stack_size(layer: Layer) -> int:
     return len(nested_layers(layer)) if isinstance(layer, _block_types()) else 0
 
 
+def is_inside_depth(block: Block) -> bool:
+    """Whether the block is the stack inside a multi-token-prediction depth: the choice is its."""
+    return bool(getattr(block, "is_mtp_layer", False))
+
+
 def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
     """Every block of layers below `modules` (model chunks, wrapped or bare).
 
@@ -86,7 +91,7 @@ def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
         module
         for chunk in chunks
         for module in chunk.modules()
-        if isinstance(module, _block_types()) and not getattr(module, "is_mtp_layer", False)
+        if isinstance(module, _block_types()) and not is_inside_depth(module)
     ]
     sites = [
         BlockSite(block, tuple(before.get(id(block), 0) + n - 1 for n in _layer_numbers(block)))

@@ -36,7 +36,7 @@ def pattern_of(holder: Any) -> HybridPattern | None:
 
 
 def _text_of(holder: Any, config: TransformerConfig) -> str | None:
-    texts = (getattr(holder, name, None) for name in _PATTERN_NAMES)
+    texts = (getattr(one, name, None) for one in (holder, config) for name in _PATTERN_NAMES)
     text = next((text for text in texts if isinstance(text, str)), None)
     depth = getattr(holder, "mtp_hybrid_override_pattern", None)
     if text is None or not isinstance(depth, str):

@@ -29,6 +29,7 @@ from megatron_autorecompute.errors import (
     MachineError,
 )
 from megatron_autorecompute.options import add_flags, from_flags
+from megatron_autorecompute.planner.hybrid_pattern import check_flags
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
     refuse_plan_only_without_auto,
@@ -103,8 +104,10 @@ def with_check(validate_args: Function) -> Function:
 
     @_decorates(validate_args)
     def wrapper(args: Namespace, *others: Any, **named: Any) -> Any:
-        validated = validate_args(args, *others, **named)
         try:
+            if args.recompute_policy is not None:
+                check_flags(args)
+            validated = validate_args(args, *others, **named)
             check(args)
         except AutorecomputeError as error:
             end(error)

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.meta.job import TE_VERSION, Job, job_from
 from megatron_autorecompute.patched import patched, patched_environ
+from megatron_autorecompute.planner.hybrid_pattern import check_flags
 
 _COPIED = (
     "seq_length",
@@ -85,6 +86,7 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
             from megatron.training import arguments
 
             args = _namespace(arguments)
+            check_flags(args)
             arguments.validate_args(args)
             return args, arguments.core_transformer_config_from_args(args)
     except ModuleNotFoundError as error:

@@ -116,6 +116,17 @@ def pattern_of_job(facts: Mapping[str, Any]) -> HybridPattern | None:
     return HybridPattern.parse(text) if isinstance(text, str) else None
 
 
+def check_flags(args: Any) -> None:
+    """Check the pattern in parsed flags of Megatron-LM, whose own error names the symbol alone.
+
+    Raises PipelineError as `HybridPattern.parse`.
+    """
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        text = getattr(args, name, None)
+        if text is not None:
+            HybridPattern.parse(text)
+
+
 def _check_symbols(shown: str, text: str, main: int) -> None:
     """main: how many symbols are before the first `/`."""
     for position, symbol in enumerate(text):

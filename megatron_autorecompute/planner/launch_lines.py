@@ -85,10 +85,15 @@ def job_lines(plan: Plan) -> list[str]:
     return _pretrain_lines(plan, fields)
 
 
+def _flag(name: str, value: str) -> str:
+    """As a shell and argparse take it: a pattern may begin with `-`, for an MLP."""
+    return f"{name}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"
+
+
 def _pretrain_lines(plan: Plan, fields: Mapping[str, Any] | None) -> list[str]:
     script = "pretrain_hybrid.py" if pattern_of_job(plan.profile.model.facts) else "pretrain_gpt.py"
     words = [flags(plan.policy, fields)]
-    words += [f"{name} {shlex.quote(value)}" for name, value in plan.megatron_flags.items()]
+    words += [_flag(*pair) for pair in plan.megatron_flags.items()]
     line = " ".join(filter(None, words))
     if not line:
         return [f"No recompute: give {script} no flags of recompute."]

@@ -278,8 +278,8 @@ class _Sites:
                     raise PolicyError(
                         f"{policy.layers[index]} on layer {index}, {symbol!r} in "
                         f"{str(self.pattern)!r:.80} ({kind}): Megatron has "
-                        f"{', '.join(has) or 'no modules to recompute'} there. Write none, full"
-                        f"{' or one of these' if has else ''}."
+                        f"{', '.join(has) or 'no modules to recompute'} there. Write none"
+                        f"{', full or one of these' if has else ' or full'}."
                     )
 
     def hold(self, policy: RecomputePolicy, holder: str) -> AppliedPolicy:

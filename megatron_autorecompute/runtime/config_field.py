@@ -258,7 +258,7 @@ def applying_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
         value = getattr(self.config, POLICY_FIELD, None)
-        if value is None:
+        if value is None or model_layers.is_inside_depth(self):
             return
         if value == "auto" and not _auto_is_claimed():
             raise ApplyError(
@@ -281,6 +281,8 @@ def noting_pattern(original: Callable[..., None]) -> Callable[..., None]:
         given = names.bind(self, *args, **kwargs).arguments
         text = given.get("hybrid_layer_pattern") or given.get("hybrid_override_pattern")
         stage_layout.note_pattern(given["config"], text)
+        if getattr(given["config"], POLICY_FIELD, None) is not None:
+            stage_layout.pattern_of(given["config"])  # errors by position, which Megatron's lack
         original(self, *args, **kwargs)
 
     return __init__

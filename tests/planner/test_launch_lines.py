@@ -74,6 +74,8 @@ def test_a_searched_layout_is_among_the_flags(plan):
         megatron_flags={"--pipeline-model-parallel-layout": "Et|tL"},
     )
     assert launch_lines(searched)[1].endswith("--pipeline-model-parallel-layout 'Et|tL'")
+    pattern = replace(searched, megatron_flags={"--hybrid-layer-pattern": "-*|*-"})
+    assert launch_lines(pattern)[1].endswith("--hybrid-layer-pattern='-*|*-'")
 
 
 def test_without_its_job_a_profiles_plan_is_printed_as_text_for_pretrain_gpt_and_bridge(plan):

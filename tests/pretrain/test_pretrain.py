@@ -399,6 +399,7 @@ for number, flags in enumerate(sys.stdin.read().splitlines()):
 REFUSED_BEFORE_A_MODEL_IS_BUILT = {
     "--recompute-policy full*3": (2, "the model has 4"),
     "--recompute-policy selective[nothing]": (2, "Unknown module nothing"),
+    "--recompute-policy full --hybrid-layer-pattern *-[*-]": (8, "'[' at position 2: groups of"),
     "--recompute-policy full,,": (2, "Cannot read"),
     "--recompute-policy @no/such/file": (2, "Cannot read the policy file"),
     "--recompute-policy selective[moe_act]": (2, "moe_act"),
@@ -466,7 +467,7 @@ def test_help_lists_the_grammar_megatrons_strategies_and_every_option():
         assert f"--{option.name.replace('_', '-')}" in words
 
 
-HYBRID = "--hybrid-layer-pattern *-*|- --pipeline-model-parallel-size 2 --train-iters 16 "
+HYBRID = "--hybrid-layer-pattern *-*|-/*- --pipeline-model-parallel-size 2 --train-iters 20 "
 
 
 def test_a_hybrid_model_of_uneven_segments_trains_alike_under_a_text_and_under_auto(tmp_path):
@@ -478,16 +479,16 @@ def test_a_hybrid_model_of_uneven_segments_trains_alike_under_a_text_and_under_a
             Job(FLAGS.replace("--num-layers 4 ", "") + HYBRID + more, 2, with_us=us)
             for more, us in [
                 ("", False),
-                ("--recompute-policy full/3*3,selective[mlp]*1", True),
+                ("--recompute-policy full/3*3,selective[mlp]*1,inner/1*1", True),
                 (auto, True),
-                ("--recompute-policy full/2*4", True),
+                ("--recompute-policy full/2*4,none*1", True),
             ]
         ],
     )
     for job in (text, tuned):
-        assert len(job.losses) == 16, job.text
+        assert len(job.losses) == 20, job.text
         assert job.losses == plain.losses
         assert job.weights == plain.weights
     kinds = {kind.name: kind.layers for kind in Plan.load(plan).profile.kinds}
-    assert kinds == {"attention": (0, 2), "mlp": (1, 3)}
+    assert kinds == {"attention": (0, 2), "mlp": (1, 3), "mtp": (4,)}
     assert "a checkpoint cannot span two chunks" in refused.said[0], refused.text

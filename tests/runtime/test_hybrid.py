@@ -238,6 +238,31 @@ def test_the_scan_of_these_tests_is_the_recurrence_it_stands_for():
 
 
 @pytest.mark.parametrize(
+    ("pattern", "text", "said"),
+    [
+        ("*-/*-", "megatron:uniform/1", "full*2,full+inner/2*1"),
+        ("M-E*", "none*3,selective[mlp]*1", "on layer 3, '*' in 'M-E*' (attention)"),
+        ("M-X*", "full", "'X' at position 2 is no layer"),
+    ],
+)
+def test_the_field_of_a_hybrid_models_config_does_as_apply_does(one_rank, pattern, text, said):
+    from megatron_autorecompute import config as field
+    from megatron_autorecompute.apply import in_force
+
+    field.install()
+    try:
+        with runnable():
+            config = hybrid_config(pattern.replace("X", "E"), recompute_policy=text)
+            try:
+                found = in_force(hybrid_chunks(config, pattern)).policy.format()
+            except (PolicyError, PipelineError) as error:
+                found = str(error)
+    finally:
+        field.uninstall()
+    assert said in found
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("inner/1,none*2", "inner/1 on layer 0, which is no multi-token-prediction depth"),
