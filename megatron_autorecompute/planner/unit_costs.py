@@ -190,6 +190,17 @@ class CostTable:
 
         Raises: ProfileError when the profile has no record of the choice.
         """
+        asked = layer, policy, received
+        if asked not in self._units:
+            self._units[asked] = self._unit_of(*asked)
+        return self._units[asked]
+
+    @cached_property
+    def _units(self) -> dict[tuple[int, LayerPolicy, bool], Unit]:
+        """Of layers, by what `layer` was asked."""
+        return {}
+
+    def _unit_of(self, layer: int, policy: LayerPolicy, received: bool) -> Unit:
         record = self.record(layer, policy)
         if record is None:
             kind = self._kinds[layer]
