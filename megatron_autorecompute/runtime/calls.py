@@ -61,6 +61,8 @@ class Calls:
         """Tokens of the longest microbatch of this call, if every rank said lengths."""
         self.missed_bytes: tuple[int, ...] = ()
         """By stage: how much more than predicted the last call needed."""
+        self.short_bytes: tuple[int, ...] = ()
+        """By stage: how much less memory there is now than when it was measured."""
         self.shape = CallShape(max_tokens or 0, 0, most_microbatches)
         """Of the plan for this call."""
         self.said_too_little = False
@@ -91,6 +93,7 @@ class Calls:
         outcome: int,
         seen: int = 0,
         missed_bytes: Sequence[int] = (),
+        short_bytes: Sequence[int] = (),
     ) -> int:
         """Exchange what is known of the next call; returns the worst outcome of the last one.
 
@@ -99,6 +102,7 @@ class Calls:
             outcome: of the last call on this rank.
             seen: tokens of the longest microbatch of the last call on this rank.
             missed_bytes: by stage, 0 for all but this rank's.
+            short_bytes: likewise, how much less memory there is than when it was measured.
 
         Raises:
             OptionError: on every rank, if one said lengths for another number of microbatches.
@@ -115,13 +119,15 @@ class Calls:
             seen,
             wrong,
             *missed_bytes,
+            *short_bytes,
         )
         if failed:
             raise OptionError(
                 f"tokens() named {len(said)} microbatches and the call has {num_microbatches} on "
                 "this rank, or the like on another. Say the length of each microbatch."
             )
-        self.missed_bytes = tuple(missed)
+        stages = len(missed_bytes)
+        self.missed_bytes, self.short_bytes = tuple(missed[:stages]), tuple(missed[stages:])
         self.said_too_little |= self.is_said and self.last > self.longest
         self.seen = max(self.seen, self.last)
         self.is_said, self.longest = not unsaid, longest

@@ -168,8 +168,10 @@ class Auto:
         if calls is None:
             return
         lied = calls.said_too_little
-        missed = self._in_force.missed_bytes()
-        guard.outcome = calls.agree(num_microbatches, guard.own_outcome, self._seen.longest, missed)
+        missed, short = self._in_force.missed_bytes(), self._in_force.short_bytes()
+        guard.outcome = calls.agree(
+            num_microbatches, guard.own_outcome, self._seen.longest, missed, short
+        )
         self._seen.forget()
         if calls.said_too_little and not lied:
             self.job.say(

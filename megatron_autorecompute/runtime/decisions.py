@@ -32,6 +32,8 @@ from megatron_autorecompute.runtime.step_memory import StepMemory, available_byt
 from megatron_autorecompute.runtime.varying import Varying
 from megatron_autorecompute.units import gib
 
+FRAGMENTED = 0.05
+"""Share of a device's memory; more than this between reserved and allocated is worth a word."""
 NOTICED = 0.001
 """Share of a stage's static bytes; if others hold less than this more, no new plan is made."""
 
@@ -152,6 +154,14 @@ class Decisions:
         mine = budget_bytes(self.options, available, self.memory.fragmentation_bytes)
         return self.shard.by_stage(mine, min)
 
+    def short_bytes(self, profile: Profile) -> int:
+        """By how much this rank's device leaves less to torch now than when it was measured: an
+        engine woke up, for example. 0 with a budget that was given, or without a device."""
+        stage = profile.stages[self.shard.stage]
+        if self.job.without_cuda or self.options.budget_bytes is not None:
+            return 0
+        return max(0, (stage.available_bytes or 0) - available_bytes())
+
     def budgets(self, profile: Profile) -> tuple[int, ...]:
         """Bytes that torch may allocate on every stage, from a profile and the memory free now."""
         stage = profile.stages[self.shard.stage]
@@ -227,6 +237,7 @@ class Decisions:
         least = self.shard.by_stage(available, min)
         fragmentation = self.shard.by_stage(self.memory.fragmentation_bytes, max)
         others = self._others()
+        self._recommend(max(fragmentation), max(least))
         stages = (
             replace(
                 stage,
@@ -239,6 +250,15 @@ class Decisions:
             )
         )
         return replace(profile, stages=tuple(stages))
+
+    def _recommend(self, fragmentation_bytes: int, available: int) -> None:
+        """Say what helps where changing shapes leave holes in what the allocator reserved."""
+        if self.job.calls is not None and fragmentation_bytes > FRAGMENTED * available > 0:
+            self.job.say(
+                f"recompute auto: torch reserved {gib(fragmentation_bytes)} GiB more than it "
+                "allocated, because microbatches differ. PYTORCH_CUDA_ALLOC_CONF="
+                "expandable_segments:True, and the longest microbatch first, keep this small."
+            )
 
     def _others(self) -> tuple[int, ...]:
         """Bytes on every stage, other than model and optimizer, when this job began."""

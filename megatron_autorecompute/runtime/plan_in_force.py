@@ -146,6 +146,13 @@ class PlanInForce:
             missed[stage] = max(0, self._memory.peak_bytes - predicted)
         return missed
 
+    def short_bytes(self) -> list[int]:
+        """By stage: how much less memory this rank's device has now than when it was measured."""
+        short = [0] * self._decisions.shard.layout.num_stages
+        if self.plan is not None:
+            short[self._decisions.shard.stage] = self._decisions.short_bytes(self.plan.profile)
+        return short
+
     def saving(self) -> Saving | None:
         """What plans for shorter calls saved against one plan at the cap; None before any ran."""
         return None if self._by_shape is None else self._by_shape.saving()

@@ -13,6 +13,10 @@ from megatron_autorecompute.units import gib
 NOTICED = 0.001
 """Share of a stage's budget; if a call needs less than this more than predicted, no new plan is
 made."""
+STEPS = 32
+"""A device that has less memory than when it was measured has less by parts of this."""
+Key = tuple[CallShape, tuple[int, ...]]
+"""A call's shape, and the budget of every stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +47,38 @@ class PlansByShape:
 
     def __init__(self, decisions: Decisions, calls: Calls, switch: Callable[[Plan], None]) -> None:
         self._decisions, self._calls, self._switch = decisions, calls, switch
-        self._plans: dict[CallShape, Plan] = {}
-        self._ran: dict[CallShape, int] = {}
+        self._budgets: tuple[int, ...] | None = None
+        """Bytes of every stage when it was measured."""
+        self._plans: dict[Key, Plan] = {}
+        self._ran: dict[Key, int] = {}
 
     def next(self, plan: Plan) -> Plan:
         """Run the plan for the next call, solved from what the running one knows."""
-        shape, profile = self._calls.shape, plan.profile
-        missed = self._calls.missed_bytes
+        profile, missed = plan.profile, self._calls.missed_bytes
+        if self._budgets is None:
+            self._budgets = plan.budget_bytes
         if any(m > NOTICED * b for m, b in zip(missed, plan.budget_bytes, strict=False)):
             profile = self._decisions.with_missed(plan, missed)
             self._plans.clear()
             self._say(
                 f"a call needed {gib(max(missed))} GiB more than predicted: counted from now on"
             )
-        if shape not in self._plans:
-            self._plans[shape] = self._decisions.solved(profile, plan.budget_bytes, plan.notes)
-            self._say(
-                f"a plan for up to {shape.tokens:,} tokens a microbatch and {shape.microbatches} "
-                "microbatches or more"
-            )
-        self._switch(self._plans[shape])
-        self._ran[shape] = self._ran.get(shape, 0) + 1
-        return self._plans[shape]
+        key = self._calls.shape, self._budgets_now(self._budgets)
+        if key not in self._plans:
+            self._plans[key] = self._decisions.solved(profile, key[1], plan.notes)
+            self._say(_described(*key, self._budgets))
+        self._switch(self._plans[key])
+        self._ran[key] = self._ran.get(key, 0) + 1
+        return self._plans[key]
+
+    def _budgets_now(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """What every stage has in the next call; less than measured in steps, to share plans."""
+        short = self._calls.short_bytes or (0,) * len(whole)
+        steps = (-(-less * STEPS // budget) for less, budget in zip(short, whole, strict=True))
+        return tuple(
+            max(1, budget - budget * step // STEPS)
+            for budget, step in zip(whole, steps, strict=True)
+        )
 
     def forget(self, plan: Plan) -> None:
         """Keep no plan that knows less than this one."""
@@ -74,18 +88,27 @@ class PlansByShape:
         """What the plans saved so far; None before any ran."""
         if not self._plans:
             return None
-        longest = max(self._plans, key=lambda shape: shape.tokens)
+        longest = max(self._plans, key=lambda key: key[0].tokens)
         policy = self._plans[longest].policy
         taken_ms = saved_ms = 0.0
-        for shape, times in self._ran.items():
-            if shape in self._plans:
-                own = self._plans[shape]
+        for key, times in self._ran.items():
+            if key in self._plans:
+                own = self._plans[key]
                 one_ms = own.planner().evaluate(policy).step_ms * times
                 taken_ms += one_ms
                 saved_ms += one_ms - own.cost.step_ms * times
-        shorter = sum(n for shape, n in self._ran.items() if shape.tokens < longest.tokens)
+        top = longest[0].tokens
+        shorter = sum(n for (shape, _), n in self._ran.items() if shape.tokens < top)
         calls = sum(self._ran.values())
         return Saving(calls, shorter, saved_ms / taken_ms if taken_ms else 0.0)
 
     def _say(self, what: str) -> None:
         self._decisions.job.say(f"recompute auto: {what}")
+
+
+def _described(shape: CallShape, budgets: tuple[int, ...], whole: tuple[int, ...]) -> str:
+    of = f", for {gib(min(budgets))} GiB, less than when it was measured" * (budgets != whole)
+    return (
+        f"a plan for up to {shape.tokens:,} tokens a microbatch and {shape.microbatches} "
+        f"microbatches or more{of}"
+    )

@@ -160,6 +160,25 @@ def test_what_others_hold_in_the_process_counts(one_rank):
     auto.close()
 
 
+def test_a_device_with_less_memory_runs_a_leaner_plan_until_it_has_it_back(one_rank, monkeypatch):
+    """An engine that wakes up and sleeps again."""
+    gpt, said, policies = SmallGPT(), [], []
+    auto = attached(gpt, said, budget_gib=0.0125)
+    forward_backward = auto.schedule(get_forward_backward_func())
+    taken = {17: 3_000_000, 18: 3_000_000, 19: 20_000_000}
+    for number in range(22):
+        short = taken.get(number, 0)
+        monkeypatch.setattr(auto.decisions, "short_bytes", lambda profile, short=short: short)
+        call(gpt, [200, 150, 256], forward_backward, number)
+        policies.append(auto.policy.format())
+    before, awake, more, after = (policies[n] for n in (16, 18, 19, 21))
+    assert before == after
+    assert len({before, awake, more}) == 3
+    assert more == "full*6"  # even this needs more: it runs, and this is said
+    assert any("OVER BUDGET" in line for line in said)
+    auto.close()
+
+
 def test_lengths_must_be_positive_numbers(one_rank):
     from megatron_autorecompute.errors import OptionError
 
