@@ -232,13 +232,18 @@ class Planner:
         below = solved.get(max((b for b in solved if b <= budget_bytes), default=-1))
         above = solved.get(min((b for b in solved if b >= budget_bytes), default=-1))
         # If the optimum of a larger budget fits this budget, it is the optimum here, too. If a
-        # larger and a smaller budget are equally fast, so is every budget between them.
+        # larger and a smaller budget are equally fast, so is every budget between them. Nothing is
+        # faster here than a larger budget's bound.
         if above is not None and above.gap == 0 and above.peak_bytes <= budget_bytes:
             return above
         if above is not None and below is not None and above.time_ps == below.time_ps:
             return below
-        found = self.searches[stage].fastest(budget_bytes, below)
+        bound_ps = 0 if above is None else above.bound_ps
+        found = below
+        if below is None or below.time_ps > bound_ps:
+            found = self.searches[stage].fastest(budget_bytes, below)
         if found is not None:
+            found = replace(found, bound_ps=max(found.bound_ps, bound_ps))
             solved[budget_bytes] = found
         return found
 

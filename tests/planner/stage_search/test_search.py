@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import solve_speed
 from megatron_autorecompute.planner.chunk_splits import put_together
 from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.stage_search import search
 from megatron_autorecompute.planner.stage_search.search import Effort
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS
 from tests.planner.definitions import brute_force
@@ -47,6 +49,39 @@ def test_an_optimum_known_from_a_smaller_budget_changes_no_answer():
             planner.choose(stage, budget)
             fresh = Planner(profile, layout, schedule)
             assert found(planner, stage, budget + 7) == found(fresh, stage, budget + 7)
+
+
+def work_of(planners, budgets, monkeypatch):
+    """Counted as in `Tally`, for every budget with the next planner."""
+    tallies = []
+
+    class Counted(search.Tally):
+        def __init__(self, most):
+            super().__init__(most)
+            tallies.append(self)
+
+    monkeypatch.setattr(search, "Tally", Counted)
+    for planner, budget in zip(planners, budgets, strict=True):
+        planner.solve(budget)
+    return sum(tally.done for tally in tallies)
+
+
+def test_nine_budgets_of_one_planner_are_a_quarter_of_the_work_of_nine_planners(monkeypatch):
+    planners = [solve_speed.planner(solve_speed.Case(16, 4)) for _ in range(11)]
+    low = max(choice.peak_bytes for choice in planners[0].leanest)
+    high = max(choice.peak_bytes for choice in planners[0].fastest)
+    budgets = [low + (high - low) * i // 8 for i in range(9)]
+    apart = work_of(planners[:9], budgets, monkeypatch)
+    assert work_of([planners[9]] * 9, budgets, monkeypatch) < apart / 4
+    assert work_of([planners[10]] * 9, budgets[::-1], monkeypatch) < apart / 4
+
+
+def test_a_budget_solved_with_a_gap_is_at_most_as_far_off_as_a_larger_ones_bound():
+    planner = Planner(*problem_of_many()[:3], effort=replace(AS_LONG_CHUNKS, widths=(4,)))
+    above = planner.choose(0, 720)
+    found = planner.choose(0, 700)
+    exact = Planner(*problem_of_many()[:3]).choose(0, 700)
+    assert above.bound_ps <= found.bound_ps <= exact.time_ps <= found.time_ps
 
 
 def test_narrow_rounds_end_in_the_same_optimum():
