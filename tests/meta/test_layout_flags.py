@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 
+from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.meta.flags import job_from_flags
 from megatron_autorecompute.planner.layout_search.flags import layers_per_stage, layout_flags
 from tests.planner.asked import searched_layouts
@@ -17,11 +18,15 @@ SMALL_JOB = (
 
 
 # Megatron warns while it is imported without Transformer Engine.
-@pytest.mark.filterwarnings("ignore:Only transformer-engine:UserWarning")
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="this megatron-core comes without megatron.training",
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Only transformer-engine:UserWarning"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron.training") is None,
+        reason="this megatron-core comes without megatron.training",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("sizes", "chunks", "depths"),
     [
@@ -42,3 +47,11 @@ def test_megatrons_parser_accepts_them_and_reads_the_planned_layout(sizes, chunk
     words += f"--global-batch-size {4 * stages}" + f" --mtp-num-layers {depths}" * bool(depths)
     flags = [word for pair in layout_flags(layout).items() for word in pair]
     assert job_from_flags([*words.split(), *flags], stages).layout() == layout
+
+
+def test_a_bad_pattern_among_flags_is_refused_by_position_and_symbol():
+    pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
+    words = f"{SMALL_JOB} --global-batch-size 4 --spec a b --hybrid-layer-pattern".split()
+    for pattern, said in (("M-X*", "'X' at position 2 is no layer"), ("", "has no layers before")):
+        with pytest.raises(PipelineError, match=said):
+            job_from_flags([*words, pattern], 1)
