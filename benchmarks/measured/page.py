@@ -16,7 +16,7 @@ def text(data: Data) -> str:
     """The whole page."""
     families = by_family(judged(data))
     parts = [INTRODUCTION.format(core=data["megatron-core"]), _counted(data)]
-    parts += [table(STATISTICS, (_statistics(name, rows) for name, rows in families.items()))]
+    parts += [table(STATISTICS, _all_statistics(data))]
     parts += [f"![predicted against measured peaks]({PICTURE})\n", OPEN]
     for name, rows in families.items():
         parts += [f"## {name[0].upper()}{name[1:]}\n", _family(rows)]
@@ -30,9 +30,7 @@ def text(data: Data) -> str:
 
 def summary(data: Data) -> str:
     """For the terminal."""
-    families = by_family(judged(data))
-    rows = [_statistics(name, rows) for name, rows in families.items()]
-    return _counted(data) + table(STATISTICS, rows)
+    return _counted(data) + table(STATISTICS, _all_statistics(data))
 
 
 def judged(data: Data) -> list[Data]:
@@ -47,6 +45,12 @@ def by_family(points: Sequence[Data]) -> dict[str, list[Data]]:
 
 
 STATISTICS = ("family", "peaks", "median", "90th percentile", "worst", "mean, signed")
+
+
+def _all_statistics(data: Data) -> list[list[str]]:
+    """Of every family, and of every point, those whose rows do not suffice included."""
+    found = [_statistics(name, rows) for name, rows in by_family(judged(data)).items()]
+    return [*found, _statistics("all, with rows that do not suffice", data["points"])]
 
 
 def _statistics(name: str, rows: Sequence[Data]) -> list[str]:

@@ -7,7 +7,7 @@ cd "$(dirname "$0")"
 export TORCHDYNAMO_DISABLE=1 PYTHONWARNINGS=ignore
 TIMEFORMAT="profiled in %U s of processor time"
 
-gpt=(llama3-70b llama31-405b deepseek-v3)
+gpt=(llama3-70b llama31-405b deepseek-v3 qwen3-30b-a3b-grpo)
 hybrid=(llama3-70b-hybrid nemotron-3-nano nemotron-3-super nemotron-h-56b)
 
 profile() {
