@@ -14,6 +14,7 @@ from examples.loops.small_gpt import (
 )
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.any_version
 BUDGET_GIB = 16_000 / 2**20
 
 

@@ -7,8 +7,9 @@ import pytest
 from examples.loops import actor_update, bare, slime_hook, train_step
 from tests.runtime.test_any_loop import model_parallel_seed
 
+pytestmark = pytest.mark.any_version
 
-@pytest.mark.any_version
+
 def test_a_bare_loop(one_rank, capsys):
     model_parallel_seed()
     plain = bare.train(15, with_auto=False)
