@@ -49,8 +49,10 @@ STATISTICS = ("family", "peaks", "median", "90th percentile", "worst", "mean, si
 
 def _all_statistics(data: Data) -> list[list[str]]:
     """Of every family, and of every point, those whose rows do not suffice included."""
-    found = [_statistics(name, rows) for name, rows in by_family(judged(data)).items()]
-    return [*found, _statistics("all, with rows that do not suffice", data["points"])]
+    rows = by_family(judged(data))
+    if data["points"]:
+        rows["all, with rows that do not suffice"] = data["points"]
+    return [_statistics(*of) for of in rows.items()]
 
 
 def _statistics(name: str, rows: Sequence[Data]) -> list[str]:
