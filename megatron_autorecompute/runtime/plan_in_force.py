@@ -58,14 +58,17 @@ class PlanInForce:
     def switch(self, plan: Plan) -> None:
         """Run a plan from the next step on, on every rank."""
         if self._applied.policy != plan.policy:
-            self._applied.switch(plan.policy)
-            self._memory.plan_begins()
+            self._begin(plan)
+        self.plan = plan
+
+    def _begin(self, plan: Plan) -> None:
+        self._applied.switch(plan.policy)
+        self._memory.plan_begins()
         self.plan = plan
 
     def run(self, plan: Plan, what: str) -> None:
         """Run a plan as `switch` does, and say so; `what` describes it in the log."""
-        self.switch(plan)
-        self._memory.plan_begins()
+        self._begin(plan)
         fullest = max(range(plan.layout.num_stages), key=lambda s: plan.cost.stages[s].peak.bytes)
         self._job.say(
             f"recompute auto: running {what}; predicted {gib(plan.cost.stages[fullest].peak.bytes)}"
