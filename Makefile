@@ -38,6 +38,8 @@ examples: $(INSTALLED) $(CORE_019)
 	mkdir -p $(NO_DEVICE)
 	examples/no_device/run.sh $(PLANNED) $(EXAMPLES) > $(NO_DEVICE)/plans.txt
 	$(WITH_019) examples/no_device/run.sh $(PLANNED) $(HYBRIDS) > $(NO_DEVICE)/hybrid-plans.txt
+	examples/no_device/run.sh $(PLANNED) qwen3-30b-a3b-grpo \
+	    | sed -n '/up to tokens/,/^[^ ]/{s/^ \(.*[^ ]\) *$$/\1/p}' > $(NO_DEVICE)/lengths.txt
 	for job in $(HYBRIDS); do \
 	    echo $$job && $(WITH_019) megatron-autorecompute verify $(PLANNED)/$$job.plan.json || exit; \
 	done > $(NO_DEVICE)/hybrid-verified.txt

@@ -136,7 +136,7 @@ class PlanInForce:
             return plan
         self.run(down, "the next plan down, short of memory")
         if self._by_shape is not None:
-            self._by_shape.forget(down)
+            self._by_shape.forget()
         self._store.save(down)
         return down
 

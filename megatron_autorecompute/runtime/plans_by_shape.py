@@ -80,8 +80,8 @@ class PlansByShape:
             for budget, step in zip(whole, steps, strict=True)
         )
 
-    def forget(self, plan: Plan) -> None:
-        """Keep no plan that knows less than this one."""
+    def forget(self) -> None:
+        """Keep no plan: each knows less than the one that runs now."""
         self._plans.clear()
 
     def saving(self) -> Saving | None:
