@@ -102,6 +102,9 @@ class Job:
     max_tokens_per_microbatch: Annotated[int, Field(ge=0, le=1 << 40)] = 0
     """Above 0: samples of different lengths are packed into microbatches of up to so many tokens on
     a rank, where context parallelism has split them. seq_length is then the longest sample."""
+    packed_samples: bool = False
+    """Whether a microbatch is packed samples (THD), where the model's attention takes them; jobs
+    with max_tokens_per_microbatch are profiled so."""
     sample_lengths: list[Count] | dict[str, Factor] | str = field(default_factory=list)
     """Tokens of samples, with max_tokens_per_microbatch: a list; a histogram, longest length of a
     bin -> weight; or the path of a JSONL file with a number, or an object with `length`, a line."""

@@ -518,7 +518,11 @@ class Attention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Attention is causal; masks are not read."""
+        """Attention is causal; masks are not read. Of packed samples, [tokens, heads, width], the
+        result is [tokens, heads * v width]."""
+        packed = query.dim() == 3
+        if packed:
+            query, key, value = (part.unsqueeze(1) for part in (query, key, value))
         if self.dropout is not None:
             out = unfused_attention.attend(query, key, value, self.dropout)
         elif self.group is None:
@@ -529,7 +533,8 @@ class Attention(torch.nn.Module):
             out = context_parallel.attend(
                 self.comm_type, tensors, self.group, self.window_size, self.hierarchy
             )
-        return out.flatten(2)
+        out = out.flatten(2)
+        return out.squeeze(1) if packed else out
 
 
 def comm_type(name: str | None) -> str:
@@ -689,7 +694,10 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
     resolver = versions.qk_norm_resolver()
     if resolver is not None:
         yield resolver, {"get_backend": functools.partial(_backend, resolver.get_backend)}
-    yield module("models.common.embeddings.rope_utils"), {"fused_apply_rotary_pos_emb": rotate}
+    yield (
+        module("models.common.embeddings.rope_utils"),
+        {"fused_apply_rotary_pos_emb": rotate, "fused_apply_rotary_pos_emb_thd": rotate},
+    )
     yield (
         module("transformer.mlp"),
         {
