@@ -188,10 +188,12 @@ class ChoiceRecord:
     """Cost of one choice on one layer of a kind, for one microbatch."""
 
     choice: Choice
-    """`str(LayerPolicy)`: none, full, full/2, selective[core_attn+mlp]. A record of `full/g`
-    with g > 1 is about one whole checkpoint of g consecutive layers, not about one of them."""
+    """`str(LayerPolicy)`: none, full, full/2, selective[core_attn+mlp], none+offload[core_attn]. A
+    record of `full/g` with g > 1 is about one whole checkpoint of g consecutive layers, not about
+    one of them."""
     held_bytes: Bytes
-    """Kept from the end of forward to the start of backward, input included."""
+    """Kept from the end of forward to the start of backward, input included. Of a choice that
+    offloads: what it would keep if no group left; `offload_bytes` of that are elsewhere."""
     forward_transient_bytes: Bytes
     """Highest during forward, on top of held_bytes, output included."""
     backward_transient_bytes: Bytes
@@ -223,16 +225,28 @@ class ChoiceRecord:
     """With EP overlap: the layer's parts, in the order of their forwards. Without them the whole
     layer counts beside another microbatch's."""
     offload_groups: tuple[OffloadGroup, ...] = ()
-    """What goes to host memory, in the order in which copies out begin. held_bytes are without
-    `device_bytes` of all of them; backward_transient_bytes have them as they come back. Times are
-    without waiting for copies."""
+    """Of a choice that offloads: what goes to host memory, in the order in which copies out begin.
+    held_bytes are without `device_bytes` of all of them, backward_transient_bytes have them as they
+    come back, and times are without waiting for copies."""
 
     def __post_init__(self) -> None:
+        modules = self.policy.offload if self.offload_groups else ()
+        for group in self.offload_groups:
+            if group.name not in modules:
+                raise ValueError(
+                    f"{self.choice!r} has a group {group.name!r}; its groups can be of "
+                    f"{', '.join(modules) or 'no module: it does not offload'}"
+                )
         ends = [group.forward_end for group in self.offload_groups]
         if ends != sorted(ends):
             raise ValueError(
                 f"{self.choice!r}: offload_groups must be in the order of forward_end; found {ends}"
             )
+
+    @property
+    def host_bytes(self) -> int:
+        """Host bytes of all groups."""
+        return sum(group.host_bytes for group in self.offload_groups)
 
     @property
     def policy(self) -> LayerPolicy:

@@ -178,7 +178,8 @@ class CostTable:
             return choice
         has = self._modules[self._kinds[layer].name]
         modules = tuple(module for module in choice.modules if module in has)
-        return LayerPolicy("selective", modules) if modules else NONE
+        own = LayerPolicy("selective", modules) if modules else NONE
+        return replace(own, offload=choice.offload)
 
     def names(self, layer: int, choice: LayerPolicy) -> frozenset[LayerPolicy]:
         """A choice, and the inert choices that equal it on this layer."""

@@ -241,14 +241,17 @@ def test_equal_times_rounding_and_cheaper_groups_are_no_contradiction(data, time
     assert Profile.from_json(json.dumps(data)).kinds[0].choices[0].held_bytes == 1
 
 
-def test_offload_groups_come_in_the_order_of_their_copies_and_survive_json():
+def test_offload_groups_are_of_the_choice_in_the_order_of_their_copies_and_survive_json():
     early = OffloadGroup("core_attn", 3, 4, 0.3, 0.6, 0.9)
     late = OffloadGroup("moe_act", 5, 5, 0.8, 0.1, 0.2)
-    record = ChoiceRecord("none", 9, 1, 1, 1.0, 2.0, offload_groups=(early, late))
-    link = HostLink(25.0, 24.0, 1 << 36)
-    profile = replace(uniform_profile(2, record), host_link=link)
+    choice, groups = "none+offload[core_attn+moe_act]", (early, late)
+    record = ChoiceRecord(choice, 9, 1, 1, 1.0, 2.0, offload_groups=groups)
+    profile = replace(uniform_profile(2, record), host_link=HostLink(25.0, 24.0, 1 << 36))
     assert Profile.from_json(profile.to_json()) == profile
+    assert record.host_bytes == 9
     with pytest.raises(ValueError, match=r"in the order of forward_end; found \[0.8, 0.3\]"):
         replace(record, offload_groups=(late, early))
+    with pytest.raises(ValueError, match=r"has a group 'moe_act'; its groups can be of core_attn$"):
+        replace(record, choice="none+offload[core_attn]")
     with pytest.raises(ValueError, match=r"backward_end 0.2 is before backward_begin 0.6"):
         replace(early, backward_end=0.2)
