@@ -193,11 +193,21 @@ class JobStep:
 
     static: tensors that stay from step to step: tokens, positions, labels [micro-batch, sequence of
     one rank], and the mask if attention reads one.
+
+    loads_mask: whether the data loader's mask is alive in every forward, on every stage. Megatron
+    makes it on the first and the last; a checkpoint of whole layers keeps it until its backward,
+    which is not followed.
     """
 
     def __init__(
-        self, job: Job, device: torch.device | None = None, lengths: Sequence[int] = ()
+        self,
+        job: Job,
+        device: torch.device | None = None,
+        lengths: Sequence[int] = (),
+        *,
+        loads_mask: bool = False,
     ) -> None:
+        self.device, self.mask_bytes = device, job.attention_mask_bytes * loads_mask
         with device or torch.device("meta"):
             made = {one: _Batch(job, one) for one in set(lengths or [job.seq_length])}
         for batch in made.values() if lengths or job.packed_samples else ():
@@ -209,9 +219,11 @@ class JobStep:
     def __call__(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         """Run one microbatch; the iterator says which if they differ, and else is not asked."""
         batch = self._batches[next(iterator) if self._several else 0]
+        loaded = torch.empty(self.mask_bytes, dtype=torch.bool, device=self.device or "meta")
         output = model(
             batch.tokens, batch.positions, batch.mask, labels=batch.labels, **batch.packing
         )
+        del loaded
         return output, lambda losses: (losses.float().mean(), {})
 
 

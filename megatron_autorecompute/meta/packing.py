@@ -24,11 +24,13 @@ def lengths_of(job: Job) -> tuple[list[int], list[float]]:
     """Lengths of samples and their weights; the longest alone if the job states none.
 
     Raises:
-        OptionError: a file that cannot be read, or a length above seq_length.
+        OptionError: a file that cannot be read or is empty, or a length above seq_length.
     """
     given = job.sample_lengths
     if isinstance(given, str):
         found = [(length, 1.0) for length in _read(given)]
+        if not found:
+            raise OptionError(f"sample_lengths {given}: no line has a length. Write one a line.")
     elif isinstance(given, dict):
         found = [(_number(length), weight) for length, weight in given.items()]
     else:

@@ -126,4 +126,5 @@ def run_stage(
             parameters = [p for model in models for p in model.parameters()]
             add_main_gradients(parameters, dummies=job.makes_dummies)
             with applied(policy, models):
-                return trace_step(models, shape, device, PlannedStep(job, None, lengths))
+                step = PlannedStep(job, None, lengths, loads_mask=True)
+                return trace_step(models, shape, device, step)

@@ -47,6 +47,7 @@ JOB = {
 PACKED = {**JOB, "max_tokens_per_microbatch": 1024, "sample_lengths": {"128": 0.9, "1024": 0.1}}
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("transformer_impl", "above"), [("transformer_engine", 0.01), ("local", 0.08)]
 )
@@ -158,6 +159,9 @@ def test_lengths_come_from_a_file(tmp_path):
     assert 1024 in calls.shares
     path.write_text('{"tokens": 3}\n')
     with pytest.raises(OptionError, match="has no length"):
+        simulated(job_from({**PACKED, "sample_lengths": str(path)}, "job"))
+    path.write_text("\n")
+    with pytest.raises(OptionError, match="no line has a length"):
         simulated(job_from({**PACKED, "sample_lengths": str(path)}, "job"))
 
 
