@@ -10,8 +10,8 @@ megatron-core 0.19; 0.16 is the same but for its two settings):
 - Some groups never leave: `Kept`.
 
 Both directions at once are taken to be as fast as one. A tensor's memory is free when its copy out
-has ended; memory for a copy back is taken when the copy is asked for. The host is taken to run ahead
-of the device, so that it delays no copy.
+has ended; memory for a copy back is taken when the copy is asked for. The host is taken to run
+ahead of the device, so that it delays no copy.
 """
 
 from __future__ import annotations
