@@ -39,6 +39,8 @@ class Event:
 
 
 class Tensor:
+    device = SimpleNamespace(type="cuda")
+
     def __init__(self, group):
         self.group, self.shape = group, ()
 
@@ -67,15 +69,23 @@ class Machine:
             stream=self._stream,
             is_available=lambda: False,
         )
-        torch = SimpleNamespace(cuda=cuda, device=lambda name: name, Tensor=int)
+        others = SimpleNamespace(
+            fake_tensor=SimpleNamespace(FakeTensor=int),
+            functional_tensor=SimpleNamespace(FunctionalTensor=int),
+        )
+        torch = SimpleNamespace(
+            cuda=cuda,
+            device=lambda name: name,
+            Tensor=int,
+            nn=SimpleNamespace(Parameter=int),
+            _subclasses=others,
+        )
         monkeypatch.setattr(core, "torch", torch)
         monkeypatch.setattr(core, "print_offload_summary_table", lambda _: None)
         monkeypatch.setattr(core, "is_graph_capturing", lambda: False)
         handler = core.ChunkOffloadHandler
         monkeypatch.setattr(handler, "offload", lambda _, tensor, **__: self._offload(tensor))
         monkeypatch.setattr(handler, "reload", lambda _, state: self._reload(state[1]))
-        monkeypatch.setattr(handler, "tensor_need_offloading_checker", lambda *_: True)
-        monkeypatch.setattr(handler, "_can_manage_tensor_for_offload", lambda *_: True)
         monkeypatch.setattr(core.PipelineOffloadManager, "OFFLOAD_MGR", None)
         self.manager = core.PipelineOffloadManager.get_instance()
 
