@@ -143,14 +143,29 @@ class PartBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadGroup:
+    """What Megatron copies to host memory at once, when a module's forward has run, and back before
+    its backward. One copy after the other, each group in one copy out and one back."""
+
+    name: str
+    """Megatron's name of the module: core_attn, attn_proj, expert_fc1, ..."""
+    host_bytes: Bytes
+    """Copied to host memory, and back; a tensor that two groups save is copied in each."""
+    offload_bytes: Bytes
+    """Device bytes that are free once the group has left, those of no later group included."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceRecord:
     """Cost of one choice on one layer of a kind, for one microbatch."""
 
     choice: Choice
-    """`str(LayerPolicy)`: none, full, full/2, selective[core_attn+mlp]. A record of `full/g`
-    with g > 1 is about one whole checkpoint of g consecutive layers, not about one of them."""
+    """`str(LayerPolicy)`: none, full, full/2, selective[core_attn+mlp], none+offload[core_attn]. A
+    record of `full/g` with g > 1 is about one whole checkpoint of g consecutive layers, not about
+    one of them."""
     held_bytes: Bytes
-    """Kept from the end of forward to the start of backward, input included."""
+    """Kept from the end of forward to the start of backward, input included. Of a choice that
+    offloads: what it would keep if no group left; `offload_bytes` of that are elsewhere."""
     forward_transient_bytes: Bytes
     """Highest during forward, on top of held_bytes, output included."""
     backward_transient_bytes: Bytes
@@ -181,6 +196,32 @@ class ChoiceRecord:
     parts: tuple[PartBytes, ...] = ()
     """With EP overlap: the layer's parts, in the order of their forwards. Without them the whole
     layer counts beside another microbatch's."""
+    groups: tuple[OffloadGroup, ...] = ()
+    """Of a choice that offloads: what leaves, in the order in which copies out begin; copies back
+    are in reverse order. Empty for other choices."""
+
+    def __post_init__(self) -> None:
+        modules = self.policy.offload if self.groups else ()
+        for group in self.groups:
+            if group.name not in modules:
+                raise ValueError(
+                    f"{self.choice!r} has a group {group.name!r}; its groups can be of "
+                    f"{', '.join(modules) or 'no module: it does not offload'}"
+                )
+        if self.offload_bytes > self.held_bytes:
+            raise ValueError(
+                f"{self.choice!r}: {self.offload_bytes} bytes leave of {self.held_bytes} held"
+            )
+
+    @property
+    def offload_bytes(self) -> int:
+        """Device bytes that leave if all groups do."""
+        return sum(group.offload_bytes for group in self.groups)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host bytes if all groups leave."""
+        return sum(group.host_bytes for group in self.groups)
 
     @property
     def policy(self) -> LayerPolicy:

@@ -65,7 +65,7 @@ class BoundTensors:
         self._outputs()
         self._gradients()
         held = np.concatenate(self._held, axis=1)
-        held = held[:, held[0] != _NO_TENSOR]
+        held = held[:, (held[0] != _NO_TENSOR) & (held[1] < held[2])]
         first, last = (own[held[0]] for own in self._own_events())
         before = np.stack([held[0], held[1], np.minimum(held[2], first)])
         after = np.stack([held[0], np.maximum(held[1], last + 1), held[2]])

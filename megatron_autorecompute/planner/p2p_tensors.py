@@ -92,10 +92,10 @@ def decisive_moments(
     alone_in_flight(counts, beside)
     kept: list[int] = []
     # A backward beside a forward is looked at with the forward.
-    events = np.column_stack([is_backward, chunk, beside])
-    events[is_backward & (beside >= 0)] = -1
-    for event in np.unique(events[events[:, 1] >= 0], axis=0):
-        positions = np.flatnonzero((events == event).all(axis=1))
+    chunks = schedule.num_chunks
+    events = (is_backward * chunks + chunk) * (chunks + 1) + beside + 1
+    for event in np.unique(events[~is_backward | (beside < 0)]).tolist():
+        positions = np.flatnonzero((events == event) & (~is_backward | (beside < 0)))
         kept += _decisive(positions, counts[positions].astype(np.int16)).tolist()
     kept.sort()
     return tuple(
@@ -133,8 +133,9 @@ def _decisive(positions: Ints, counts: NDArray[np.int16]) -> Ints:
         reached &= column[:, None] <= column
     by_another = np.tril(reached, -1) | (reached & ~reached.T)
     kept = _without_passages(turns[~by_another.any(axis=1)], counts)
-    alike = [int(np.all(counts == counts[at], axis=1).argmax()) for at in kept]
-    return positions[alike]
+    alike = (counts[:, None] == counts[kept]).all(axis=2)
+    first: Ints = positions[alike.argmax(axis=0)]
+    return first
 
 
 def _without_passages(kept: Ints, counts: NDArray[np.int16]) -> Ints:

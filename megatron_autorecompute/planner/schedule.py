@@ -182,11 +182,11 @@ class Schedule:
         """
         backward, chunk, _ = self.order(stage)
         position = np.arange(len(chunk))
-        change = np.zeros((len(chunk), self.num_chunks), np.int32)
-        change[position, chunk] = np.where(backward, -1, 1)
-        counts = np.cumsum(change, axis=0, dtype=np.int32)
-        counts[position[~backward], chunk[~backward]] -= 1
-        return counts
+        change = np.zeros((self.num_chunks, len(chunk)), np.int32)
+        change[chunk, position] = np.where(backward, -1, 1)
+        counts = np.cumsum(change, axis=1, dtype=np.int32)
+        counts[chunk[~backward], position[~backward]] -= 1
+        return counts.T
 
     def beside(self, stage: int) -> NDArray[np.intp]:
         """For each event the chunk of the event that runs at the same time; -1 for none.

@@ -178,7 +178,8 @@ class CostTable:
             return choice
         has = self._modules[self._kinds[layer].name]
         modules = tuple(module for module in choice.modules if module in has)
-        return LayerPolicy("selective", modules) if modules else NONE
+        own = LayerPolicy("selective", modules) if modules else NONE
+        return replace(own, offload=choice.offload)
 
     def names(self, layer: int, choice: LayerPolicy) -> frozenset[LayerPolicy]:
         """A choice, and the inert choices that equal it on this layer."""
@@ -222,6 +223,25 @@ class CostTable:
             return self.layer(layer, policy, received=first and not chunk.embedding)
         unit = self.layer(layer, policy)
         return unit if first or norm is None else _behind(self._shifted(norm, 1.0), unit)
+
+    def units_in(
+        self, chunk: Chunk, layer: int, choices: tuple[LayerPolicy, ...]
+    ) -> tuple[Ints, Ints]:
+        """Costs of choices of a layer at its place in a chunk, `[column, choice]`, and for each
+        whether it keeps the gradient of its output. Raises: as `layer`.
+        """
+        first, depth = layer == chunk.layers[0], layer == self.profile.model.num_layers
+        alike = self._kinds[layer].name, first, depth, chunk.embedding, choices
+        if alike not in self._alike:
+            units = [self.layer_in(chunk, layer, choice) for choice in choices]
+            keeps = np.array([unit.keeps_output_gradient for unit in units], np.int64)
+            self._alike[alike] = np.array([unit.costs for unit in units], np.int64).T, keeps
+        return self._alike[alike]
+
+    @cached_property
+    def _alike(self) -> dict[tuple[object, ...], tuple[Ints, Ints]]:
+        """What `units_in` found, by what decides it."""
+        return {}
 
     def _with_input(self, record: ChoiceRecord) -> ChoiceRecord:
         """The record with the input held; its forward transient already contained the input."""

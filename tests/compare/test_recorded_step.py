@@ -46,6 +46,7 @@ def recorded(measured, ran, planned, path):
     return beside(contest.job, planner, 0, (ran, planned), path)
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     "policy",
     [
@@ -65,6 +66,7 @@ def test_a_step_of_megatron_is_found_and_agrees_with_the_plan(measured, tmp_path
         assert one.recorded_bytes == pytest.approx(one.predicted_bytes, rel=ROUNDING), one.what
 
 
+@pytest.mark.any_version
 def test_a_layer_that_runs_another_choice_than_planned_is_shown(measured, tmp_path):
     ran, planned = "full*2,none*2", "full*3,none*1"
     step = recorded(measured, ran, planned, tmp_path / "rank0.pickle")

@@ -39,6 +39,7 @@ JOB = {
 PACKED = {**JOB, "max_tokens_per_microbatch": 1024, "sample_lengths": {"128": 0.9, "1024": 0.1}}
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("transformer_impl", "above"), [("transformer_engine", 0.01), ("local", 0.08)]
 )

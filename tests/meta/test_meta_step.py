@@ -100,22 +100,25 @@ def both(fresh_process, kind: str, fields: dict, policy: str | None = None):
     return real, fresh_process(meta_stages, kind, fields, policy)
 
 
+ONE_VERSION = pytest.mark.any_version
 MIXED = "none,full/2*2,selective[core_attn],full/3*3,none"
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "policy"),
     [
-        ("dense", PP2, None),
-        pytest.param("dense", PP2, "full*8", marks=pytest.mark.any_version),
-        ("dense", PP2, "selective[core_attn+layernorm+mlp]*8"),
+        pytest.param("dense", PP2, None, marks=ONE_VERSION),
+        pytest.param("dense", PP2, "full*8", marks=ONE_VERSION),
+        pytest.param("dense", PP2, "selective[core_attn+layernorm+mlp]*8", marks=ONE_VERSION),
         ("dense", PP2, MIXED),
-        ("dense", {**PP2, "deallocate_pipeline_outputs": False}, MIXED),
+        pytest.param(
+            "dense", {**PP2, "deallocate_pipeline_outputs": False}, MIXED, marks=ONE_VERSION
+        ),
         ("mla", PP2, "selective[mla_up_proj]*4,none*4"),
         ("moe", {**PP2, **CAPACITY}, "none*8"),
         ("moe", PP2, "full*4,selective[moe]*4"),
         ("dense", {**PP2, "mtp_num_layers": 1}, None),
-        ("dense", {**PP2, **BLOCK_1}, None),
+        pytest.param("dense", {**PP2, **BLOCK_1}, None, marks=ONE_VERSION),
     ],
 )
 def test_every_layer_has_the_bytes_of_real_ranks(fresh_process, kind, fields, policy):
@@ -130,7 +133,11 @@ def test_every_layer_has_the_bytes_of_real_ranks(fresh_process, kind, fields, po
 
 @pytest.mark.parametrize(
     ("fields", "policy"),
-    [(VPP2, None), (VPP2, "full*2,none*2,full/2*2,selective[mlp]*2"), (TP2_SP, "none*4,full*4")],
+    [
+        pytest.param(VPP2, None, marks=ONE_VERSION),
+        (VPP2, "full*2,none*2,full/2*2,selective[mlp]*2"),
+        pytest.param(TP2_SP, "none*4,full*4", marks=ONE_VERSION),
+    ],
 )
 def test_peak_has_the_bytes_of_real_ranks_where_gloo_holds_tensors_longer(
     fresh_process, fields, policy
@@ -144,6 +151,7 @@ def test_peak_has_the_bytes_of_real_ranks_where_gloo_holds_tensors_longer(
         assert (m.parameter_bytes, m.buffer_bytes) == (r.parameter_bytes, r.buffer_bytes)
 
 
+@pytest.mark.any_version
 def test_layernorm_statistics_are_all_that_meta_counts_more_than_cpu(fresh_process):
     real, meta = both(fresh_process, "dense", {**PP2, "normalization": "LayerNorm"})
     # Stage 0, 4 layers: 2 microbatches in flight, 2 norms a layer, mean and 1/std, 2 bytes more.
@@ -207,12 +215,14 @@ def test_events_come_in_the_order_of_the_schedule_replay(fresh_process, fields):
         assert tuple(seen) == schedule.events(stage)
 
 
+@pytest.mark.any_version
 def test_peak_span_and_events_agree_with_the_peak(fresh_process):
     for result in fresh_process(meta_stages, "dense", PP2, MIXED):
         assert result.peak_span.peak_bytes == result.peak_bytes
         assert max(event.peak_bytes for event in events(result)) == result.peak_bytes
 
 
+@pytest.mark.any_version
 def test_moe_experts_share_tokens_evenly_across_expert_parallel_ranks(fresh_process):
     # Two ranks with half the experts each receive what they send: the activations of one rank.
     one = fresh_process(expert_peak_bytes, 1)
@@ -226,6 +236,7 @@ def expert_peak_bytes(expert_ranks: int) -> int:
     return stage_step(config, 0, shape).peak_bytes
 
 
+@pytest.mark.any_version
 def test_stages_in_processes_of_their_own_give_the_same(fresh_process):
     both_stages = fresh_process(meta_stages, "dense", PP2, None)
     assert fresh_process(stages_in_own_processes, [1, 0]) == both_stages[::-1]

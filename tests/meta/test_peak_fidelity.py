@@ -40,7 +40,7 @@ def out_of_bounds(points):
     return [point for point in points if not LOWEST <= point.error <= HIGHEST]
 
 
-@pytest.mark.parametrize("name", ["llama 7b", "llama 7b, v=2", "llama 70b", "gpt 22b"])
+@pytest.mark.parametrize("name", ["llama 7b, v=2", "gpt 22b"])
 def test_predicted_peaks_are_those_of_megatrons_schedule(fresh_process, name):
     case = BY_NAME[name]
     assert out_of_bounds(fresh_process(case_points, case, stages_of(case), 1)) == []

@@ -189,6 +189,7 @@ def job_that_measured(plan, policy, peaks):
     return replace(plan, profile=replace(plan.profile, stages=records, measured_step=step))
 
 
+@pytest.mark.any_version
 def test_the_peak_of_the_step_that_a_job_measured_stands_beside_megatrons(
     profile, tmp_path, capsys
 ):

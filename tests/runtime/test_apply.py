@@ -464,6 +464,7 @@ def test_mlp_recompute_with_linear_biases_returns_and_is_exact():
     assert run_ranks(step_with_mlp_recompute, 1, timeout_s=60, memory_bytes=8 << 30) == [True]
 
 
+@pytest.mark.any_version
 def test_mlp_recompute_with_linear_biases_never_returns_in_megatrons_own_form():
     with pytest.raises(RankError):
         run_ranks(step_with_megatrons_own_mlp_recompute, 1, timeout_s=10, memory_bytes=5 << 30)
@@ -716,6 +717,7 @@ def refusal_of(action):
     return None
 
 
+@pytest.mark.any_version
 def test_ranks_of_a_stage_with_different_policies_are_an_error_on_both_not_a_hang():
     for said in run_ranks(refusals, 2, ("full", "full,none*3"), True, timeout_s=60):
         for way in ("apply", "switch", "field"):
@@ -725,6 +727,7 @@ def test_ranks_of_a_stage_with_different_policies_are_an_error_on_both_not_a_han
         assert said["still full"] == "full*4"
 
 
+@pytest.mark.any_version
 def test_a_wrong_policy_on_one_rank_is_an_error_on_both():
     right, wrong = run_ranks(refusals, 2, ("full", "selective[nonsense]"), False, timeout_s=60)
     for way in ("apply", "switch"):
@@ -747,6 +750,7 @@ def rank_0_alone(policy):
     return one_step([model])
 
 
+@pytest.mark.any_version
 def test_a_forward_that_one_rank_runs_alone_does_not_wait_for_the_others():
     without, _ = run_ranks(rank_0_alone, 2, None, timeout_s=60)
     under_policy, _ = run_ranks(rank_0_alone, 2, "full,selective[mlp]*3", timeout_s=60)

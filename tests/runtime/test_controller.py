@@ -215,6 +215,7 @@ def test_of_a_job_without_megatrons_timers_no_time_of_a_step_is_made_up(auto, ca
         assert table.count("running") == 6  # "not running": three timers on each rank
 
 
+@pytest.mark.any_version
 def test_a_restart_uses_the_plan_at_once_and_measures_nothing(auto):
     path, ranks = auto
     again = run_ranks(trained, 2, SHAPE, str(path))
@@ -309,9 +310,8 @@ def test_an_unwritable_plan_path_is_an_error_before_training():
         run_ranks(trained, 2, SHAPE, "/proc/plan.json", timeout_s=60)
 
 
-@pytest.mark.parametrize(
-    "fails_in", ["forward", pytest.param("backward", marks=pytest.mark.any_version)]
-)
+@pytest.mark.any_version
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
 def test_out_of_memory_on_one_rank_costs_one_step_and_steps_down(tmp_path, fails_in):
     path = tmp_path / "plan.json"
     first, second = run_ranks(trained, 2, SHAPE, str(path), BUDGET_GIB, fails_in)

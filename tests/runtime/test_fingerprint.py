@@ -114,6 +114,7 @@ with without_cuda.activate():
 """
 
 
+@pytest.mark.any_version
 def test_two_starts_describe_the_job_alike():
     starts = [
         subprocess.Popen(
@@ -130,6 +131,7 @@ def test_two_starts_describe_the_job_alike():
     assert "0x" not in str(first)
 
 
+@pytest.mark.any_version
 def test_data_parallel_ranks_and_the_distributed_optimizer_make_another_job():
     alone, pair, sharded = (
         run_ranks(started, ranks, distributed)[0]

@@ -323,6 +323,7 @@ def tuning(ddp, optimizer):
     return closing(Auto([ddp], optimizer, options, facts))
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("kind", ["BERT", *RETURNED])
 def test_auto_trains_models_that_return_no_single_tensor_without_changing_a_bit(kind):
     losses, weights, policies = trained(kind, with_auto=True)
@@ -332,6 +333,7 @@ def test_auto_trains_models_that_return_no_single_tensor_without_changing_a_bit(
     assert len(set(policies)) > 2  # measured one after the other, then a plan
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("kind", ["BERT", *RETURNED])
 def test_out_of_memory_goes_on_with_zeros_in_the_form_of_the_models_output(kind):
     from megatron_autorecompute.runtime.oom_guard import StepGuard

@@ -92,6 +92,17 @@ def test_contradictions_between_fields_are_refused(data):
     assert "must be 'none'" in refusal(head)
 
 
+def test_groups_are_of_modules_that_the_choice_offloads_and_within_what_it_holds(data):
+    record = data["kinds"][0]["choices"][0]
+    record["groups"] = [{"name": "core_attn", "host_bytes": 8, "offload_bytes": 4}] * 2
+    assert "has a group 'core_attn'; its groups can be of no module" in refusal(data)
+    record |= {"choice": "none+offload[core_attn]", "held_bytes": 8}
+    kept = Profile.from_json(json.dumps(data)).kinds[0].choices[0]
+    assert (kept.host_bytes, kept.offload_bytes) == (16, 8)
+    record["held_bytes"] = 7
+    assert "8 bytes leave of 7 held" in refusal(data)
+
+
 def test_fields_of_a_newer_minor_version_are_ignored(data):
     before = Profile.from_json(json.dumps(data))
     data["kinds"][0]["choices"][0]["colour"] = "blue"

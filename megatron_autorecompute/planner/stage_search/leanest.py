@@ -122,15 +122,14 @@ class _Options:
     A choice of one layer has its number in `names`, a group of n layers the number -n.
     """
 
-    def __init__(self, chunk: ChunkProblem, position: int, names: list[LayerPolicy]) -> None:
+    def __init__(self, chunk: ChunkProblem, position: int, names: dict[LayerPolicy, int]) -> None:
         single, group = chunk.singles[position], chunk.groups[position]
         left, gradient = len(chunk.layers) - position, chunk.output_gradient_bytes
         # A checkpoint at the end of the chunk already counts the gradient of its output.
         at_end = left == 1 and not chunk.after
         forward = single.held + single.forward
         backward = single.held + single.backward + gradient * (1 - single.keeps * at_end)
-        names += [policy for policy in single.policies if policy not in names]
-        numbers = map(names.index, single.policies)
+        numbers = [names.setdefault(policy, len(names)) for policy in single.policies]
         columns = *(column.tolist() for column in (single.held, forward, backward)), numbers
         self.alone = _not_worse(zip(*columns, range(len(single.held)), strict=True))
         """(held, highest in forward, in backward, number, place in the profile), without what is
@@ -167,7 +166,7 @@ class _Chunk:
 
     def __init__(self, chunk: ChunkProblem) -> None:
         self.chunk = chunk
-        self.names: list[LayerPolicy] = []
+        self.names: dict[LayerPolicy, int] = {}
         self._known: list[tuple[_Limits, _Way]] = []
 
     @cached_property
@@ -211,7 +210,7 @@ class _Chunk:
         after_reach = total + after_reach[0], total + after_reach[1]
         if total >= _FAR or not walk.may(after_reach):
             return _Way(None, (-_FAR, -_FAR), (), walk.short_bytes)
-        choices, reach = walk.back(self.names)
+        choices, reach = walk.back(list(self.names))
         forward, backward = map(max, reach, before_reach, after_reach)
         return _Way(total + after, (forward, backward), choices, walk.short_bytes)
 

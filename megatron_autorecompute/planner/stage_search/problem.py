@@ -229,19 +229,9 @@ def _singles(table: CostTable, chunk: Chunk, layer: int, only: OnlyChoices | Non
             f"layer {layer}, which has {', '.join(map(str, table.choices(layer)))}. Allow one of "
             "these."
         )
-    units = [table.layer_in(chunk, layer, policy) for policy in policies]
-    columns = [
-        np.array([getattr(unit, name) for unit in units], np.int64)
-        for name in (
-            "held_bytes",
-            "forward_transient_bytes",
-            "backward_transient_bytes",
-            "forward_ps",
-            "backward_ps",
-            "keeps_output_gradient",
-        )
-    ]
-    return Singles(policies, *columns)
+    costs, keeps = table.units_in(chunk, layer, policies)
+    held, forward, backward, forward_ps, backward_ps, _ = costs
+    return Singles(policies, held, forward, backward, forward_ps, backward_ps, keeps)
 
 
 @dataclass(frozen=True)

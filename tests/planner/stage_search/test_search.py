@@ -6,10 +6,22 @@ from hypothesis import strategies as st
 
 from benchmarks import solve_speed
 from megatron_autorecompute.planner.chunk_splits import put_together
+from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.stage_search import search
 from megatron_autorecompute.planner.stage_search.search import Effort
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS
+from megatron_autorecompute.profile import (
+    ChoiceRecord,
+    LayerKind,
+    Model,
+    Parallelism,
+    Profile,
+    ScheduleOverhead,
+    StageRecord,
+    StaticBytes,
+)
 from tests.planner.definitions import brute_force
 from tests.planner.random_profiles import another, problem, problem_of_many, scale
 
@@ -179,3 +191,24 @@ def test_the_leanest_need_is_the_least_budget_that_is_feasible():
             assert planner.evaluate(policy).stages[stage].peak_high_bytes == lean.peak_bytes
             assert planner.choose(stage, lean.peak_bytes) is not None
             assert planner.choose(stage, lean.peak_bytes - 1) is None
+
+
+@pytest.mark.parametrize("layer_bytes", range(1, 7))
+def test_the_leanest_need_is_found_where_a_peak_tried_leaves_any_room_above_or_below_nothing(
+    layer_bytes,
+):
+    """With a stage that needs 4 bytes besides its layer, a layer of 2 makes a peak be tried at
+    which the room of its forward and of its backward is exactly -1."""
+    record = ChoiceRecord("none", layer_bytes - 1, 1, 0, 1.0, 2.0)
+    stage = StageRecord((0,), StaticBytes(100), overhead=ScheduleOverhead(4, 4))
+    profile = Profile(
+        Model("room", 1),
+        Parallelism(1, 8),
+        (LayerKind("k", (0,), (record,)),),
+        embedding=ChoiceRecord("none", 0, 0, 0, 0.0, 0.0),
+        head=ChoiceRecord("none", 0, 0, 0, 0.0, 0.0),
+        boundary_bytes=0,
+        stages=(stage,),
+    )
+    planner = Planner(profile, Layout.from_flags(1, 1), Schedule(1, 1, 1))
+    assert planner.leanest[0].peak_bytes == 104 + layer_bytes
