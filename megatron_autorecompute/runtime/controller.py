@@ -2,9 +2,9 @@
 
 Wrap every training call of Megatron's schedule in `Auto.schedule`, or surround it with `Auto.step`.
 The first calls are ordinary ones that are measured (`measuring`). Then one rank solves, all ranks
-follow (`decisions`), and from then on only the peak is measured. This module does not import
-`megatron.training` or Megatron Bridge: `JobFacts` has what it needs from them. `attach` makes an
-`Auto` in any other loop.
+follow (`decisions`), and from then on only the peak is measured. `attach` makes an `Auto`, in every
+training program. This module does not import `megatron.training` or Megatron Bridge: `JobFacts` has
+what it needs from them.
 """
 
 from __future__ import annotations
