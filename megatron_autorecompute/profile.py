@@ -56,6 +56,8 @@ Positive = Annotated[int, Field(ge=1, le=1 << 40)]
 Version = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
 Percentile = Annotated[float, Field(ge=0, le=100)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
 def _choice(text: str) -> str:
@@ -144,15 +146,41 @@ class PartBytes:
 
 @dataclass(frozen=True, slots=True)
 class OffloadGroup:
-    """What Megatron copies to host memory at once, when a module's forward has run, and back before
-    its backward. One copy after the other, each group in one copy out and one back."""
+    """What a layer copies to host memory at once and back, as one of Megatron's fine-grained
+    offloading groups."""
 
     name: str
-    """Megatron's name of the module: core_attn, attn_proj, expert_fc1, ..."""
+    """The module in `offload_modules`: core_attn, moe_act, ..."""
+    device_bytes: Bytes
+    """Free on the device once the copy out has ended."""
     host_bytes: Bytes
-    """Copied to host memory, and back; a tensor that two groups save is copied in each."""
-    offload_bytes: Bytes
-    """Device bytes that are free once the group has left, those of no later group included."""
+    """Copied out, held in host memory, and copied back."""
+    forward_end: Share
+    """When the copy out may begin, as a share of the layer's forward_ms."""
+    backward_begin: Share
+    """When the copy back must have ended, as a share of the layer's backward_ms."""
+    backward_end: Share
+    """When the group is done with; the copy back of another one may then begin."""
+
+    def __post_init__(self) -> None:
+        if self.backward_end < self.backward_begin:
+            raise ValueError(
+                f"offload group {self.name!r}: backward_end {self.backward_end} is before "
+                f"backward_begin {self.backward_begin}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """One device's way to host memory, at what it is taken to reach when its neighbours copy,
+    too."""
+
+    to_host_gb_per_s: Rate
+    """10^9 bytes per second, device to host."""
+    to_device_gb_per_s: Rate
+    """The same back, both at once."""
+    host_bytes: Annotated[int, Field(ge=0, le=1 << 60)]
+    """Host memory for one device's copies: the node's share that it may use, by its devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,32 +224,29 @@ class ChoiceRecord:
     parts: tuple[PartBytes, ...] = ()
     """With EP overlap: the layer's parts, in the order of their forwards. Without them the whole
     layer counts beside another microbatch's."""
-    groups: tuple[OffloadGroup, ...] = ()
-    """Of a choice that offloads: what leaves, in the order in which copies out begin; copies back
-    are in reverse order. Empty for other choices."""
+    offload_groups: tuple[OffloadGroup, ...] = ()
+    """Of a choice that offloads: what goes to host memory, in the order in which copies out begin.
+    held_bytes are without `device_bytes` of all of them, backward_transient_bytes have them as they
+    come back, and times are without waiting for copies."""
 
     def __post_init__(self) -> None:
-        modules = self.policy.offload if self.groups else ()
-        for group in self.groups:
+        modules = self.policy.offload if self.offload_groups else ()
+        for group in self.offload_groups:
             if group.name not in modules:
                 raise ValueError(
                     f"{self.choice!r} has a group {group.name!r}; its groups can be of "
                     f"{', '.join(modules) or 'no module: it does not offload'}"
                 )
-        if self.offload_bytes > self.held_bytes:
+        ends = [group.forward_end for group in self.offload_groups]
+        if ends != sorted(ends):
             raise ValueError(
-                f"{self.choice!r}: {self.offload_bytes} bytes leave of {self.held_bytes} held"
+                f"{self.choice!r}: offload_groups must be in the order of forward_end; found {ends}"
             )
 
     @property
-    def offload_bytes(self) -> int:
-        """Device bytes that leave if all groups do."""
-        return sum(group.offload_bytes for group in self.groups)
-
-    @property
     def host_bytes(self) -> int:
-        """Host bytes if all groups leave."""
-        return sum(group.host_bytes for group in self.groups)
+        """Host bytes of all groups."""
+        return sum(group.host_bytes for group in self.offload_groups)
 
     @property
     def policy(self) -> LayerPolicy:
@@ -527,6 +552,8 @@ class Profile:
     """Megatron's setting of that name: outputs sent on are freed at once."""
     overlap_p2p_comm: bool = True
     """Megatron's setting of that name, for interleaved schedules: tensors are received early."""
+    host_link: HostLink | None = None
+    """For choices that offload; without it they cannot be planned."""
     boundary_line: Line | None = None
     """boundary_bytes as a line in the tokens of a microbatch; None: lengths do not vary."""
     routed_line: Line | None = None
