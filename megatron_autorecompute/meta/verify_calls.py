@@ -136,8 +136,6 @@ def _fullest_part(plan: Plan, lengths: Lengths, stage: int) -> Lengths:
 
 def _predicted_bytes(plan: Plan, lengths: Lengths, stage: int) -> int:
     """Activation peak of a stage, as `StageCheck.predicted_bytes` is of the plan."""
-    sizes, schedule = plan.profile.parallelism, plan.schedule
-    ranks = sizes.expert_parallel * sizes.expert_tensor_parallel
     profile = replace(
         plan.profile,
         stages=tuple(replace(record, **COMPARABLE) for record in plan.profile.stages),
@@ -145,9 +143,9 @@ def _predicted_bytes(plan: Plan, lengths: Lengths, stage: int) -> int:
     call = Arrangement(
         profile,
         plan.layout,
-        replace(schedule, num_microbatches=len(lengths)),
+        replace(plan.schedule, num_microbatches=len(lengths)),
         plan.policy,
-        tuple(Microbatch.longest(one, ranks) for one in lengths),
+        tuple(Microbatch.longest(one) for one in lengths),
     )
     static = stage_base(profile, plan.layout, stage).static.total_bytes
     return call.stage_peak(stage) - static + kept_bytes(plan)[stage]
