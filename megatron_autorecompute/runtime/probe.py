@@ -220,7 +220,7 @@ class Probe:
         """Note where a layer begins; several indices: one for each time that a forward runs it."""
 
         def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._forward is not None and not _recomputing():
+            if self._forward is not None and not is_recomputing():
                 index = next((i for i in indices if not self._has_begun(i)), indices[-1])
                 hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
                 size_bytes = hidden_states.untyped_storage().nbytes()
@@ -349,7 +349,7 @@ def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
         yield from _tensors_in(tuple(getattr(output, each.name) for each in fields(output)))
 
 
-def _recomputing() -> bool:
+def is_recomputing() -> bool:
     """Whether this forward runs inside a backward, as recompute does."""
     return torch._C._current_graph_task_id() != -1
 
