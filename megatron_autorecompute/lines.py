@@ -38,6 +38,11 @@ class Microbatch:
         """One that needs as many bytes as any of up to so many tokens: a single sample."""
         return cls(tokens, tokens * tokens)
 
+    @classmethod
+    def packed(cls, lengths: Sequence[int]) -> Microbatch:
+        """One of several samples, which do not attend to each other."""
+        return cls(sum(lengths), sum(length * length for length in lengths))
+
 
 @dataclass(frozen=True, slots=True)
 class Line:

@@ -224,12 +224,13 @@ class Auto:
         return tuple(self._seen.routed)
 
     def predicted_peaks(
-        self, lengths: Sequence[int], routed: Sequence[Mapping[int, int]] = ()
+        self, lengths: Sequence[int | Sequence[int]], routed: Sequence[Mapping[int, int]] = ()
     ) -> tuple[int, ...]:
         """Peak bytes of every stage in a call with these microbatches, under the policy in force.
 
         Args:
-            lengths: tokens of each microbatch on this rank, in order.
+            lengths: tokens of each microbatch on this rank, in order; of a packed one, a list of
+                its samples' tokens.
             routed: as the property has it after a call. Layers that are not named got the most
                 tokens that were seen so far.
 
@@ -239,7 +240,7 @@ class Auto:
         """
         if self.plan is None:
             raise OptionError("There is no plan yet: the first training calls measure.")
-        given = tuple(map(Microbatch.longest, lengths))
+        given = tuple(Microbatch.packed([one] if isinstance(one, int) else one) for one in lengths)
         schedule = self.shard.schedule(len(lengths))
         layout, named = self.shard.layout, tuple(routed) if any(routed) else ()
         call = Arrangement(self.plan.profile, layout, schedule, self.policy, given, named)

@@ -296,7 +296,8 @@ class Measurement:
         found = {n: one for one, n in zip(passes, numbers, strict=True) if one.tokens}
         config = self.shard.config
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        lengths = ((found[n].tokens * split, found[n].samples) for n in sorted(found))
+        passes_in_order = (found[number] for number in sorted(found))
+        lengths = ((split * one.tokens, _squares(one, split)) for one in passes_in_order)
         self.points.begin_call(lengths, self._routed())
         for number, one in found.items():
             where = len(self.points.calls) - 1, number, -1
@@ -566,6 +567,15 @@ class Measurement:
             optimizer_step_peak_bytes=max(0, self.optimizer_step_peak_bytes),
             overhead=self.overhead,
         )
+
+
+def _squares(one: Pass, split: int) -> int:
+    """`Microbatch.squares` of a forward, as this rank has its samples."""
+    tokens = split * one.tokens
+    if one.packed is None:
+        return tokens * tokens // one.samples
+    lengths = one.packed.diff().tolist()  # of whole samples, over which context parallelism splits
+    return round(sum(length * length for length in lengths) * (tokens / sum(lengths)) ** 2)
 
 
 def _held_bytes(span: Span) -> int:

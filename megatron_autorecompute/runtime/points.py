@@ -23,7 +23,7 @@ class Points:
     """What one rank saw, in the order in which it came."""
 
     calls: list[list[tuple[int, int]]] = field(default_factory=list)
-    """Of every call that counts: tokens and samples of each microbatch."""
+    """Of every call that counts, for each microbatch: tokens, and `Microbatch.squares`."""
     routed: list[list[Mapping[int, int]]] = field(default_factory=list)
     """Of every call, for each microbatch: rows that this rank's experts got, by layer."""
     figures: dict[tuple[Key, Figure], list[tuple[Where, float]]] = field(
@@ -39,7 +39,7 @@ class Points:
     def begin_call(
         self, lengths: Iterable[tuple[int, int]], routed: Sequence[Mapping[int, int]]
     ) -> None:
-        """Begin a call; lengths: tokens and samples of each microbatch; routed: likewise."""
+        """Begin a call; arguments as `calls` and `routed` have them."""
         self.calls.append(list(lengths))
         self.routed.append(list(routed))
 
@@ -66,9 +66,9 @@ class Points:
 
     def microbatch(self, call: int, number: int, layer: int = -1) -> Microbatch:
         """The lengths of a microbatch, and what a layer's experts got of it."""
-        tokens, samples = self.calls[call][number]
+        tokens, squares = self.calls[call][number]
         routed = self.routed[call][number] if self.routed[call] else {}
-        return Microbatch(tokens, tokens * tokens // samples, routed.get(layer, 0))
+        return Microbatch(tokens, squares, routed.get(layer, 0))
 
     def most_tokens(self) -> int:
         """Of a microbatch of this rank so far; 0 before the first."""

@@ -123,8 +123,9 @@ class Pass:
     output_has_gradient: bool = False
     """Forward only: whether the model's output received a gradient."""
     samples: int = 0
-    """Forward only: of the microbatch, as the first hidden state has them; a packed one counts as a
-    single sample."""
+    """Forward only: of the microbatch, as the first hidden state has them; a packed one has one."""
+    packed: torch.Tensor | None = None
+    """Forward only: where the samples of a packed microbatch begin and end, padding included."""
     tokens: int = 0
     """Forward only: of all samples, as this rank holds them (sequence parallelism splits them)."""
     after: Mark | None = None
@@ -226,6 +227,7 @@ class Probe:
                 size_bytes = hidden_states.untyped_storage().nbytes()
                 self.boundary_bytes = max(self.boundary_bytes, size_bytes)
                 self._boundary(index, hidden_states)
+                self._forward.packed = _cu_seqlens(kwargs.get("packed_seq_params"))
 
         self._call(layer.register_forward_pre_hook, begins, with_kwargs=True)
 
@@ -329,6 +331,13 @@ class Probe:
         self.peak_bytes = max(self.peak_bytes, peak)
         if memory:
             memory.reset_peak()
+
+
+def _cu_seqlens(packed: Any) -> torch.Tensor | None:
+    """Of Megatron's PackedSeqParams; None if samples are not packed."""
+    if packed is None or packed.cu_seqlens_q_padded is None:
+        return None if packed is None else packed.cu_seqlens_q
+    return packed.cu_seqlens_q_padded
 
 
 def _tensor(call: tuple[Any, ...]) -> torch.Tensor:
