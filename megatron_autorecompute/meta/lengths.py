@@ -34,8 +34,7 @@ def profile_lengths(job: Job, profile_one: Callable[[Job], Profile]) -> Profile:
         return replace(one, max_tokens_per_microbatch=0, sample_lengths=[])
 
     jobs = [at(share) for share in BUCKETS]
-    ranks = job.size("expert") * job.expert_tensor_parallel
-    seen = [(Microbatch.longest(one.seq_length // split, ranks), profile_one(one)) for one in jobs]
+    seen = [(Microbatch.longest(one.seq_length // split), profile_one(one)) for one in jobs]
     whole = seen[-1][1]
     facts = {**whole.model.facts, LARGEST: {str(tokens): part for tokens, part in shares.items()}}
     return replace(

@@ -188,9 +188,16 @@ class JobStep:
 
     static: tensors that stay from step to step: tokens, positions, labels [micro-batch, sequence of
     one rank], and the mask if attention reads one.
+
+    loads_mask: whether the data loader's mask is alive in every forward, on every stage. Megatron
+    makes it on the first and the last; a checkpoint of whole layers keeps it until its backward,
+    which is not followed.
     """
 
-    def __init__(self, job: Job, device: torch.device | None = None) -> None:
+    def __init__(
+        self, job: Job, device: torch.device | None = None, *, loads_mask: bool = False
+    ) -> None:
+        self.device, self.mask_bytes = device, job.attention_mask_bytes * loads_mask
         size = (job.micro_batch_size, job.seq_length // job.size("context"))
         with device or torch.device("meta"):
             self.tokens, self.labels = (torch.randint(job.vocab_size, size) for _ in range(2))
@@ -203,7 +210,9 @@ class JobStep:
 
     def __call__(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         """Run one microbatch; the iterator is not asked."""
+        loaded = torch.empty(self.mask_bytes, dtype=torch.bool, device=self.device or "meta")
         output = model(self.tokens, self.positions, self.mask, labels=self.labels)
+        del loaded
         return output, lambda losses: (losses.float().mean(), {})
 
 

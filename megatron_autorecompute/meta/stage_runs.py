@@ -110,4 +110,4 @@ def run_stage(job: Job, num_microbatches: int, policy: RecomputePolicy, stage: i
             parameters = [p for model in models for p in model.parameters()]
             add_main_gradients(parameters, dummies=job.makes_dummies)
             with applied(policy, models):
-                return trace_step(models, shape, device, PlannedStep(job))
+                return trace_step(models, shape, device, PlannedStep(job, loads_mask=True))

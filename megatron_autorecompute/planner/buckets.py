@@ -76,8 +76,6 @@ def bucket_plans(planner: Planner, budget: Budget) -> list[BucketPlan]:
 
 
 def _planner_at(planner: Planner, tokens: int) -> Planner:
-    sizes = planner.profile.parallelism
-    ranks = sizes.expert_parallel * sizes.expert_tensor_parallel
-    longest = Microbatch.longest(tokens, ranks)
+    longest = Microbatch.longest(tokens)
     calls = planner.schedule.num_microbatches
     return planner.replaced(profile=profile_at(planner.profile, longest, tokens * calls))
