@@ -51,9 +51,9 @@ def offloading():
         left.append(tensor.shape)
         return usual(self, tensor, *args, **kwargs)
 
-    with offloading.without_cuda(), grouped_experts():
-        with mock.patch.object(ChunkOffloadHandler, "offload", offload):
-            yield left
+    counted = mock.patch.object(ChunkOffloadHandler, "offload", offload)
+    with offloading.without_cuda(), grouped_experts(), counted:
+        yield left
 
 
 def model(kind, **fields):
