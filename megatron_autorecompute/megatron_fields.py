@@ -1,4 +1,5 @@
-"""Converts choices, strategies and policies to Megatron's own recompute fields, and back.
+"""Converts choices, strategies and policies to Megatron's own fields for recompute and offload, and
+back.
 
 A policy that they can express runs without this package. `compat.rules.check_allowed` checks
 whether a model allows a choice; this module does not.
@@ -7,10 +8,16 @@ whether a model allows a choice; this module does not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from megatron_autorecompute.errors import PolicyError
-from megatron_autorecompute.policy import FULL, LayerPolicy, MegatronStrategy, RecomputePolicy
+from megatron_autorecompute.policy import (
+    FULL,
+    WHOLE_LAYER,
+    LayerPolicy,
+    MegatronStrategy,
+    RecomputePolicy,
+)
 from megatron_autorecompute.profile import Profile
 
 POLICY_FIELD = "recompute_policy"
@@ -22,6 +29,13 @@ NO_RECOMPUTE: dict[str, Any] = {
     "recompute_modules": None,
 }
 """All of Megatron's own recompute fields, with the values for no recompute."""
+NO_OFFLOAD: dict[str, Any] = {
+    "fine_grained_activation_offloading": False,
+    "offload_modules": [],
+    "cpu_offloading": False,
+    "cpu_offloading_num_layers": 0,
+}
+"""Megatron's own fields that say which activations are offloaded, with the values for none."""
 RUNS_FOREVER = "Megatron's own recompute of mlp never ends where linear layers have biases"
 
 
@@ -33,14 +47,28 @@ def of_strategy(strategy: MegatronStrategy) -> dict[str, Any]:
             "recompute_method": strategy.method,
             "recompute_num_layers": strategy.recompute_num_layers,
         }
-    if not strategy.modules:
-        return {}
-    return {"recompute_granularity": "selective", "recompute_modules": list(strategy.modules)}
+    fields: dict[str, Any] = {}
+    if strategy.method == "cpu_offloading" and strategy.recompute_num_layers:
+        return {
+            "cpu_offloading": True,
+            "cpu_offloading_num_layers": strategy.recompute_num_layers,
+        }
+    if strategy.modules:
+        fields |= {"recompute_granularity": "selective", "recompute_modules": [*strategy.modules]}
+    if strategy.offload:
+        fields |= {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": list(strategy.offload),
+        }
+    return fields
 
 
 def of_choice(choice: LayerPolicy) -> dict[str, Any]:
-    """All fields, for a model whose layers all have this choice."""
-    strategy = MegatronStrategy("selective", choice.modules)
+    """All fields, for a model whose layers all have this choice; those of offload only if it
+    offloads. `cpu_offloading` cannot be for all layers, and is for one."""
+    strategy = MegatronStrategy("selective", choice.modules, offload=choice.offload)
+    if choice.offload == (WHOLE_LAYER,):
+        strategy = MegatronStrategy("cpu_offloading", (), 1)
     if choice.granularity == "full":
         strategy = MegatronStrategy("uniform", (), choice.group)
     if choice.granularity == "inner":
@@ -54,6 +82,15 @@ def strategy_of(config: Any) -> MegatronStrategy | None:
         return MegatronStrategy("selective", tuple(config.recompute_modules or ["core_attn"]))
     if config.recompute_granularity == "full":
         return MegatronStrategy(config.recompute_method, (), config.recompute_num_layers)
+    return None
+
+
+def offload_of(config: Any) -> MegatronStrategy | None:
+    """The strategy in a config's offload fields; None if nothing is offloaded."""
+    if getattr(config, "cpu_offloading", False):
+        return MegatronStrategy("cpu_offloading", (), config.cpu_offloading_num_layers)
+    if getattr(config, "fine_grained_activation_offloading", False):
+        return MegatronStrategy("none", offload=tuple(sorted(config.offload_modules)))
     return None
 
 
@@ -83,13 +120,17 @@ def _strategy_like(
 ) -> MegatronStrategy | None:
     """Megatron's strategy with the same choice for every layer as the policy, or None."""
     first = policy.layers[0]
-    if first.granularity == "selective":
-        return (
-            MegatronStrategy("selective", first.modules) if len(set(policy.layers)) == 1 else None
-        )
+    if any(WHOLE_LAYER in layer.offload for layer in policy.layers):
+        leading = max(_leading(policy, chunk, first) for chunk in chunks)
+        whole = MegatronStrategy("cpu_offloading", (), leading)
+        return whole if _says(whole, policy, chunks, depth_layers) else None
+    if first.granularity == "selective" or first.offload:
+        method: Literal["none", "selective"] = "selective" if first.modules else "none"
+        same = MegatronStrategy(method, first.modules, offload=first.offload)
+        return same if len(set(policy.layers)) == 1 else None
     if policy.format() == f"none*{len(policy.layers)}":
         return MegatronStrategy("none")
-    leading = max((_leading_full(policy, chunk) for chunk in chunks), default=0)
+    leading = max((_leading(policy, chunk, FULL) for chunk in chunks), default=0)
     candidates = (
         MegatronStrategy("uniform", (), first.group),
         MegatronStrategy("block", (), leading),
@@ -127,6 +168,6 @@ def _says(
         return False
 
 
-def _leading_full(policy: RecomputePolicy, chunk: Sequence[int]) -> int:
-    others = (at for at, index in enumerate(chunk) if policy.layers[index] != FULL)
+def _leading(policy: RecomputePolicy, chunk: Sequence[int], choice: LayerPolicy) -> int:
+    others = (at for at, index in enumerate(chunk) if policy.layers[index] != choice)
     return next(others, len(chunk))

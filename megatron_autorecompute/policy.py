@@ -1,4 +1,5 @@
-"""What every layer recomputes: `LayerPolicy` for one layer, `RecomputePolicy` for all of them.
+"""What every layer recomputes, and what of it goes to host memory meanwhile: `LayerPolicy` for one
+layer, `RecomputePolicy` for all of them.
 
 Layer indices are 0-based and global over the whole model; multi-token-prediction depth d is layer
 `num_layers + d`. This module checks the grammar only. `compat` asks the installed Megatron which
@@ -12,37 +13,46 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_autorecompute.errors import PolicyError
 
 Granularity = Literal["none", "selective", "inner", "full"]
+Counted = Literal["block", "uniform", "cpu_offloading"]
 
+_OFFLOAD = r"(?:\+offload\[(?P<offload>[^\]]*)\])?"
 _CHOICE = re.compile(
-    r"none|full(?:/(?P<group>\d{1,18})|\+inner/(?P<again>\d{1,18}))?"
-    r"|inner/(?P<inner>\d{1,18})|selective\[(?P<modules>[^\]]*)\]"
+    r"(?:none|full(?:/(?P<group>\d{1,18})|\+inner/(?P<again>\d{1,18}))?"
+    r"|inner/(?P<inner>\d{1,18})|selective\[(?P<modules>[^\]]*)\])" + _OFFLOAD
 )
 _RUN = re.compile(
-    r"(?P<choice>[a-z]+(?:(?:\+inner)?/\d{1,18}|\[[^\]]*\])?)(?:\*(?P<count>\d{1,18}))?"
+    r"(?P<choice>[a-z]+(?:(?:\+inner)?/\d{1,18}|\[[^\]]*\])?(?:\+offload\[[^\]]*\])?)"
+    r"(?:\*(?P<count>\d{1,18}))?"
 )
 _MODULE = re.compile(r"[a-z][a-z0-9_]*")
+WHOLE_LAYER = "cpu_offloading"
+"""In `LayerPolicy.offload`, alone: the whole layer, as Megatron's setting of that name moves it."""
 _MEGATRON = re.compile(
-    r"megatron:(?:none|selective(?:\[(?P<modules>[^\]]*)\])?|(?P<method>uniform|block)/(?P<n>\d{1,18}))"
+    r"megatron:(?:(?P<method>uniform|block|cpu_offloading)/(?P<n>\d{1,18})"
+    r"|offload\[(?P<alone>[^\]]*)\]"
+    r"|(?:none|selective(?:\[(?P<modules>[^\]]*)\])?)" + _OFFLOAD + ")"
 )
 GRAMMAR = (
     "a policy is a comma-separated list of CHOICE*COUNT, CHOICE being none, full, full/N "
     "(one checkpoint around N layers) or selective[MODULE+MODULE], and inner/N or full+inner/N for "
-    "the stack inside a multi-token-prediction depth; or one CHOICE for all layers; "
-    "or megatron:none, megatron:selective[MODULE+…], megatron:block/N, megatron:uniform/N; "
+    "the stack inside a multi-token-prediction depth; none and selective take +offload[MODULE+…]; "
+    "or one CHOICE for all layers; or megatron:none, megatron:selective[MODULE+…], "
+    "megatron:offload[MODULE+…], megatron:block/N, megatron:uniform/N, megatron:cpu_offloading/N; "
     "or @FILE"
 )
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class LayerPolicy:
-    """What one layer recomputes in its backward; `str()` gives the text that `parse` reads."""
+    """What one layer recomputes in its backward, and which activations wait in host memory for it;
+    `str()` gives the text that `parse` reads."""
 
     granularity: Granularity = "none"
     """Megatron's `recompute_granularity`, with `none` for no recompute, and `inner` for checkpoints
@@ -58,6 +68,9 @@ class LayerPolicy:
     """Of a multi-token-prediction depth with a stack of its own (HybridModel): how many layers of
     the stack, the first ones, have a checkpoint each. With full they are inside the depth's
     checkpoint, so that backward runs them twice more."""
+
+    offload: tuple[str, ...] = ()
+    """Megatron's `offload_modules`, sorted, or `WHOLE_LAYER`; only with none and selective."""
 
     def __post_init__(self) -> None:
         if self.granularity not in ("none", "selective", "inner", "full"):
@@ -83,10 +96,21 @@ class LayerPolicy:
                 f"{self.inner} inner layers with granularity {self.granularity!r} and group "
                 f"{self.group}: write inner/N or full+inner/N, N being 1 or more layers."
             )
-        for module in self.modules:
+        for module in (*self.modules, *self.offload):
             if not _MODULE.fullmatch(module):
                 raise PolicyError(f"{module!r} is not a module name such as core_attn.")
+        if self.offload and self.granularity not in ("none", "selective"):
+            raise PolicyError(
+                f"{self.granularity} with +offload[{'+'.join(self.offload)}]: under full recompute "
+                "nothing is there to offload but inputs. Offload goes with none and selective."
+            )
+        if WHOLE_LAYER in self.offload and (len(set(self.offload)) > 1 or self.modules):
+            raise PolicyError(
+                f"{WHOLE_LAYER} moves the whole layer: write none+offload[{WHOLE_LAYER}], without "
+                "other modules."
+            )
         object.__setattr__(self, "modules", tuple(sorted(set(self.modules))))
+        object.__setattr__(self, "offload", tuple(sorted(set(self.offload))))
 
     @classmethod
     def parse(cls, text: str) -> LayerPolicy:
@@ -94,20 +118,29 @@ class LayerPolicy:
         match = _CHOICE.fullmatch(text)
         if match is None:
             raise PolicyError(f"Cannot read {text!r} as a choice: {GRAMMAR}.")
+        offload = _modules(match["offload"])
         if match["modules"] is not None:
-            return cls("selective", tuple(m.strip() for m in match["modules"].split("+")))
+            return cls("selective", _modules(match["modules"]), offload=offload)
         if match["inner"] is not None:
-            return cls("inner", inner=int(match["inner"]))
+            return cls("inner", inner=int(match["inner"]), offload=offload)
         if text.startswith("full"):
-            return cls("full", group=int(match["group"] or 1), inner=int(match["again"] or 0))
-        return cls()
+            group, inner = int(match["group"] or 1), int(match["again"] or 0)
+            return cls("full", group=group, inner=inner, offload=offload)
+        return cls(offload=offload)
 
     def __str__(self) -> str:
+        if self.offload:
+            return f"{self.recompute}+offload[{'+'.join(self.offload)}]"
         if self.granularity == "selective":
             return f"selective[{'+'.join(self.modules)}]"
         if self.inner:
             return f"{'full+' * (self.granularity == 'full')}inner/{self.inner}"
         return self.granularity if self.group == 1 else f"{self.granularity}/{self.group}"
+
+    @property
+    def recompute(self) -> LayerPolicy:
+        """The choice that recomputes the same and offloads nothing."""
+        return replace(self, offload=()) if self.offload else self
 
 
 NONE = LayerPolicy()
@@ -289,16 +322,20 @@ class RecomputePolicy:
 class MegatronStrategy:
     """One of Megatron's own settings for all layers; `str()` gives the text that `parse` reads."""
 
-    method: Literal["none", "selective", "block", "uniform"]
-    """none, selective (the same modules on every layer), or Megatron's `recompute_method`."""
+    method: Literal["none", "selective", "block", "uniform", "cpu_offloading"]
+    """none, selective (the same modules on every layer), Megatron's `recompute_method`, or its
+    `cpu_offloading` of whole layers."""
     modules: tuple[str, ...] = ()
     """Modules of selective; an empty tuple recomputes nothing."""
     recompute_num_layers: int = 0
-    """N of block and uniform; else 0."""
+    """N of block and uniform, and Megatron's `cpu_offloading_num_layers`; else 0."""
+    offload: tuple[str, ...] = ()
+    """Megatron's `offload_modules`, on every layer, with none and selective."""
 
     @classmethod
     def parse(cls, text: str) -> MegatronStrategy:
-        """Read megatron:none, megatron:selective[MODULE+…], megatron:block/N, megatron:uniform/N.
+        """Read megatron:none, megatron:selective[MODULE+…], megatron:block/N, megatron:uniform/N,
+        megatron:offload[MODULE+…], megatron:selective[…]+offload[…], megatron:cpu_offloading/N.
 
         Raises:
             PolicyError: other text, or `uniform/0`.
@@ -310,19 +347,24 @@ class MegatronStrategy:
             n = int(match["n"])
             if n < 1 and match["method"] == "uniform":
                 raise PolicyError(f"{text!r}: uniform needs at least one layer in a checkpoint.")
-            return cls("uniform" if match["method"] == "uniform" else "block", (), n)
-        if text == "megatron:none":
-            return cls("none")
+            methods: Sequence[Counted] = ("block", "uniform", "cpu_offloading")
+            return cls(next(one for one in methods if one == match["method"]), (), n)
+        offload = LayerPolicy(offload=_modules(match["alone"] or match["offload"])).offload
+        if match["alone"] is not None or text.startswith("megatron:none"):
+            return cls("none", offload=offload)
         modules = "core_attn" if match["modules"] is None else match["modules"]
         if modules == "":
-            return cls("selective")
-        return cls("selective", LayerPolicy.parse(f"selective[{modules}]").modules)
+            return cls("selective", offload=offload)
+        chosen = LayerPolicy.parse(f"selective[{modules}]").modules
+        return cls("selective", chosen, offload=offload)
 
     def __str__(self) -> str:
+        offload = f"offload[{'+'.join(self.offload)}]" if self.offload else ""
         if self.method == "none":
-            return "megatron:none"
+            return f"megatron:{offload or 'none'}"
         if self.method == "selective":
-            return f"megatron:selective[{'+'.join(self.modules)}]"
+            modules = f"megatron:selective[{'+'.join(self.modules)}]"
+            return f"{modules}+{offload}" if offload else modules
         return f"megatron:{self.method}/{self.recompute_num_layers}"
 
     def policy(
@@ -342,9 +384,13 @@ class MegatronStrategy:
             PolicyError: Megatron refuses this setting with multi-token prediction.
         """
         chunks = layout or [range(num_layers)]
-        chosen = dict.fromkeys(range(num_layers), NONE)
+        chosen = dict.fromkeys(range(num_layers), LayerPolicy(offload=self.offload))
         if self.method == "selective" and self.modules:
-            chosen = dict.fromkeys(chosen, LayerPolicy("selective", self.modules))
+            same = LayerPolicy("selective", self.modules, offload=self.offload)
+            chosen = dict.fromkeys(chosen, same)
+        elif self.method == "cpu_offloading":
+            n, whole = self.recompute_num_layers, LayerPolicy(offload=(WHOLE_LAYER,))
+            chosen.update((index, whole) for chunk in chunks for index in list(chunk)[:n])
         elif self.method == "block":
             # MultiTokenPredictionLayer skips recompute under block, with a warning; a stack inside
             # it does not.
@@ -375,6 +421,10 @@ class MegatronStrategy:
             )
         # The depth and the stack inside it both read the setting.
         yield from ((index, LayerPolicy("full", inner=depth_layers)) for index in depths)
+
+
+def _modules(text: str | None) -> tuple[str, ...]:
+    return () if text is None else tuple(module.strip() for module in text.split("+"))
 
 
 def _depths(num_layers: int, chunks: Sequence[Sequence[int]]) -> list[int]:

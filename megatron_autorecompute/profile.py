@@ -56,6 +56,8 @@ Positive = Annotated[int, Field(ge=1, le=1 << 40)]
 Version = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
 Percentile = Annotated[float, Field(ge=0, le=100)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
 def _choice(text: str) -> str:
@@ -143,14 +145,55 @@ class PartBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadGroup:
+    """What a layer copies to host memory at once and back, as one of Megatron's fine-grained
+    offloading groups."""
+
+    name: str
+    """The module in `offload_modules`: core_attn, moe_act, ..."""
+    device_bytes: Bytes
+    """Free on the device once the copy out has ended."""
+    host_bytes: Bytes
+    """Copied out, held in host memory, and copied back."""
+    forward_end: Share
+    """When the copy out may begin, as a share of the layer's forward_ms."""
+    backward_begin: Share
+    """When the copy back must have ended, as a share of the layer's backward_ms."""
+    backward_end: Share
+    """When the group is done with; the copy back of another one may then begin."""
+
+    def __post_init__(self) -> None:
+        if self.backward_end < self.backward_begin:
+            raise ValueError(
+                f"offload group {self.name!r}: backward_end {self.backward_end} is before "
+                f"backward_begin {self.backward_begin}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """One device's way to host memory, at what it is taken to reach when its neighbours copy,
+    too."""
+
+    to_host_gb_per_s: Rate
+    """10^9 bytes per second, device to host."""
+    to_device_gb_per_s: Rate
+    """The same back, both at once."""
+    host_bytes: Annotated[int, Field(ge=0, le=1 << 60)]
+    """Host memory for one device's copies: the node's share that it may use, by its devices."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceRecord:
     """Cost of one choice on one layer of a kind, for one microbatch."""
 
     choice: Choice
-    """`str(LayerPolicy)`: none, full, full/2, selective[core_attn+mlp]. A record of `full/g`
-    with g > 1 is about one whole checkpoint of g consecutive layers, not about one of them."""
+    """`str(LayerPolicy)`: none, full, full/2, selective[core_attn+mlp], none+offload[core_attn]. A
+    record of `full/g` with g > 1 is about one whole checkpoint of g consecutive layers, not about
+    one of them."""
     held_bytes: Bytes
-    """Kept from the end of forward to the start of backward, input included."""
+    """Kept from the end of forward to the start of backward, input included. Of a choice that
+    offloads: what it would keep if no group left; `offload_bytes` of that are elsewhere."""
     forward_transient_bytes: Bytes
     """Highest during forward, on top of held_bytes, output included."""
     backward_transient_bytes: Bytes
@@ -181,6 +224,29 @@ class ChoiceRecord:
     parts: tuple[PartBytes, ...] = ()
     """With EP overlap: the layer's parts, in the order of their forwards. Without them the whole
     layer counts beside another microbatch's."""
+    offload_groups: tuple[OffloadGroup, ...] = ()
+    """Of a choice that offloads: what goes to host memory, in the order in which copies out begin.
+    held_bytes are without `device_bytes` of all of them, backward_transient_bytes have them as they
+    come back, and times are without waiting for copies."""
+
+    def __post_init__(self) -> None:
+        modules = self.policy.offload if self.offload_groups else ()
+        for group in self.offload_groups:
+            if group.name not in modules:
+                raise ValueError(
+                    f"{self.choice!r} has a group {group.name!r}; its groups can be of "
+                    f"{', '.join(modules) or 'no module: it does not offload'}"
+                )
+        ends = [group.forward_end for group in self.offload_groups]
+        if ends != sorted(ends):
+            raise ValueError(
+                f"{self.choice!r}: offload_groups must be in the order of forward_end; found {ends}"
+            )
+
+    @property
+    def host_bytes(self) -> int:
+        """Host bytes of all groups."""
+        return sum(group.host_bytes for group in self.offload_groups)
 
     @property
     def policy(self) -> LayerPolicy:
@@ -486,8 +552,13 @@ class Profile:
     """Megatron's setting of that name: outputs sent on are freed at once."""
     overlap_p2p_comm: bool = True
     """Megatron's setting of that name, for interleaved schedules: tensors are received early."""
+    host_link: HostLink | None = None
+    """For choices that offload; without it they cannot be planned."""
     boundary_line: Line | None = None
     """boundary_bytes as a line in the tokens of a microbatch; None: lengths do not vary."""
+    routed_line: Line | None = None
+    """The most `Microbatch.routed_tokens` to plan for, in any layer and on any rank, as a line in
+    the tokens of a call's longest microbatch; None: no experts, or lengths do not vary."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """Versions, device, settings: a plan is used again only if all of them are equal."""
     assumptions: tuple[str, ...] = ()

@@ -32,8 +32,14 @@ def contains(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
 
     Every choice contains none, full contains every set of modules, and a set contains its subsets.
     A checkpoint more inside a depth's stack is more work. The number of layers that share a
-    checkpoint makes no difference.
+    checkpoint makes no difference. A choice that offloads is compared with those that offload the
+    same or less of the layer.
     """
+    if larger.offload or smaller.offload:
+        one, other = larger.recompute, smaller.recompute
+        return set(smaller.offload) <= set(larger.offload) and (
+            contains(one, other) or (one == other and larger != smaller)
+        )
     if larger.granularity == smaller.granularity != "selective":
         return larger.inner > smaller.inner
     if "full" in (larger.granularity, smaller.granularity):

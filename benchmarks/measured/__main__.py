@@ -29,7 +29,8 @@ ROWS = (DATA / "b200_measured.csv", DATA / "megatron_golden_memory.csv")
 def case(run: Run) -> Case:
     several = len(run.worlds) > 1
     between = run.between_steps_bytes if several else None
-    return Case(run.flags, run.worlds, run.gpu, between, run.encoder_decoder)
+    sizes = run.encoder_decoder
+    return Case(run.flags, run.worlds, run.gpu, between, sizes, run.environment)
 
 
 def predictions(runs: list[Run], processes: int) -> dict[Case, Prediction]:

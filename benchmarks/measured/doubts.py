@@ -36,7 +36,7 @@ def doubts(pairs: Sequence[tuple[Run, Prediction | None]]) -> list[str]:
 
 
 def _key(run: Run) -> tuple[object, ...]:
-    return run.source, run.flags, run.gpu, run.worlds
+    return run.source, run.flags, run.gpu, run.worlds, run.environment
 
 
 def _by_another(run: Run, newest: Run) -> str:

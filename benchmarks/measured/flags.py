@@ -24,7 +24,7 @@ WITHOUT_BEARING = (
     *("split", "straggler-", "tensorboard-", "tiktoken-pattern", "timing-log", "tokenizer-"),
     *("train-", "use-checkpoint-", "use-persistent-ckpt-worker", "verify-integrity", "vocab-file"),
     *("wandb-", "weight-decay", "tp-comm-overlap-cfg", "te-rng-tracker", "disable-gloo"),
-    *("use-mcore-models", "no-create-attention-mask-in-dataloader"),
+    *("use-mcore-models",),
 )
 """How flags begin that change no size: of data, checkpoints, logs and the optimizer's rates."""
 

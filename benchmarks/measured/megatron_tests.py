@@ -7,7 +7,10 @@ began, as the last rank logs it (world_size - 1, so the last pipeline stage).
 
 from __future__ import annotations
 
+import csv
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks.measured.flags import FieldError, arguments, flags, milliseconds, whole
@@ -26,6 +29,20 @@ VOCABULARIES = {
 }
 """Entries by the end of the tokenizer's file. The files are not public; the sizes are those of the
 tokenizers that bear these names."""
+TEST_CASES = "tests/functional_tests/test_cases/"
+CONTAINERS = Path(__file__).parents[1] / "data" / "megatron_test_containers.csv"
+LARGE_WORKSPACES = (
+    "hybrid/hybrid_mr_mcore_te_",
+    "hybrid/hybrid_flextron_nightly_",
+    "moe/gpt3_mcore_cp2_pp2_ep2_te_4experts2parallel_nondeterministic",
+    "moe/gpt3_moe_mcore_te_tp2_pp2_ep4_etp1_fine_grained_offloading",
+    "moe/gpt3_moe_mcore_te_tp2_pp2_ep4_etp1_no_mtp_no_a2a_ovlp_fine_grained_offloading",
+)
+"""Tests whose model_config.yaml sets CUBLAS_WORKSPACE_CONFIG=:4096:8, but no --deterministic-mode,
+which asks for it too (Megatron-LM cf3b8ee60)."""
+NEW_LTS = "2025-11-05"
+NEW_TORCH = "26.04"
+"""The first container with cuBLAS workspaces of 32 MiB on Blackwell."""
 ONE_NODE = 8
 UNSAID_WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
 """Tried where a release test's row does not say how many GPUs it ran on."""
@@ -59,11 +76,48 @@ def run(row: Mapping[str, str]) -> Run:
         between_steps_bytes=whole(row, "mem_allocated_first") if between else None,
         step_ms=milliseconds(row, "iter_s_median_2nd_half", 1e3),
         encoder_decoder=sizes,
+        environment=environment(row),
         date=row.get("golden_date") or "",
         old_container=(row.get("variant") or "").startswith("lts"),
         family=family(given),
         uncovered=reason,
     )
+
+
+def environment(row: Mapping[str, str]) -> tuple[tuple[str, Any], ...]:
+    """What the test's variables and its container say of the job.
+
+    That of long support had no flash-attn that Transformer Engine takes before it became 25.09
+    (Megatron-LM 23a1dcaf7): deterministic runs on A100 have scores. The development container has
+    torch's pull request 175344 since 26.04.
+    """
+    found: list[tuple[str, Any]] = []
+    if row["case"].startswith(LARGE_WORKSPACES):
+        found.append(("cublas_workspace_config", ":4096:8"))
+    date = row.get("golden_date") or "9"
+    if (row.get("variant") or "").startswith("lts") and date < NEW_LTS:
+        found.append(("flash_attn", False))
+    if row["platform"] == "dgx_gb200" and _container(row, date) >= NEW_TORCH:
+        found.append(("torch_version", "2.12"))
+    return tuple(found)
+
+
+def _container(row: Mapping[str, str], date: str) -> str:
+    path = (row.get("golden_path") or "").removeprefix(TEST_CASES)
+    known = [container for since, container in containers().get(path, []) if since <= date]
+    return known[-1] if known else NEW_TORCH
+
+
+@functools.cache
+def containers() -> dict[str, list[tuple[str, str]]]:
+    """By golden file, oldest first: since when it has other peaks, and in which container of
+    NVIDIA's (`docker/.ngc_version.dev` of the commit that wrote them). Of runs on GB200; on other
+    GPUs the container changes nothing that is counted."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    with open(CONTAINERS, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            found.setdefault(row["golden_path"], []).append((row["since"], row["container"]))
+    return found
 
 
 def worlds(row: Mapping[str, str]) -> tuple[int, ...]:

@@ -38,6 +38,8 @@ class Case:
     between_steps_bytes: int | None = None
     encoder_decoder: tuple[int, int, int] | None = None
     """As `Run`'s."""
+    environment: tuple[tuple[str, Any], ...] = ()
+    """As `Run`'s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def _static(case: Case, world: int) -> int:
 
 
 def _planner(case: Case, world: int) -> tuple[Planner, Job]:
-    job = job_of(case.flags, world)
+    job = replace(job_of(case.flags, world), **dict(case.environment))
     modules = job.config.get("recompute_modules") or ()
     selective = job.config.get("recompute_granularity") == "selective"
     profile = profile_job(job, device(case.gpu), only=modules if selective else ())
@@ -156,7 +158,7 @@ def _of_world(case: Case, world: int) -> Prediction:
 
 def _of_encoder_decoder(case: Case, sizes: tuple[int, int, int]) -> Prediction:
     """T5: what Megatron's own schedule holds on meta tensors."""
-    job = job_of(case.flags, case.worlds[0])
+    job = replace(job_of(case.flags, case.worlds[0]), **dict(case.environment))
     need = encoder_decoder_need(job, *sizes, device(case.gpu))
     parts = {"static": need.static_bytes, "activations": need.activation_bytes}
     late = need.optimizer_step_bytes > need.activation_bytes

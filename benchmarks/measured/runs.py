@@ -9,6 +9,7 @@ import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measured.flags import FieldError
 
@@ -45,6 +46,8 @@ class Run:
     """What other estimators predict, by their names."""
     encoder_decoder: tuple[int, int, int] | None = None
     """Of T5: encoder layers, decoder layers, decoder sequence length."""
+    environment: tuple[tuple[str, Any], ...] = ()
+    """Fields of `Job` that the flags do not say, and their values."""
     date: str = ""
     """When its source was written, year first."""
     old_container: bool = False

@@ -31,8 +31,8 @@ def reruns_more(larger: RecomputePolicy, smaller: RecomputePolicy) -> bool:
 
 
 def _equal(one: LayerPolicy, other: LayerPolicy) -> bool:
-    """Whether a layer recomputes the same at both."""
-    if one.inner != other.inner:
+    """Whether a layer recomputes and offloads the same at both."""
+    if (one.inner, one.offload) != (other.inner, other.offload):
         return False
     return one.granularity == other.granularity == "full" or (
         "full" not in (one.granularity, other.granularity) and reruns(one) == reruns(other)

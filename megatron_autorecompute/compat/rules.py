@@ -17,10 +17,10 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute import megatron_fields
-from megatron_autorecompute.compat import layer_modules, versions
+from megatron_autorecompute.compat import layer_modules, offload_modules, versions
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.errors import MachineError, PolicyError, UnsupportedVersionError
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import WHOLE_LAYER, LayerPolicy, RecomputePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +35,26 @@ def allowed_modules() -> tuple[str, ...]:
     Raises:
         UnsupportedVersionError: the validator no longer lists them.
     """
+    return _listed("recompute_modules", recompute_granularity="selective")
+
+
+def allowed_offload_modules() -> tuple[str, ...]:
+    """The installed Megatron's `offload_modules`, likewise."""
+    return _listed("offload_modules", fine_grained_activation_offloading=True)
+
+
+@functools.cache
+def _listed(field: str, **fields: Any) -> tuple[str, ...]:
+    """The values that the validator of a field allows, from its message about another one."""
+    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
     try:
-        TransformerConfig(
-            num_layers=1,
-            hidden_size=8,
-            num_attention_heads=1,
-            recompute_granularity="selective",
-            recompute_modules=["?"],
-        )
+        TransformerConfig(**sizes, **fields, **{field: ["?"]})
     except (AssertionError, ValueError) as error:
         found = re.findall(r"'(\w+)'", str(error).split("Allowed", 1)[-1])
         if found:
             return tuple(sorted(found))
     raise UnsupportedVersionError(
-        f"megatron-core {versions.installed()} does not say which recompute_modules it allows; "
+        f"megatron-core {versions.installed()} does not say which {field} it allows; "
         f"tested are {', '.join(versions.TESTED)}."
     )
 
@@ -65,6 +71,7 @@ def check_allowed(config: TransformerConfig, policy: RecomputePolicy) -> None:
     for choice in dict.fromkeys(policy.layers):
         _check_known(choice)
         _check_own_rules(config, choice)
+        offload_modules.check_rules(config, choice)
         reason = _refusal(config, choice)
         if reason is not None and reason != _refusal(config, LayerPolicy()):
             raise PolicyError(
@@ -92,6 +99,13 @@ def _check_known(choice: LayerPolicy) -> None:
         raise PolicyError(
             f"Unknown module {', '.join(unknown)} in {choice}: megatron-core "
             f"{versions.installed()} has {', '.join(usable)}."
+        )
+    offloaded = {*allowed_offload_modules(), WHOLE_LAYER} if choice.offload else ()
+    unknown = [module for module in choice.offload if module not in offloaded]
+    if unknown:
+        raise PolicyError(
+            f"Unknown module {', '.join(unknown)} to offload in {choice}: megatron-core "
+            f"{versions.installed()} has {', '.join(sorted(offloaded))}."
         )
 
 

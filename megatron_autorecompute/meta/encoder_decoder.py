@@ -17,6 +17,7 @@ from megatron.core.models.T5 import t5_spec
 from megatron.core.models.T5.t5_model import T5Model
 
 from megatron_autorecompute.meta import kernels
+from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import fake_ranks, trace_step
@@ -65,6 +66,7 @@ def encoder_decoder_need(
 
     Raises OptionError for a model that Megatron refuses.
     """
+    job = with_backend(job, device)
     shape, meta = step_shape(job, 1), torch.device("meta")
     with meta_megatron(job), contextlib.ExitStack() as undo:
         for name, stand_in in STAND_INS.items():

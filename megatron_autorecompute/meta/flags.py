@@ -27,12 +27,13 @@ _COPIED = (
     "position_embedding_type",
     "untie_embeddings_and_output_weights",
     "accumulate_allreduce_grads_in_fp32",
-    "use_distributed_optimizer",
+    "optimizer",
     "num_distributed_optimizer_instances",
     "overlap_grad_reduce",
     "overlap_param_gather",
     "use_precision_aware_optimizer",
 )
+OPTIMIZERS = ("adam", "muon")
 DTYPES_OF_STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 DTYPE_NAMES = {
     "torch.float32": "fp32",
@@ -51,7 +52,15 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
     args, config = _parsed(list(flags), num_gpus)
     if args.vocab_size is None:
         raise OptionError("The flags do not say the vocabulary: add --vocab-size N.")
+    if args.optimizer not in OPTIMIZERS:
+        raise OptionError(
+            f"--optimizer {args.optimizer}: only {' and '.join(OPTIMIZERS)} are known, because the "
+            "bytes of others' states are not counted. Take one of them."
+        )
     data = {name: getattr(args, name) for name in _COPIED}
+    layer_wise = getattr(args, "use_layer_wise_distributed_optimizer", False)
+    data["use_distributed_optimizer"] = bool(args.use_distributed_optimizer or layer_wise)
+    data["use_layer_wise_param_layout"] = bool(getattr(args, "use_layer_wise_param_layout", True))
     data["described_by"] = "flags"
     data["name"] = f"pretrain_gpt on {num_gpus} GPUs"
     data["config"] = plain_config(vars(config))
@@ -60,6 +69,7 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
         data["config"]["hybrid_layer_pattern"] = args.hybrid_layer_pattern
         data["config"].pop("moe_layer_freq", None)  # the flag's default; the pattern says it
     data["num_gpus"], data["vocab_size"] = num_gpus, args.vocab_size
+    data["attention_mask_in_dataloader"] = bool(args.create_attention_mask_in_dataloader)
     data["disable_parameter_transpose_cache"] = bool(config.disable_parameter_transpose_cache)
     for name in DTYPES_OF_STATES:
         data[name] = DTYPE_NAMES[str(getattr(args, name))]

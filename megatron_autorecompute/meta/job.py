@@ -30,6 +30,8 @@ Factor = Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 TE_VERSION = "2.11"
 """Assumed of Transformer Engine where a job does not say."""
+TORCH_VERSION = "2.11"
+"""The same of torch."""
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -71,8 +73,12 @@ class Job:
     """Whether the output layer has weights of its own."""
     accumulate_allreduce_grads_in_fp32: bool = True
     """True: main gradients in fp32 (4 bytes). False: in bf16 (2 bytes)."""
+    optimizer: Literal["adam", "muon"] = "adam"
+    """As --optimizer. muon: of embeddings, output layer, norms and biases Adam's."""
     use_distributed_optimizer: bool = True
     """Optimizer state divided over data-parallel ranks."""
+    use_layer_wise_param_layout: bool = True
+    """With muon. False: --no-use-layer-wise-param-layout, the fullest rank's embedding is whole."""
     num_distributed_optimizer_instances: Count = 1
     """Groups of data-parallel ranks, each of which has the whole state."""
     overlap_grad_reduce: bool = True
@@ -91,6 +97,16 @@ class Job:
     """Adam's second moment."""
     te_version: Annotated[str, Field(pattern=r"^(\d{1,3}\.\d{1,3}(\.\d{1,3})?)?$")] = TE_VERSION
     """Transformer Engine's in the job's environment; empty: it is not installed."""
+    torch_version: Annotated[str, Field(pattern=r"^\d{1,3}\.\d{1,3}(\.\d{1,3})?$")] = TORCH_VERSION
+    """torch's in the job's environment."""
+    cublas_workspace_config: Annotated[str, Field(pattern=r"^(:\d{1,7}:\d{1,4})*$")] = ""
+    """CUBLAS_WORKSPACE_CONFIG of the job's environment, such as :4096:8; empty: torch's own size,
+    but with deterministic_mode :4096:8, which Megatron-LM then asks for."""
+    flash_attn: bool = True
+    """Whether flash-attn is installed, in a version that Transformer Engine takes."""
+    attention_mask_in_dataloader: bool = False
+    """Whether every microbatch brings a mask of a byte for each query and key, as in Megatron-LM
+    without --no-create-attention-mask-in-dataloader."""
     lora_rank: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
     """Above 0: base weights are frozen; every linear layer outside experts has such an adapter."""
     described_by: Literal["yaml", "flags", "recipe"] = "yaml"
@@ -102,6 +118,9 @@ class Job:
     max_tokens_per_microbatch: Annotated[int, Field(ge=0, le=1 << 40)] = 0
     """Above 0: samples of different lengths are packed into microbatches of up to so many tokens on
     a rank, where context parallelism has split them. seq_length is then the longest sample."""
+    packed_samples: bool = False
+    """Whether a microbatch is packed samples (THD), where the model's attention takes them; jobs
+    with max_tokens_per_microbatch are profiled so."""
     sample_lengths: list[Count] | dict[str, Factor] | str = field(default_factory=list)
     """Tokens of samples, with max_tokens_per_microbatch: a list; a histogram, longest length of a
     bin -> weight; or the path of a JSONL file with a number, or an object with `length`, a line."""
@@ -179,7 +198,20 @@ class Job:
 
     def has_te(self, *version: int) -> bool:
         """Whether Transformer Engine has this version or a later one."""
-        return tuple(int(part) for part in self.te_version.split(".") if part) >= version
+        return _parts(self.te_version) >= version
+
+    def has_torch(self, *version: int) -> bool:
+        """The same of torch."""
+        return _parts(self.torch_version) >= version
+
+    @property
+    def attention_mask_bytes(self) -> int:
+        """Of one microbatch's mask, [samples, 1, queries of a rank, keys] of one byte each;
+        Megatron-LM's get_batch_on_this_cp_rank takes this rank's queries. Packed samples have
+        none."""
+        if not self.attention_mask_in_dataloader or self.packed_samples:
+            return 0
+        return self.micro_batch_size * self.seq_length * self.seq_length // self.size("context")
 
     @property
     def keeps_bf16_weights(self) -> bool:
@@ -281,6 +313,10 @@ class Job:
             self.config.get("microbatch_group_size_per_vp_stage"),
             bool(self.config.get("overlap_moe_expert_parallel_comm")),
         )
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part)
 
 
 def load_job(path: str | Path) -> Job:

@@ -176,7 +176,7 @@ class _Attention(torch.autograd.Function):
     """Fused attention. Saves: q, k, v, out and one fp32 per head and token (log-sum-exp), each in
     its own memory. TE pytorch/attention/dot_product_attention/backends.py (`FusedAttnFunc`, and
     flash_attn's `FlashAttnFunc`); k and v that are views of the projection are copied first
-    (`get_qkv_layout` makes them contiguous)."""
+    (`get_qkv_layout` makes them contiguous). Around flash_attn's, `Attention` copies."""
 
     @staticmethod
     def forward(
@@ -510,6 +510,7 @@ class Attention(torch.nn.Module):
         self.dropout = None
         if config.attention_backend is AttnBackend.unfused:
             self.dropout = config.attention_dropout
+        self.is_flash = config.attention_backend is AttnBackend.flash
         several = config.context_parallel_size > 1
         self.group = parallel_state.get_context_parallel_group() if several else None
         self.comm_type = comm_type(cp_comm_type)
@@ -518,7 +519,16 @@ class Attention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Attention is causal; masks are not read."""
+        """Attention is causal; masks are not read. Of packed samples, [tokens, heads, width], the
+        result is [tokens, heads * v width]."""
+        packed = query.dim() == 3
+        if packed:
+            query, key, value = (part.unsqueeze(1) for part in (query, key, value))
+        # flash-attn has the samples in front: copies of q, k and v go in, and a copy of what it
+        # saves as output comes out (backends.py `FlashAttention.forward`, format sbhd).
+        turned = self.is_flash and query.shape[1] > 1
+        if turned:
+            query, key, value = (part.clone() for part in (query, key, value))
         if self.dropout is not None:
             out = unfused_attention.attend(query, key, value, self.dropout)
         elif self.group is None:
@@ -529,7 +539,8 @@ class Attention(torch.nn.Module):
             out = context_parallel.attend(
                 self.comm_type, tensors, self.group, self.window_size, self.hierarchy
             )
-        return out.flatten(2)
+        out = (out.clone() if turned else out).flatten(2)
+        return out.squeeze(1) if packed else out
 
 
 def comm_type(name: str | None) -> str:
@@ -689,7 +700,10 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
     resolver = versions.qk_norm_resolver()
     if resolver is not None:
         yield resolver, {"get_backend": functools.partial(_backend, resolver.get_backend)}
-    yield module("models.common.embeddings.rope_utils"), {"fused_apply_rotary_pos_emb": rotate}
+    yield (
+        module("models.common.embeddings.rope_utils"),
+        {"fused_apply_rotary_pos_emb": rotate, "fused_apply_rotary_pos_emb_thd": rotate},
+    )
     yield (
         module("transformer.mlp"),
         {

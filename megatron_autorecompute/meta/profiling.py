@@ -20,6 +20,7 @@ import torch
 from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.meta import kernels
+from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.layer_parts import with_parts
@@ -84,6 +85,7 @@ def profile_job(
     Raises OptionError, PipelineError and MachineError if the job cannot be read or built.
     """
     efficiency = efficiency or device.reaches
+    job = with_backend(job, device)
     if job.max_tokens_per_microbatch:
         return profile_lengths(
             job, lambda one: profile_job(one, device, efficiency, progress, clock_type, only)
@@ -103,15 +105,15 @@ def profile_job(
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
-    kinds = with_inert(kinds)
+    kinds = tuple(_beside_mask(job, kind) for kind in with_inert(kinds))
     facts = _facts(job, decoder.layer_facts)
     return Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
         parallelism=parallelism(job),
         kinds=kinds,
-        embedding=decoder.embedding,
-        head=whole.head,
-        final_norm=whole.final_norm,
+        embedding=_with_mask(job, decoder.embedding),
+        head=_with_mask(job, whole.head),
+        final_norm=whole.final_norm and _with_mask(job, whole.final_norm),
         boundary_bytes=decoder.boundary_bytes,
         stages=_stages(job, counted),
         step_end_ms=_step_end_ms(job, device, efficiency, counted, kinds),
@@ -421,9 +423,13 @@ def counted_weights(part: Any) -> Weights:
 def _counted(parameter: torch.Tensor) -> Parameters:
     if not parameter.requires_grad:
         return Parameters(frozen=parameter.numel())
-    if getattr(parameter, "allreduce", True):
-        return Parameters(dense=parameter.numel())
-    return Parameters(expert=parameter.numel())
+    # Experts of stand-ins are one tensor of three dimensions, in Transformer Engine one each.
+    outside = getattr(parameter, "is_embedding_or_output_parameter", False)
+    count, is_expert = parameter.numel(), not getattr(parameter, "allreduce", True)
+    matrices = count * (not outside and parameter.dim() == 2 + is_expert)
+    if is_expert:
+        return Parameters(expert=count, expert_matrices=matrices)
+    return Parameters(dense=count, dense_matrices=matrices)
 
 
 def _stages(job: Job, counted: _Counted) -> tuple[StageRecord, ...]:
@@ -475,6 +481,16 @@ def _kind(job: Job, kind: LayerKind, built: Shard, counted: _Counted) -> LayerKi
         imbalance=tuple(Imbalance(float(p), f) for p, f in job.moe_imbalance.items() if is_moe),
         static=counted.layer(min(layers)),
     )
+
+
+def _beside_mask(job: Job, kind: LayerKind) -> LayerKind:
+    return replace(kind, choices=tuple(_with_mask(job, record) for record in kind.choices))
+
+
+def _with_mask(job: Job, record: ChoiceRecord) -> ChoiceRecord:
+    """The record with the data loader's mask alive in its forward (`JobStep`)."""
+    more = record.forward_transient_bytes + job.attention_mask_bytes
+    return replace(record, forward_transient_bytes=more)
 
 
 def _sourced(record: ChoiceRecord) -> ChoiceRecord:

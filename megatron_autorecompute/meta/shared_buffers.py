@@ -84,20 +84,17 @@ def workspaces(job: Job, device: Device, modules: Iterable[torch.nn.Module]) -> 
 
     torch keeps its own for each handle and stream, and each thread has a handle: forward's and
     autograd's. aten/src/ATen/cuda/CublasHandlePool.cpp `parseChosenWorkspaceSize`: 8 times 4096 KiB
-    on Hopper, else 2 times 4096 KiB and 8 times 16 KiB; the newest torch takes Hopper's size for
-    Blackwell too, which no measured run shows. `--deterministic-mode` asks for
-    CUBLAS_WORKSPACE_CONFIG=:4096:8 (Megatron training/arguments.py), which is Hopper's size. Only
-    what torch itself multiplies needs it: the output layer, routers, attention with scores, local
-    layers.
+    on Hopper, and since 2.12 (pytorch pull request 175344) on Blackwell; else 2 times 4096 KiB and
+    8 times 16 KiB. CUBLAS_WORKSPACE_CONFIG says another size; `--deterministic-mode` asks for one
+    (Megatron training/arguments.py). Only what torch itself multiplies needs it: the output layer,
+    routers, attention with scores, local layers.
     """
     modules = list(modules)
     used = {type(module) for module in modules}
     te_bytes = (32 << 20) + 1024 if device.capability >= 9 else 4 << 20
-    large = 9 <= device.capability < 10 or job.config.get("deterministic_mode")
-    torch_bytes = 32 << 20 if large else (8 << 20) + (128 << 10)
     found = {}
     if any(map(_is_of_torch, modules)):
-        found["cuBLAS workspaces of torch"] = 2 * torch_bytes
+        found["cuBLAS workspaces of torch"] = 2 * _workspace_of_torch(job, device)
     if used & set(kernels.LINEAR_TYPES):
         found["cuBLAS workspace"] = te_bytes
         if job.config.get("tp_comm_overlap"):
@@ -105,6 +102,15 @@ def workspaces(job: Job, device: Device, modules: Iterable[torch.nn.Module]) -> 
     if used & set(GROUPED_TYPES):
         found["cuBLAS workspaces of grouped products"] = 4 * te_bytes
     return found
+
+
+def _workspace_of_torch(job: Job, device: Device) -> int:
+    large = 9 <= device.capability < 10
+    if job.has_torch(2, 12):
+        large |= 10 <= device.capability < 11 or 12 <= device.capability < 13
+    given = ":4096:8" if large or job.config.get("deterministic_mode") else ":4096:2:16:8"
+    numbers = list(map(int, (job.cublas_workspace_config or given).split(":")[1:]))
+    return sum(kib * count << 10 for kib, count in zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def _is_of_torch(module: torch.nn.Module) -> bool:

@@ -25,10 +25,19 @@ class Parameters:
     """Sharded over the ranks that hold the same experts."""
     frozen: int = 0
     """Without gradient and optimizer state."""
+    dense_matrices: int = 0
+    """Those of `dense` that Muon trains: two-dimensional, but not embedding and output layer
+    (megatron-core optimizer/emerging_optimizers.py `_is_nonlinear_or_embedding`)."""
+    expert_matrices: int = 0
+    """Those of `expert`."""
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(
-            self.dense + other.dense, self.expert + other.expert, self.frozen + other.frozen
+            self.dense + other.dense,
+            self.expert + other.expert,
+            self.frozen + other.frozen,
+            self.dense_matrices + other.dense_matrices,
+            self.expert_matrices + other.expert_matrices,
         )
 
     @property
@@ -58,13 +67,30 @@ class Weights:
 def static_bytes(job: Job, device: Device, weights: Weights) -> StaticBytes:
     """Static bytes of parameters on one rank."""
     total = weights.total
-    shards = ((total.dense, state_ranks(job)), (total.expert, state_ranks(job, expert=True)))
-    state = state_bytes(job)
+    ranks, expert_ranks = state_ranks(job), state_ranks(job, expert=True)
+    state = _adam_or_muon(job, total.dense, total.dense_matrices, ranks)
+    state += _adam_or_muon(job, total.expert, total.expert_matrices, expert_ranks)
     quantised_bytes = weight_bytes(job, device) * weights.quantised.total
     return StaticBytes(
         parameter_bytes=round(quantised_bytes) + 2 * weights.others.total,
         gradient_bytes=_gradient_bytes(job) * (total.dense + total.expert),
-        optimizer_state_bytes=sum(-(-state * count // ranks) for count, ranks in shards),
+        optimizer_state_bytes=state,
+    )
+
+
+def _adam_or_muon(job: Job, count: int, matrices: int, ranks: int) -> int:
+    """State of `count` parameters, `matrices` of which Muon trains with an fp32 master weight and
+    momentum (emerging_optimizers' OrthogonalizedOptimizer has `momentum_buffer` alone).
+
+    With the distributed optimizer whole matrices are divided over the ranks (megatron-core
+    optimizer/layer_wise_optimizer.py), evenly in this count, and the rest byte by byte, or without
+    the layout in whole tensors too."""
+    adam = state_bytes(job)
+    if job.optimizer == "adam":
+        return -(-adam * count // ranks)
+    rest = adam * (count - matrices)
+    return -(-8 * matrices // ranks) + (
+        -(-rest // ranks) if job.use_layer_wise_param_layout else rest
     )
 
 

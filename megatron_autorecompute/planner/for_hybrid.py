@@ -7,14 +7,23 @@ A layer of a GPTModel is attention and MLP (or experts); in a pattern these are 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.planner.hybrid_pattern import HybridPattern, pattern_of_job
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import (
+    FULL,
+    NONE,
+    WHOLE_LAYER,
+    LayerPolicy,
+    RecomputePolicy,
+)
 
 OF_ATTENTION = frozenset({"core_attn", "mla_up_proj", "gdn_norm_out"})
 """Modules of the attention layer; `layernorm` is of both, all others are of the second one."""
+OFFLOADED_OF_ATTENTION = frozenset({"attn_norm", "qkv_linear", "core_attn", "attn_proj"})
+"""Offloaded modules of the attention layer; all others are of the second one."""
 
 
 def for_hybrid(policy: RecomputePolicy, num_layers: int) -> RecomputePolicy:
@@ -35,11 +44,16 @@ def _halves(choice: LayerPolicy) -> Iterator[LayerPolicy]:
     if choice.granularity == "full":
         yield from [LayerPolicy(FULL.granularity, group=2 * choice.group)] * 2
         return
-    modules = set(choice.modules)
+    modules, offload = set(choice.modules), set(choice.offload)
     shared = modules & {"layernorm"}
-    for part in (modules & OF_ATTENTION, modules - OF_ATTENTION - shared):
+    both = offload & {WHOLE_LAYER}
+    for part, moved in (
+        (modules & OF_ATTENTION, offload & OFFLOADED_OF_ATTENTION),
+        (modules - OF_ATTENTION - shared, offload - OFFLOADED_OF_ATTENTION),
+    ):
         chosen = tuple(part | shared)
-        yield LayerPolicy("selective", chosen) if chosen else NONE
+        own = LayerPolicy("selective", chosen) if chosen else NONE
+        yield replace(own, offload=tuple(moved | both))
 
 
 def pattern_of_plan(plan: Plan) -> HybridPattern:

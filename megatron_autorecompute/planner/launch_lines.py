@@ -14,7 +14,7 @@ from megatron_autorecompute.megatron_fields import (
 )
 from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import NONE, RecomputePolicy
 
 JOB = {"config", "described_by", "lora_rank"}
 """Keys of `model.facts.job` that are read: the job that a profile without a device is of."""
@@ -33,8 +33,9 @@ def flags(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> str:
         return f"--recompute-policy {shlex.quote(policy.format())}"
     words = []
     for name, value in fields.items():
-        if value is not None:
-            values = value if isinstance(value, list) else [value]
+        # Megatron's flags say cpu_offloading by its number of layers, and other switches alone.
+        if value is not None and name != "cpu_offloading":
+            values = value if isinstance(value, list) else [] if value is True else [value]
             words += ["--" + name.replace("_", "-"), *map(str, values)]
     return " ".join(words)
 
@@ -50,7 +51,7 @@ def launch_lines(plan: Plan) -> list[str]:
     lines = job_lines(plan)
     if lines:
         return lines
-    if all(choice.granularity == "none" for choice in plan.policy.layers):
+    if all(choice == NONE for choice in plan.policy.layers):
         return _pretrain_lines(plan, NO_RECOMPUTE)
     return [
         *_pretrain_lines(plan, None),

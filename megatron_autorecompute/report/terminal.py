@@ -51,12 +51,13 @@ PEAK_COLUMNS = (
 
 
 def legend(policy: RecomputePolicy) -> dict[LayerPolicy, str]:
-    """One character per choice: `.` none, `F` full, letters for selective sets in order."""
+    """One character per choice: `.` none, `F` full, letters in order for all others."""
     letters = iter(string.ascii_lowercase)
     symbols: dict[LayerPolicy, str] = {}
     for choice in policy.layers:
         if choice not in symbols:
-            symbols[choice] = {"none": ".", "full": "F"}.get(choice.granularity) or next(letters)
+            whole = {"none": ".", "full": "F"}.get(choice.granularity)
+            symbols[choice] = next(letters) if whole is None or choice.offload else whole
     return symbols
 
 

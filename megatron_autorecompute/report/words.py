@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.unit_costs import CostTable, fastest_choice
-from megatron_autorecompute.policy import FULL, LayerPolicy
+from megatron_autorecompute.policy import FULL, NONE, LayerPolicy
 from megatron_autorecompute.report.terminal import legend
 from megatron_autorecompute.units import GIB, MIB
 
@@ -48,12 +48,12 @@ def choice_colours(plan: Plan) -> dict[LayerPolicy, str]:
         plain = table.layer(layer, fastest_choice(table, layer))
         more = table.layer(layer, without_group(choice)).time_ps - plain.time_ps
         cost[choice] = max(cost.get(choice, 0.0), more)
-    recomputing = [c for c in cost if c.granularity != "none"]
+    recomputing = [c for c in cost if c != NONE]
     ordered = sorted(recomputing, key=lambda c: (c.granularity == "full", cost[c], c.group))
     ranks = list(dict.fromkeys(without_group(choice) for choice in ordered))
     colours = {rank: _on_ramp(i, len(ranks)) for i, rank in enumerate(ranks)}
     return {
-        choice: NO_RECOMPUTE if choice.granularity == "none" else colours[without_group(choice)]
+        choice: NO_RECOMPUTE if choice == NONE else colours[without_group(choice)]
         for choice in cost
     }
 

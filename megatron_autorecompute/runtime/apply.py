@@ -22,6 +22,7 @@ from megatron_autorecompute.compat import (
     layer_kinds,
     layer_modules,
     model_layers,
+    offload_modules,
     parallel,
     rules,
     seam,
@@ -248,6 +249,7 @@ class _Sites:
                 )
             rules.check_allowed(config, policy)
         rules.check_compiler(policy)
+        offload_modules.check_can_run(policy)
         self._check_families(policy)
         for site in self.blocks:
             _check_groups(site, policy.chunk_runs(site.layers))

@@ -10,7 +10,8 @@ import pytest
 from megatron.core.transformer import transformer_config
 
 from megatron_autorecompute.compat import layer_modules, model_layers, rules
-from megatron_autorecompute.policy import FULL, NONE, LayerPolicy
+from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.model_shard import choices
 from tests.support import tiny_config, tiny_gpt
 
@@ -48,6 +49,7 @@ RULES = {
         {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]},
     ),
     "layer-wise offload": ("dense", {"cpu_offloading": True, "cpu_offloading_num_layers": 1}),
+    "experts": ("moe", {}),
     "CUDA graphs": ("dense", {"cuda_graph_impl": "local"}),
     "CUDA graphs of experts": ("moe", {"cuda_graph_impl": "local"}),
     "CUDA graphs by TE": ("moe", {"cuda_graph_impl": "transformer_engine"}),
@@ -56,6 +58,16 @@ RULES = {
 }
 """Kind of tiny model and the setting whose rules are asked for; shapes as Megatron wants them."""
 
+OFFLOADED = [
+    ("core_attn",),
+    ("attn_proj",),
+    ("attn_proj", "core_attn"),
+    ("attn_norm", "qkv_linear"),
+    ("expert_fc1",),
+    ("moe_act",),
+    ("cpu_offloading",),
+]
+OFFLOADING = ("experts", "layer-wise offload", "expert-parallel overlap", "CUDA graphs by TE")
 STRICTER = {
     # Not refused upstream, and wrong or without effect there: rules._check_own_rules says why.
     ("fine-grained offload", "full"),
@@ -63,18 +75,26 @@ STRICTER = {
     ("fine-grained offload of experts", "full"),
     ("fine-grained offload of experts", "full/2"),
     ("CUDA graphs of experts", "selective[moe]"),
+    ("all", "selective[core_attn]+offload[core_attn]"),
+    ("all", "selective[moe]+offload[expert_fc1]"),  # 0.16 does not refuse these two
+    ("all", "selective[moe]+offload[moe_act]"),
 }
 
 
 def megatrons_refusal(kind, fields, choice):
     """Why Megatron cannot be constructed with a choice as its own setting, or None."""
-    own = {"recompute_granularity": None if choice == NONE else choice.granularity}
+    own = {"recompute_granularity": None if choice.granularity == "none" else choice.granularity}
     if choice.granularity == "full":
         own |= {"recompute_method": "uniform", "recompute_num_layers": choice.group}
     if choice.granularity == "selective":
         own |= {"recompute_modules": list(choice.modules)}
+    if choice.offload == ("cpu_offloading",):
+        own |= {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
+    elif choice.offload:
+        own |= {"fine_grained_activation_offloading": True, "offload_modules": [*choice.offload]}
+    own = {**fields, **own}
     try:
-        tiny_config(kind, bf16=True, **fields, **own)
+        tiny_config(kind, bf16=True, **own)
     except (AssertionError, ValueError) as error:
         return str(error) or type(error).__name__
     return None
@@ -89,12 +109,36 @@ def test_allowed_is_exactly_what_megatron_can_be_constructed_with(with_transform
     sets = [*((name,) for name in modules), *itertools.combinations(modules, 2)]
     choices = [NONE, FULL, LayerPolicy("full", group=2)]
     choices += [LayerPolicy("selective", names) for names in sets]
+    offloaded = [LayerPolicy(offload=names) for names in OFFLOADED]
+    offloaded += [
+        LayerPolicy("selective", (name,), offload=one.offload)
+        for one in offloaded
+        for name in ("core_attn", "layernorm", "moe")
+        if one.offload != ("cpu_offloading",)
+    ]
+    choices += offloaded if setting in OFFLOADING else []
     differs = {
         str(choice)
         for choice in choices
         if rules.is_allowed(config, choice) != (megatrons_refusal(kind, fields, choice) is None)
     }
-    assert differs <= {choice for name, choice in STRICTER if name == setting}
+    allowed_differences = {choice for name, choice in STRICTER if name in (setting, "all")}
+    if config.cuda_graph_impl != "none":  # graphs have the copies with which they were captured
+        allowed_differences |= {str(choice) for choice in offloaded}
+    assert differs <= allowed_differences
+
+
+def test_offload_beside_the_models_own_is_refused_with_the_translation(one_rank):
+    config = tiny_config(fine_grained_activation_offloading=True, offload_modules=["core_attn"])
+    with pytest.raises(PolicyError, match=r"it is 'megatron:offload\[core_attn\]'"):
+        rules.check_allowed(config, RecomputePolicy((LayerPolicy(offload=("mlp_norm",)),)))
+    rules.check_allowed(config, RecomputePolicy((LayerPolicy("selective", ("mlp",)),)))
+
+
+def test_unknown_modules_to_offload_are_refused_with_megatrons_list(one_rank):
+    policy = RecomputePolicy((LayerPolicy(offload=("mlp",)),))
+    with pytest.raises(PolicyError, match=r"Unknown module mlp to offload.*attn_proj, core_attn, "):
+        rules.check_allowed(tiny_config(), policy)
 
 
 def test_what_is_measured_of_a_layer_is_allowed_and_nothing_allowed_is_left_out(one_rank):

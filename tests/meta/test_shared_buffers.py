@@ -11,7 +11,7 @@ from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.model import JobStep, add_main_gradients, shard
 from megatron_autorecompute.meta.profiling import profile_job
-from megatron_autorecompute.meta.shared_buffers import deferred_output_layer
+from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, workspaces
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import stage_base
@@ -115,6 +115,21 @@ def test_versions_before_2_10_make_every_experts_dummy_anew(version, kept):
             - newest.record(choice).backward_transient_bytes
         )
         assert more == 0 if kept else more > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "each"),
+    [
+        ({"torch_version": "2.11"}, 8320 << 10),
+        ({"torch_version": "2.12"}, 32 << 20),
+        ({"torch_version": "2.12", "cublas_workspace_config": ":16:8"}, 128 << 10),
+        ({"config": {"deterministic_mode": True}}, 32 << 20),
+    ],
+)
+def test_torch_takes_hoppers_workspace_on_blackwell_since_2_12_if_none_is_given(fields, each):
+    layer = object.__new__(megatron_layers.ColumnParallelLinear)
+    found = workspaces(job(**fields), device("b200-180gb"), [layer])
+    assert found == {"cuBLAS workspaces of torch": 2 * each}
 
 
 def test_workspaces_are_those_of_the_device_and_of_the_products_that_run():

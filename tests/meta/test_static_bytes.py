@@ -61,6 +61,29 @@ def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones():
     assert of(moe, expert=800).optimizer_state_bytes == 800 * 12 // 2
 
 
+def test_muon_keeps_8_bytes_of_a_matrix_and_divides_whole_ones():
+    counts = {"dense": 8000, "dense_matrices": 6400}
+    found = [
+        of(job(optimizer="muon", **fields), **counts).optimizer_state_bytes
+        for fields in (
+            {"use_distributed_optimizer": False},
+            {},
+            {"use_layer_wise_param_layout": False},
+        )
+    ]
+    assert found == [8 * 6400 + 12 * 1600, 8 * 800 + 12 * 200, 8 * 800 + 12 * 1600]
+
+
+def test_muon_trains_matrices_outside_embedding_and_output_layer():
+    with shard(model_job(MOE), [1, 1]) as built:
+        parts = built.model.embedding, built.model.output_layer, built.model.decoder
+        embedding, output, layers = map(counted_weights, parts)
+        flat = sum(p.numel() for p in built.model.decoder.parameters() if p.dim() == 1)
+    assert embedding.total.dense_matrices == output.total.dense_matrices == 0
+    assert layers.total.dense - layers.total.dense_matrices == flat
+    assert layers.total.expert == layers.total.expert_matrices > 0
+
+
 def test_frozen_weights_have_neither_gradient_nor_state():
     assert of(job(), frozen=800).total_bytes == 1600
 

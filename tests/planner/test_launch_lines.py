@@ -39,6 +39,11 @@ def test_a_plan_that_megatron_can_say_is_printed_in_its_own_flags(plan):
         "--recompute-granularity selective --recompute-modules core_attn mlp"
     ]
     assert "no flags of recompute" in printed(plan, "none")[0]
+    assert printed(plan, "megatron:selective[mlp]+offload[core_attn+attn_proj]")[1:] == [
+        "--recompute-granularity selective --recompute-modules mlp "
+        "--fine-grained-activation-offloading --offload-modules attn_proj core_attn"
+    ]
+    assert printed(plan, "none+offload[mlp_norm]*2,none*78")[1].startswith("--recompute-policy")
 
 
 def test_any_other_plan_is_one_flag_that_a_shell_reads_back(plan):

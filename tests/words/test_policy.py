@@ -5,15 +5,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_autorecompute.errors import PolicyError
-from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import (
+    FULL,
+    LayerPolicy,
+    MegatronStrategy,
+    RecomputePolicy,
+)
 
 MODULES = st.sampled_from(["core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj"])
+OFFLOAD = st.lists(st.sampled_from(["core_attn", "attn_proj", "expert_fc1"]), max_size=3).map(tuple)
 CHOICES = st.one_of(
-    st.just(NONE),
+    st.builds(LayerPolicy, offload=OFFLOAD),
     st.builds(
         LayerPolicy,
         st.just("selective"),
         st.lists(MODULES, min_size=1, max_size=4).map(tuple),
+        offload=OFFLOAD,
     ),
     st.integers(1, 5).map(lambda group: LayerPolicy("full", group=group)),
     st.builds(LayerPolicy, st.sampled_from(["inner", "full"]), inner=st.integers(1, 5)),
@@ -71,6 +78,21 @@ def test_runs_cover_every_layer_once_and_in_order(policy):
         ("megatron:uniform/3", ["full/3"] * 3 + ["full"]),
         ("megatron:block/2", ["full", "full", "none", "none"]),
         ("megatron:block/9", ["full"] * 4),
+        ("none+offload[core_attn+attn_proj]", ["none+offload[attn_proj+core_attn]"] * 4),
+        (
+            "selective[layernorm]+offload[expert_fc1]*1,none*3",
+            ["selective[layernorm]+offload[expert_fc1]"] + ["none"] * 3,
+        ),
+        ("megatron:offload[core_attn]", ["none+offload[core_attn]"] * 4),
+        ("megatron:none+offload[core_attn]", ["none+offload[core_attn]"] * 4),
+        (
+            "megatron:selective[mlp]+offload[qkv_linear]",
+            ["selective[mlp]+offload[qkv_linear]"] * 4,
+        ),
+        (
+            "megatron:cpu_offloading/1",
+            ["none+offload[cpu_offloading]"] + ["none"] * 3,
+        ),
     ],
 )
 def test_text_means(text, expected):
@@ -116,6 +138,12 @@ def test_multi_token_prediction_follows_uniform_and_ignores_block():
         ("inner*4", "Cannot read 'inner' as a choice"),
         ("inner/0*4", "N being 1 or more layers"),
         ("full/2+inner/1*4", "Cannot read 'full/2"),
+        ("full+offload[core_attn]*4", r"full with \+offload\[core_attn\]: .* nothing is there"),
+        ("inner/1+offload[core_attn]*4", "Offload goes with none and selective"),
+        ("none+offload[]*4", "is not a module name"),
+        ("none+offload[mlp norm]*4", "'mlp norm' is not a module name"),
+        ("none+offload[cpu_offloading+core_attn]*4", "without other modules"),
+        ("megatron:block/2+offload[core_attn]", "Cannot read 'megatron:block"),
         ("full/3*4", r"cannot be cut into checkpoints of 3.*for example full/3\*3,full\*1"),
         ("none*0", "a run has at least one layer"),
         ("none;full", "Cannot read 'none;full'"),
@@ -168,6 +196,20 @@ def test_half_a_file_or_another_one_is_refused(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(PolicyError, match=message):
         RecomputePolicy.parse(f"@{path}", num_layers=2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "megatron:none",
+        "megatron:offload[attn_proj+core_attn]",
+        "megatron:selective[mlp]+offload[core_attn]",
+        "megatron:selective[]+offload[core_attn]",
+        "megatron:cpu_offloading/3",
+    ],
+)
+def test_names_of_megatrons_settings_are_read_and_written(text):
+    assert str(MegatronStrategy.parse(text)) == text
 
 
 def test_layer_policies_keep_modules_sorted_and_hash_equal():

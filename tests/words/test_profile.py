@@ -1,12 +1,22 @@
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.profile import BytesAt, ChoiceRecord, Imbalance, LayerKind, Profile
+from megatron_autorecompute.profile import (
+    BytesAt,
+    ChoiceRecord,
+    HostLink,
+    Imbalance,
+    LayerKind,
+    OffloadGroup,
+    Profile,
+)
 from tests.planner.random_profiles import problem
+from tests.planner.uniform_profiles import uniform_profile
 
 
 @pytest.fixture
@@ -229,3 +239,19 @@ def test_a_choice_that_is_cheaper_than_one_it_contains_is_refused(data, times_ms
 def test_equal_times_rounding_and_cheaper_groups_are_no_contradiction(data, times_ms):
     data["kinds"][0]["choices"] = with_times(**times_ms)
     assert Profile.from_json(json.dumps(data)).kinds[0].choices[0].held_bytes == 1
+
+
+def test_offload_groups_are_of_the_choice_in_the_order_of_their_copies_and_survive_json():
+    early = OffloadGroup("core_attn", 3, 4, 0.3, 0.6, 0.9)
+    late = OffloadGroup("moe_act", 5, 5, 0.8, 0.1, 0.2)
+    choice, groups = "none+offload[core_attn+moe_act]", (early, late)
+    record = ChoiceRecord(choice, 9, 1, 1, 1.0, 2.0, offload_groups=groups)
+    profile = replace(uniform_profile(2, record), host_link=HostLink(25.0, 24.0, 1 << 36))
+    assert Profile.from_json(profile.to_json()) == profile
+    assert record.host_bytes == 9
+    with pytest.raises(ValueError, match=r"in the order of forward_end; found \[0.8, 0.3\]"):
+        replace(record, offload_groups=(late, early))
+    with pytest.raises(ValueError, match=r"has a group 'moe_act'; its groups can be of core_attn$"):
+        replace(record, choice="none+offload[core_attn]")
+    with pytest.raises(ValueError, match=r"backward_end 0.2 is before backward_begin 0.6"):
+        replace(early, backward_end=0.2)

@@ -59,6 +59,11 @@ ALL = [
         ("selective[mlp]", "selective[core_attn+mlp]", False),
         ("selective[moe+moe_act]", "selective[moe]", False),
         ("none", "full", False),
+        ("none+offload[mlp_norm]", "none", True),
+        ("selective[mlp]+offload[mlp_norm]", "none+offload[mlp_norm]", True),
+        ("selective[mlp]", "none+offload[mlp_norm]", False),
+        ("full", "none+offload[mlp_norm]", False),
+        ("none+offload[mlp_norm]", "full", False),
     ],
 )
 def test_a_choice_contains_those_whose_work_it_does(larger, smaller, contained):
