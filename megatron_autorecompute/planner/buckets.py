@@ -16,6 +16,8 @@ ABOVE = 0.25
 """Above the cap, plans are made in steps of this share of it."""
 LARGEST = "calls by tokens of their largest microbatch"
 """A fact of the model: shares of calls, by bucket."""
+EXAMPLES = "tokens of each microbatch in some calls"
+"""A fact of the model: a text of numbers for each."""
 
 
 def bucket(tokens: int, cap: int) -> int:
