@@ -28,6 +28,7 @@ from megatron_autorecompute.compat import (
     seam,
     stage_layout,
 )
+from megatron_autorecompute.compat.offload_modules import HostMemory
 from megatron_autorecompute.compat.untyped import Block, Layer
 from megatron_autorecompute.errors import ApplyError, AutorecomputeError, PolicyError
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy, Run
@@ -108,9 +109,21 @@ class AppliedPolicy:
         if not all(self._is_active()):
             raise ApplyError("This policy was undone; apply the new one with apply(policy, model).")
         agree_on(policy, functools.partial(self._sites.check, policy), self._sites.groups)
+        before = self.policy
+        try:
+            self._set(policy)
+        except BaseException:
+            self._set(before)
+            raise
+
+    def _set(self, policy: RecomputePolicy) -> None:
         for owner, held in zip(self._sites.owners, self._held, strict=True):
             held.clear(owner)
             held.set(owner, policy)
+
+    def host_memory(self) -> HostMemory:
+        """Host memory that the policy's offload uses on this rank."""
+        return offload_modules.host_memory()
 
     def undo(self) -> None:
         """Restore the model exactly as it was; a second call does nothing."""
@@ -309,16 +322,23 @@ class _Sites:
                     )
 
     def hold(self, policy: RecomputePolicy, holder: str) -> AppliedPolicy:
-        """Put the policy in force."""
-        for site in self.blocks:
-            layers = tuple(site.block.layers)
-            site.block.__dict__[HOLDER_KEY] = _HeldBlock(site.block, layers, site.layers, holder)
-        for mtp in self.mtps:
-            held_of = _HeldDepths if len(mtp.indices) > 1 else _Held
-            layers = (mtp.layer,) * len(mtp.indices)
-            mtp.mtp.__dict__[HOLDER_KEY] = held_of(mtp.mtp, layers, mtp.indices, holder)
-        for owner in self.owners:
-            owner.__dict__[HOLDER_KEY].set(owner, policy)
+        """Put the policy in force, on all of them or, with an error, on none."""
+        try:
+            for site in self.blocks:
+                layers = tuple(site.block.layers)
+                held = _HeldBlock(site.block, layers, site.layers, holder)
+                site.block.__dict__[HOLDER_KEY] = held
+            for mtp in self.mtps:
+                held_of = _HeldDepths if len(mtp.indices) > 1 else _Held
+                layers = (mtp.layer,) * len(mtp.indices)
+                mtp.mtp.__dict__[HOLDER_KEY] = held_of(mtp.mtp, layers, mtp.indices, holder)
+            for owner in self.owners:
+                owner.__dict__[HOLDER_KEY].set(owner, policy)
+        except BaseException:
+            for owner in self.owners:
+                if HOLDER_KEY in owner.__dict__:
+                    owner.__dict__.pop(HOLDER_KEY).clear(owner)
+            raise
         return AppliedPolicy(self)
 
 
@@ -342,15 +362,22 @@ class _Held:
         self.layers = layers
         self.indices = indices
         self.config = owner.config
-        places = [place for layer in layers for place in layer_modules.settings(layer)]
+        of_layer = (layer_modules.settings, offload_modules.settings)
+        places = [place for layer in layers for each in of_layer for place in each(layer)]
         self.before = [(place, name, getattr(place, name)) for place, name in places]
+        own = offload_modules.own_switch(self.config)
+        self.before.append((self.config, offload_modules.SWITCH_OF_ALL, own))
         self.hooks: list[Any] = []
 
     def set(self, owner: torch.nn.Module, policy: RecomputePolicy) -> None:
         """Put the policy in force; none may be in force at the moment."""
         self.policy = policy
+        if offload_modules.offloads(policy):
+            offload_modules.forget()
+            setattr(self.config, offload_modules.SWITCH_OF_ALL, True)
+            self.hooks.append(owner.register_forward_pre_hook(offload_modules.begin_forward))
         for layer, choice in self.choices():
-            layer_modules.set_modules(layer, choice.modules)
+            self.set_layer(layer, choice)
             for one in model_layers.nested_layers(layer):
                 if "mlp" in choice.modules:
                     self._let_bias_leave(one)
@@ -358,10 +385,17 @@ class _Held:
                     self._let_graph_go(one)
         self.set_full(owner)
 
+    def set_layer(self, layer: Layer, choice: LayerPolicy) -> None:
+        """The modules that a layer recomputes and offloads; without offload in the policy the
+        config's own stays in force."""
+        layer_modules.set_modules(layer, choice.modules)
+        if offload_modules.offloads(self.policy):
+            offload_modules.set_offload(layer, choice.offload)
+
     def set_full(self, owner: torch.nn.Module) -> None:
         """Make the owner take Megatron's full-recompute branch if the policy has full layers."""
         ((layer, choice),) = self.choices()
-        if choice.modules or choice.inner:
+        if _works_inside(choice):
             self.require_gradient()
         self.set_depth(owner, layer, choice)
 
@@ -378,6 +412,8 @@ class _Held:
 
     def clear(self, owner: torch.nn.Module) -> None:
         """Restore everything that `set` has changed."""
+        if offload_modules.offloads(self.policy):
+            offload_modules.forget()
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
@@ -401,7 +437,7 @@ class _Held:
     def require_gradient(self) -> None:
         """Make inputs of layers with selective modules require grad; see `_require_gradient`."""
         for layer, choice in self.choices():
-            if choice.modules or choice.inner:
+            if _works_inside(choice):
                 hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)
                 self.hooks.append(hook)
 
@@ -443,7 +479,7 @@ class _HeldDepths(_Held):
 
     def _begin(self, owner: torch.nn.Module, _: Any) -> None:
         layer, choice = self.choices()[self.running]
-        layer_modules.set_modules(layer, choice.modules)
+        self.set_layer(layer, choice)
         self.set_depth(owner, layer, choice)
 
     def _end(self, owner: torch.nn.Module, _: Any, output: Any) -> None:
@@ -468,7 +504,7 @@ class _HeldDepths(_Held):
 
     def _rest(self, owner: torch.nn.Module) -> None:
         self.running = 0
-        layer_modules.set_modules(self.layers[0], ())
+        self.set_layer(self.layers[0], NONE)
         self.set_depth(owner, self.layers[0], NONE)
 
 
@@ -476,7 +512,7 @@ class _HeldBlock(_Held):
     """A policy in force on one block."""
 
     def set_full(self, owner: torch.nn.Module) -> None:
-        if any(choice.modules for _, choice in self.choices()):
+        if any(_works_inside(choice) for _, choice in self.choices()):
             self.watch = owner.register_forward_pre_hook(_look_at_input, with_kwargs=True)
             self.hooks.append(self.watch)
         runs: Sequence[Run] = self.policy.chunk_runs(self.indices)
@@ -490,6 +526,12 @@ class _HeldBlock(_Held):
     def clear(self, owner: torch.nn.Module) -> None:
         seam.restore(owner)
         super().clear(owner)
+
+
+def _works_inside(choice: LayerPolicy) -> bool:
+    """Whether the choice has checkpoints or copies inside the layer, which start in backward only
+    if their input requires grad."""
+    return bool(choice.modules or choice.inner or choice.offload)
 
 
 def _look_at_input(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
