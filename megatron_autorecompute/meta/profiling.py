@@ -317,7 +317,8 @@ class _Counted:
             model_layers.final_norm(model.decoder)
         )
         if several and not job.untie_embeddings_and_output_weights:
-            self._head += self._embedding  # the last stage has a copy of the tied weights
+            # The last stage has a copy of the tied weights, without those of positions.
+            self._head += counted_weights(model.embedding.word_embeddings)
         sites = model_layers.mtp_sites([model])
         depths = [site.mtp for site in sites]
         # The weights of a layer that runs for several depths count for the first.
