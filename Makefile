@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 CORE_019 := build/megatron-core-0.19.2
 BRIDGE_SITE := build/megatron-bridge-0.3.1
+BRIDGE_MAIN := build/bridge-main
 # A machine whose Python already has torch with CUDA keeps that torch.
 HAS_CUDA := $(shell $(PYTHON) -c "import torch; print(torch.cuda.is_available())" 2>/dev/null)
 export TORCHDYNAMO_DISABLE := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: compare results examples measured test test-core-016 test-core-019 test-once test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks clean
+.PHONY: compare results examples measured test test-core-016 test-core-019 test-once test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks clean
 
 ## Run Megatron under its own strategies and ours, on this machine; print the table, and where the
 ## report of our plan is.
@@ -31,6 +32,8 @@ PLANNED := build/no_device
 EXAMPLES := llama3-70b llama31-405b deepseek-v3
 # The .venv's megatron-core 0.16 has no HybridModel.
 HYBRIDS := llama3-70b-hybrid nemotron-3-nano nemotron-3-super nemotron-h-56b
+SETTINGS := none $(patsubst %,'selective[%]',core_attn layernorm moe_act layernorm+moe_act \
+    shared_experts moe layernorm+moe) uniform/1
 WITH_019 := PYTHONPATH=$(CURDIR)/$(CORE_019)
 examples: export PATH := $(CURDIR)/$(BIN):$(PATH)
 examples: export PYTHONWARNINGS := ignore
@@ -38,6 +41,8 @@ examples: $(INSTALLED) $(CORE_019)
 	mkdir -p $(NO_DEVICE)
 	examples/no_device/run.sh $(PLANNED) $(EXAMPLES) > $(NO_DEVICE)/plans.txt
 	$(WITH_019) examples/no_device/run.sh $(PLANNED) $(HYBRIDS) > $(NO_DEVICE)/hybrid-plans.txt
+	$(WITH_019) $(BIN)/python scripts/settings.py examples/no_device/nemotron-3-nano.yaml \
+	    $(PLANNED)/nemotron-3-nano.json $(SETTINGS) > $(NO_DEVICE)/nemotron-3-nano-settings.txt
 	examples/no_device/run.sh $(PLANNED) qwen3-30b-a3b-grpo \
 	    | sed -n '/up to tokens/,/^[^ ]/{s/^ \(.*[^ ]\) *$$/\1/p}' > $(NO_DEVICE)/lengths.txt
 	for job in $(HYBRIDS); do \
@@ -132,6 +137,21 @@ BRIDGE_KNOWN := $(addprefix --deselect=tests/unit_tests/training/test_config.py:
 test-bridge: $(INSTALLED) $(BRIDGE_SITE)
 	PYTHONPATH=$(CURDIR)/$(BRIDGE_SITE) HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/bridge $(ARGS) \
 	    $(call OF,bridge 0.3.1)
+
+## Train and plan with hybrid providers of a newer Bridge and Megatron, on CPU:
+## make bridge-hybrid-checks BRIDGE=path/to/checkout MEGATRON_LM=path/to/checkout
+bridge-hybrid-checks: $(INSTALLED) $(BRIDGE_MAIN)
+	@test -d "$(BRIDGE)/src/megatron/bridge/models/hybrid" -a -d "$(MEGATRON_LM)/megatron/core" || { echo \
+	    "BRIDGE=PATH of a Megatron-Bridge after 0.5, MEGATRON_LM=PATH of the Megatron-LM it pins"; exit 2; }
+	PYTHONPATH=$(CURDIR):$(abspath $(BRIDGE))/src:$(abspath $(MEGATRON_LM)):$(CURDIR)/$(BRIDGE_MAIN) \
+	    HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/bridge/test_hybrid.py $(ARGS)
+
+$(BRIDGE_MAIN): $(INSTALLED) constraints/bridge-main.txt
+	mkdir -p build
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints/cpu.txt triton
+	rm -rf $@.part $@
+	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints/bridge-main.txt --target $@.part
+	mv $@.part $@
 
 ## Run Bridge's own unit tests with the field in place: make bridge-checks BRIDGE=/path/to/checkout
 bridge-checks: $(INSTALLED) $(BRIDGE_SITE)

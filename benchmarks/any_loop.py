@@ -2,9 +2,10 @@
 
     python -m benchmarks.any_loop [--calls 500] [--only PP2]
 
-Printed, and written as JSON. Each job trains twice: with `attach` and without. Both have the same
-microbatches: in every call another number of them, each of another length. The bytes of every call
-are counted outside of what is judged, by a `LiveBytes` of this script.
+Printed, and written as JSON beside what the file has of other jobs. Each job trains twice: with
+`attach` and without. Both have the same microbatches: in every call another number of them, each of
+another length. The bytes of every call are counted outside of what is judged, by a `LiveBytes` of
+this script.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from rich.table import Table
 
 from examples.loops.small_gpt import MAX_TOKENS, SmallGPT, get_forward_backward_func
 from megatron_autorecompute import attach
-from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
 from tests.support import run_ranks
@@ -65,7 +65,7 @@ class Call:
     """Digest of losses and gradients."""
     peak_bytes: int
     predicted_bytes: int | None
-    """For the lengths of the call; None while measuring."""
+    """For the lengths of the call, and what its experts got; None while measuring."""
     bound_bytes: int | None
     """Of the plan."""
     policy: str
@@ -105,12 +105,15 @@ def trained(job: Job, calls: int, with_auto: bool) -> list[Call]:
                 gpt.call(batches, forward_backward, forward_only=True)
         if number % 3 != 2:  # sometimes two calls to an update
             gpt.zero_grad()
-        with LiveBytes(tensors(gpt.chunks, gpt.optimizer)) as memory:
-            static = static_bytes(gpt.chunks, gpt.optimizer).total_bytes
+        peak_bytes = 0
+        if with_auto:
+            with LiveBytes(tensors(gpt.chunks, gpt.optimizer)) as memory:
+                static = static_bytes(gpt.chunks, gpt.optimizer).total_bytes
+                losses = gpt.call(batches, forward_backward)
+            peak_bytes = static + memory.peak_bytes
+        else:
             losses = gpt.call(batches, forward_backward)
-        found.append(
-            Call(digest(gpt, losses), static + memory.peak_bytes, *prediction(auto, own, by_rank))
-        )
+        found.append(Call(digest(gpt, losses), peak_bytes, *prediction(auto, own)))
         if number % 3 != 1 and number % 7 != 6:  # sometimes the update is left out
             gpt.optimizer.step()
     if auto is not None:
@@ -126,16 +129,14 @@ def digest(gpt, losses) -> str:
     return found.hexdigest()
 
 
-def prediction(auto, own, by_rank) -> tuple[int | None, int | None, str]:
+def prediction(auto, own) -> tuple[int | None, int | None, str]:
     if auto is None:
         return None, None, ""
     if auto.plan is None:
         return None, None, auto.policy.format()
-    group = zip(*by_rank, strict=True)
-    mixed = [Microbatch(t, t * t, sum(all_t)) for t, all_t in zip(own, group, strict=True)]
     stage = auto.shard.stage
     bound = auto.plan.cost.stages[stage].peak_high_bytes
-    return auto.predicted_peaks(mixed)[stage], bound, auto.policy.format()
+    return auto.predicted_peaks(own, auto.routed)[stage], bound, auto.policy.format()
 
 
 @dataclass(frozen=True)
@@ -212,12 +213,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
     jobs = [job for job in JOBS if asked.only in (None, job.name)]
+    old = json.loads(asked.output.read_text()) if asked.output.exists() else []
+    found = {one["job"]["name"]: one for one in old}
     results = []
     for job in jobs:
         results.append(judged(job, asked.calls))
         Console(width=120).print(table(results))
-        text = json.dumps([asdict(one) for one in results], indent=1)
-        asked.output.write_text(f"{text}\n")
+        found[job.name] = asdict(results[-1])
+        ordered = [found[one.name] for one in JOBS if one.name in found]
+        asked.output.write_text(f"{json.dumps(ordered, indent=1)}\n")
 
 
 if __name__ == "__main__":

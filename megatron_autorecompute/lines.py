@@ -1,8 +1,8 @@
 """Bytes and times of a layer as lines in the tokens of a microbatch, fitted to what was seen.
 
 Everything that a layer keeps or computes has a size per token. Two things do not: unfused attention
-has tensors of length x length for each sample, and a layer with experts gets the tokens that other
-ranks of its expert-parallel group send it.
+has tensors of length x length for each sample, and a layer with experts gets the tokens that are
+routed to its rank, those of other ranks too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
@@ -29,14 +29,19 @@ class Microbatch:
     """What the model is given on this rank, padding included."""
     squares: int
     """Sum over its samples of their squared lengths; tokens ** 2 for one sample, or if unknown."""
-    group_tokens: int
-    """Tokens of the microbatch on all ranks of the expert-parallel group, this one included."""
+    routed_tokens: float = 0
+    """Rows that the experts of this rank get in a layer: a token counts once for each of its
+    experts here, whichever rank it is from. 0 in layers without experts."""
 
     @classmethod
-    def longest(cls, tokens: int, expert_parallel: int = 1) -> Microbatch:
-        """One that needs as many bytes as any of up to so many tokens: a single sample, and as
-        many tokens on every other rank."""
-        return cls(tokens, tokens * tokens, tokens * expert_parallel)
+    def longest(cls, tokens: int) -> Microbatch:
+        """One that needs as many bytes as any of up to so many tokens: a single sample."""
+        return cls(tokens, tokens * tokens)
+
+    @classmethod
+    def packed(cls, lengths: Sequence[int]) -> Microbatch:
+        """One of several samples, which do not attend to each other."""
+        return cls(sum(lengths), sum(length * length for length in lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +52,8 @@ class Line:
     per_token: Coefficient = 0.0
     per_square: Coefficient = 0.0
     """For each unit of `Microbatch.squares`."""
-    per_group_token: Coefficient = 0.0
-    """For each unit of `Microbatch.group_tokens`."""
+    per_routed_token: Coefficient = 0.0
+    """For each unit of `Microbatch.routed_tokens`."""
     residual: Coefficient = 0.0
     """The largest distance of a point from the fit before it was lifted, as a share of the largest
     point."""
@@ -61,7 +66,7 @@ class Line:
             self.constant
             + self.per_token * one.tokens
             + self.per_square * one.squares
-            + self.per_group_token * one.group_tokens
+            + self.per_routed_token * one.routed_tokens
         )
 
     def plus(self, other: Line) -> Line:
@@ -70,9 +75,19 @@ class Line:
             self.constant + other.constant,
             self.per_token + other.per_token,
             self.per_square + other.per_square,
-            self.per_group_token + other.per_group_token,
+            self.per_routed_token + other.per_routed_token,
             max(self.residual, other.residual),
             min(self.most_tokens, other.most_tokens),
+        )
+
+    def times(self, factor: float) -> Line:
+        """The line of a figure that is larger by a factor, whatever the lengths."""
+        return replace(
+            self,
+            constant=factor * self.constant,
+            per_token=factor * self.per_token,
+            per_square=factor * self.per_square,
+            per_routed_token=factor * self.per_routed_token,
         )
 
     def bytes_at(self, one: Microbatch) -> int:
@@ -104,21 +119,21 @@ def envelope(points: Sequence[Point], *, experts: bool = False) -> Line:
 
     Args:
         points: microbatches and bytes, at least one.
-        experts: whether the group's tokens matter too.
+        experts: whether routed tokens matter too.
     """
     lengths = {one.tokens for one, _ in points}
-    first = _fitted(points, squares=False, group=experts and len(lengths) > 1)
+    first = _fitted(points, squares=False, routed=experts)
     if first.residual <= BENT or len(lengths) < 3:
         return first
-    bent = _fitted(points, squares=True, group=experts)
+    bent = _fitted(points, squares=True, routed=experts)
     return bent if bent.residual < first.residual / 2 else first
 
 
-def _fitted(points: Sequence[Point], *, squares: bool, group: bool) -> Line:
+def _fitted(points: Sequence[Point], *, squares: bool, routed: bool) -> Line:
     from scipy.optimize import nnls  # 0.2 s to import
 
     terms = [
-        (1.0, float(one.tokens), float(one.squares) * squares, float(one.group_tokens) * group)
+        (1.0, float(one.tokens), float(one.squares) * squares, float(one.routed_tokens) * routed)
         for one, _ in points
     ]
     columns, values = np.array(terms), np.array([value for _, value in points], float)
@@ -134,7 +149,7 @@ def _fitted(points: Sequence[Point], *, squares: bool, group: bool) -> Line:
         constant=float(coefficients[0] + max(0.0, left.max())),
         per_token=float(coefficients[1]),
         per_square=float(coefficients[2]),
-        per_group_token=float(coefficients[3]),
+        per_routed_token=float(coefficients[3]),
         residual=float(np.abs(left).max() / top),
         most_tokens=max(one.tokens for one, _ in points),
     )

@@ -89,7 +89,8 @@ def offload_of(config: Any) -> MegatronStrategy | None:
     """The strategy in a config's offload fields; None if nothing is offloaded."""
     if getattr(config, "cpu_offloading", False):
         return MegatronStrategy("cpu_offloading", (), config.cpu_offloading_num_layers)
-    if getattr(config, "fine_grained_activation_offloading", False):
+    # A policy in force sets the first alone.
+    if getattr(config, "fine_grained_activation_offloading", False) and config.offload_modules:
         return MegatronStrategy("none", offload=tuple(sorted(config.offload_modules)))
     return None
 

@@ -556,6 +556,9 @@ class Profile:
     """For choices that offload; without it they cannot be planned."""
     boundary_line: Line | None = None
     """boundary_bytes as a line in the tokens of a microbatch; None: lengths do not vary."""
+    routed_line: Line | None = None
+    """The most `Microbatch.routed_tokens` to plan for, in any layer and on any rank, as a line in
+    the tokens of a call's longest microbatch; None: no experts, or lengths do not vary."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """Versions, device, settings: a plan is used again only if all of them are equal."""
     assumptions: tuple[str, ...] = ()

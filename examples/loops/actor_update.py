@@ -1,8 +1,9 @@
 """A loop shaped like verl's actor update: log-prob pass, several optimizer steps, then asleep.
 
 `Engine` stands for `MegatronEngine` in verl/workers/engine/megatron/transformer_impl.py, and its
-methods for those of the same names. Between updates an inference engine needs the device: gradients
-are resized to nothing, and the optimizer's state goes to the host.
+methods for those of the same names. Between updates an inference engine needs the device:
+parameters, gradients and the optimizer's state go to the host, and their storages are resized to
+nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Engine:
         return [float(each["loss"]) for each in found]
 
     def sleep(self) -> None:
-        """Give gradients and optimizer state back to the device."""
+        """Give parameters, gradients and optimizer state back to the device."""
         for tensor in self._tensors():
             self._asleep.append((tensor, tensor.to("cpu", copy=True)))
             tensor.untyped_storage().resize_(0)
@@ -60,6 +61,7 @@ class Engine:
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for chunk in self.module:
+            yield from (parameter.data for parameter in chunk.parameters())
             for buffer in chunk.buffers:  # type: ignore[union-attr]
                 yield buffer.grad_data
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):

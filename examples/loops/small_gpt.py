@@ -51,6 +51,7 @@ class SmallGPT:
         vpp: model chunks of a stage; None for one.
         ep: expert parallel ranks; above 1 the layers have experts.
         fields: further fields of the TransformerConfig.
+        attention: the core attention.
     """
 
     pp: int = 1
@@ -58,6 +59,7 @@ class SmallGPT:
     ep: int = 1
     layers: int = 6
     fields: dict[str, Any] | None = None
+    attention: type[Attention] = Attention
 
     def __post_init__(self) -> None:
         if not parallel_state.model_parallel_is_initialized():
@@ -109,7 +111,7 @@ class SmallGPT:
 
     def _chunk(self, number: int) -> torch.nn.Module:
         spec = get_gpt_layer_local_spec(num_experts=self.config.num_moe_experts)
-        spec.submodules.self_attention.submodules.core_attention = Attention
+        spec.submodules.self_attention.submodules.core_attention = self.attention
         where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": number} if self.vpp else {}
         model = GPTModel(
             self.config,

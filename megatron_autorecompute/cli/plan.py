@@ -21,7 +21,7 @@ from megatron_autorecompute.cli.output import (
 from megatron_autorecompute.cli.pipeline import MICRO_BATCH_SIZE
 from megatron_autorecompute.cli.problem import add_problem, problems
 from megatron_autorecompute.cli.values import budgets, file, sizes
-from megatron_autorecompute.cli.verify import add_measured, as_data, conclude, verified
+from megatron_autorecompute.cli.verify import add_runs, as_data, conclude, verified
 from megatron_autorecompute.errors import InfeasibleError, OptionError
 from megatron_autorecompute.planner.buckets import bucket_plans
 from megatron_autorecompute.planner.layout_search.search import search_layout
@@ -67,7 +67,7 @@ class PlanCommand(Command):
         parser.add_argument(
             "--verify", action="store_true", help="run Megatron's own schedule under the plan"
         )
-        add_measured(parser)
+        add_runs(parser)
         add_json(parser)
         add_verbose(parser)
 
@@ -75,9 +75,11 @@ class PlanCommand(Command):
         """Solve; if nothing fits, raises InfeasibleError with changes that would make it fit."""
         output = output_file(args)
         refuse_ignored(args)
-        if args.measured is not None and not args.verify:
+        given = {"--measured": args.measured is not None, "--lengths": bool(args.lengths)}
+        unused = next((flag for flag, there in given.items() if there), None)
+        if unused and not args.verify:
             raise OptionError(
-                "--measured has no effect without --verify. Add --verify, or leave it out."
+                f"{unused} has no effect without --verify. Add --verify, or leave it out."
             )
         with progress_bars() as bars:
             plan = _solved(args, bars)

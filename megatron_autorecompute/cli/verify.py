@@ -6,11 +6,12 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import add_json, console, progress_bars, quiet_upstream
+from megatron_autorecompute.cli.values import sizes
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.units import GIB, Unit, unit_for
@@ -28,7 +29,7 @@ class VerifyCommand(Command):
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the plan's file, and that of a job."""
         parser.add_argument("plan", metavar="PLAN.json")
-        add_measured(parser)
+        add_runs(parser)
         add_json(parser)
 
     def run(self, args: Namespace) -> None:
@@ -40,13 +41,22 @@ class VerifyCommand(Command):
         conclude(args, checks)
 
 
-def add_measured(parser: ArgumentParser) -> None:
-    """Add the flag `--measured`."""
+def add_runs(parser: ArgumentParser) -> None:
+    """Add the flags that say what runs beside the plan's own step."""
     parser.add_argument(
         "--measured",
         metavar="JOB.json",
         help="a plan file that a job wrote: the peaks of the step it measured stand beside "
         "(default: the plan itself, where a job measured it)",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=sizes,
+        action="append",
+        default=[],
+        metavar="TOKENS,TOKENS,...",
+        help="a call with such microbatches, in this order, tokens on a rank; may be repeated "
+        "(default: of a plan for lengths, three of the calls that it expects)",
     )
 
 
@@ -58,16 +68,18 @@ def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
     """
     measured = _measured(args, plan)
     with quiet_upstream():
-        from megatron_autorecompute.meta import verify  # loads torch and Megatron
+        from megatron_autorecompute.meta import verify, verify_calls  # loads torch and Megatron
 
         unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
         job = measured is not None
-        lines = Lines(unit, job) if not args.json and not sys.stdout.isatty() else None
+        calls = args.lengths or verify_calls.calls_of(plan)
+        beside = Beside(bool(calls) or job, job)
+        lines = Lines(unit, beside) if not args.json and not sys.stdout.isatty() else None
         if measured is not None:
             verify.measured_peaks(plan, measured)
         with progress_bars() as bars:
             stages = plan.layout.num_stages
-            task = bars.add_task("Megatron's own schedule", total=stages * (1 + job))
+            task = bars.add_task("Megatron's own schedule", total=stages * (1 + job + len(calls)))
 
             def done(check: StageCheck) -> None:
                 bars.advance(task)
@@ -75,6 +87,7 @@ def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
                     lines.say(check)
 
             checks = [*verify.verify(plan, done)]
+            checks += verify_calls.verify_calls(plan, calls, checks, done)
             if measured is not None:
                 checks += verify.verify_measured(plan, measured, done)
         if not args.json and lines is None:
@@ -114,17 +127,29 @@ def _measured(args: Namespace, plan: Plan) -> Plan | None:
 def table(checks: Sequence[StageCheck], unit: Unit) -> Rows:
     """One row per stage, and another one for each where a job measured it."""
     job = any(check.job_bytes is not None for check in checks)
-    columns = [Column(name) for name in _names(unit, job)]
-    return Rows([*columns, Column("", left=True)], [_cells(check, unit, job) for check in checks])
+    beside = Beside(job or any(check.call is not None for check in checks), job)
+    columns = [Column(name) for name in _names(unit, beside)]
+    rows = [_cells(check, unit, beside) for check in checks]
+    return Rows([*columns, Column("", left=True)], rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Which columns there are for what runs beside the plan's own step."""
+
+    steps: bool = False
+    """Its name."""
+    job: bool = False
+    """What a job measured of it."""
 
 
 class Lines:
     """The table's rows for a pipe: written one at a time, in columns of the header's widths."""
 
-    def __init__(self, unit: Unit, job: bool = False) -> None:
+    def __init__(self, unit: Unit, beside: Beside = Beside()) -> None:
         self._unit = unit
-        self._job = job
-        self._names = _names(unit, job)
+        self._beside = beside
+        self._names = _names(unit, beside)
         self._begun = False
 
     def say(self, check: StageCheck) -> None:
@@ -132,42 +157,44 @@ class Lines:
         if not self._begun:
             print("  ".join(self._names))
         self._begun = True
-        *texts, remark = _cells(check, self._unit, self._job)
+        *texts, remark = _cells(check, self._unit, self._beside)
         row = [text.rjust(len(name)) for text, name in zip(texts, self._names, strict=True)]
         print("  ".join([*row, remark]).rstrip(), flush=True)
 
 
-def _names(unit: Unit, job: bool) -> tuple[str, ...]:
+def _names(unit: Unit, beside: Beside) -> tuple[str, ...]:
     """The columns but the last; none is narrower than its figures."""
     return (
-        *(("          step",) if job else ()),
+        *(("          step",) if beside.steps else ()),
         "stage",
         f"predicted {unit.name}",
         f"Megatron {unit.name}",
         "  error",
         f"total {unit.name}",
-        *((f"  job {unit.name}", "  error") if job else ()),
+        *((f"  job {unit.name}", "  error") if beside.job else ()),
         f"budget {unit.name}",
     )
 
 
-def _cells(check: StageCheck, unit: Unit, job: bool) -> tuple[str, ...]:
+def _cells(check: StageCheck, unit: Unit, beside: Beside) -> tuple[str, ...]:
     """One stage; the last text says what is wrong, if anything is."""
     digits = 3 if unit.size == GIB else 1
     step = "plan" if check.iteration is None else f"iteration {check.iteration}"
+    step = step if check.call is None else f"call {check.call}"
     ran = ("", "") if check.job_bytes is None else (unit.text(check.job_bytes), _percent(check))
     remarks = {
         "over budget": check.iteration is None and not check.fits,
+        "above the plan": not check.bounded,
         "differs": not check.agrees,
     }
     return (
-        *((step,) if job else ()),
+        *((step,) if beside.steps else ()),
         str(check.stage),
         f"{check.predicted_bytes / unit.size:.{digits}f}",
         f"{check.megatron_bytes / unit.size:.{digits}f}",
         f"{check.error:+.2%}",
         unit.text(check.total_bytes),
-        *(ran if job else ()),
+        *(ran if beside.job else ()),
         unit.text(check.budget_bytes),
         next((remark for remark, holds in remarks.items() if holds), ""),
     )

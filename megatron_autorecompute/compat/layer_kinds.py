@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
+import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -28,7 +30,15 @@ def attends_to_context(layer: Layer) -> bool:
 
 def has_experts(layer: Layer) -> bool:
     """Whether the bytes that the layer holds depend on how tokens are routed."""
-    return any(isinstance(module, MoELayer) for module in layer.modules())
+    return any(experts(layer))
+
+
+def experts(layer: Layer) -> Iterator[torch.nn.Module]:
+    """The modules that run a rank's experts; their first argument has a row for each token routed
+    here, and for each of its experts here."""
+    for module in layer.modules():
+        if isinstance(module, MoELayer):
+            yield module.experts
 
 
 _FAMILY_OF_CLASS = {

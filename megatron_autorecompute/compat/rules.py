@@ -121,8 +121,7 @@ def _check_own_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
             "with cuda_graph_impl=local the MoE layer's recompute is fixed when graphs are made",
         ),
         (
-            choice.granularity == "full"
-            and getattr(config, "fine_grained_activation_offloading", False),
+            choice.granularity == "full" and offload_modules.own_switch(config),
             "fine_grained_activation_offloading moves tensors that full recompute makes again",
         ),
     ]
@@ -135,6 +134,8 @@ def _refusal(config: TransformerConfig, choice: LayerPolicy) -> str | None:
     """Megatron's reason against running the whole model with `choice`, or None."""
     trial = copy.copy(config)
     trial.recompute_policy = None
+    if not trial.offload_modules:  # a policy in force sets this alone, which Megatron refuses
+        trial.fine_grained_activation_offloading = False
     for name, value in megatron_fields.of_choice(choice).items():
         setattr(trial, name, value)
     try:

@@ -8,7 +8,7 @@
     megatron_bridge.set_policy(cfg.model, "auto")
     megatron_bridge.pretrain(cfg, forward_step)        # Bridge's own, with our callback
 
-`auto` is the same `Auto` as in Megatron-LM; this module gives it facts about the job and calls
+`auto` is `attach`, as in any other loop: this module tells it what it knows of the job, and calls
 it around every step. Written for Bridge 0.3.1; docs/bridge.md lists what was read and run of 0.6.0.
 Importing this module imports neither torch nor megatron.
 """
@@ -20,7 +20,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
@@ -33,6 +33,9 @@ from megatron_autorecompute.runtime.auto_rules import (
     refuse_plan_only_without_auto,
     refuse_unmeasurable,
 )
+
+if TYPE_CHECKING:
+    from megatron_autorecompute.runtime.controller import Auto
 
 HOLDER = "the recompute_policy of a Megatron Bridge config"
 OUTSIDE_CONFIGS = (
@@ -318,47 +321,38 @@ def callback(options: AutoOptions) -> Iterator[Any]:
             """Measures, decides and watches in ordinary training steps; see `Auto`."""
 
             def on_train_start(self, context: Any) -> None:
-                self.tuner = _new_tuner(context, options)
-                job.callback(self.tuner.close)
+                self.auto = _attached(context.model, context.optimizer, context.state, options)
+                job.callback(self.auto.close)
 
             def on_train_step_start(self, context: Any) -> None:
-                step.enter_context(self.tuner.step())
+                step.enter_context(self.auto.step())
 
             def on_train_step_end(self, context: Any) -> None:
                 step.close()
 
             def on_train_end(self, context: Any) -> None:
-                _say_lines(self.tuner.applied.policy, context.state.cfg)
+                _say_lines(self.auto.policy, context.state.cfg)
 
         yield AutorecomputeCallback()
 
 
-def _new_tuner(context: Any, options: AutoOptions) -> Any:
-    from megatron_autorecompute.runtime import megatron_job
-
-    save = context.state.cfg.checkpoint.save
-    return megatron_job.tuner(
-        context.model, context.optimizer, options, _facts(context.state), save
-    )
-
-
-def _facts(state: Any) -> Any:
-    import torch
+def _attached(model: Any, optimizer: Any, state: Any, options: AutoOptions) -> Auto:
     from megatron.bridge.utils.common_utils import print_rank_0
 
-    from megatron_autorecompute.runtime import megatron_job
+    from megatron_autorecompute.runtime.attach import attach
+    from megatron_autorecompute.runtime.job_facts import Program
 
-    return megatron_job.job_facts(
-        _core_config(state.cfg.model),
-        state.cfg.train.micro_batch_size,
-        state.cfg.model.seq_length,
-        say=print_rank_0,
+    program = Program(
+        options=options,
+        save=state.cfg.checkpoint.save,
+        micro_batch_size=state.cfg.train.micro_batch_size,
+        seq_length=state.cfg.model.seq_length,
         timers=state.timers,
+        shapes=shapes_of(state.cfg),
         writers=lambda: [w for w in (state.tensorboard_logger, state.wandb_logger) if w],
         iteration=lambda: state.train_state.step,
-        shapes=shapes_of(state.cfg),
-        without_cuda=not torch.cuda.is_available(),
     )
+    return attach(model, optimizer, say=print_rank_0, program=program)
 
 
 def shapes_of(cfg: Any) -> dict[str, str]:

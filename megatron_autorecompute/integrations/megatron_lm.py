@@ -20,8 +20,8 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_autorecompute.errors import (
     ApplyError,
@@ -36,6 +36,9 @@ from megatron_autorecompute.runtime.auto_rules import (
     refuse_unmeasurable,
 )
 
+if TYPE_CHECKING:
+    from megatron_autorecompute.runtime.controller import Auto
+
 Function = Callable[..., Any]
 
 HOLDER = "Megatron-LM's training job"
@@ -43,18 +46,8 @@ RANK_0_SPEAKS_S = 10.0
 """Seconds for which other ranks let rank 0 print an error. torchrun ends them 0.1 s after it."""
 
 
-class Tuner(Protocol):
-    """The interface of `controller.Auto` for a training job."""
-
-    def step(self) -> AbstractContextManager[None]:
-        """Surround a training step; Megatron counts a lost one as skipped."""
-
-    def close(self) -> None:
-        """Stop at the end of training."""
-
-
 _MARK = "_autorecompute"
-_tuner: Tuner | None = None
+_auto: Auto | None = None
 _for_whole_model: str | None = None
 """A policy for T5's encoder and decoder together. No config can have it, because encoder and
 decoder have separate configs, and the field covers the layers of one config."""
@@ -210,7 +203,7 @@ def with_tuner(train: Function) -> Function:
 
 @contextmanager
 def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
-    global _tuner
+    global _auto
     from megatron.training import get_args
 
     args = get_args()
@@ -223,22 +216,22 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
     if args.recompute_policy != "auto":
         yield
         return
-    _tuner = tuner = _new_tuner(model, optimizer, args)
+    _auto = auto = _attached(model, optimizer, args)
     try:
         yield
     finally:
-        _tuner = None
-        tuner.close()
+        _auto = None
+        auto.close()
 
 
 def with_step(train_step: Function) -> Function:
-    """For `train_step`: the tuner's context around every step; no effect without a tuner."""
+    """For `train_step`: auto's context around every step; no effect without auto."""
 
     @_decorates(train_step)
     def wrapper(*args: Any, **named: Any) -> Any:
-        if _tuner is None:
+        if _auto is None:
             return train_step(*args, **named)
-        with _tuner.step():
+        with _auto.step():
             result = train_step(*args, **named)
         return result
 
@@ -294,30 +287,23 @@ def _apply_whole(model: Sequence[Any], text: str) -> None:
     apply(policy, model, holder=f"--recompute-policy {text}")
 
 
-def _new_tuner(model: Sequence[Any], optimizer: Any, args: Namespace) -> Tuner:
-    from megatron_autorecompute.runtime import megatron_job
-
-    return megatron_job.tuner(
-        model, optimizer, from_flags(AutoOptions, args), _facts(args), args.save
-    )
-
-
-def _facts(args: Namespace) -> Any:
+def _attached(model: Sequence[Any], optimizer: Any, args: Namespace) -> Auto:
     from megatron.training import get_timers, print_rank_0
 
-    from megatron_autorecompute.runtime import megatron_job
+    from megatron_autorecompute.runtime.attach import attach
+    from megatron_autorecompute.runtime.job_facts import Program
 
-    return megatron_job.job_facts(
-        args,
-        args.micro_batch_size,
-        args.seq_length,
-        say=print_rank_0,
+    program = Program(
+        options=from_flags(AutoOptions, args),
+        save=args.save,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
         timers=get_timers(),
+        shapes=shapes_of(args),
         writers=_writers,
         iteration=lambda: args.curr_iteration,
-        shapes=shapes_of(args),
-        without_cuda=_on_cpu,
     )
+    return attach(model, optimizer, say=print_rank_0, program=program)
 
 
 def shapes_of(args: Namespace) -> dict[str, str]:

@@ -118,6 +118,9 @@ class Job:
     max_tokens_per_microbatch: Annotated[int, Field(ge=0, le=1 << 40)] = 0
     """Above 0: samples of different lengths are packed into microbatches of up to so many tokens on
     a rank, where context parallelism has split them. seq_length is then the longest sample."""
+    packed_samples: bool = False
+    """Whether a microbatch is packed samples (THD), where the model's attention takes them; jobs
+    with max_tokens_per_microbatch are profiled so."""
     sample_lengths: list[Count] | dict[str, Factor] | str = field(default_factory=list)
     """Tokens of samples, with max_tokens_per_microbatch: a list; a histogram, longest length of a
     bin -> weight; or the path of a JSONL file with a number, or an object with `length`, a line."""
@@ -204,8 +207,9 @@ class Job:
     @property
     def attention_mask_bytes(self) -> int:
         """Of one microbatch's mask, [samples, 1, queries of a rank, keys] of one byte each;
-        Megatron-LM's get_batch_on_this_cp_rank takes this rank's queries."""
-        if not self.attention_mask_in_dataloader:
+        Megatron-LM's get_batch_on_this_cp_rank takes this rank's queries. Packed samples have
+        none."""
+        if not self.attention_mask_in_dataloader or self.packed_samples:
             return 0
         return self.micro_batch_size * self.seq_length * self.seq_length // self.size("context")
 

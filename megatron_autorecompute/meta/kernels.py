@@ -525,7 +525,11 @@ class Attention(torch.nn.Module):
         attn_mask_type: Any = None,
         **__: Any,
     ) -> torch.Tensor:
-        """Attention is causal; masks are not read."""
+        """Attention is causal; masks are not read. Of packed samples, [tokens, heads, width], the
+        result is [tokens, heads * v width]."""
+        packed = query.dim() == 3
+        if packed:
+            query, key, value = (part.unsqueeze(1) for part in (query, key, value))
         # flash-attn has the samples in front: copies of q, k and v go in, and a copy of what it
         # saves as output comes out (backends.py `FlashAttention.forward`, format sbhd).
         turned = self.is_flash and query.shape[1] > 1
@@ -542,7 +546,8 @@ class Attention(torch.nn.Module):
             out = context_parallel.attend(
                 self.comm_type, tensors, self.group, self.window_size, self.hierarchy
             )
-        return (out.clone() if turned else out).flatten(2)
+        out = (out.clone() if turned else out).flatten(2)
+        return out.squeeze(1) if packed else out
 
 
 def comm_type(name: str | None) -> str:
@@ -702,7 +707,10 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
     resolver = versions.qk_norm_resolver()
     if resolver is not None:
         yield resolver, {"get_backend": functools.partial(_backend, resolver.get_backend)}
-    yield module("models.common.embeddings.rope_utils"), {"fused_apply_rotary_pos_emb": rotate}
+    yield (
+        module("models.common.embeddings.rope_utils"),
+        {"fused_apply_rotary_pos_emb": rotate, "fused_apply_rotary_pos_emb_thd": rotate},
+    )
     yield (
         module("transformer.mlp"),
         {

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_autorecompute.lines import Microbatch, RecordLines, envelope
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.packing import simulated
-from megatron_autorecompute.planner.buckets import BUCKETS, LARGEST
+from megatron_autorecompute.planner.buckets import BUCKETS, EXAMPLES, LARGEST
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind, Profile
 
 
@@ -20,7 +20,8 @@ def profile_lengths(job: Job, profile_one: Callable[[Job], Profile]) -> Profile:
         job: one with max_tokens_per_microbatch.
         profile_one: profiles a job of one length.
     """
-    shares, microbatches = simulated(job)
+    calls = simulated(job)
+    microbatches = calls.num_microbatches
     cap, split = job.max_tokens_per_microbatch, job.size("context")
     stages = job.size("pipeline")
     if job.config.get("virtual_pipeline_model_parallel_size"):
@@ -31,13 +32,16 @@ def profile_lengths(job: Job, profile_one: Callable[[Job], Profile]) -> Profile:
         tokens = -(-round(cap * split * share) // unit) * unit
         batch = microbatches * job.data_parallel
         one = replace(job, seq_length=tokens, micro_batch_size=1, global_batch_size=batch)
-        return replace(one, max_tokens_per_microbatch=0, sample_lengths=[])
+        return replace(one, max_tokens_per_microbatch=0, sample_lengths=[], packed_samples=True)
 
     jobs = [at(share) for share in BUCKETS]
-    ranks = job.size("expert") * job.expert_tensor_parallel
-    seen = [(Microbatch.longest(one.seq_length // split, ranks), profile_one(one)) for one in jobs]
+    seen = [(Microbatch.longest(one.seq_length // split), profile_one(one)) for one in jobs]
     whole = seen[-1][1]
-    facts = {**whole.model.facts, LARGEST: {str(tokens): part for tokens, part in shares.items()}}
+    facts = {
+        **whole.model.facts,
+        LARGEST: {str(tokens): part for tokens, part in calls.shares.items()},
+        EXAMPLES: [" ".join(map(str, lengths)) for lengths in calls.examples],
+    }
     return replace(
         whole,
         model=replace(whole.model, facts=facts),

@@ -37,9 +37,11 @@ import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.meta import without_cuda
+from megatron_autorecompute.meta.shapes_exchanged import shapes_exchanged
 from megatron_autorecompute.patched import patched
+from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 
@@ -65,6 +67,16 @@ class StepShape:
     """Padded as in Megatron: a multiple of the tensor parallel size."""
     data_parallel_size: int = 1
     """Ranks per (tensor, context, pipeline) position; at least the expert parallel size over cp."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each microbatch, on all context parallel ranks together, if microbatches differ;
+    each is one sample, and stages exchange shapes. Empty: `seq_length`."""
+
+    def __post_init__(self) -> None:
+        if self.lengths and len(self.lengths) != self.num_microbatches:
+            raise OptionError(
+                f"{len(self.lengths)} lengths were given for {self.num_microbatches} microbatches. "
+                "Give one for each."
+            )
 
 
 Phase = Literal["forward", "backward", "combined", "between"]
@@ -133,18 +145,22 @@ def stage_steps(
     max_workers: int = 1,
     done: Callable[[StageStep], None] = lambda _: None,
     num_microbatches: Sequence[int] | None = None,
+    lengths: Sequence[tuple[int, ...]] | None = None,
 ) -> tuple[StageStep, ...]:
     """`stage_step` for several stages (default: all) in processes that never see CUDA.
 
     For use inside a job or on a GPU machine. `config` and `build` must be picklable; callbacks of a
     running job are removed from the config. `done` is called with every stage's run in turn.
-    `num_microbatches` of each of all stages replaces that of `shape`. Raises the errors of
-    stage_step.
+    `num_microbatches` of each of all stages, and then of each in the next step, replaces that of
+    `shape`; so does `lengths`. Raises the errors of stage_step.
     """
     every = range(config.pipeline_model_parallel_size)
-    asked = every if stages is None else stages
     numbers = num_microbatches or [shape.num_microbatches] * len(every)
-    shapes = [replace(shape, num_microbatches=number) for number in numbers]
+    shapes = [
+        replace(shape, num_microbatches=number, lengths=own)
+        for number, own in zip(numbers, lengths or [shape.lengths] * len(numbers), strict=True)
+    ]
+    asked = range(len(shapes)) if stages is None else stages
     run = functools.partial(_run_stage, meta_config(config), shapes, policy, build)
     return in_processes(run, asked, max_workers, done)
 
@@ -154,9 +170,10 @@ def _run_stage(
     shapes: Sequence[StepShape],
     policy: RecomputePolicy | None,
     build: Build | None,
-    stage: int,
+    number: int,
 ) -> StageStep:
-    return stage_step(config, stage, shapes[stage], policy, build)
+    stage = number % config.pipeline_model_parallel_size
+    return stage_step(config, stage, shapes[number], policy, build)
 
 
 def workers(num_stages: int) -> int:
@@ -247,6 +264,7 @@ def stage_step(
             "already. Call stage_steps(...), which uses processes of its own."
         )
     config = meta_config(config)
+    config.variable_seq_lengths = bool(shape.lengths)
     with without_cuda.activate(meta=True), fake_ranks(config, stage, shape):
         models = build_chunks(config, shape, build or build_gpt, torch.device("meta"))
         with applied(policy, models):
@@ -311,10 +329,29 @@ def fake_ranks(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
             expert_tensor_parallel_size=config.expert_tensor_parallel_size,
             create_gloo_process_groups=False,
         )
-        yield
+        with _fake_neighbours(config, stage, shape):
+            yield
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _fake_neighbours(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
+    if not shape.lengths:
+        yield
+        return
+    schedule = Schedule(
+        config.pipeline_model_parallel_size,
+        config.virtual_pipeline_model_parallel_size or 1,
+        shape.num_microbatches,
+        config.microbatch_group_size_per_vp_stage,
+    )
+    split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    split *= config.context_parallel_size
+    size = (shape.micro_batch_size, config.hidden_size)
+    with shapes_exchanged(schedule, stage, [(own // split, *size) for own in shape.lengths]):
+        yield
 
 
 @contextlib.contextmanager
@@ -402,23 +439,29 @@ def build_gpt(
 
 
 class TokenStep:
-    """forward_step_func over fresh zero tokens and labels [b, s], one causal mask [1, 1, s, s].
+    """forward_step_func over fresh zero tokens and labels [b, s], one causal mask [1, 1, s, s] for
+    each length s.
 
-    The mask is the same for every microbatch and step: static bytes, not activations.
+    A mask is the same for every microbatch and step: static bytes, not activations.
     """
 
     def __init__(self, shape: StepShape, device: torch.device) -> None:
-        self.size, self.device = (shape.micro_batch_size, shape.seq_length), device
-        length = shape.seq_length
-        self.mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
-        self.static = (self.mask,)
+        self.shape, self.device = shape, device
+        self.masks = {
+            length: torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+            for length in set(shape.lengths or [shape.seq_length])
+        }
+        self.static = tuple(self.masks.values())
 
     def __call__(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """Run one microbatch; the iterator is not asked."""
+        """Run one microbatch; the iterator says which if they differ, and else is not asked."""
+        lengths = self.shape.lengths
+        length = lengths[next(iterator)] if lengths else self.shape.seq_length
+        size = (self.shape.micro_batch_size, length)
         tokens, positions, labels = (
-            torch.zeros(self.size, dtype=torch.long, device=self.device) for _ in range(3)
+            torch.zeros(size, dtype=torch.long, device=self.device) for _ in range(3)
         )
-        return model(tokens, positions, self.mask, labels=labels), _mean_loss
+        return model(tokens, positions, self.masks[length], labels=labels), _mean_loss
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -449,6 +492,7 @@ def trace_step(
     forward_step = forward_step or TokenStep(shape, device)
     buffers += getattr(forward_step, "static", ())
     several = len(models) > 1
+    numbers = [iter(range(shape.num_microbatches)) for _ in models]
     with (
         LiveBytes(static=[*parameters, *gradients, *buffers]) as live,
         kept_between_steps(models, live) as kept,
@@ -456,7 +500,7 @@ def trace_step(
     ):
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[None] * len(models) if several else None,
+            data_iterator=numbers if several else numbers[0],
             model=models if several else models[0],
             num_microbatches=shape.num_microbatches,
             seq_length=shape.seq_length,

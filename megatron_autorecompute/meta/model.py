@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core import activations
 from megatron.core.fusions import fused_bias_geglu
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_autorecompute import megatron_fields
@@ -170,21 +171,25 @@ def _in_megatron(traceback: TracebackType | None) -> str | None:
     return place
 
 
-def step_shape(job: Job, num_microbatches: int) -> StepShape:
-    """The job's sizes, with `num_microbatches` in a step."""
+def step_shape(job: Job, num_microbatches: int, lengths: Sequence[int] = ()) -> StepShape:
+    """The job's sizes, with `num_microbatches` in a step, of `lengths` if they differ."""
     return StepShape(
         seq_length=job.seq_length,
         micro_batch_size=job.micro_batch_size,
         num_microbatches=num_microbatches,
         vocab_size=job.padded_vocab_size,
         data_parallel_size=job.data_parallel,
+        lengths=tuple(lengths),
     )
 
 
 class JobStep:
-    """Megatron's `forward_step_func` over one batch of tokens, the same for every microbatch.
+    """Megatron's `forward_step_func` over one batch of tokens, the same for every microbatch; or
+    over one for each microbatch, if their lengths differ.
 
     device: where they are; by default meta.
+
+    lengths: tokens of each microbatch on all context parallel ranks; without, the job's seq_length.
 
     static: tensors that stay from step to step: tokens, positions, labels [micro-batch, sequence of
     one rank], and the mask if attention reads one.
@@ -195,25 +200,58 @@ class JobStep:
     """
 
     def __init__(
-        self, job: Job, device: torch.device | None = None, *, loads_mask: bool = False
+        self,
+        job: Job,
+        device: torch.device | None = None,
+        lengths: Sequence[int] = (),
+        *,
+        loads_mask: bool = False,
     ) -> None:
         self.device, self.mask_bytes = device, job.attention_mask_bytes * loads_mask
-        size = (job.micro_batch_size, job.seq_length // job.size("context"))
         with device or torch.device("meta"):
-            self.tokens, self.labels = (torch.randint(job.vocab_size, size) for _ in range(2))
-            self.positions = torch.arange(size[1]).repeat(size[0], 1)
-            self.mask = None
-            if job.transformer_impl == "local":
-                self.mask = torch.ones(1, 1, size[1], size[1], dtype=torch.bool).triu(1)
-        self.static = [self.tokens, self.positions, self.labels]
-        self.static += [] if self.mask is None else [self.mask]
+            made = {one: _Batch(job, one) for one in set(lengths or [job.seq_length])}
+        for batch in made.values() if lengths or job.packed_samples else ():
+            batch.pack(job)
+        self._several = bool(lengths)
+        self._batches = [made[one] for one in lengths or [job.seq_length]]
+        self.static = [tensor for batch in made.values() for tensor in batch.tensors]
 
     def __call__(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """Run one microbatch; the iterator is not asked."""
+        """Run one microbatch; the iterator says which if they differ, and else is not asked."""
+        batch = self._batches[next(iterator) if self._several else 0]
         loaded = torch.empty(self.mask_bytes, dtype=torch.bool, device=self.device or "meta")
-        output = model(self.tokens, self.positions, self.mask, labels=self.labels)
+        output = model(
+            batch.tokens, batch.positions, batch.mask, labels=batch.labels, **batch.packing
+        )
         del loaded
         return output, lambda losses: (losses.float().mean(), {})
+
+
+class _Batch:
+    """Tokens, positions, labels and mask of one microbatch, on torch's default device."""
+
+    def __init__(self, job: Job, length: int) -> None:
+        size = (job.micro_batch_size, length // job.size("context"))
+        self.length = length
+        self.tokens, self.labels = (torch.randint(job.vocab_size, size) for _ in range(2))
+        self.positions = torch.arange(size[1]).repeat(size[0], 1)
+        self.mask = None
+        if job.transformer_impl == "local":
+            self.mask = torch.ones(1, 1, size[1], size[1], dtype=torch.bool).triu(1)
+        self.tensors = [self.tokens, self.positions, self.labels]
+        self.tensors += [] if self.mask is None else [self.mask]
+        self.packing: dict[str, Any] = {}
+
+    def pack(self, job: Job) -> None:
+        """Give it THD packing, as one sample: bytes of fused attention are per token. Megatron's
+        local attention and its hybrid models take no packed samples."""
+        if self.mask is not None or job.pattern is not None:
+            return
+        ends = torch.tensor([0, self.length], dtype=torch.int32)
+        both = {name: ends for name in ("cu_seqlens_q", "cu_seqlens_kv")}
+        most = {name: self.length for name in ("max_seqlen_q", "max_seqlen_kv")}
+        self.packing = {"packed_seq_params": PackedSeqParams("thd", **both, **most)}
+        self.tensors.append(ends)
 
 
 def add_main_gradients(

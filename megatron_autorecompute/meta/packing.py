@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,21 @@ from megatron_autorecompute.planner.buckets import bucket
 
 CALLS = 64
 """Simulated calls, drawn from the lengths with a fixed seed."""
+EXAMPLES = 8
+"""Of these, calls whose lengths a profile keeps."""
 
 
 def lengths_of(job: Job) -> tuple[list[int], list[float]]:
     """Lengths of samples and their weights; the longest alone if the job states none.
 
     Raises:
-        OptionError: a file that cannot be read, or a length above seq_length.
+        OptionError: a file that cannot be read or is empty, or a length above seq_length.
     """
     given = job.sample_lengths
     if isinstance(given, str):
         found = [(length, 1.0) for length in _read(given)]
+        if not found:
+            raise OptionError(f"sample_lengths {given}: no line has a length. Write one a line.")
     elif isinstance(given, dict):
         found = [(_number(length), weight) for length, weight in given.items()]
     else:
@@ -80,15 +85,27 @@ def packed(samples: list[int], most: int) -> list[int]:
     return microbatches
 
 
-def simulated(job: Job) -> tuple[dict[int, float], int]:
-    """Shares of calls by the bucket of their largest microbatch, in tokens on a rank, and the
-    median number of microbatches. In a call every rank takes its part of the global batch."""
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Simulated calls of a loop."""
+
+    shares: dict[int, float]
+    """Of all calls, by the bucket of their largest microbatch on any rank, in tokens on a rank."""
+    num_microbatches: int
+    """The median."""
+    examples: tuple[tuple[int, ...], ...]
+    """Tokens of each microbatch in some calls, on the rank with the most tokens."""
+
+
+def simulated(job: Job) -> Calls:
+    """Calls in which every rank takes its part of the global batch, and packs it."""
     lengths, weights = lengths_of(job)
     cap, split = job.max_tokens_per_microbatch, job.size("context")
     own = max(1, job.global_batch_size // job.data_parallel)
     draw = random.Random(0)
     largest: Counter[int] = Counter()
     counts = []
+    examples = []
     for _ in range(CALLS):
         ranks = [
             packed(draw.choices(lengths, weights, k=own), cap * split)
@@ -97,5 +114,6 @@ def simulated(job: Job) -> tuple[dict[int, float], int]:
         most = max(tokens for rank in ranks for tokens in rank)
         largest[bucket(-(-most // split), cap)] += 1
         counts.append(max(map(len, ranks)))
+        examples.append(tuple(-(-tokens // split) for tokens in max(ranks, key=sum)))
     shares = {tokens: calls / CALLS for tokens, calls in sorted(largest.items())}
-    return shares, sorted(counts)[CALLS // 2]
+    return Calls(shares, sorted(counts)[CALLS // 2], tuple(examples[:EXAMPLES]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import math
 import pkgutil
 from typing import Any
@@ -16,6 +17,9 @@ from megatron_autorecompute.meta.flags import (
     plain_config,
 )
 from megatron_autorecompute.meta.job import Job, job_from
+
+PERF_RECIPES = "megatron.bridge.perf_recipes"
+"""Recipes of NVIDIA's own measured runs, one for each world and precision; Bridge 0.6 on."""
 
 
 def job_from_recipe(name: str, num_gpus: int | None = None, vocab_size: int | None = None) -> Job:
@@ -137,8 +141,13 @@ def _gpus(config: Any) -> int:
 def _recipe(recipes: Any, name: str) -> Any:
     if callable(found := getattr(recipes, name, None)):
         return found
-    for module in pkgutil.walk_packages(recipes.__path__, recipes.__name__ + "."):
-        found = getattr(importlib.import_module(module.name), name, None)
-        if callable(found) and not dataclasses.is_dataclass(found):
-            return found
-    raise OptionError(f"Megatron Bridge has no recipe function {name!r} under {recipes.__name__}.")
+    packages = [recipes]
+    if importlib.util.find_spec(PERF_RECIPES):
+        packages.append(importlib.import_module(PERF_RECIPES))
+    for package in packages:
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            found = getattr(importlib.import_module(module.name), name, None)
+            if callable(found) and not dataclasses.is_dataclass(found):
+                return found
+    names = " or ".join(package.__name__ for package in packages)
+    raise OptionError(f"Megatron Bridge has no recipe function {name!r} under {names}.")

@@ -41,15 +41,18 @@ def run_stages(
     num_microbatches: Sequence[int],
     policy: RecomputePolicy,
     done: Callable[[StageStep], None] = lambda _: None,
+    lengths: Sequence[tuple[int, ...]] | None = None,
 ) -> tuple[StageStep, ...]:
-    """Run every stage, in as many processes as `meta_step.workers` allows.
+    """Run every stage, of one step or several, in as many processes as `meta_step.workers` allows.
 
     Args:
         job: its model is run.
         pipeline: fields of Megatron's config for the pipeline, in place of the job's own.
-        num_microbatches: in the step of each stage.
+        num_microbatches: in the step of each stage; then in the next step of each.
         policy: one choice for every layer.
-        done: called with each stage's run, first stage first.
+        done: called with each stage's run, first stage first, step by step.
+        lengths: of the microbatches of each of these, in tokens on all context parallel ranks;
+            None: the job's seq_length.
 
     Raises OptionError if the job cannot be built, or if a layer under `full` would be one of a
     combined forward-backward.
@@ -57,9 +60,10 @@ def run_stages(
     if pipeline.get("overlap_moe_expert_parallel_comm"):
         _refuse_full(job, policy)
     piped = replace(job, config={**job.config, **pipeline})
-    run = functools.partial(_run_numbered, piped, tuple(num_microbatches), policy)
-    stages = range(piped.size("pipeline"))
-    return in_processes(run, stages, workers(len(stages)), done)
+    own = lengths or [()] * len(num_microbatches)
+    run = functools.partial(_run_numbered, piped, tuple(num_microbatches), own, policy)
+    numbers = range(len(num_microbatches))
+    return in_processes(run, numbers, workers(len(numbers)), done)
 
 
 def _refuse_full(job: Job, policy: RecomputePolicy) -> None:
@@ -74,9 +78,14 @@ def _refuse_full(job: Job, policy: RecomputePolicy) -> None:
 
 
 def _run_numbered(
-    job: Job, num_microbatches: Sequence[int], policy: RecomputePolicy, stage: int
+    job: Job,
+    num_microbatches: Sequence[int],
+    lengths: Sequence[tuple[int, ...]],
+    policy: RecomputePolicy,
+    number: int,
 ) -> StageStep:
-    return run_stage(job, num_microbatches[stage], policy, stage)
+    stage = number % job.size("pipeline")
+    return run_stage(job, num_microbatches[number], policy, stage, lengths[number])
 
 
 class PlannedStep(JobStep):
@@ -99,15 +108,23 @@ def overlap_fields(job: Job) -> dict[str, bool]:
     return {name: True for name in names if job.config.get(name)}
 
 
-def run_stage(job: Job, num_microbatches: int, policy: RecomputePolicy, stage: int) -> StageStep:
+def run_stage(
+    job: Job,
+    num_microbatches: int,
+    policy: RecomputePolicy,
+    stage: int,
+    lengths: tuple[int, ...] = (),
+) -> StageStep:
     """One stage in this process."""
-    shape, device = step_shape(job, num_microbatches), torch.device("meta")
+    shape, device = step_shape(job, num_microbatches, lengths), torch.device("meta")
     with meta_megatron(job):
-        config = megatron_config(job, overlap_fields(job))
+        fields = {**overlap_fields(job), "variable_seq_lengths": bool(lengths)}
+        config = megatron_config(job, fields)
         with fake_ranks(config, stage, shape):
             build = functools.partial(build_chunk, job=job)
             models = build_chunks(config, shape, build, device)
             parameters = [p for model in models for p in model.parameters()]
             add_main_gradients(parameters, dummies=job.makes_dummies)
             with applied(policy, models):
-                return trace_step(models, shape, device, PlannedStep(job, loads_mask=True))
+                step = PlannedStep(job, None, lengths, loads_mask=True)
+                return trace_step(models, shape, device, step)

@@ -16,6 +16,8 @@ ABOVE = 0.25
 """Above the cap, plans are made in steps of this share of it."""
 LARGEST = "calls by tokens of their largest microbatch"
 """A fact of the model: shares of calls, by bucket."""
+EXAMPLES = "tokens of each microbatch in some calls"
+"""A fact of the model: a text of numbers for each."""
 
 
 def bucket(tokens: int, cap: int) -> int:
@@ -76,8 +78,6 @@ def bucket_plans(planner: Planner, budget: Budget) -> list[BucketPlan]:
 
 
 def _planner_at(planner: Planner, tokens: int) -> Planner:
-    sizes = planner.profile.parallelism
-    ranks = sizes.expert_parallel * sizes.expert_tensor_parallel
-    longest = Microbatch.longest(tokens, ranks)
+    longest = Microbatch.longest(tokens)
     calls = planner.schedule.num_microbatches
     return planner.replaced(profile=profile_at(planner.profile, longest, tokens * calls))

@@ -8,6 +8,7 @@ of T tokens bounds every call whose microbatches have at most T, in any order an
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -36,29 +37,45 @@ def varies(profile: Profile) -> bool:
     return profile.boundary_line is not None
 
 
-def profile_at(profile: Profile, one: Microbatch, call_tokens: int) -> Profile:
+def profile_at(
+    profile: Profile, one: Microbatch, call_tokens: int, routed: Mapping[int, int] | None = None
+) -> Profile:
     """The profile of microbatches of one length; it still has its lines.
 
     Args:
         profile: one with lines; another is returned as it is.
         one: the length.
         call_tokens: of all microbatches of a call together, on a rank.
+        routed: by layer, how many tokens its experts on this rank got; layers that are not named
+            got the most that the profile has seen, `routed_line`.
     """
     if profile.boundary_line is None:
         return profile
-    call = Microbatch(call_tokens, 0, 0)
+    call = Microbatch(call_tokens, 0)
+    if profile.routed_line is not None:
+        one = replace(one, routed_tokens=profile.routed_line.at(one))
     norm, sizes = profile.final_norm, profile.parallelism
     sample = max(1, one.tokens) * sizes.context_parallel
     return replace(
         profile,
         parallelism=replace(sizes, micro_batch_size=1, seq_length=sample),
-        kinds=tuple(_kind_at(kind, one) for kind in profile.kinds),
+        kinds=tuple(each for kind in profile.kinds for each in _kinds_at(kind, one, routed or {})),
         embedding=_record_at(profile.embedding, one),
         head=_record_at(profile.head, one),
         final_norm=None if norm is None else _record_at(norm, one),
         boundary_bytes=profile.boundary_line.bytes_at(one),
         stages=tuple(_stage_at(stage, call) for stage in profile.stages),
     )
+
+
+def _kinds_at(kind: LayerKind, one: Microbatch, routed: Mapping[int, int]) -> Iterator[LayerKind]:
+    """The kind at one length; a layer of which it is known how many tokens it got is one alone."""
+    rest = tuple(layer for layer in kind.layers if layer not in routed)
+    if rest:
+        yield _kind_at(replace(kind, layers=rest), one)
+    for layer in set(kind.layers) - set(rest):
+        alone = replace(kind, name=f"{kind.name} {layer}", layers=(layer,))
+        yield _kind_at(alone, replace(one, routed_tokens=routed[layer]))
 
 
 def _kind_at(kind: LayerKind, one: Microbatch) -> LayerKind:
@@ -106,6 +123,8 @@ class Arrangement:
         schedule: of the call; its microbatches are those of `lengths`.
         policy: what every layer recomputes.
         lengths: of each microbatch, in the order in which the schedule runs them.
+        routed: for each microbatch, how many tokens the experts of a layer got, by layer, as
+            `profile_at` takes it; empty if this is not known.
 
     Raises:
         ProfileError: the profile holds for one length only, or lengths and schedule differ in
@@ -117,6 +136,7 @@ class Arrangement:
     schedule: Schedule
     policy: RecomputePolicy
     lengths: tuple[Microbatch, ...]
+    routed: tuple[Mapping[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not varies(self.profile):
@@ -136,20 +156,20 @@ class Arrangement:
 
     def stage_peak(self, stage: int) -> int:
         """Peak bytes of one stage, over every event of its schedule."""
-        longest = max(self._profiles, key=lambda one: one.tokens)
-        base = stage_base(self._profiles[longest], self.layout, stage)
-        columns = {one: self._columns(stage, one) for one in self._profiles}
+        base = stage_base(self._profiles[0], self.layout, stage)
+        columns = [self._columns(stage, profile) for profile in self._profiles]
         best = base.static.total_bytes + base.optimizer_step_peak_bytes
         in_flight: dict[tuple[int, int], int] = {}
         events = zip(self.schedule.events(stage), self._owners(stage), strict=True)
         for event, owners in events:
-            at, one = (event.chunk, event.microbatch), self.lengths[event.microbatch]
+            at = event.chunk, event.microbatch
             forward = event.direction == "forward"
             if not forward:
                 in_flight.pop(at, None)
-            chunk = columns[one][event.chunk]
-            reach = chunk.reach_bytes(event.direction, self._boundary_bytes(one))
-            extra = sum(self._boundary_bytes(self.lengths[owner]) for owner in owners)
+            chunk = columns[event.microbatch][event.chunk]
+            boundary_bytes = self._profiles[event.microbatch].boundary_bytes
+            reach = chunk.reach_bytes(event.direction, boundary_bytes)
+            extra = sum(self._profiles[owner].boundary_bytes for owner in owners)
             best = max(
                 best,
                 self._constant(base, event.direction)
@@ -162,12 +182,17 @@ class Arrangement:
         return best
 
     @cached_property
-    def _profiles(self) -> dict[Microbatch, Profile]:
+    def _profiles(self) -> list[Profile]:
+        """Of each microbatch."""
         call_tokens = sum(one.tokens for one in self.lengths)
-        return {one: profile_at(self.profile, one, call_tokens) for one in set(self.lengths)}
+        if self.routed:
+            each = zip(self.lengths, self.routed, strict=True)
+            return [profile_at(self.profile, one, call_tokens, routed) for one, routed in each]
+        found = {one: profile_at(self.profile, one, call_tokens) for one in set(self.lengths)}
+        return [found[one] for one in self.lengths]
 
-    def _columns(self, stage: int, one: Microbatch) -> list[ChunkColumns]:
-        table = CostTable(self._profiles[one])
+    def _columns(self, stage: int, profile: Profile) -> list[ChunkColumns]:
+        table = CostTable(profile)
         chunks = self.layout.stages[stage]
         return [ChunkColumns(chunk, table.chunk_units(chunk, self.policy)) for chunk in chunks]
 
@@ -178,9 +203,6 @@ class Arrangement:
             overlap_p2p=self.profile.overlap_p2p_comm,
             deallocated=self.profile.deallocate_pipeline_outputs,
         )
-
-    def _boundary_bytes(self, one: Microbatch) -> int:
-        return self._profiles[one].boundary_bytes
 
     def _constant(self, base: StageBase, direction: Direction) -> int:
         return base.constant_bytes(direction, extra=0)

@@ -22,6 +22,7 @@ import numpy as np
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner import beside
 from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.copied_bytes import StageBytes
 from megatron_autorecompute.planner.layout import Chunk, Layout
 from megatron_autorecompute.planner.p2p_tensors import (
     Moment,
@@ -182,6 +183,9 @@ class Breakdown:
     """Held by embedding and head, in flight and running."""
     overhead_bytes: int
     """Pipeline boundary tensors, and the measured residual."""
+    copy_bytes: int = 0
+    """Of activations that are to leave for host memory or have come back early, and of those that
+    Megatron keeps although they could leave."""
 
     @property
     def total_bytes(self) -> int:
@@ -193,6 +197,7 @@ class Breakdown:
             + self.transient_bytes
             + self.embedding_head_bytes
             + self.overhead_bytes
+            + self.copy_bytes
         )
 
 
@@ -250,24 +255,60 @@ def stage_peak(
     stage: int,
     columns: Sequence[ChunkColumns],
     moments: Sequence[Moment],
+    copies: StageBytes | None = None,
 ) -> Peak:
-    """The highest moment of a stage; the first one if several are equal."""
+    """The highest moment of a stage; the first one if several are equal.
+
+    Args:
+        base: what the stage needs besides activations.
+        stage: the pipeline rank.
+        columns: of every chunk.
+        moments: that can be the highest; with copies, those of every event.
+        copies: bytes beside those of records. Of two events side by side the most of the first one
+            is added.
+    """
     held = [int(chunk.held_bytes.sum()) for chunk in columns]
-    best: tuple[int, Moment | None, int] = (
+    best: tuple[int, Moment | None, int, int] = (
         base.static.total_bytes + base.optimizer_step_peak_bytes,
         None,
         0,
+        0,
     )
     known: dict[tuple[Direction, int, int | None, bool], tuple[int, int, Direction]] = {}
-    for moment in moments:
+    for number, moment in enumerate(moments):
         event = moment.direction, moment.chunk, moment.beside, _is_last(moment)
         if event not in known:
             known[event] = _highest(columns, moment, base.boundary_bytes)
         reach, unit, direction = known[event]
-        total = constant_bytes(base, moment) + sum(map(mul, moment.in_flight, held)) + reach
+        alive = constant_bytes(base, moment) + sum(map(mul, moment.in_flight, held))
+        copied = copies.during(number) if copies else 0
+        if alive + reach + copied <= best[0]:
+            continue
+        if copied and copies and moment.beside is None:
+            reach, unit, copied = _highest_with(
+                columns, moment, base.boundary_bytes, copies, number
+            )
+        total = alive + reach + copied
         if total > best[0]:
-            best = (total, moment if moment.direction == direction else turned(moment), unit)
-    return _named_peak(base, stage, columns, best[1], best[2])
+            own = moment if moment.direction == direction else turned(moment)
+            best = (total, own, unit, copied)
+    peak = _named_peak(base, stage, columns, best[1], best[2])
+    split = replace(peak.breakdown, copy_bytes=best[3])
+    return replace(peak, bytes=split.total_bytes, breakdown=split)
+
+
+def _highest_with(
+    columns: Sequence[ChunkColumns],
+    moment: Moment,
+    boundary_bytes: int,
+    copies: StageBytes,
+    number: int,
+) -> tuple[int, int, int]:
+    """The highest bytes of what runs in an event beside its copies, in which unit, and theirs."""
+    reach = columns[moment.chunk].reach_bytes(moment.direction, boundary_bytes)
+    copied = copies.by_unit(number, moment.chunk, backward=moment.direction == "backward")
+    unit = int((reach + copied).argmax())
+    return int(reach[unit]), unit, int(copied[unit])
 
 
 def constant_bytes(base: StageBase, moment: Moment) -> int:

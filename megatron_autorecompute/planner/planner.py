@@ -171,6 +171,7 @@ class Planner:
         self.only = allowed
         self._effort = effort or Effort()
         self._table = CostTable(profile, self.percentile, "high")
+        self._searches: dict[int, StageSearch] = {}
         self._solved: dict[int, dict[int, StageChoice]] = {}
         self._known: list[FastestStep] = []
 
@@ -202,7 +203,13 @@ class Planner:
     @cached_property
     def searches(self) -> tuple[StageSearch, ...]:
         """The search of every stage."""
-        return tuple(self._search(stage) for stage in range(self.layout.num_stages))
+        return tuple(self.search(stage) for stage in range(self.layout.num_stages))
+
+    def search(self, stage: int) -> StageSearch:
+        """The search of one stage."""
+        if stage not in self._searches:
+            self._searches[stage] = self._search(stage)
+        return self._searches[stage]
 
     def _search(self, stage: int) -> StageSearch:
         base = stage_base(self.profile, self.layout, stage, "high")

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.offloaded_step import (
+    OffloadedStep,
+    StageUnits,
+    host_link,
+    offloaded_step,
+    offloads,
+)
 from megatron_autorecompute.planner.peak_memory import (
     ChunkColumns,
     Peak,
     check_layout,
+    every_moment,
     stage_base,
     stage_moments,
     stage_peak,
@@ -49,6 +57,10 @@ class StageCost:
     """Added because this stage's share of the model is above the mean; may be negative."""
     recompute_ms: float
     """Added by recompute."""
+    stall_ms: float = 0.0
+    """For which its backwards wait for copies from host memory, all microbatches."""
+    host_bytes: int = 0
+    """Of host memory that its copies come to take, on one device."""
 
     @property
     def busy_ms(self) -> float:
@@ -66,7 +78,10 @@ class PolicyCost:
     bubble_ms: float
     """The part of step_ms in which the busiest stage waits."""
     recompute_ms: float
-    """The part of step_ms that recompute adds: step_ms minus a replay without recompute."""
+    """The part of step_ms that recompute adds: step_ms without waits for copies, minus a replay
+    without recompute."""
+    stall_ms: float = 0.0
+    """The part of step_ms that waits for copies from host memory add."""
 
     @property
     def peak_high_bytes(self) -> int:
@@ -85,7 +100,7 @@ def evaluate(
     """Peak of every stage and time of the step under a policy.
 
     Raises: ProfileError if the profile lacks a record, or layout and profile disagree; PolicyError
-    if a group spans two chunks.
+    if a group spans two chunks, or Megatron could not run the policy's copies.
     """
     check_layout(profile, layout, schedule)
     policy.checked_length(profile.num_layers, "The policy")
@@ -94,15 +109,37 @@ def evaluate(
         bound: [[table.chunk_units(chunk, policy) for chunk in chunks] for chunks in layout.stages]
         for bound, table in tables.items()
     }
-    moments = [stage_moments(profile, schedule, stage) for stage in range(layout.num_stages)]
+    step = _offloaded(profile, layout, schedule, units["nominal"])
+    stages = range(layout.num_stages)
+    if step is None:
+        moments = [stage_moments(profile, schedule, stage) for stage in stages]
+    else:
+        moments = [tuple(every_moment(profile, step.schedule, stage)) for stage in stages]
+    copied = [None if step is None else step.bytes_of(stage) for stage in stages]
     peaks = {
         bound: [
-            stage_peak(stage_base(profile, layout, stage, bound), stage, columns, moments[stage])
+            stage_peak(
+                stage_base(profile, layout, stage, bound),
+                stage,
+                columns,
+                moments[stage],
+                copied[stage],
+            )
             for stage, columns in enumerate(_all_columns(layout, units[bound]))
         ]
         for bound in SIGN
     }
-    return _with_times(profile, layout, schedule, units["nominal"], peaks)
+    return _with_times(profile, layout, schedule, units["nominal"], peaks, step)
+
+
+def _offloaded(
+    profile: Profile, layout: Layout, schedule: Schedule, units: StageUnits
+) -> OffloadedStep | None:
+    """The step replayed with its copies; None where nothing is copied."""
+    if not offloads(units):
+        return None
+    residual = residual_times(CostTable(profile), layout)
+    return offloaded_step(schedule, units, residual, host_link(profile))
 
 
 def _all_columns(
@@ -120,6 +157,7 @@ def _with_times(
     schedule: Schedule,
     units: Sequence[Sequence[tuple[Unit, ...]]],
     peaks: dict[Bound, list[Peak]],
+    step: OffloadedStep | None,
 ) -> PolicyCost:
     table = CostTable(profile)
     residual = residual_times(table, layout)
@@ -144,7 +182,18 @@ def _with_times(
     )
     step_ms = _step_ms(schedule, times)
     recompute_ms = step_ms - _step_ms(schedule, plain)
-    return PolicyCost(stages, step_ms, step_ms - max(busy_ms), recompute_ms)
+    cost = PolicyCost(stages, step_ms, step_ms - max(busy_ms), recompute_ms)
+    return cost if step is None else _with_copies(cost, step, m)
+
+
+def _with_copies(cost: PolicyCost, step: OffloadedStep, num_microbatches: int) -> PolicyCost:
+    times = num_microbatches / step.schedule.num_microbatches / PS_PER_MS
+    stages = tuple(
+        replace(stage, stall_ms=copies.stall_ps * times, host_bytes=copies.host_bytes)
+        for stage, copies in zip(cost.stages, step.stages, strict=True)
+    )
+    stall_ms = max(0.0, step.step_ms - cost.step_ms)
+    return replace(cost, stages=stages, step_ms=step.step_ms, stall_ms=stall_ms)
 
 
 def _step_ms(schedule: Schedule, times: Times) -> float:

@@ -24,6 +24,7 @@ from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerBytes,
     LayerKind,
+    OffloadGroup,
     PartBytes,
     Profile,
     scaled_bytes,
@@ -66,6 +67,8 @@ class Unit:
     counts it throughout. A checkpoint does, because the gradient is an argument of its backward.
     Other layers free it once it is used."""
     parts: tuple[PartBytes, ...] = ()
+    """As the record's."""
+    offload_groups: tuple[OffloadGroup, ...] = ()
     """As the record's."""
 
     @property
@@ -138,7 +141,11 @@ class CostTable:
             return max(0, scaled_bytes(size + shift, factor))
 
         record = LayerBytes.of(record).each(shifted).into(record)
-        return replace(record, parts=tuple(part.each(shifted) for part in record.parts))
+        return replace(
+            record,
+            parts=tuple(part.each(shifted) for part in record.parts),
+            offload_groups=tuple(_scaled(group, factor) for group in record.offload_groups),
+        )
 
     @cached_property
     def _equals(self) -> dict[str, dict[LayerPolicy, LayerPolicy]]:
@@ -380,6 +387,14 @@ class CostTable:
         return (*units, *after)
 
 
+def _scaled(group: OffloadGroup, factor: float) -> OffloadGroup:
+    return replace(
+        group,
+        device_bytes=scaled_bytes(group.device_bytes, factor),
+        host_bytes=scaled_bytes(group.host_bytes, factor),
+    )
+
+
 def _ps(time_ms: float) -> int:
     return round(time_ms * PS_PER_MS)
 
@@ -398,6 +413,7 @@ def _unit(
         _ps(record.spread_ms),
         keeps_output_gradient,
         record.parts,
+        record.offload_groups,
     )
 
 

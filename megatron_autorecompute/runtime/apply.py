@@ -28,6 +28,7 @@ from megatron_autorecompute.compat import (
     seam,
     stage_layout,
 )
+from megatron_autorecompute.compat.offload_modules import HostMemory
 from megatron_autorecompute.compat.untyped import Block, Layer
 from megatron_autorecompute.errors import ApplyError, AutorecomputeError, PolicyError
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy, Run
@@ -111,6 +112,10 @@ class AppliedPolicy:
         for owner, held in zip(self._sites.owners, self._held, strict=True):
             held.clear(owner)
             held.set(owner, policy)
+
+    def host_memory(self) -> HostMemory:
+        """Host memory that the policy's offload uses on this rank."""
+        return offload_modules.host_memory()
 
     def undo(self) -> None:
         """Restore the model exactly as it was; a second call does nothing."""
@@ -318,15 +323,22 @@ class _Held:
         self.layers = layers
         self.indices = indices
         self.config = owner.config
-        places = [place for layer in layers for place in layer_modules.settings(layer)]
+        of_layer = (layer_modules.settings, offload_modules.settings)
+        places = [place for layer in layers for each in of_layer for place in each(layer)]
         self.before = [(place, name, getattr(place, name)) for place, name in places]
+        own = offload_modules.own_switch(self.config)
+        self.before.append((self.config, offload_modules.SWITCH_OF_ALL, own))
         self.hooks: list[Any] = []
 
     def set(self, owner: torch.nn.Module, policy: RecomputePolicy) -> None:
         """Put the policy in force; none may be in force at the moment."""
         self.policy = policy
+        if offload_modules.offloads(policy):
+            offload_modules.forget()
+            setattr(self.config, offload_modules.SWITCH_OF_ALL, True)
+            self.hooks.append(owner.register_forward_pre_hook(offload_modules.begin_forward))
         for layer, choice in self.choices():
-            layer_modules.set_modules(layer, choice.modules)
+            self.set_layer(layer, choice)
             for one in model_layers.nested_layers(layer):
                 if "mlp" in choice.modules:
                     self._let_bias_leave(one)
@@ -334,10 +346,17 @@ class _Held:
                     self._let_graph_go(one)
         self.set_full(owner)
 
+    def set_layer(self, layer: Layer, choice: LayerPolicy) -> None:
+        """The modules that a layer recomputes and offloads; without offload in the policy the
+        config's own stays in force."""
+        layer_modules.set_modules(layer, choice.modules)
+        if offload_modules.offloads(self.policy):
+            offload_modules.set_offload(layer, choice.offload)
+
     def set_full(self, owner: torch.nn.Module) -> None:
         """Make the owner take Megatron's full-recompute branch if the policy has full layers."""
         ((layer, choice),) = self.choices()
-        if choice.modules or choice.inner:
+        if _works_inside(choice):
             self.require_gradient()
         self.set_depth(owner, layer, choice)
 
@@ -354,6 +373,8 @@ class _Held:
 
     def clear(self, owner: torch.nn.Module) -> None:
         """Restore everything that `set` has changed."""
+        if offload_modules.offloads(self.policy):
+            offload_modules.forget()
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
@@ -377,7 +398,7 @@ class _Held:
     def require_gradient(self) -> None:
         """Make inputs of layers with selective modules require grad; see `_require_gradient`."""
         for layer, choice in self.choices():
-            if choice.modules or choice.inner:
+            if _works_inside(choice):
                 hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)
                 self.hooks.append(hook)
 
@@ -419,7 +440,7 @@ class _HeldDepths(_Held):
 
     def _begin(self, owner: torch.nn.Module, _: Any) -> None:
         layer, choice = self.choices()[self.running]
-        layer_modules.set_modules(layer, choice.modules)
+        self.set_layer(layer, choice)
         self.set_depth(owner, layer, choice)
 
     def _end(self, owner: torch.nn.Module, _: Any, output: Any) -> None:
@@ -444,7 +465,7 @@ class _HeldDepths(_Held):
 
     def _rest(self, owner: torch.nn.Module) -> None:
         self.running = 0
-        layer_modules.set_modules(self.layers[0], ())
+        self.set_layer(self.layers[0], NONE)
         self.set_depth(owner, self.layers[0], NONE)
 
 
@@ -452,7 +473,7 @@ class _HeldBlock(_Held):
     """A policy in force on one block."""
 
     def set_full(self, owner: torch.nn.Module) -> None:
-        if any(choice.modules for _, choice in self.choices()):
+        if any(_works_inside(choice) for _, choice in self.choices()):
             self.watch = owner.register_forward_pre_hook(_look_at_input, with_kwargs=True)
             self.hooks.append(self.watch)
         runs: Sequence[Run] = self.policy.chunk_runs(self.indices)
@@ -466,6 +487,12 @@ class _HeldBlock(_Held):
     def clear(self, owner: torch.nn.Module) -> None:
         seam.restore(owner)
         super().clear(owner)
+
+
+def _works_inside(choice: LayerPolicy) -> bool:
+    """Whether the choice has checkpoints or copies inside the layer, which start in backward only
+    if their input requires grad."""
+    return bool(choice.modules or choice.inner or choice.offload)
 
 
 def _look_at_input(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -3,26 +3,30 @@
     auto = attach(model_chunks, optimizer, max_tokens=16384, plan_path="plan.json")
     forward_backward = auto.schedule(get_forward_backward_func())
 
-Nothing of `megatron.training` is needed. The unit is one training call of the schedule: nothing is
-in flight between two calls, so each may run a policy of its own, and what a loop does in between
-(generation, log-prob passes, moving states to the host) is outside.
+`integrations` attaches to Megatron-LM and Bridge in the same way. Nothing of `megatron.training` is
+needed. The unit is one training call of the schedule: nothing is in flight between two calls, so
+each may run a policy of its own, and what a loop does in between (generation, log-prob passes,
+moving states to the host) is outside.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_autorecompute.compat import model_layers, parallel, rules
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.megatron_fields import NO_RECOMPUTE
+from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.apply import HOLDER_KEY
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.calls import Calls
-from megatron_autorecompute.runtime.controller import Auto, JobFacts
-from megatron_autorecompute.runtime.megatron_job import parallelism
+from megatron_autorecompute.runtime.controller import Auto
+from megatron_autorecompute.runtime.job_facts import JobFacts, Program
 
 
 def attach(
@@ -35,6 +39,7 @@ def attach(
     plan_path: str | None = None,
     replace_recompute: bool = False,
     say: Callable[[str], None] = print,
+    program: Program | None = None,
 ) -> Auto:
     """Make a built model choose by itself what each layer recomputes; call it on every rank.
 
@@ -50,34 +55,66 @@ def attach(
         replace_recompute: whether recompute that the model's config sets is replaced until
             `close`. If False, such a config is refused.
         say: prints a text; called on rank 0.
+        program: facts of a program whose microbatches have one length, with all of the user's
+            options: then none of the others is given. A step of it is the whole training step.
 
     Raises:
         OptionError: an argument is impossible, or the config sets recompute of its own.
         AutorecomputeError: as `Auto`.
     """
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
+    given = max_tokens, budget_gib, reserve_gib, plan_path
+    if program is not None and any(each is not None for each in given):
+        raise OptionError(
+            "attach() was given a program, whose options have budget, reserve and plan path, and "
+            "one of max_tokens, budget_gib, reserve_gib and plan_path as well. Leave that out."
+        )
     options = AutoOptions(
         recompute_memory_budget_gib=budget_gib,
         recompute_memory_reserve_gib=reserve_gib,
         recompute_plan_path=plan_path,
     )
     config = model_layers.unwrapped(chunks[0]).config
-    calls = Calls(max_tokens, 2 * _fewest_microbatches(config, len(chunks)))
+    calls = None
+    if program is None:
+        calls = Calls(max_tokens, 2 * _fewest_microbatches(config, len(chunks)))
+        # A layer's costs are lines in tokens: those of one long sample.
+        program = Program(options=options, micro_batch_size=1, seq_length=1)
     put_back = _replaced(chunks) if replace_recompute else _refuse(chunks)
     job = JobFacts(
-        # A layer's costs are lines in tokens: those of one long sample.
-        parallelism=parallelism(config, micro_batch_size=1, seq_length=1),
-        num_microbatches=calls.num_microbatches,
+        parallelism=_parallelism(config, program),
+        num_microbatches=get_num_microbatches if calls is None else calls.num_microbatches,
         say=lambda text: say(text) if _is_first_rank() else None,
-        calls=calls,
+        timers=program.timers,
+        shapes=program.shapes,
+        writers=program.writers,
+        iteration=program.iteration,
         without_cuda=not torch.cuda.is_available(),
+        calls=calls,
         on_close=put_back,
     )
     try:
-        return Auto(chunks, optimizer, options, job)
+        if program.save is not None:
+            os.makedirs(program.save, exist_ok=True)  # the plan comes before the first checkpoint
+        return Auto(chunks, optimizer, program.options.with_plan_in(program.save), job)
     except BaseException:
         put_back()
         raise
+
+
+def _parallelism(config: Any, program: Program) -> Parallelism:
+    """The shapes that bytes and times hold for."""
+    tensor_parallel = config.tensor_model_parallel_size
+    return Parallelism(
+        micro_batch_size=program.micro_batch_size,
+        seq_length=program.seq_length,
+        tensor_parallel=tensor_parallel,
+        context_parallel=config.context_parallel_size,
+        expert_parallel=config.expert_model_parallel_size,
+        expert_tensor_parallel=config.expert_tensor_parallel_size or tensor_parallel,
+        sequence_parallel=config.sequence_parallel,
+        dtype=str(config.params_dtype).removeprefix("torch."),
+    )
 
 
 def _fewest_microbatches(config: Any, num_chunks: int) -> int:

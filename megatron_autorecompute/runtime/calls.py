@@ -26,9 +26,10 @@ class CallShape:
     microbatches: int
     """Of the plan."""
 
-    def microbatch(self, expert_ranks: int) -> Microbatch:
+    @property
+    def microbatch(self) -> Microbatch:
         """The longest one, as `Microbatch.longest`."""
-        return Microbatch.longest(self.tokens, expert_ranks)
+        return Microbatch.longest(self.tokens)
 
 
 class Calls:
@@ -57,6 +58,8 @@ class Calls:
         """Tokens of the longest microbatch so far, on any rank."""
         self.last = 0
         """Tokens of the longest microbatch of the last call, on any rank."""
+        self.most_routed = 0
+        """Rows that the experts of a rank got in some layer of the last call, the most."""
         self.longest = 0
         """Tokens of the longest microbatch of this call, if every rank said lengths."""
         self.missed_bytes: tuple[int, ...] = ()
@@ -92,6 +95,7 @@ class Calls:
         num_microbatches: int | None,
         outcome: int,
         seen: int = 0,
+        routed: int = 0,
         missed_bytes: Sequence[int] = (),
         short_bytes: Sequence[int] = (),
     ) -> int:
@@ -101,6 +105,7 @@ class Calls:
             num_microbatches: of this rank's next call; None if it is not known.
             outcome: of the last call on this rank.
             seen: tokens of the longest microbatch of the last call on this rank.
+            routed: the most rows that this rank's experts got in a layer of it.
             missed_bytes: by stage, 0 for all but this rank's.
             short_bytes: likewise, how much less memory there is than when it was measured.
 
@@ -110,13 +115,14 @@ class Calls:
         said, self._said = self._said or [], None
         mine = num_microbatches or len(said) or self._most
         wrong = bool(said) and num_microbatches not in (None, len(said))
-        longest, total, found, worst, unsaid, self.last, failed, *missed = all_reduce_max(
+        longest, total, found, worst, unsaid, seen, routed, failed, *missed = all_reduce_max(
             max(said, default=0),
             sum(said),
             mine,
             outcome,
             not said,
             seen,
+            routed,
             wrong,
             *missed_bytes,
             *short_bytes,
@@ -126,7 +132,7 @@ class Calls:
                 f"tokens() named {len(said)} microbatches and the call has {num_microbatches} on "
                 "this rank, or the like on another. Say the length of each microbatch."
             )
-        stages = len(missed_bytes)
+        stages, self.last, self.most_routed = len(missed_bytes), seen, routed
         self.missed_bytes, self.short_bytes = tuple(missed[:stages]), tuple(missed[stages:])
         self.said_too_little |= self.is_said and self.last > self.longest
         self.seen = max(self.seen, self.last)

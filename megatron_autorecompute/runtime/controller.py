@@ -2,15 +2,15 @@
 
 Wrap every training call of Megatron's schedule in `Auto.schedule`, or surround it with `Auto.step`.
 The first calls are ordinary ones that are measured (`measuring`). Then one rank solves, all ranks
-follow (`decisions`), and from then on only the peak is measured. This module does not import
-`megatron.training` or Megatron Bridge: `JobFacts` has what it needs from them. `attach` makes an
-`Auto` in any other loop.
+follow (`decisions`), and from then on only the peak is measured. `attach` makes an `Auto`, in every
+training program. This module does not import `megatron.training` or Megatron Bridge: `JobFacts` has
+what it needs from them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -81,11 +81,11 @@ class Auto:
         self.applied.switch(self.decisions.leanest)
         self._in_force = PlanInForce(self.decisions, optimizer, self.applied, self._store)
         guard = self._in_force.guard
-        self._measuring = Measuring(self.decisions, optimizer, self.applied, guard)
-        self._course = self._steps()
         split = self.shard.config.tensor_model_parallel_size
         split = split if self.shard.config.sequence_parallel else 1
         self._seen = SeenTokens(self.shard.chunks if varies else [], split)
+        self._measuring = Measuring(self.decisions, optimizer, self.applied, guard, self._seen)
+        self._course = self._steps()
         self._closed = False
 
     def _fingerprint(self) -> dict[str, str]:
@@ -170,7 +170,12 @@ class Auto:
         lied = calls.said_too_little
         missed, short = self._in_force.missed_bytes(), self._in_force.short_bytes()
         guard.outcome = calls.agree(
-            num_microbatches, guard.own_outcome, self._seen.longest, missed, short
+            num_microbatches,
+            guard.own_outcome,
+            self._seen.longest,
+            self._seen.most_routed,
+            missed,
+            short,
         )
         self._seen.forget()
         if calls.said_too_little and not lied:
@@ -211,12 +216,23 @@ class Auto:
         lines = "" if saving is None else f"\n{saving}"
         return f"{report(self.plan, self.decisions, None)}; this {own}{lines}"
 
-    def predicted_peaks(self, lengths: Sequence[int] | Sequence[Microbatch]) -> tuple[int, ...]:
+    @property
+    def routed(self) -> tuple[Mapping[int, int], ...]:
+        """For each microbatch of the last training call: rows that the experts of this rank got, by
+        layer (a token counts once for each of its experts here); layers without experts have
+        none."""
+        return tuple(self._seen.routed)
+
+    def predicted_peaks(
+        self, lengths: Sequence[int | Sequence[int]], routed: Sequence[Mapping[int, int]] = ()
+    ) -> tuple[int, ...]:
         """Peak bytes of every stage in a call with these microbatches, under the policy in force.
 
         Args:
-            lengths: tokens of each microbatch, in order; for layers with experts `Microbatch`,
-                with the tokens of the expert-parallel group.
+            lengths: tokens of each microbatch on this rank, in order; of a packed one, a list of
+                its samples' tokens.
+            routed: as the property has it after a call. Layers that are not named got the most
+                tokens that were seen so far.
 
         Raises:
             OptionError: there is no plan yet.
@@ -224,14 +240,10 @@ class Auto:
         """
         if self.plan is None:
             raise OptionError("There is no plan yet: the first training calls measure.")
-        ranks = self.decisions.expert_ranks
-        given = (
-            one if isinstance(one, Microbatch) else Microbatch.longest(one, ranks)
-            for one in lengths
-        )
+        given = tuple(Microbatch.packed([one] if isinstance(one, int) else one) for one in lengths)
         schedule = self.shard.schedule(len(lengths))
-        profile = self.plan.profile
-        call = Arrangement(profile, self.shard.layout, schedule, self.policy, tuple(given))
+        layout, named = self.shard.layout, tuple(routed) if any(routed) else ()
+        call = Arrangement(self.plan.profile, layout, schedule, self.policy, given, named)
         return tuple(call.peaks())
 
     @property

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
-from megatron_autorecompute.compat import parallel
 from megatron_autorecompute.errors import InfeasibleError
+from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.planner.lengths import profile_at
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
@@ -26,7 +25,7 @@ from megatron_autorecompute.runtime.lost_steps import NOTCHES
 from megatron_autorecompute.runtime.model_shard import ModelShard
 from megatron_autorecompute.runtime.oom_guard import FINE
 from megatron_autorecompute.runtime.plan_store import PlanStore
-from megatron_autorecompute.runtime.points import Points
+from megatron_autorecompute.runtime.points import UNEVEN, Points
 from megatron_autorecompute.runtime.ranks import on_rank_0
 from megatron_autorecompute.runtime.step_memory import StepMemory, available_bytes
 from megatron_autorecompute.runtime.varying import Varying
@@ -56,17 +55,11 @@ class Decisions:
         if job.without_cuda:
             budget_bytes(options, available_bytes=None, fragmentation_bytes=0)
 
-    @cached_property
-    def expert_ranks(self) -> int:
-        """How many ranks exchange tokens for their experts."""
-        return len(parallel.expert_ranks()) if self.shard.has_experts else 1
-
     def planner(self, profile: Profile) -> Planner:
         """A planner for the microbatches of the next step, their number and their length."""
         shape = None if self.job.calls is None else self.job.calls.shape
         if shape is not None and shape.tokens:
-            longest = shape.microbatch(self.expert_ranks)
-            profile = profile_at(profile, longest, shape.call_tokens)
+            profile = profile_at(profile, shape.microbatch, shape.call_tokens)
         return Planner(
             profile,
             self.shard.layout,
@@ -218,9 +211,6 @@ class Decisions:
         varying = Varying(self.shard, points)
         profile = varying.with_lines(profile)
         least, most = varying.missed_bytes(profile)
-        if self.shard.has_experts:
-            # Lines lie above uneven routing, which a call under the leanest policy hardly shows.
-            least, most = max(0, least), max(0, most)
         lows, highs = self.shard.by_stage(least, min), self.shard.by_stage(most, max)
         stages = (
             replace(
@@ -281,6 +271,24 @@ class Decisions:
     def with_missed(self, plan: Plan, missed_bytes: Sequence[int]) -> Profile:
         """The plan's profile with so many more bytes on every stage."""
         return with_missed_bytes(plan.profile, [0] * len(missed_bytes), missed_bytes)
+
+    def with_routed(self, plan: Plan, most_routed: int) -> Profile | None:
+        """The plan's profile for routing as uneven as in the last call; None if it was no more
+        uneven than the plan counts on.
+
+        Args:
+            plan: that of the last call.
+            most_routed: rows that the experts of a rank got in some layer of it, the most.
+        """
+        line = plan.profile.routed_line
+        if line is None:
+            return None
+        sizes = plan.profile.parallelism
+        tokens = sizes.seq_length // sizes.context_parallel
+        planned = line.at(Microbatch.longest(tokens))
+        if most_routed <= planned:
+            return None
+        return replace(plan.profile, routed_line=line.times(UNEVEN * most_routed / planned))
 
     def are_kept(self, plan: Plan) -> bool:
         """Whether every stage kept the plan's budgets in the step that was read last."""

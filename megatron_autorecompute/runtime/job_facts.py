@@ -1,4 +1,4 @@
-"""Facts about a training job that `controller` needs from the training program."""
+"""Facts about a training job: what a program tells `attach`, and what `controller` needs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,35 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_autorecompute.profile import Parallelism
+from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.probe import Memory
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a training program tells `attach` whose microbatches have one length and whose loop goes
+    on after a skipped update: Megatron-LM, Megatron Bridge."""
+
+    options: AutoOptions
+    """As the user gave them."""
+    save: str | None = None
+    """The folder of the job's checkpoints, made if it is missing; the plan goes there if no path
+    was given."""
+    micro_batch_size: int
+    """Samples per microbatch on one data-parallel rank."""
+    seq_length: int
+    """Tokens per sample."""
+    timers: Any | None = None
+    """As in `JobFacts`; so are the following."""
+    shapes: Mapping[str, str] = field(default_factory=dict)
+    writers: Callable[[], Sequence[Any]] = lambda: ()
+    iteration: Callable[[], int] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """Facts about a training job, given by the training program."""
+    """Facts about a training job, collected by `attach`."""
 
     parallelism: Parallelism
     """Shapes of a microbatch on this rank."""

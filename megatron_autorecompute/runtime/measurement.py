@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -174,6 +174,7 @@ class Measurement:
         applied: the policy in force on it; `policies` switches it.
         clock: source of times.
         points: keeps figures with the lengths they were seen at, if microbatches differ.
+        routed: what experts got in the step that ends, as `SeenTokens.routed`.
     """
 
     def __init__(
@@ -182,11 +183,12 @@ class Measurement:
         applied: AppliedPolicy,
         clock: Clock = DEVICE_CLOCK,
         points: Points | None = None,
+        routed: Callable[[], Sequence[Mapping[int, int]]] = tuple,
     ) -> None:
         self.shard = shard
         self.applied = applied
         self._clock = clock
-        self.points = points
+        self.points, self._routed = points, routed
         self.boundary_bytes = 0
         self.static_bytes = 0
         self.peak_bytes = 0
@@ -294,10 +296,11 @@ class Measurement:
         found = {n: one for one, n in zip(passes, numbers, strict=True) if one.tokens}
         config = self.shard.config
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        lengths = ((found[n].tokens * split, found[n].samples) for n in sorted(found))
-        self.points.begin_call(lengths)
+        passes_in_order = (found[number] for number in sorted(found))
+        lengths = ((split * one.tokens, _squares(one, split)) for one in passes_in_order)
+        self.points.begin_call(lengths, self._routed())
         for number, one in found.items():
-            where = len(self.points.calls) - 1, number
+            where = len(self.points.calls) - 1, number, -1
             self.points.boundaries.append((where, self._boundary_bytes(one)))
 
     def _boundary_bytes(self, one: Pass) -> int:
@@ -421,7 +424,8 @@ class Measurement:
         for figure, value in found.items():
             getattr(seen, _LISTS[figure]).append(value)
             if self.points is not None:
-                self.points.note((signature, self._choice(place)), figure, number, value)
+                layer = place if isinstance(place, int) else -1
+                self.points.note((signature, self._choice(place)), figure, number, layer, value)
 
     def _received_by(self, one: Pass) -> Place | None:
         """The layer whose input another stage sent; None if the first layer gets a copy of it."""
@@ -563,6 +567,15 @@ class Measurement:
             optimizer_step_peak_bytes=max(0, self.optimizer_step_peak_bytes),
             overhead=self.overhead,
         )
+
+
+def _squares(one: Pass, split: int) -> int:
+    """`Microbatch.squares` of a forward, as this rank has its samples."""
+    tokens = split * one.tokens
+    if one.packed is None:
+        return tokens * tokens // one.samples
+    lengths = one.packed.diff().tolist()  # of whole samples, over which context parallelism splits
+    return round(sum(length * length for length in lengths) * (tokens / sum(lengths)) ** 2)
 
 
 def _held_bytes(span: Span) -> int:

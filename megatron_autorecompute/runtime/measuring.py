@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute.compat import parallel
 from megatron_autorecompute.profile import Profile, RankStep
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.call_guard import Guard
@@ -20,6 +19,7 @@ from megatron_autorecompute.runtime.lost_steps import was_lost
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.oom_guard import FAILED
 from megatron_autorecompute.runtime.points import Points
+from megatron_autorecompute.runtime.seen_tokens import SeenTokens
 from megatron_autorecompute.runtime.static_bytes import static_bytes
 from megatron_autorecompute.runtime.whole_steps import (
     BACKWARD,
@@ -53,6 +53,7 @@ class Measuring:
         optimizer: Megatron's.
         applied: the policy in force; switched from step to step.
         guard: around every step.
+        seen: tokens of the running call.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Measuring:
         optimizer: Any,
         applied: AppliedPolicy,
         guard: Guard,
+        seen: SeenTokens,
     ) -> None:
         self.decisions, self.shard = decisions, decisions.shard
         self.memory, self.job = decisions.memory, decisions.job
@@ -68,8 +70,10 @@ class Measuring:
         self.points: Points | None = None
         """What was seen at which lengths, in a loop whose microbatches differ."""
         if self.job.calls is not None:
-            self.points = Points(parallel.expert_ranks() if self.shard.has_experts else ())
-        self.measurement = Measurement(self.shard, applied, points=self.points)
+            self.points = Points()
+        self.measurement = Measurement(
+            self.shard, applied, points=self.points, routed=lambda: seen.routed
+        )
         self._left = 0
         """The most steps still to come, as printed; 0 while this is not known."""
         self._whole_steps: list[WholeStep] = []

@@ -57,7 +57,15 @@ class PlansByShape:
         profile, missed = plan.profile, self._calls.missed_bytes
         if self._budgets is None:
             self._budgets = plan.budget_bytes
-        if any(m > NOTICED * b for m, b in zip(missed, plan.budget_bytes, strict=False)):
+        uneven = self._decisions.with_routed(plan, self._calls.most_routed)
+        if uneven is not None:  # what was missed is of this
+            profile = uneven
+            self._plans.clear()
+            self._say(
+                f"the experts of a rank got {self._calls.most_routed:,} tokens in a layer, more "
+                "than ever before: counted from now on"
+            )
+        elif any(m > NOTICED * b for m, b in zip(missed, plan.budget_bytes, strict=False)):
             profile = self._decisions.with_missed(plan, missed)
             self._plans.clear()
             self._say(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,18 +12,20 @@ from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 
 Figure = Literal["held", "input", "forward_level", "backward_level", "forward_ms", "backward_ms"]
 Key = tuple[str, LayerPolicy]
-Where = tuple[int, int]
-"""A call and a microbatch of it."""
+UNEVEN = 1.05
+"""Plans are for experts that get more tokens than ever seen, by this factor."""
+Where = tuple[int, int, int]
+"""A call, a microbatch of it, and a layer; -1 outside of layers."""
 
 
 @dataclass(slots=True)
 class Points:
     """What one rank saw, in the order in which it came."""
 
-    expert_ranks: tuple[int, ...] = ()
-    """Ranks of this rank's expert-parallel group; empty without one."""
     calls: list[list[tuple[int, int]]] = field(default_factory=list)
-    """Of every call that counts: tokens and samples of each microbatch."""
+    """Of every call that counts, for each microbatch: tokens, and `Microbatch.squares`."""
+    routed: list[list[Mapping[int, int]]] = field(default_factory=list)
+    """Of every call, for each microbatch: rows that this rank's experts got, by layer."""
     figures: dict[tuple[Key, Figure], list[tuple[Where, float]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -34,13 +36,16 @@ class Points:
     peaks: list[tuple[int, RecomputePolicy, int]] = field(default_factory=list)
     """A call, its policy, and the bytes it needed, static ones included."""
 
-    def begin_call(self, lengths: Iterable[tuple[int, int]]) -> None:
-        """Begin a call; lengths: tokens and samples of each microbatch."""
+    def begin_call(
+        self, lengths: Iterable[tuple[int, int]], routed: Sequence[Mapping[int, int]]
+    ) -> None:
+        """Begin a call; arguments as `calls` and `routed` have them."""
         self.calls.append(list(lengths))
+        self.routed.append(list(routed))
 
-    def note(self, key: Key, figure: Figure, microbatch: int, value: float) -> None:
-        """Note a figure of the call that began last."""
-        self.figures[key, figure].append(((len(self.calls) - 1, microbatch), value))
+    def note(self, key: Key, figure: Figure, microbatch: int, layer: int, value: float) -> None:
+        """Note a figure of the call that began last; layer: -1 outside of layers."""
+        self.figures[key, figure].append(((len(self.calls) - 1, microbatch, layer), value))
 
     def note_peak(self, policy: RecomputePolicy, peak_bytes: int) -> None:
         """Note what the call that began last needed."""
@@ -53,11 +58,17 @@ class Points:
             (
                 value / self.calls[call][number][0]
                 for (_, figure), noted in self.figures.items()
-                for (call, number), value in noted
+                for (call, number, _), value in noted
                 if figure == "held"
             ),
             default=0.0,
         )
+
+    def microbatch(self, call: int, number: int, layer: int = -1) -> Microbatch:
+        """The lengths of a microbatch, and what a layer's experts got of it."""
+        tokens, squares = self.calls[call][number]
+        routed = self.routed[call][number] if self.routed[call] else {}
+        return Microbatch(tokens, squares, routed.get(layer, 0))
 
     def most_tokens(self) -> int:
         """Of a microbatch of this rank so far; 0 before the first."""
@@ -85,18 +96,16 @@ class AllPoints:
             [point for rank in self._ranks for point in self._resolved(rank, rank.boundaries)]
         )
 
-    def lengths(self, rank: Points, call: int) -> tuple[Microbatch, ...]:
-        """Of the microbatches of a call of a rank."""
-        peers = [self._ranks[number].calls[call] for number in rank.expert_ranks]
-        own = rank.calls[call]
-        return tuple(
-            Microbatch(
-                tokens,
-                tokens * tokens // samples,
-                sum(peer[number][0] for peer in peers) if peers else tokens,
-            )
-            for number, (tokens, samples) in enumerate(own)
-        )
+    def routed(self) -> Line | None:
+        """The most rows to plan for that experts of a rank get in a layer, as a line in the tokens
+        of the call's longest microbatch on any rank; None without experts."""
+        points = []
+        for call in range(min(len(rank.calls) for rank in self._ranks)):
+            longest = max(tokens for rank in self._ranks for tokens, _ in rank.calls[call])
+            rows = (n for rank in self._ranks for one in rank.routed[call] for n in one.values())
+            most = max(rows, default=0)
+            points.append((Microbatch.longest(longest), float(most)))
+        return envelope(points).times(UNEVEN) if any(most for _, most in points) else None
 
     def boundary(self) -> Line:
         """Bytes of a hidden state."""
@@ -119,7 +128,7 @@ class AllPoints:
         found = []
         for direction in ("forward", "backward"):
             points = [
-                (Microbatch(sum(t for t, _ in self._ranks[rank].calls[call]), 0, 0), value)
+                (Microbatch(sum(t for t, _ in self._ranks[rank].calls[call]), 0), value)
                 for rank in ranks
                 for call, value in self._ranks[rank].overheads[direction]
             ]
@@ -150,5 +159,4 @@ class AllPoints:
         return [point for rank, times in settled for point in self._resolved(rank, times)]
 
     def _resolved(self, rank: Points, noted: Sequence[tuple[Where, float]]) -> list[Point]:
-        lengths = {call: self.lengths(rank, call) for call in {call for (call, _), _ in noted}}
-        return [(lengths[call][number], value) for (call, number), value in noted]
+        return [(rank.microbatch(*where), value) for where, value in noted]

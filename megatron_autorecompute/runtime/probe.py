@@ -123,8 +123,9 @@ class Pass:
     output_has_gradient: bool = False
     """Forward only: whether the model's output received a gradient."""
     samples: int = 0
-    """Forward only: of the microbatch, as the first hidden state has them; a packed one counts as a
-    single sample."""
+    """Forward only: of the microbatch, as the first hidden state has them; a packed one has one."""
+    packed: torch.Tensor | None = None
+    """Forward only: where the samples of a packed microbatch begin and end, padding included."""
     tokens: int = 0
     """Forward only: of all samples, as this rank holds them (sequence parallelism splits them)."""
     after: Mark | None = None
@@ -220,12 +221,13 @@ class Probe:
         """Note where a layer begins; several indices: one for each time that a forward runs it."""
 
         def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._forward is not None and not _recomputing():
+            if self._forward is not None and not is_recomputing():
                 index = next((i for i in indices if not self._has_begun(i)), indices[-1])
                 hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
                 size_bytes = hidden_states.untyped_storage().nbytes()
                 self.boundary_bytes = max(self.boundary_bytes, size_bytes)
                 self._boundary(index, hidden_states)
+                self._forward.packed = _cu_seqlens(kwargs.get("packed_seq_params"))
 
         self._call(layer.register_forward_pre_hook, begins, with_kwargs=True)
 
@@ -331,6 +333,13 @@ class Probe:
             memory.reset_peak()
 
 
+def _cu_seqlens(packed: Any) -> torch.Tensor | None:
+    """Of Megatron's PackedSeqParams; None if samples are not packed."""
+    if packed is None or packed.cu_seqlens_q_padded is None:
+        return None if packed is None else packed.cu_seqlens_q
+    return packed.cu_seqlens_q_padded
+
+
 def _tensor(call: tuple[Any, ...]) -> torch.Tensor:
     output = call[-1]
     return output[0] if isinstance(output, tuple) else output
@@ -349,7 +358,7 @@ def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
         yield from _tensors_in(tuple(getattr(output, each.name) for each in fields(output)))
 
 
-def _recomputing() -> bool:
+def is_recomputing() -> bool:
     """Whether this forward runs inside a backward, as recompute does."""
     return torch._C._current_graph_task_id() != -1
 

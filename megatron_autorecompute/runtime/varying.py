@@ -45,6 +45,7 @@ class Varying:
             final_norm=None if norm is None else self._record(norm, "final_norm"),
             stages=tuple(self._stage(*each) for each in enumerate(profile.stages)),
             boundary_line=self.points.boundary(),
+            routed_line=self.points.routed(),
         )
 
     def missed_bytes(self, profile: Profile) -> tuple[int, int]:
@@ -58,7 +59,8 @@ class Varying:
                 self._shard.layout,
                 self._shard.schedule(len(rank.calls[call])),
                 policy,
-                self.points.lengths(rank, call),
+                tuple(rank.microbatch(call, number) for number in range(len(rank.calls[call]))),
+                tuple(rank.routed[call]),
             ).stage_peak(self._shard.stage)
             for call, policy, peak_bytes in rank.peaks
             if covers(profile.kinds, policy)

@@ -6,9 +6,12 @@ After training it prints a digest of all parameters, and those after the model w
 """
 
 import hashlib
+import importlib.util
 import runpy
 import sys
 import types
+import typing
+from pathlib import Path
 
 import torch
 
@@ -22,8 +25,11 @@ def prepare(patch=setattr):
 
     patch: setattr, or pytest's monkeypatch.setattr.
     """
+    if not hasattr(typing, "override"):  # Python 3.12's, in Bridge since 0.4
+        typing.override = lambda method: method
     megatron_bridge.install()
     stand_ins.install()
+    _load_helpers()
     from megatron.bridge.peft import utils as peft_utils
     from megatron.bridge.training import initialize, setup
 
@@ -39,6 +45,19 @@ def prepare(patch=setattr):
     patch(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     barrier = torch.distributed.barrier  # gloo refuses device_ids
     patch(torch.distributed, "barrier", lambda group=None, **_: barrier(group=group))
+
+
+def _load_helpers():
+    """A checkout has megatron.core's compiled helpers not built; those of an installed wheel do."""
+    import megatron
+
+    name = "megatron.core.datasets.helpers_cpp"
+    if importlib.util.find_spec(name) is None:
+        folders = (Path(path, "core", "datasets") for path in megatron.__path__)
+        built = next(file for folder in folders for file in folder.glob("helpers_cpp*.so"))
+        spec = importlib.util.spec_from_file_location(name, built)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
 
 
 def print_weights():

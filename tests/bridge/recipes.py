@@ -31,6 +31,33 @@ def tiny_moe_pretrain_config():
     return _recipe(Qwen3MoeConfig(**SIZES, **moe, architectures=["Qwen3MoeForCausalLM"]))
 
 
+def tiny_hybrid_pretrain_config():
+    """Bridge's hybrid provider, with every family that a CPU can run; Bridge 0.4 on."""
+    from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
+    from megatron.bridge.recipes.common import _pretrain_common
+
+    from tests import mamba_kernels
+    from tests.hybrid_models import local_spec, make_runnable
+
+    make_runnable()
+    cfg = _pretrain_common()
+    cfg.model = HybridModelProvider(
+        hybrid_layer_pattern="M*-E",
+        hybrid_stack_spec=local_spec,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=32,
+        moe_token_dispatcher_type="alltoall",
+        **mamba_kernels.SIZES,
+    )
+    for_cpu(cfg)
+    return cfg
+
+
 def _recipe(hf_config):
     from megatron.bridge import AutoBridge
     from megatron.bridge.recipes.common import _pretrain_common
@@ -49,7 +76,6 @@ def for_cpu(cfg):
     from megatron.bridge.models.gpt_provider import local_layer_spec
 
     local = {
-        "transformer_layer_spec": local_layer_spec,
         "transformer_impl": "local",
         "attention_backend": None,
         "masked_softmax_fusion": False,
@@ -73,6 +99,8 @@ def for_cpu(cfg):
         "deallocate_pipeline_outputs": False,
         "cuda_graph_impl": "none",
     }
+    if hasattr(cfg.model, "transformer_layer_spec"):
+        local["transformer_layer_spec"] = local_layer_spec
     for name, value in local.items():
         assert hasattr(cfg.model, name), name
         setattr(cfg.model, name, value)

@@ -1,10 +1,12 @@
 """Empty stand-ins for what Megatron Bridge imports and no CPU machine can have; for tests only.
 
 Bridge 0.3.1 imports `transformer_engine` in peft/lora_layers.py and `megatron.energon` for its
-multimodal data without asking whether they are there. Only names are imported; whatever would use
-one fails. Put in place after megatron.core and modelopt, so that both know that they have no TE.
+multimodal data without asking whether they are there; 0.6 and later import a newer
+`nvidia_resiliency_ext` than Python 3.11 can have. Only names are imported; whatever would use one
+fails. Put in place after megatron.core and modelopt, so that both know that they have no TE.
 """
 
+import abc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -12,10 +14,10 @@ import sys
 import types
 import warnings
 
-PACKAGES = ("transformer_engine", "megatron.energon")
+PACKAGES = ("transformer_engine", "megatron.energon", "nvidia_resiliency_ext")
 
 
-class _AnyName(type):
+class _AnyName(abc.ABCMeta):
     """A class in which every name is again such a class."""
 
     def __getattr__(cls, name):

@@ -1,16 +1,24 @@
 """Jobs whose microbatches differ in length, without a device."""
 
+import json
+
 import pytest
 
-from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.cli import main
+from megatron_autorecompute.errors import OptionError, VerificationError
 from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.packing import packed, simulated
 from megatron_autorecompute.meta.profiling import profile_job
+from megatron_autorecompute.meta.verify import StageCheck, require_verified
+from megatron_autorecompute.meta.verify_calls import calls_of
 from megatron_autorecompute.planner.buckets import bucket_plans
+from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.lengths import profile_at
+from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import LayerBytes
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -43,7 +51,9 @@ PACKED = {**JOB, "max_tokens_per_microbatch": 1024, "sample_lengths": {"128": 0.
 @pytest.mark.parametrize(
     ("transformer_impl", "above"), [("transformer_engine", 0.01), ("local", 0.08)]
 )
-def test_lines_give_what_profiling_at_another_length_gives(transformer_impl, above):
+def test_lines_give_what_profiling_at_another_length_gives(
+    transformer_impl, above, tmp_path, capsys
+):
     """Unfused attention (local) has tensors of length x length, so that the highest moment of a
     layer is another one in long microbatches: the envelope lies above both."""
     whole = profile_job(job_from({**PACKED, "transformer_impl": transformer_impl}, "job"), H100)
@@ -62,6 +72,7 @@ def test_lines_give_what_profiling_at_another_length_gives(transformer_impl, abo
                 assert 0.999 * size <= level <= (1 + above) * size
     if transformer_impl == "transformer_engine":
         _buckets_save_where_calls_are_short(whole)
+        _megatron_runs_calls_as_predicted(whole, tmp_path, capsys)
 
 
 def _buckets_save_where_calls_are_short(profile):
@@ -79,6 +90,47 @@ def _buckets_save_where_calls_are_short(profile):
     assert none_fits[-1].policy is None
 
 
+def _megatron_runs_calls_as_predicted(profile, tmp_path, capsys):
+    """Interleaved: three microbatches are run as four, the longest in halves."""
+    planner = Planner(profile, Layout.from_flags(4, 2, 2), Schedule(2, 2, 4))
+    fits = max(choice.peak_bytes for choice in planner.fastest)
+    plan = make_plan(planner, fits)
+    assert len(calls_of(plan)) == 3
+    assert list(calls_of(plan)[0]) == sorted(calls_of(plan)[0], reverse=True)
+    plan.save(tmp_path / "plan.json")
+    words = ["verify", str(tmp_path / "plan.json"), "--json"]
+    assert main([*words, "--lengths", "256,1024,640", "--lengths", "768,2048,128,512"]) == 10
+    printed = capsys.readouterr()
+    assert "its budget is" in printed.err  # 2048 tokens are twice what the plan is for
+    rows = json.loads(printed.out)
+    assert [(row["call"], row["stage"]) for row in rows] == [
+        *((None, 0), (None, 1)),
+        *((1, 0), (1, 1)),
+        *((2, 0), (2, 1)),
+    ]
+    assert rows[2]["lengths"] == [256, 512, 512, 640]
+    for row, own in zip(rows[2:4], rows[:2], strict=True):
+        assert row["megatron_bytes"] <= row["bound_bytes"] == own["megatron_bytes"]
+    boundary = profile.boundary_bytes  # counted twice in places, as in calls of one length
+    for row in rows:
+        longest = max(row["lengths"], default=1024)
+        too_high = row["predicted_bytes"] - row["megatron_bytes"]
+        assert -64 <= too_high <= boundary * longest / 1024  # a few numbers, as the loss
+    assert rows[4]["bound_bytes"] is None
+
+
+def test_a_call_above_its_bound_or_its_prediction_is_an_error():
+    sizes = {"static_bytes": 0, "budget_bytes": 2000, "call": 1, "lengths": (3, 1)}
+    require_verified([StageCheck(0, 1100, 1000, "", bound_bytes=1000, **sizes)])
+    for predicted, bound, says in (
+        (1100, 999, "own step, with no microbatch"),
+        (990, 1000, "-1.0%"),
+    ):
+        check = StageCheck(0, predicted, 1000, "", bound_bytes=bound, **sizes)
+        with pytest.raises(VerificationError, match=says):
+            require_verified([check])
+
+
 @pytest.mark.parametrize("most", [4, 9])
 def test_microbatches_are_full_and_not_above_the_cap_but_for_samples_that_are(most):
     samples = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -91,19 +143,25 @@ def test_microbatches_are_full_and_not_above_the_cap_but_for_samples_that_are(mo
 
 
 def test_calls_are_simulated_over_all_data_parallel_ranks():
-    shares, microbatches = simulated(job_from(PACKED, "job"))
-    assert sum(shares.values()) == pytest.approx(1)
-    assert shares[1024] > 0.9  # the largest microbatch of two ranks is nearly full
-    assert 2 <= microbatches <= 16
+    calls = simulated(job_from(PACKED, "job"))
+    assert sum(calls.shares.values()) == pytest.approx(1)
+    assert calls.shares[1024] > 0.9  # the largest microbatch of two ranks is nearly full
+    assert 2 <= calls.num_microbatches <= 16
+    assert all(
+        len(each) in (calls.num_microbatches + n for n in range(-3, 4)) for each in calls.examples
+    )
 
 
 def test_lengths_come_from_a_file(tmp_path):
     path = tmp_path / "lengths.jsonl"
     path.write_text('{"length": 1024}\n100\n')
-    shares, _ = simulated(job_from({**PACKED, "sample_lengths": str(path)}, "job"))
-    assert 1024 in shares
+    calls = simulated(job_from({**PACKED, "sample_lengths": str(path)}, "job"))
+    assert 1024 in calls.shares
     path.write_text('{"tokens": 3}\n')
     with pytest.raises(OptionError, match="has no length"):
+        simulated(job_from({**PACKED, "sample_lengths": str(path)}, "job"))
+    path.write_text("\n")
+    with pytest.raises(OptionError, match="no line has a length"):
         simulated(job_from({**PACKED, "sample_lengths": str(path)}, "job"))
 
 

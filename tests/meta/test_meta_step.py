@@ -29,9 +29,11 @@ from tests.meta.boundary_tensors import boundary_tensors, events
 from tests.support import fresh_processes, run_ranks, start_parallel, tiny_config
 
 SHAPE = StepShape(seq_length=128, micro_batch_size=2, num_microbatches=4, vocab_size=512)
+MIXED_LENGTHS = dataclasses.replace(SHAPE, num_microbatches=6, lengths=(64, 128, 32, 96, 128, 16))
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+LENGTHS = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
 BLOCK_1 = {
     "recompute_granularity": "full",
     "recompute_method": "block",
@@ -72,17 +74,23 @@ def real_stage(kind: str, fields: dict, policy: str | None) -> StageStep:
     schedules.forward_step = after_gloo_let_go(schedules.forward_step)
     schedules.backward_step = after_gloo_let_go(schedules.backward_step)
     start_parallel(**{n: v for n, v in fields.items() if n.endswith("parallel_size")})
-    models = build_chunks(small_config(kind, fields), SHAPE, build_gpt, torch.device("cpu"))
+    shape, config = shape_of(fields), small_config(kind, fields)
+    models = build_chunks(config, shape, build_gpt, torch.device("cpu"))
     if policy is None:
-        return trace_step(models, SHAPE, torch.device("cpu"))
+        return trace_step(models, shape, torch.device("cpu"))
     with apply(parse(policy), models):
-        return trace_step(models, SHAPE, torch.device("cpu"))
+        return trace_step(models, shape, torch.device("cpu"))
+
+
+def shape_of(fields: dict) -> StepShape:
+    return MIXED_LENGTHS if fields.get("variable_seq_lengths") else SHAPE
 
 
 def meta_stages(kind: str, fields: dict, policy: str | None) -> list[StageStep]:
     config = small_config(kind, fields)
     stages = range(config.pipeline_model_parallel_size)
-    return [stage_step(config, stage, SHAPE, parse(policy)) for stage in stages]
+    shape = shape_of(fields)
+    return [stage_step(config, stage, shape, parse(policy)) for stage in stages]
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +127,9 @@ MIXED = "none,full/2*2,selective[core_attn],full/3*3,none"
         ("moe", PP2, "full*4,selective[moe]*4"),
         ("dense", {**PP2, "mtp_num_layers": 1}, None),
         pytest.param("dense", {**PP2, **BLOCK_1}, None, marks=ONE_VERSION),
+        # stages tell each other the shapes, which without a device are filled in
+        pytest.param("dense", {**PP2, **LENGTHS}, MIXED, marks=ONE_VERSION),
+        ("moe", {**PP2, **CAPACITY, **LENGTHS}, "full*4,none*4"),
     ],
 )
 def test_every_layer_has_the_bytes_of_real_ranks(fresh_process, kind, fields, policy):
@@ -136,7 +147,9 @@ def test_every_layer_has_the_bytes_of_real_ranks(fresh_process, kind, fields, po
     [
         pytest.param(VPP2, None, marks=ONE_VERSION),
         (VPP2, "full*2,none*2,full/2*2,selective[mlp]*2"),
+        ({**VPP2, **LENGTHS}, "full*2,none*2,full/2*2,selective[mlp]*2"),
         pytest.param(TP2_SP, "none*4,full*4", marks=ONE_VERSION),
+        pytest.param({**PP2, **TP2_SP, **LENGTHS}, "full*2,none*6", marks=ONE_VERSION),
     ],
 )
 def test_peak_has_the_bytes_of_real_ranks_where_gloo_holds_tensors_longer(

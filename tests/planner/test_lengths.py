@@ -24,7 +24,8 @@ def varying(seed):
 
     def line(least=0, steepest=9):
         bent = rng.random() < 0.3
-        return Line(rng.randint(least, 40), rng.randint(0, steepest), rng.randint(0, 2) * bent)
+        squares, routed = rng.randint(0, 2) * bent, rng.randint(0, 2)
+        return Line(rng.randint(least, 40), rng.randint(0, steepest), squares, routed)
 
     def lines(record):
         held = line()
@@ -50,6 +51,7 @@ def varying(seed):
         final_norm=None if norm is None else lines(norm),
         stages=stages,
         boundary_line=Line(0, rng.randint(0, 3)),
+        routed_line=Line(rng.randint(0, 9), rng.randint(0, 3)),
     )
     return varied, layout, schedule, rng
 
@@ -69,14 +71,20 @@ def test_no_arrangement_needs_more_than_the_plan_for_the_longest(seed):
     longest = profile_at(profile, Microbatch.longest(LONGEST), m * LONGEST)
     bound = [c.peak.bytes for c in Planner(longest, layout, schedule).evaluate(policy).stages]
 
-    def peaks(lengths):
+    def peaks(lengths, routed=()):
         ones = tuple(map(Microbatch.longest, lengths))
-        return Arrangement(profile, layout, schedule, policy, ones).peaks()
+        return Arrangement(profile, layout, schedule, policy, ones, routed).peaks()
+
+    def routed():
+        """Up to as many tokens for every layer's experts as the longest microbatch may bring."""
+        most = int(profile.routed_line.at(Microbatch.longest(LONGEST)))
+        return tuple({n: rng.randint(0, most) for n in range(profile.num_layers)} for _ in range(m))
 
     assert peaks([LONGEST] * m) == bound  # reached
     every = list(itertools.product((1, 5, LONGEST), repeat=m))
     for lengths in rng.sample(every, min(len(every), 30)):
-        assert all(own <= most for own, most in zip(peaks(lengths), bound, strict=True))
+        found = *peaks(lengths), *peaks(lengths, routed())
+        assert all(own <= most for own, most in zip(found, 2 * bound, strict=True))
 
 
 def test_a_call_is_a_sum_over_its_own_microbatches():
@@ -118,8 +126,8 @@ def test_lines_survive_a_file():
 # --- fits -----------------------------------------------------------------------------------------
 
 
-def points(figure, lengths, group=lambda t: t):
-    found = (Microbatch(t, t * t, group(t)) for t in lengths)
+def points(figure, lengths, routed=lambda t: t):
+    found = (Microbatch(t, t * t, routed(t)) for t in lengths)
     return [(one, float(figure(one))) for one in found]
 
 
@@ -138,11 +146,11 @@ def test_a_quadratic_term_is_found_where_points_do_not_lie_on_a_line():
     assert line.residual < 1e-9
 
 
-def test_tokens_that_other_ranks_send_have_their_own_slope():
-    groups = {10: 70, 50: 60, 90: 200, 100: 110}
-    seen = points(lambda one: 7 * one.tokens + 3 * one.group_tokens, groups, groups.get)
+def test_tokens_routed_to_a_rank_have_their_own_slope():
+    routed = {10: 70, 50: 60, 90: 200, 100: 110}
+    seen = points(lambda one: 7 * one.tokens + 3 * one.routed_tokens, routed, routed.get)
     line = envelope(seen, experts=True)
-    assert (line.per_token, line.per_group_token) == pytest.approx((7, 3))
+    assert (line.per_token, line.per_routed_token) == pytest.approx((7, 3))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -154,7 +162,7 @@ def test_no_point_lies_above_an_envelope_and_no_slope_is_negative(seed):
     )
     line = envelope(seen)
     assert all(line.bytes_at(one) >= value - 1e-6 * value for one, value in seen)
-    assert min(line.constant, line.per_token, line.per_square, line.per_group_token) >= 0
+    assert min(line.constant, line.per_token, line.per_square, line.per_routed_token) >= 0
 
 
 def test_one_length_scales_up_in_proportion():

@@ -16,10 +16,9 @@ def test_every_call_has_the_results_of_a_loop_without_us_and_the_bytes_predicted
     assert found.different == 0
     assert found.planned >= 4 * job.ranks
     assert found.policies > 3
-    if job.ep == 1:  # with experts, bytes depend on where the router sends the tokens
-        assert found.over_budget == 0
-        assert found.above_bound == 0
-        assert -0.015 < found.lowest < found.highest < 0.015
+    assert found.over_budget == 0
+    assert found.above_bound == 0
+    assert -0.015 < found.lowest < found.highest < 0.015
 
 
 def run(job, lengths, forward_backward, seed=0):
@@ -75,30 +74,3 @@ def model_parallel_seed():
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-
-
-@pytest.mark.any_version
-def test_attaching_twice_is_refused_and_attaching_after_close_works(one_rank):
-    from megatron_autorecompute import attach
-    from megatron_autorecompute.errors import ApplyError
-
-    job = SmallGPT()
-    auto = attach(job.chunks, job.optimizer, budget_gib=1)
-    with pytest.raises(ApplyError, match="already in force"):
-        attach(job.chunks, job.optimizer, budget_gib=1)
-    schedule = auto.schedule(get_forward_backward_func())
-    assert auto.schedule(schedule) is schedule
-    run(job, [64], schedule)
-    auto.close()
-    assert run(job, [64], schedule)  # passes through from now on
-    with pytest.raises(ApplyError, match="ended"), auto.step():
-        pass
-    again = attach(job.chunks, job.optimizer, budget_gib=1)
-    run(job, [64], again.schedule(get_forward_backward_func()))
-    assert (auto.steps, again.steps) == (1, 1)
-    again.close()
-    assert not any(
-        "_autorecompute_holder" in vars(module)
-        for chunk in job.chunks
-        for module in chunk.modules()
-    )

@@ -2,20 +2,26 @@
 
 import random
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
 
 from examples.loops.small_gpt import (
     MAX_TOKENS,
+    Attention,
     SmallGPT,
     forward_step,
     get_forward_backward_func,
 )
+from megatron_autorecompute.runtime.calls import Calls
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
 from tests.support import run_ranks
 
 pytestmark = pytest.mark.any_version
-BUDGET_GIB = 16_000 / 2**20
+BUDGET_GIB = 13_000 / 2**20
 
 
 def attached(gpt, said, **named):
@@ -30,111 +36,169 @@ def call(gpt, lengths, forward_backward, seed=0, **named):
     return gpt.call(gpt.microbatches(lengths, seed), forward_backward, **named)
 
 
-# --- two ranks ------------------------------------------------------------------------------------
+# --- two ranks, with every fault one after the other ----------------------------------------------
 
 
-def unequal():
-    """Data-parallel ranks with other numbers and lengths of microbatches; one says too little."""
-    from megatron_autorecompute.errors import OptionError
+@dataclass
+class Output:
+    """What a fused log-prob head returns in place of a tensor."""
+
+    logits: torch.Tensor
+    extra: str = "anything"
+
+
+def returning_objects(model):
+    forward = model.module.forward
+    model.module.forward = lambda *args, **named: Output(forward(*args, **named))
+
+
+def step(iterator, model):
+    return forward_step(iterator, lambda **named: model(**named).logits)
+
+
+def breaks(iterator, model):
+    raise RuntimeError("no batch")
+
+
+def faulty():
+    """Data-parallel ranks with other numbers and lengths of microbatches than each other."""
+    from megatron.core import parallel_state
+
+    from megatron_autorecompute.errors import ApplyError, OptionError
 
     gpt, said, policies = SmallGPT(), [], []
+    returning_objects(gpt.chunks[0])
     rank = torch.distributed.get_rank()
     auto = attached(gpt, said)
+    with pytest.raises(ApplyError, match="already in force"):
+        attached(gpt, said)
     forward_backward = auto.schedule(get_forward_backward_func())
-    draw = random.Random(rank)
-    for number in range(14):
-        lengths = [8 * draw.randint(3, 16) for _ in range(2 + rank)]
-        auto.tokens(lengths)
-        call(gpt, lengths, forward_backward, number)
+    assert auto.schedule(forward_backward) is forward_backward
+
+    def train(lengths, says=None, by=step):
+        auto.tokens(says or lengths)
+        call(gpt, lengths, forward_backward, len(policies), forward_step=by)
         policies.append(auto.policy.format())
-    shapes = [auto.job.calls.shape.tokens]
+
+    draw = random.Random(rank)
+    for number in range(15):
+        if number in (1, 4, 14):  # settling, measuring, under a plan
+            with pytest.raises(RuntimeError, match="no batch"):
+                train([64], by=breaks)
+        if number == 6:  # as slime does while it generates
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel()
+        train([8 * draw.randint(3, 32) for _ in range(2 + rank)])
+    # An engine wakes up beside rank 1, grows, and sleeps again.
+    train([256, 64])
+    for taken in (3_000_000, 20_000_000, 0):
+        auto.decisions.short_bytes = lambda profile, taken=taken: rank * taken
+        train([256, 64])
     # Rank 1 says less than what comes.
-    auto.tokens([64] * 2 if rank else [40, 40])
-    call(gpt, [200, 64] if rank else [40, 40], forward_backward)
-    auto.tokens([40, 40])
-    call(gpt, [40, 40], forward_backward)
+    train([64, 40])
+    shapes = [auto.job.calls.shape.tokens]
+    train([200, 64] if rank else [40, 40], says=[64, 64] if rank else [40, 40])
+    train([40, 40])
     shapes.append(auto.job.calls.shape.tokens)
     # Rank 0 names another number of microbatches than it has: an error on both.
-    auto.tokens([64] * (2 + (rank == 0)))
     with pytest.raises(OptionError, match="microbatch"):
-        call(gpt, [64, 64], forward_backward)
+        train([64, 64], says=[64] * (2 + (rank == 0)))
     auto.close()
-    return policies, shapes, [line for line in said if "longer than" in line]
+    call(gpt, [64], forward_backward, forward_step=step)  # passes through from now on
+    with pytest.raises(ApplyError, match="ended"), auto.step():
+        pass
+    again = attached(gpt, [])
+    call(gpt, [64], again.schedule(get_forward_backward_func()), forward_step=step)
+    assert again.steps == 1
+    again.close()
+    held = any("_autorecompute_holder" in vars(module) for module in gpt.chunks[0].modules())
+    return {"policies": policies, "shapes": shapes, "said": said, "held": held}
 
 
-def test_ranks_of_other_lengths_agree_and_a_microbatch_longer_than_said_is_noticed():
-    (ours, shapes, warned), (theirs, _, silent) = run_ranks(unequal, 2)
+@pytest.fixture(scope="module")
+def faults():
+    return run_ranks(faulty, 2)
+
+
+def test_ranks_of_other_lengths_agree_whatever_fails_on_them(faults):
+    ours, theirs = (rank["policies"] for rank in faults)
     assert ours == theirs
-    assert len(set(ours)) > 2
-    assert shapes == [128, 256]  # by what is said; from then on the cap
+    assert len(set(ours)) > 4
+    assert not any(rank["held"] for rank in faults)
+
+
+def test_a_microbatch_longer_than_said_is_noticed_on_all_ranks(faults):
+    for rank in faults:
+        assert rank["shapes"] == [64, 256]  # by what is said; from then on the cap
+    warned, silent = ([one for one in r["said"] if "longer than" in one] for r in faults)
     assert len(warned) == 1
     assert not silent  # the first rank speaks
+
+
+def test_an_engine_that_grows_beside_one_rank_makes_all_leaner_and_ends_nothing(faults):
+    before, awake, grown, after = faults[0]["policies"][15:19]
+    assert before == after
+    assert len({before, awake, grown}) == 3
+    assert grown == "full*6"  # even this needs more: it runs, and this is said
+    assert any("OVER BUDGET" in line for line in faults[0]["said"])
 
 
 # --- one rank -------------------------------------------------------------------------------------
 
 
-def test_an_exception_inside_a_call_leaves_a_loop_that_goes_on(one_rank):
-    said = []
-    gpt = SmallGPT()
-    auto = attached(gpt, said)
+class PackedAttention(Attention):
+    """Unfused: keeps a matrix of length x length for each sample."""
+
+    def forward(self, query, key, value, *_, packed_seq_params, **__):
+        ends = packed_seq_params.cu_seqlens_q.tolist()
+        outputs = []
+        for one in map(slice, ends, ends[1:]):
+            scores = torch.einsum("qhd,khd->hqk", query[one], key[one])
+            outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[one]))
+        return torch.cat(outputs).flatten(1)
+
+
+def test_packed_samples_count_by_their_own_squares(one_rank):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    gpt = SmallGPT(attention=PackedAttention)
+    auto = attached(gpt, [], budget_gib=1)
     forward_backward = auto.schedule(get_forward_backward_func())
-
-    def breaks(iterator, model):
-        raise RuntimeError("no batch")
-
-    call(gpt, [64, 40], forward_backward)
     for number in range(16):
-        if number in (1, 4, 14):  # settling, measuring, under a plan
-            with pytest.raises(RuntimeError, match="no batch"):
-                call(gpt, [64], forward_backward, forward_step=breaks)
-        call(gpt, [64, 40 + 8 * number], forward_backward, number)
-    assert auto.plan is not None
+        draw = random.Random(number)
+        packs = [[8 * draw.randint(1, 16) for _ in range(draw.randint(1, 2))] for _ in range(3)]
+        packs = [[120, 128]] * 2 if number == 15 else packs
+        queue = [torch.tensor([0, *accumulate(pack)]) for pack in packs]
+
+        def packed(iterator, model, queue=queue):
+            ends = queue.pop(0)
+            params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+            return forward_step(iterator, partial(model, packed_seq_params=params))
+
+        with LiveBytes(tensors(gpt.chunks, gpt.optimizer)) as memory:
+            static = static_bytes(gpt.chunks, gpt.optimizer).total_bytes
+            call(gpt, list(map(sum, packs)), forward_backward, number, forward_step=packed)
+    (kind,) = auto.plan.profile.kinds
+    assert kind.choices[0].lines.held_bytes.per_square == pytest.approx(16)  # 4 heads, fp32
+    (found,) = auto.predicted_peaks(packs)
+    assert found == pytest.approx(static + memory.peak_bytes, rel=0.003)
+    assert auto.predicted_peaks(list(map(sum, packs)))[0] > found
     auto.close()
 
 
-@dataclass
-class Output:
-    logits: torch.Tensor
-    extra: str = "anything"
-
-
-def test_outputs_that_are_no_tensors(one_rank):
-    """A fused log-prob head returns an object, the wrapped model does as well."""
-    gpt, said = SmallGPT(), []
-
-    def wrapped(model):
-        original = model.module.forward
-
-        def forward(*args, **named):
-            return Output(original(*args, **named))
-
-        model.module.forward = forward
-        return lambda: setattr(model.module, "forward", original)
-
-    undo = wrapped(gpt.chunks[0])
-
-    def step(iterator, model):
-        output, loss = forward_step(iterator, lambda **named: model(**named).logits)
-        return output, loss
-
-    auto = attached(gpt, said)
-    forward_backward = auto.schedule(get_forward_backward_func())
-    for number in range(14):
-        call(gpt, [64, 40 + 8 * number], forward_backward, number, forward_step=step)
-    assert auto.plan is not None
-    auto.close()
-    undo()
+def test_without_lengths_or_cap_plans_are_for_five_quarters_of_the_longest_seen():
+    calls, planned = Calls(None, 4), []
+    for seen in (0, 100, 120, 125, 130, 90):  # of the call before
+        calls.agree(3, 0, seen)
+        planned.append(calls.shape.tokens)
+    assert planned == [0, 125, 125, 125, 163, 163]
 
 
 def test_what_others_hold_in_the_process_counts(one_rank):
     """On a device the allocator counts a reference model too; here a source of bytes does."""
-    from functools import partial
     from unittest import mock
 
     from megatron_autorecompute.runtime.job_facts import JobFacts
-    from megatron_autorecompute.runtime.live_bytes import LiveBytes
-    from megatron_autorecompute.runtime.static_bytes import tensors
 
     gpt, said, others = SmallGPT(), [], 1_000_000
 
@@ -147,7 +211,7 @@ def test_what_others_hold_in_the_process_counts(one_rank):
 
     facts = partial(JobFacts, memory=lambda: Device(tensors(gpt.chunks, gpt.optimizer)))
     with mock.patch("megatron_autorecompute.runtime.attach.JobFacts", facts):
-        auto = attached(gpt, said, budget_gib=13_000 / 2**20)
+        auto = attached(gpt, said, budget_gib=BUDGET_GIB)
     forward_backward = auto.schedule(get_forward_backward_func())
     peaks = []
     for number in range(15):
@@ -158,25 +222,6 @@ def test_what_others_hold_in_the_process_counts(one_rank):
     assert auto.plan is not None
     assert max(peaks) <= 13_000 * 1024
     assert auto.predicted_peaks(lengths)[0] == pytest.approx(peaks[-1], rel=0.002)
-    auto.close()
-
-
-def test_a_device_with_less_memory_runs_a_leaner_plan_until_it_has_it_back(one_rank, monkeypatch):
-    """An engine that wakes up and sleeps again."""
-    gpt, said, policies = SmallGPT(), [], []
-    auto = attached(gpt, said, budget_gib=0.0125)
-    forward_backward = auto.schedule(get_forward_backward_func())
-    taken = {17: 3_000_000, 18: 3_000_000, 19: 20_000_000}
-    for number in range(22):
-        short = taken.get(number, 0)
-        monkeypatch.setattr(auto.decisions, "short_bytes", lambda profile, short=short: short)
-        call(gpt, [200, 150, 256], forward_backward, number)
-        policies.append(auto.policy.format())
-    before, awake, more, after = (policies[n] for n in (16, 18, 19, 21))
-    assert before == after
-    assert len({before, awake, more}) == 3
-    assert more == "full*6"  # even this needs more: it runs, and this is said
-    assert any("OVER BUDGET" in line for line in said)
     auto.close()
 
 

@@ -1,0 +1,80 @@
+"""What stages tell each other before every tensor if microbatches differ in length: its shape.
+
+Megatron's own code of `variable_seq_lengths` runs, with real small tensors on CPU. The fake process
+group delivers nothing, so what a neighbour would have sent is filled in: neighbours run the same
+schedule, and send the shapes of their microbatches in its order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from megatron_autorecompute.patched import patched
+from megatron_autorecompute.planner.schedule import Schedule
+
+Shape = tuple[int, int, int]
+"""Of a tensor between stages: tokens, micro-batch, hidden."""
+
+
+def received(schedule: Schedule, stage: int) -> tuple[list[int], list[int]]:
+    """The microbatches whose outputs a stage gets from the stage before it, and those whose
+    gradients it gets from the stage behind it, in the order in which they come."""
+    last = schedule.num_stages - 1
+    before, behind = (stage - 1) % (last + 1), (stage + 1) % (last + 1)
+    kept_forward = {schedule.num_chunks - 1} if before == last else set()
+    kept_backward = {0} if behind == 0 else set()
+    outputs = [
+        event.microbatch
+        for event in schedule.events(before)
+        if event.direction == "forward" and event.chunk not in kept_forward
+    ]
+    gradients = [
+        event.microbatch
+        for event in schedule.events(behind)
+        if event.direction == "backward" and event.chunk not in kept_backward
+    ]
+    return outputs, gradients
+
+
+@contextlib.contextmanager
+def shapes_exchanged(schedule: Schedule, stage: int, shapes: Sequence[Shape]) -> Iterator[None]:
+    """In this block the fake neighbours of a stage send the shapes of their tensors.
+
+    Args:
+        schedule: of the step.
+        stage: pipeline rank of this process.
+        shapes: of each microbatch's tensor between stages.
+    """
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    outputs, gradients = ([shapes[n] for n in numbers] for numbers in received(schedule, stage))
+    from_before, from_behind = iter(outputs), iter(gradients)
+    original = P2PCommunicator._communicate_shapes
+
+    @functools.wraps(original)
+    def communicate_shapes(
+        self: Any, to_next: Any, to_previous: Any, recv_prev: bool, recv_next: bool
+    ) -> Any:
+        # Megatron appends the operations in this order.
+        coming = [*islice(from_before, int(recv_prev)), *islice(from_behind, int(recv_next))]
+
+        def deliver(operations: Sequence[Any]) -> list[Any]:
+            receives = [each for each in operations if each.op is torch.distributed.irecv]
+            for receive, shape in zip(receives, coming, strict=True):
+                receive.tensor.copy_(torch.tensor(shape))
+            return []
+
+        with (
+            patched(torch.cuda, "current_device", lambda: torch.device("cpu")),
+            patched(torch.distributed, "batch_isend_irecv", deliver),
+        ):
+            return original(self, to_next, to_previous, recv_prev, recv_next)
+
+    with patched(P2PCommunicator, "_communicate_shapes", communicate_shapes):
+        yield

@@ -1,0 +1,226 @@
+"""`planner/copies.py` against Megatron's own manager, with streams that only have a clock."""
+
+import contextlib
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.planner.copies import ChunkWork, Kept, StageCopies, levels
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.unit_costs import Unit
+from megatron_autorecompute.profile import HostLink
+from tests.planner.random_copies import groups, random_works
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+core = pytest.importorskip("megatron.core.pipeline_parallel.fine_grained_activation_offload")
+if not hasattr(core, "OffloadTensorPool"):
+    pytest.skip("the settings that keep groups came after 0.16", allow_module_level=True)
+
+
+class Stream:
+    def __init__(self):
+        self.now = 0
+
+    def wait_stream(self, other):
+        self.now = max(self.now, other.now)
+
+    def wait_event(self, event):
+        self.now = max(self.now, event.at)
+
+
+class Event:
+    def __init__(self, external=False):
+        self.at = 0
+
+    def record(self, stream):
+        self.at = stream.now
+
+
+class Tensor:
+    device = SimpleNamespace(type="cuda")
+
+    def __init__(self, group):
+        self.group, self.shape = group, ()
+
+    def numel(self):
+        return self.group.host_bytes
+
+    def element_size(self):
+        return 1
+
+    def record_stream(self, stream):
+        """The model counts a tensor until its copy has ended."""
+
+
+class Machine:
+    """Megatron's manager on clocks; what it copies is written down."""
+
+    def __init__(self, monkeypatch, works, events, link, stage, kept):
+        self.works, self.events, self.link = works, events, link
+        self.stage, self.kept = stage, kept
+        self.compute, self.current = Stream(), []
+        self.current.append(self.compute)
+        cuda = SimpleNamespace(
+            Stream=Stream,
+            Event=Event,
+            current_stream=lambda: self.current[-1],
+            stream=self._stream,
+            is_available=lambda: False,
+        )
+        others = SimpleNamespace(
+            fake_tensor=SimpleNamespace(FakeTensor=int),
+            functional_tensor=SimpleNamespace(FunctionalTensor=int),
+        )
+        torch = SimpleNamespace(
+            cuda=cuda,
+            device=lambda name: name,
+            Tensor=int,
+            nn=SimpleNamespace(Parameter=int),
+            _subclasses=others,
+        )
+        monkeypatch.setattr(core, "torch", torch)
+        monkeypatch.setattr(core, "print_offload_summary_table", lambda _: None)
+        monkeypatch.setattr(core, "is_graph_capturing", lambda: False)
+        handler = core.ChunkOffloadHandler
+        monkeypatch.setattr(handler, "offload", lambda _, tensor, **__: self._offload(tensor))
+        monkeypatch.setattr(handler, "reload", lambda _, state: self._reload(state[1]))
+        monkeypatch.setattr(core.PipelineOffloadManager, "OFFLOAD_MGR", None)
+        self.manager = core.PipelineOffloadManager.get_instance()
+
+    @contextlib.contextmanager
+    def _stream(self, stream):
+        self.current.append(stream)
+        yield
+        self.current.pop()
+
+    def _offload(self, tensor):
+        self.current[-1].now += round(tensor.group.host_bytes * 1000 / self.link.to_host_gb_per_s)
+        self.out[id(tensor)] = self.current[-1].now
+        return None, tensor, True
+
+    def _reload(self, tensor):
+        stream = self.current[-1]
+        if stream is self.compute:  # not begun before; waits, so that the copy has its data
+            stream.now = max(stream.now, self.out[id(tensor)])
+        else:
+            self.asked[id(tensor)] = self.compute.now
+        stream.now += round(tensor.group.host_bytes * 1000 / self.link.to_device_gb_per_s)
+        return tensor
+
+    def step(self, gaps):
+        """One step; the begin of each event is delayed by its gap. Returns when events end, and
+        bytes that move on the device."""
+        self.manager.reset()
+        for stream in (self.compute, self.manager.d2h_stream, self.manager.h2d_stream):
+            stream.now = 0
+        self.out, self.asked, self.changes, self.forwards = {}, {}, {}, {}
+        ends = []
+        for (is_backward, chunk, microbatch), gap in zip(self.events, gaps, strict=True):
+            begin = self.compute.now = self.compute.now + gap
+            if is_backward:
+                self._backward(chunk, microbatch)
+            else:
+                self._forward(chunk, microbatch, begin)
+            ends.append(self.compute.now)
+        return ends, {at: size for at, size in sorted(self.changes.items()) if size}
+
+    def _add(self, at, size):
+        self.changes[at] = self.changes.get(at, 0) + size
+
+    def _forward(self, chunk, microbatch, begin):
+        work, own = self.works[chunk], []
+        self.manager.init_model_chunk_offload_handler(
+            self.stage,
+            len(self.works),
+            chunk,
+            1,
+            self.kept.delta_bytes,
+            self.kept.fraction,
+        )
+        for group in work.groups:
+            self.compute.now = begin + group.commit_ps
+            handler = self.manager.pop_forward_chunk(group.name)
+            handler.on_group_start_forward(group.name)
+            tensor = Tensor(group)
+            own.append((handler, handler.tensor_push(tensor), tensor))
+            self._add(self.compute.now, group.device_bytes)
+            handler.on_group_commit_forward(group.name, [])
+            if id(tensor) in self.out:
+                self._add(self.out[id(tensor)], -group.device_bytes)
+        self.compute.now = begin + work.forward_ps
+        self.forwards[chunk, microbatch] = own
+
+    def _backward(self, chunk, microbatch):
+        work, own = self.works[chunk], self.forwards[chunk, microbatch]
+        done, layers = 0, {}
+        for turn in work.turns:
+            group = work.groups[turn.group]
+            handler, tag, tensor = own[turn.group]
+            layers.setdefault(group.unit_ps, self.compute.now + group.unit_ps - done)
+            self.compute.now += turn.at_ps - done
+            done = turn.at_ps
+            if turn.is_end:
+                handler.on_group_start_backward()
+                continue
+            handler.on_group_commit_backward(group.name)
+            handler.tensor_pop(tag)
+            layer, asked = layers[group.unit_ps], self.asked.get(id(tensor))
+            if id(tensor) not in self.out:
+                self._add(layer, -group.device_bytes)
+            elif asked is not None and asked < layer:
+                self._add(asked, group.device_bytes)
+                self._add(layer, -group.device_bytes)
+        self.compute.now += work.backward_ps - done
+
+
+@pytest.mark.parametrize("seeds", [range(0, 60), range(60, 120)])
+def test_copies_waits_and_bytes_are_those_of_megatron(monkeypatch, seeds):
+    compared = [_compared(monkeypatch, random.Random(seed)) for seed in seeds]
+    assert 20 < sum(compared) < len(compared), "some run, and some fail in both"
+
+
+def _compared(monkeypatch, rng):
+    """Whether a random step runs in Megatron; ours is the same then, and is refused if not."""
+    p = rng.randint(1, 4)
+    v = rng.choice([1, 1, 2, 3]) if p > 1 else 1
+    schedule = Schedule(p, v, p * rng.randint(1, 3) if v > 1 else rng.randint(1, 6))
+    stage, works = rng.randrange(p), random_works(rng, v)
+    link = HostLink(rng.choice([0.5, 2, 9]), rng.choice([0.5, 2, 9]), 0)
+    kept = Kept(rng.choice([1.0, 1.0, 0.5]), rng.choice([0, 0, 40]))
+    events = list(zip(*(part.tolist() for part in schedule.order(stage)), strict=True))
+    gaps = [rng.choice([0, 0, rng.randint(0, 9_000)]) for _ in events]
+    machine = Machine(monkeypatch, works, events, link, stage, kept)
+    machine.step(gaps)
+    ours, now = StageCopies(stage, works, events, link, kept), 0
+    try:
+        for gap in gaps:
+            now = ours.run(now + gap)
+    except PolicyError:
+        with pytest.raises((AssertionError, AttributeError)):
+            machine.step(gaps)
+        return False
+    for _ in range(2):
+        ends, changes = machine.step(gaps)
+        assert [ran.end_ps for ran in ours.ran] == ends
+        assert {at: size for at, size in sorted(ours.device.items()) if size} == changes
+    for moved in (ours.device, *ours.host.values()):
+        assert not moved or [*levels(moved)][-1][1] == 0
+    return True
+
+
+@pytest.mark.parametrize("first_step", [False, True])
+def test_an_infinite_link_lets_nothing_wait_and_all_bytes_leave_at_once(first_step):
+    rng = random.Random(3)
+    units = [
+        Unit(f"{i}", (i,), 0, 0, 0, 9_000, 18_000, offload_groups=groups(rng)) for i in range(4)
+    ]
+    work, link = ChunkWork.of(units), HostLink(1e6, 1e6, 0)
+    events = list(zip(*(part.tolist() for part in Schedule(3, 1, 5).order(0)), strict=True))
+    ours = StageCopies(0, [work], events, link, Kept(first_step=first_step))
+    assert ours.stall_ps == 0
+    now = 0
+    for _ in events:
+        now = ours.run(now)
+    assert (ours.stall_ps, now) == (0, 5 * (work.forward_ps + work.backward_ps))
