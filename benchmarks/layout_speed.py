@@ -19,6 +19,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.solve_speed import Case, planner, profile
+from benchmarks.tables import markdown
 from megatron_autorecompute.planner.layout_search.search import search_layout
 from megatron_autorecompute.planner.micro_batch_search import same_samples, search_micro_batch
 from megatron_autorecompute.planner.planner import Planner
@@ -31,6 +32,10 @@ CASES = (
     Case(128, 16, choices=12, kinds=2),
     Case(128, 16, chunks=2),
     Case(128, 16, chunks=4),
+)
+COLUMNS = (
+    *("layers", "p", "v", "choices", "kinds", "layouts, s", "with 2 sizes, s"),
+    *("most gained", "largest gap"),
 )
 SIZES = (1, 2)
 SPEEDUP = 0.95
@@ -106,19 +111,18 @@ def main() -> None:
     machine = {"python": platform.python_version(), "machine": platform.machine()}
     data = {"machine": machine, "cores": 1, "results": [asdict(result) for result in results]}
     RESULTS.write_text(json.dumps(data, indent=1) + "\n")
-    Console().print(table(results))
-
-
-def table(results: list[Result]) -> Table:
-    names = "layers", "p", "v", "choices", "kinds", "layouts s", "and sizes s", "gained", "gap"
-    shown = Table(*names, box=None)
+    RESULTS.with_suffix(".md").write_text(markdown(COLUMNS, map(row, results)))
+    shown = Table(*COLUMNS, box=None)
     for result in results:
-        case = result.case
-        numbers = (case.layers, case.stages, case.chunks, case.choices, case.kinds)
-        times = (" ".join(f"{s:.1f}" for s in x) for x in (result.layouts_s, result.sizes_too_s))
-        gained = " ".join(f"{share:.2%}" for share in result.gained)
-        shown.add_row(*map(str, numbers), *times, gained, f"{result.worst_gap:.1e}")
-    return shown
+        shown.add_row(*row(result))
+    Console().print(shown)
+
+
+def row(result: Result) -> list[str]:
+    case = result.case
+    numbers = (case.layers, case.stages, case.chunks, case.choices, case.kinds)
+    times = (f"{min(x):.1f} to {max(x):.1f}" for x in (result.layouts_s, result.sizes_too_s))
+    return [*map(str, numbers), *times, f"{max(result.gained):.2%}", f"{result.worst_gap:.2%}"]
 
 
 if __name__ == "__main__":

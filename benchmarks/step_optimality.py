@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.tables import markdown
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS
 from tests.planner.step_search.random_steps import (
     ONE_CHUNK,
@@ -31,6 +32,10 @@ from tests.planner.step_search.random_steps import (
 
 RESULTS = Path(__file__).parent / "results" / "step_optimality.json"
 MORE_CHUNKS = (*SEVERAL_CHUNKS, (4, 2), (2, 4), (3, 3))
+COLUMNS = (
+    *("times", "chunks of a stage", "problems", "left out", "proven", "optimal"),
+    *("mean", "p50", "p95", "p99", "worst", "bounds too high"),
+)
 MOST_LAYERS = 3
 """Of a chunk."""
 FIRST_SEED = 10_000
@@ -89,19 +94,18 @@ def main() -> None:
     ]
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    Console().print(table(results))
-
-
-def table(results: list[Result]) -> Table:
-    names = "times", "chunks", "instances", "left out", "proven", "optimal"
-    shown = Table(*names, "mean", "p50", "p95", "p99", "worst", box=None, padding=(0, 1, 0, 0))
+    RESULTS.with_suffix(".md").write_text(markdown(COLUMNS, map(row, results)))
+    shown = Table(*COLUMNS, box=None, padding=(0, 1, 0, 0))
     for result in results:
-        counts = result.instances, result.left_out, result.proven, result.optimal
-        shares = result.mean, result.p50, result.p95, result.p99, result.worst
-        shown.add_row(
-            result.times, result.chunks, *map(str, counts), *(f"{100 * x:.3f}%" for x in shares)
-        )
-    return shown
+        shown.add_row(*row(result))
+    Console().print(shown)
+
+
+def row(result: Result) -> list[str]:
+    counts = result.instances, result.left_out, result.proven, result.optimal
+    shares = result.mean, result.p50, result.p95, result.p99, result.worst
+    texts = *map(str, counts), *(f"{100 * x:.3f}%" for x in shares), str(result.bounds_above)
+    return [result.times, result.chunks, *texts]
 
 
 if __name__ == "__main__":

@@ -509,23 +509,27 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
   within 0.05 GB whatever else is recomputed: something outside the layers sets the peak. In this
   model it is the optimizer step. Transformer Engine's FusedAdam makes fp32 copies of the recipe's
   bf16 moments, of one parameter group at a time: 8 bytes for each of 1.80e9 expert weights are 14.4
-  GB, on top of 22.5 GB: 2 + 2 bytes for each of 2.60e9 weights and their gradients, 2 + 2 + 2 of
-  state for each of the 2.00e9 in this rank's shard, 0.1 GB of buffers. The schedule's own peak is
-  predicted 6 GB lower. Not explained: why the first two figures are 0.7 GB higher. If the schedule
-  set them, its activations would take 14 GB where this model has 8; uneven routing could do that.
+  GB, on top of 23.1 GB: 2 + 2 bytes for each of 2.60e9 weights and their gradients, 2 + 2 + 2 of
+  state for each of the 2.00e9 in this rank's shard, 0.7 GB of buffers (workspaces, and dummies of
+  weight gradients, above all the output layer's). The schedule's own peak is predicted 6 GB lower.
+  Not explained: why the first two figures are 0.7 GB higher. If the schedule set them, its
+  activations would take 14 GB where this model has 8; uneven routing could do that.
 - **Llama3-70B.** The figures are read as those of the last pipeline rank, for three reasons.
   Megatron Bridge wrote its memory metrics on the last rank alone when these runs were made (its
   issue 3167 and pull request 3645, which changed that a month later). Two of the runs with 58.8
   and 59.6 GB are marked "OOM on rank 0", on cards of 80 GB. And twice as many chunks made the
   figure grow by 1.4 GB, as in this model's last stage (68 to 74 layers of microbatches in
-  flight), while its first stage needs less (92 to 86). Read so, peaks within the schedule are
-  within 1%. The three rows whose peak is the optimizer step here are 5.3 and 6.8 GB too low. The
-  tensors that may be missing are those of Transformer Engine's CUDA graphs over the MLP: their
-  private pools stay taken in the optimizer step. At tp 8 the MLP's input, output, quantised
-  input, fc1 output and quantised activation, 22.5 bytes for each of 4.2e6 elements of 68 layers,
-  are 6.4 GB; with `mlp` recomputed at tp 4, its input and output and their gradients are 4.6 GB.
-  Against it: without recompute at tp 4 they would be 12.8 GB, and the optimizer step 63 GB, where
-  58.8 was measured.
+  flight), while its first stage needs less (92 to 86).
+
+  What is left is one question: whether fp8 weights exist twice. Products on Hopper read a
+  transposed copy for the backward, which Transformer Engine keeps with weights that are fp8
+  themselves (pytorch/module/base.py `get_weight_workspace`), so this model counts a second byte
+  for each: 4.3 GB for the 4.3e9 of a stage at tp 4 and pp 4, 2.1 GB at tp 8 or pp 8. Without it
+  the five rows at tp 4 would be 0.0 to 1.6% too high, where they are 5.7 to 8.3%; the row at tp
+  8 would be 4.0% too low, where it is 0.3% too high. The reports do not say which version of
+  Transformer Engine ran, nor what CUDA graphs over the MLP held, whose pools stay taken in the
+  optimizer step, the peak of the row at tp 8. The larger figure is kept: a plan then fits in
+  either case.
 """
 
 

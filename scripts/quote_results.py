@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 QUOTED = re.compile(r"(<!-- quoted: (\S+) -->\n).*?(<!-- end of quote -->)", re.DOTALL)
 
 

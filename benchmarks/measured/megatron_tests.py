@@ -40,6 +40,7 @@ LARGE_WORKSPACES = (
 )
 """Tests whose model_config.yaml sets CUBLAS_WORKSPACE_CONFIG=:4096:8, but no --deterministic-mode,
 which asks for it too (Megatron-LM cf3b8ee60)."""
+LAYER_WISE_LAYOUT = "2026-05-21"
 NEW_LTS = "2025-11-05"
 NEW_TORCH = "26.04"
 """The first container with cuBLAS workspaces of 32 MiB on Blackwell."""
@@ -76,7 +77,7 @@ def run(row: Mapping[str, str]) -> Run:
         between_steps_bytes=whole(row, "mem_allocated_first") if between else None,
         step_ms=milliseconds(row, "iter_s_median_2nd_half", 1e3),
         encoder_decoder=sizes,
-        environment=environment(row),
+        environment=environment(row, given),
         date=row.get("golden_date") or "",
         old_container=(row.get("variant") or "").startswith("lts"),
         family=family(given),
@@ -84,12 +85,12 @@ def run(row: Mapping[str, str]) -> Run:
     )
 
 
-def environment(row: Mapping[str, str]) -> tuple[tuple[str, Any], ...]:
+def environment(row: Mapping[str, str], given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """What the test's variables and its container say of the job.
 
     That of long support had no flash-attn that Transformer Engine takes before it became 25.09
     (Megatron-LM 23a1dcaf7): deterministic runs on A100 have scores. The development container has
-    torch's pull request 175344 since 26.04.
+    torch's pull request 175344 since 26.04. Muon's layout is Megatron-LM's 0044db1f2.
     """
     found: list[tuple[str, Any]] = []
     if row["case"].startswith(LARGE_WORKSPACES):
@@ -97,6 +98,8 @@ def environment(row: Mapping[str, str]) -> tuple[tuple[str, Any], ...]:
     date = row.get("golden_date") or "9"
     if (row.get("variant") or "").startswith("lts") and date < NEW_LTS:
         found.append(("flash_attn", False))
+    if "muon" in str(given.get("optimizer")) and date < LAYER_WISE_LAYOUT:
+        found.append(("use_layer_wise_param_layout", False))
     if row["platform"] == "dgx_gb200" and _container(row, date) >= NEW_TORCH:
         found.append(("torch_version", "2.12"))
     return tuple(found)

@@ -44,12 +44,18 @@ def by_family(points: Sequence[Data]) -> dict[str, list[Data]]:
     return {name: [p for p in points if p["family"] == name] for name in names}
 
 
+WITHOUT_EXPERTS = ("dense", "context parallel")
+LARGE_BYTES = 4_000_000_000
 STATISTICS = ("family", "peaks", "median", "90th percentile", "worst", "mean, signed")
 
 
 def _all_statistics(data: Data) -> list[list[str]]:
-    """Of every family, and of every point, those whose rows do not suffice included."""
+    """Of every family, of large runs without experts, and of every point, those whose rows do not
+    suffice included."""
     rows = by_family(judged(data))
+    without = [p for name, own in rows.items() for p in own if name.startswith(WITHOUT_EXPERTS)]
+    if large := [point for point in without if point["measured_bytes"] > LARGE_BYTES]:
+        rows["dense and context parallel above 4 GB"] = large
     if data["points"]:
         rows["all, with rows that do not suffice"] = data["points"]
     return [_statistics(*of) for of in rows.items()]
@@ -155,20 +161,25 @@ statistics are absolute, but for the last two columns.
 Sources: golden values of Megatron-LM's functional tests (NVIDIA/Megatron-LM, file and commit in
 each row of `megatron_golden_memory.csv`; values of the last rank, so of the last pipeline stage),
 and the runs on eight B200 that MooreThreads/SimuMax publishes, with SimuMax's own predictions
-(`b200_measured.csv`; the largest peak of each stage's ranks). Tiers: A is above 4 GB, B above 0.8,
-C the rest and runs on A100, as the table of golden values has them. No figures of the estimator of
-ISEEKYAN/mbridge for these runs were found.
+(`b200_measured.csv`; the largest peak of each stage's ranks). The tests' variables, and what their
+containers have of torch and flash-attn, are read from their repository
+(`megatron_test_containers.csv`, `benchmarks/measured/megatron_tests.py`). Tiers: A is above 4 GB,
+B above 0.8, C the rest and runs on A100, as the table of golden values has them. No figures of the
+estimator of ISEEKYAN/mbridge for these runs were found.
 """
 OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
 
-- Muon: its state is counted as Adam's, divided over all data-parallel ranks.
+- Routing: no MoE row of Megatron's tests forces it to be even
+  (`--moe-router-force-load-balancing`), and predictions are of even routing.
+- Blocks: torch's allocator splits none whose rest would be 1 MiB or less
+  (c10/cuda/CUDACachingAllocator.cpp `should_split`), and allocated bytes are those of blocks. This
+  is not followed: up to 1 MiB for a tensor, 5 to 15 MB in tests that hold 1 to 2 GB (inferred from
+  sizes: projections of 3 MiB in blocks of 4), and as much between runs of equal flags.
 - Nemotron 3.5 Lightning between steps: 347 MB more. 292 MB of it would be the fp32 main gradients
   of shards, which `--grad-reduce-in-bf16` makes in a step and the next forward no longer has (read
   in distrib_optimizer.py, not run).
-- Torch's workspaces on GB200: 17 or 67 MB in runs of equal flags, by the test's environment.
-- 15B on two stages on GB200: 350 MB more between steps; userbuffers are outside torch, or in part.
-- GPT-3 7B, tensor parallel 4, on GB200: 1.1 GB more than on H100 with the same flags.
-- Attention with scores: 30 to 40 MB short in every small test; Transformer Engine's masks.
+- GPT-3 7B on four stages, on H100 (core 0.18): 201 MB more than on GB200 (core 0.19).
+- T5 with scores: 100 to 135 MB of the release tests' 7 GB.
 """
 NOT_JUDGED = """Not in the statistics above: another run of the same flags on the same GPUs measured
 something else, or the run is not of these flags (`benchmarks/measured/doubts.py`).

@@ -129,6 +129,8 @@ def _given(row: Mapping[str, str], world: int) -> dict[str, Any]:
         "tensor-model-parallel-size": tp,
         "pipeline-model-parallel-size": pp,
     }
+    # simu_tools/megatron_scripts/scripts/run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh
+    given["no-create-attention-mask-in-dataloader"] = True
     if cp > 1:
         given |= {"context-parallel-size": cp, "cp-comm-type": "a2a"}
     if "num-experts" in given:

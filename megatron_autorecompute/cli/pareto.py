@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from megatron_autorecompute import json_records
@@ -71,14 +71,25 @@ class ParetoCommand(Command):
                 planner, Outcomes(planner), None, lambda share: bars.update(own, completed=share)
             )
         points = [curve_point(point) for point in found]
+        without = _without_offload(planner, args.points)
         if args.plot:
             _draw(planner, strategies, args.points, args.plot)
         if args.csv:
             print(as_csv(points, strategies), end="")
             return
         said = [*asked.notes, *terminal.imbalance_lines(planner.profile, planner.percentile)]
-        view = Group(terminal.curve_view(points, strategies), *map(Text, said))
-        print_result(args, as_json(points, strategies), view)
+        parts: list[RenderableType] = [terminal.curve_view(points, strategies)]
+        if without:
+            parts += [Text("Without offload:"), terminal.curve_view(without, ())]
+        view = Group(*parts, *map(Text, said))
+        print_result(args, as_json(points, strategies, without), view)
+
+
+def _without_offload(planner: Planner, num_points: int) -> list[CurvePoint]:
+    """The curve without offload; empty where nothing offloads, or some layers must."""
+    if planner.offload is None or planner.offload.without is None:
+        return []
+    return [curve_point(point) for point in planner.offload.without.pareto(num_points)]
 
 
 def _draw(
@@ -100,10 +111,18 @@ def _draw(
     streams.say(f"Drawn: {path}.{_REARRANGED * (planner.layout.num_chunks > 1)}")
 
 
-def as_json(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> str:
-    """All plans, largest budget first, and all of Megatron's own settings."""
+def as_json(
+    points: Sequence[CurvePoint],
+    strategies: Sequence[ManualResult],
+    without_offload: Sequence[CurvePoint] = (),
+) -> str:
+    """All plans, largest budget first, and all of Megatron's own settings; where layers may
+    offload, also the plans without."""
     own = [{name: getattr(each, name) for name in STRATEGY_FIELDS} for each in strategies]
-    return json.dumps({"points": [asdict(p) for p in points], "strategies": own}, indent=1)
+    data = {"points": [asdict(p) for p in points], "strategies": own}
+    if without_offload:
+        data["points_without_offload"] = [asdict(p) for p in without_offload]
+    return json.dumps(data, indent=1)
 
 
 def as_csv(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> str:

@@ -187,6 +187,11 @@ def _lacks_of_families(config: Mapping[str, Any]) -> Iterator[str]:
             f"'*' at position {pattern.index('*')} of hybrid_layer_pattern is not built with "
             "multi_latent_attention; write + for MLA"
         )
+    if "G" in pattern and config.get("activation_func") != "silu":
+        yield (
+            f"'G' at position {pattern.index('G')} of hybrid_layer_pattern has a convolution that "
+            "ends in SiLU alone; set activation_func to silu"
+        )
     if "M" in pattern:
         yield from _cannot_split_mamba(config, pattern.index("M"))
     if "M" in pattern and config.get("use_mamba_mem_eff_path") is False:

@@ -517,7 +517,13 @@ class Attention(torch.nn.Module):
         self.hierarchy = config.hierarchical_context_parallel_sizes
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        attn_mask_type: Any = None,
+        **__: Any,
     ) -> torch.Tensor:
         """Attention is causal; masks are not read. Of packed samples, [tokens, heads, width], the
         result is [tokens, heads * v width]."""
@@ -530,7 +536,8 @@ class Attention(torch.nn.Module):
         if turned:
             query, key, value = (part.clone() for part in (query, key, value))
         if self.dropout is not None:
-            out = unfused_attention.attend(query, key, value, self.dropout)
+            padded = attn_mask_type is not None and "padding" in attn_mask_type.name
+            out = unfused_attention.attend(query, key, value, self.dropout, padded)
         elif self.group is None:
             out = _Attention.apply(query, key, value, context_parallel.CAUSAL, self.window_size)
         else:

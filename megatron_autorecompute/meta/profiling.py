@@ -132,7 +132,7 @@ def profile_job(
         final_norm=whole.final_norm and _with_mask(job, whole.final_norm),
         boundary_bytes=decoder.boundary_bytes,
         stages=_stages(job, counted),
-        step_end_ms=_step_end_ms(job, device, efficiency, counted, kinds),
+        step_end_ms=longest_end_ms(job, device, efficiency, _parameters(job, counted), kinds),
         embedding_static=counted.embedding,
         head_static=counted.head,
         deallocate_pipeline_outputs=bool(job.config.get("deallocate_pipeline_outputs", True)),
@@ -342,7 +342,8 @@ class _Counted:
             model_layers.final_norm(model.decoder)
         )
         if several and not job.untie_embeddings_and_output_weights:
-            self._head += self._embedding  # the last stage has a copy of the tied weights
+            # The last stage has a copy of the tied weights, without those of positions.
+            self._head += counted_weights(model.embedding.word_embeddings)
         sites = model_layers.mtp_sites([model])
         depths = [site.mtp for site in sites]
         # The weights of a layer that runs for several depths count for the first.
@@ -471,19 +472,34 @@ def _parts_of_stages(job: Job) -> Iterator[tuple[tuple[int, ...], bool, bool]]:
         )
 
 
-def _step_end_ms(
-    job: Job, device: Device, efficiency: Efficiency, counted: _Counted, kinds: Sequence[LayerKind]
+def stage_parameters(job: Job, device: Device) -> tuple[Parameters, ...]:
+    """Of one rank of every stage."""
+    with shard(job, [1] * len(job_kinds(job))) as built:
+        counted = _Counted(job, built, device)
+    return _parameters(job, counted)
+
+
+def _parameters(job: Job, counted: _Counted) -> tuple[Parameters, ...]:
+    return tuple(counted.weights(*parts).total for parts in _parts_of_stages(job))
+
+
+def longest_end_ms(
+    job: Job,
+    device: Device,
+    efficiency: Efficiency,
+    parameters: Sequence[Parameters],
+    kinds: Sequence[LayerKind],
 ) -> float:
-    """Of the stage that takes longest."""
+    """Time of the end of the step (`step_end`) of the stage that takes longest.
+
+    parameters: of one rank of every stage; kinds: times of layers, behind which collectives run.
+    """
     records = {index: kind.record(NONE) for kind in kinds for index in kind.layers}
     found = []
-    for layers, embedding, head in _parts_of_stages(job):
+    for count, (layers, _, _) in zip(parameters, _parts_of_stages(job), strict=True):
         own = [record for index in layers if (record := records[index]) is not None]
-        work = StageWork(
-            counted.weights(layers, embedding, head).total,
-            sum(record.backward_ms for record in own),
-            sum(record.forward_ms for record in own),
-        )
+        backward_ms = sum(record.backward_ms for record in own)
+        work = StageWork(count, backward_ms, sum(record.forward_ms for record in own))
         found.append(step_end_ms(job, device, efficiency, work))
     return max(found)
 

@@ -35,14 +35,19 @@ SOFTMAX = SimpleNamespace(apply=_Softmax.apply)
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    padded: bool = False,
 ) -> torch.Tensor:
     """q, k, v [s, b, heads, width] to [s, b, heads, v width].
 
     Keeps q, k, v, the softmax's output [b, heads, s, s] and, with dropout, its mask (one byte) and
     its output. Transformer Engine pytorch/attention/dot_product_attention/backends.py
     `UnfusedDotProductAttention._forward`; q, k and v that do not lie side by side in one tensor are
-    copied before (`get_qkv_layout`). The masks that it builds are left out.
+    copied before (`get_qkv_layout`). With padding the layer's own mask [b, 1, s, s] too, by which
+    what the softmax gave to padding is overwritten. Masks that nothing keeps are left out.
     """
     if not _side_by_side(query, key, value):
         query, key, value = (part.contiguous() for part in (query, key, value))
@@ -55,6 +60,11 @@ def attend(
     scores = torch.baddbmm(scores, queries, keys.transpose(1, 2), beta=0.0)
     probabilities = _Softmax.apply(scores)
     del scores
+    if padded:
+        mask = queries.new_empty(batch, 1, *probabilities.shape[1:], dtype=torch.bool)
+        by_sample = probabilities.view(batch, heads, *probabilities.shape[1:])
+        probabilities = by_sample.masked_fill(mask, 0).view(probabilities.shape)
+        del mask, by_sample
     probabilities = torch.nn.functional.dropout(probabilities, dropout)
     context = torch.bmm(probabilities, values)
     return context.view(batch, heads, length, -1).permute(2, 0, 1, 3).contiguous()

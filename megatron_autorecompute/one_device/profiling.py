@@ -24,14 +24,17 @@ from megatron_autorecompute.meta.model import JobStep, add_main_gradients
 from megatron_autorecompute.meta.profiling import (
     Progress,
     every_choice,
+    longest_end_ms,
     own_embedding,
     parallelism,
     profile_job,
     replace_mtp,
+    stage_parameters,
     stated,
     with_inert,
 )
 from megatron_autorecompute.meta.roofline import Communication
+from megatron_autorecompute.meta.static_bytes import Parameters
 from megatron_autorecompute.one_device import build, even_routing
 from megatron_autorecompute.policy import NONE, RecomputePolicy
 from megatron_autorecompute.profile import (
@@ -79,24 +82,27 @@ def profile_on_device(
     """
     build.refuse(job, device)
     progress(f"{job.name}: static bytes and communication, on meta tensors")
-    run = functools.partial(modelled, job, gpu, efficiency or gpu.reaches)
-    [beside] = in_processes(run, [0]) if device.type == "cuda" else [run(0)]
+    efficiency = efficiency or gpu.reaches
+    run = functools.partial(modelled, job, gpu, efficiency)
+    [(beside, parameters)] = in_processes(run, [0]) if device.type == "cuda" else [run(0)]
     apart = job.mtp_num_layers and job.size("pipeline") > 1
     decoder = measure(replace_mtp(job, 0) if apart else job, device, repeats, progress)
     whole = measure(job, device, repeats, progress) if apart else decoder
     own = [kind for kind in decoder.kinds if not kind.name.startswith("mtp")]
     depths = [kind for kind in whole.kinds if kind.name.startswith("mtp")]
+    kinds = with_inert([_kind(kind, beside) for kind in (*own, *depths)])
     facts = {**beside.model.facts, "measured": True}
     return replace(
         beside,
         model=replace(beside.model, facts=facts),
-        kinds=with_inert([_kind(kind, beside) for kind in (*own, *depths)]),
+        kinds=kinds,
         embedding=_together(decoder.embedding, beside.embedding),
         head=_together(whole.head, beside.head),
         final_norm=whole.final_norm
         and beside.final_norm
         and _together(whole.final_norm, beside.final_norm),
         boundary_bytes=decoder.boundary_bytes,
+        step_end_ms=longest_end_ms(job, gpu, efficiency, parameters, kinds),
         fingerprint={
             **beside.fingerprint,
             "made": "on one device",
@@ -104,13 +110,17 @@ def profile_on_device(
             "links": gpu.name,
             **kernels(),
         },
-        assumptions=assumed(job, device, gpu, efficiency or gpu.reaches, repeats),
+        assumptions=assumed(job, device, gpu, efficiency, repeats),
     )
 
 
-def modelled(job: Job, gpu: Device, efficiency: Efficiency, _: int) -> Profile:
-    """Static bytes of the job, and as times those of communication alone."""
-    return profile_job(job, gpu, efficiency, clock_type=Communication)
+def modelled(
+    job: Job, gpu: Device, efficiency: Efficiency, _: int
+) -> tuple[Profile, tuple[Parameters, ...]]:
+    """Static bytes of the job, and as times those of communication alone; every stage's numbers of
+    parameters."""
+    profile = profile_job(job, gpu, efficiency, clock_type=Communication)
+    return profile, stage_parameters(job, gpu)
 
 
 def device_name(device: torch.device) -> str:
@@ -261,7 +271,8 @@ def assumed(
         f"at {efficiency.link:.0%} of their peaks, {efficiency.network:.0%} between nodes; what "
         f"runs beside arithmetic in a job is hidden as far as arithmetic lasts by the roofline.",
         "Static bytes follow Megatron's rules for the distributed optimizer, as estimate counts "
-        "them; buffers are not padded.",
+        "them; buffers are not padded. The end of the step is modelled, behind the layers as "
+        "measured.",
     ]
     if device.type == "cuda":
         sentences.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 from megatron_autorecompute.errors import PipelineError
@@ -107,6 +107,21 @@ class HybridPattern:
             )
         return self
 
+    def check_segments(self, pp: int, vp: int | None = None) -> None:
+        """Raise PipelineError if the segments do not make `pp` stages (of `vp` chunks)."""
+        count = len(self.segments)
+        if count % pp == 0 and (vp is None or count == pp * vp):
+            return
+        ends = accumulate(len(segment) + 1 for segment in self.segments[:-1])
+        bars = ", ".join(str(end - 1) for end in ends)
+        asked = f"{pp} stages" + ("" if vp is None else f" of {vp} chunks")
+        number = f"a multiple of {pp}" if vp is None else str(pp * vp)
+        raise PipelineError(
+            f"hybrid_layer_pattern {str(self)!r:.200} has {count} segments "
+            f"({f'| at position {bars:.200}' if bars else 'no |'}), which do not make {asked}. "
+            f"Write {number}."
+        )
+
 
 def pattern_of_job(facts: Mapping[str, Any]) -> HybridPattern | None:
     """The pattern of the job in `Model.facts` of a profile; None if it is no hybrid model's."""
@@ -119,12 +134,14 @@ def pattern_of_job(facts: Mapping[str, Any]) -> HybridPattern | None:
 def check_flags(args: Any) -> None:
     """Check the pattern in parsed flags of Megatron-LM, whose own error names the symbol alone.
 
-    Raises PipelineError as `HybridPattern.parse`.
+    Raises PipelineError as `HybridPattern.parse` and `check_segments`.
     """
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         text = getattr(args, name, None)
         if text is not None:
-            HybridPattern.parse(text)
+            pattern = HybridPattern.parse(text)
+            if len(pattern.segments) > 1:  # else Megatron divides the layers
+                pattern.check_segments(args.pipeline_model_parallel_size)
 
 
 def _check_symbols(shown: str, text: str, main: int) -> None:

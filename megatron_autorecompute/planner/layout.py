@@ -196,13 +196,9 @@ class Layout:
                 f"{shown} places layers by |, beside num_layers_in_first/last_pipeline_stage. "
                 "Megatron takes one of the two; keep one."
             )
-        count = len(segments)
-        if count % pp or (vp is not None and count != pp * vp):
-            asked = f"{pp} stages" + ("" if vp is None else f" of {vp} chunks")
-            raise PipelineError(
-                f"{shown} has {count} segments (separated by |), which do not make {asked}."
-            )
-        check_chunks(pp, count // pp)
+        if len(pattern.segments) > 1 or pp == 1:
+            pattern.check_segments(pp, vp)
+        check_chunks(pp, len(segments) // pp)
         rows = ["t" * segment for segment in segments]
         rows[-1] += "m" * pattern.mtp_num_layers
         return cls._from_rows(rows, pp)

@@ -37,20 +37,40 @@ def varies(profile: Profile) -> bool:
     return profile.boundary_line is not None
 
 
-def profile_at(
-    profile: Profile, one: Microbatch, call_tokens: int, routed: Mapping[int, int] | None = None
-) -> Profile:
+def profile_at(profile: Profile, one: Microbatch, call_tokens: int) -> Profile:
     """The profile of microbatches of one length; it still has its lines.
 
     Args:
         profile: one with lines; another is returned as it is.
-        one: the length.
+        one: the length; layers with experts get as many tokens as `routed_line` says.
         call_tokens: of all microbatches of a call together, on a rank.
-        routed: by layer, how many tokens its experts on this rank got; layers that are not named
-            got the most that the profile has seen, `routed_line`.
     """
     if profile.boundary_line is None:
         return profile
+    found = _bytes_at(profile, one, call_tokens, {})
+    kinds = (_with_times(kind, one) for kind in found.kinds)
+    return replace(
+        found,
+        kinds=tuple(kinds),
+        embedding=_timed(found.embedding, one),
+        head=_timed(found.head, one),
+        final_norm=found.final_norm and _timed(found.final_norm, one),
+    )
+
+
+def _bytes_at(
+    profile: Profile, one: Microbatch, call_tokens: int, routed: Mapping[int, int]
+) -> Profile:
+    """As `profile_at`, with the times that the profile has.
+
+    Args:
+        profile: one with lines.
+        one: the length.
+        call_tokens: of the call.
+        routed: by layer, how many tokens its experts on this rank got; layers that are not named
+            got what `routed_line` says.
+    """
+    assert profile.boundary_line is not None
     call = Microbatch(call_tokens, 0)
     if profile.routed_line is not None:
         one = replace(one, routed_tokens=profile.routed_line.at(one))
@@ -59,7 +79,7 @@ def profile_at(
     return replace(
         profile,
         parallelism=replace(sizes, micro_batch_size=1, seq_length=sample),
-        kinds=tuple(each for kind in profile.kinds for each in _kinds_at(kind, one, routed or {})),
+        kinds=tuple(each for kind in profile.kinds for each in _kinds_at(kind, one, routed)),
         embedding=_record_at(profile.embedding, one),
         head=_record_at(profile.head, one),
         final_norm=None if norm is None else _record_at(norm, one),
@@ -73,14 +93,31 @@ def _kinds_at(kind: LayerKind, one: Microbatch, routed: Mapping[int, int]) -> It
     rest = tuple(layer for layer in kind.layers if layer not in routed)
     if rest:
         yield _kind_at(replace(kind, layers=rest), one)
-    for layer in set(kind.layers) - set(rest):
+    for layer in sorted(set(kind.layers) - set(rest)):
         alone = replace(kind, name=f"{kind.name} {layer}", layers=(layer,))
         yield _kind_at(alone, replace(one, routed_tokens=routed[layer]))
 
 
 def _kind_at(kind: LayerKind, one: Microbatch) -> LayerKind:
-    moved = [_record_at(record, one) for record in kind.choices]
+    return replace(kind, choices=tuple(_record_at(record, one) for record in kind.choices))
+
+
+def _with_times(kind: LayerKind, one: Microbatch) -> LayerKind:
+    moved = [_timed(record, one) for record in kind.choices]
     return replace(kind, choices=in_order(moved, [record.runs for record in moved]))
+
+
+def _timed(record: ChoiceRecord, one: Microbatch) -> ChoiceRecord:
+    lines = record.lines
+    if lines is None:
+        return record
+    was_ms, now_ms = record.forward_ms + record.backward_ms, _ms(lines, one)
+    return replace(
+        record,
+        forward_ms=lines.forward_ms.at(one),
+        backward_ms=lines.backward_ms.at(one),
+        spread_ms=record.spread_ms * (now_ms / was_ms if was_ms else 1.0),
+    )
 
 
 def _record_at(record: ChoiceRecord, one: Microbatch) -> ChoiceRecord:
@@ -88,15 +125,11 @@ def _record_at(record: ChoiceRecord, one: Microbatch) -> ChoiceRecord:
     if lines is None:
         return record
     held = lines.held_bytes.bytes_at(one)
-    was_ms, now_ms = record.forward_ms + record.backward_ms, _ms(lines, one)
     return replace(
         record,
         held_bytes=held,
         forward_transient_bytes=max(0, lines.forward_level_bytes.bytes_at(one) - held),
         backward_transient_bytes=max(0, lines.backward_level_bytes.bytes_at(one) - held),
-        forward_ms=lines.forward_ms.at(one),
-        backward_ms=lines.backward_ms.at(one),
-        spread_ms=record.spread_ms * (now_ms / was_ms if was_ms else 1.0),
     )
 
 
@@ -123,8 +156,9 @@ class Arrangement:
         schedule: of the call; its microbatches are those of `lengths`.
         policy: what every layer recomputes.
         lengths: of each microbatch, in the order in which the schedule runs them.
-        routed: for each microbatch, how many tokens the experts of a layer got, by layer, as
-            `profile_at` takes it; empty if this is not known.
+        routed: for each microbatch, how many tokens the experts of a layer on this rank got, by
+            layer; empty if this is not known. Layers that are not named got what the profile's
+            `routed_line` says.
 
     Raises:
         ProfileError: the profile holds for one length only, or lengths and schedule differ in
@@ -187,8 +221,8 @@ class Arrangement:
         call_tokens = sum(one.tokens for one in self.lengths)
         if self.routed:
             each = zip(self.lengths, self.routed, strict=True)
-            return [profile_at(self.profile, one, call_tokens, routed) for one, routed in each]
-        found = {one: profile_at(self.profile, one, call_tokens) for one in set(self.lengths)}
+            return [_bytes_at(self.profile, one, call_tokens, routed) for one, routed in each]
+        found = {one: _bytes_at(self.profile, one, call_tokens, {}) for one in set(self.lengths)}
         return [found[one] for one in self.lengths]
 
     def _columns(self, stage: int, profile: Profile) -> list[ChunkColumns]:

@@ -234,6 +234,7 @@ def make_plan(
     budgets = tuple(item.budget_bytes for item in fastest.evidence)
     manual = planner.best_manual(budgets)
     solution, gave_way = simpler_within_errors(planner, fastest, manual)
+    bought = [] if planner.offload is None else [planner.offload.bought(solution.cost, budgets)]
     return Plan(
         recompute_policy=tuple(solution.policy.to_config()),
         layout=planner.layout,
@@ -248,7 +249,7 @@ def make_plan(
         allowed=planner.allowed,
         best_manual=_result(manual) if manual else None,
         megatron_flags=dict(megatron_flags or {}),
-        notes=(*notes, *gave_way),
+        notes=(*notes, *gave_way, *bought),
     )
 
 

@@ -30,6 +30,7 @@ from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.chunk_splits import put_together
 from megatron_autorecompute.planner.fastest_step import FastestStep, fastest_step
 from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.offload_search import OffloadSearch
 from megatron_autorecompute.planner.peak_memory import (
     ChunkColumns,
     StageBase,
@@ -171,6 +172,7 @@ class Planner:
         self.only = allowed
         self._effort = effort or Effort()
         self._table = CostTable(profile, self.percentile, "high")
+        self._searches: dict[int, StageSearch] = {}
         self._solved: dict[int, dict[int, StageChoice]] = {}
         self._known: list[FastestStep] = []
 
@@ -180,14 +182,16 @@ class Planner:
         profile: Profile | None = None,
         layout: Layout | None = None,
         schedule: Schedule | None = None,
+        allowed: OnlyChoices | None = None,
     ) -> Planner:
-        """A planner with another profile, layout or schedule, and the same other arguments."""
+        """A planner with another profile, layout, schedule or restriction, and the same other
+        arguments."""
         return Planner(
             profile or self.profile,
             layout or self.layout,
             schedule or self.schedule,
             percentile=self.percentile,
-            allowed=self.only,
+            allowed=allowed or self.only,
         )
 
     @property
@@ -200,9 +204,26 @@ class Planner:
         return self.only is None or self.only.allow(self._table, layer, choice)
 
     @cached_property
+    def offload(self) -> OffloadSearch | None:
+        """The search where layers may offload; None where no choice that may be used does."""
+        recorded = ((kind, record) for kind in self.profile.kinds for record in kind.choices)
+        may = any(
+            record.offload_groups and self.allows(kind.layers[0], record.policy)
+            for kind, record in recorded
+            if kind.layers
+        )
+        return OffloadSearch(self) if may else None
+
+    @cached_property
     def searches(self) -> tuple[StageSearch, ...]:
         """The search of every stage."""
-        return tuple(self._search(stage) for stage in range(self.layout.num_stages))
+        return tuple(self.search(stage) for stage in range(self.layout.num_stages))
+
+    def search(self, stage: int) -> StageSearch:
+        """The search of one stage."""
+        if stage not in self._searches:
+            self._searches[stage] = self._search(stage)
+        return self._searches[stage]
 
     def _search(self, stage: int) -> StageSearch:
         base = stage_base(self.profile, self.layout, stage, "high")
@@ -261,6 +282,8 @@ class Planner:
     def try_solve(self, budget: Budget) -> Solution | None:
         """As `solve`, but returns None if nothing fits; for searches that try many problems."""
         budgets = self.budgets(budget)
+        if self.offload is not None:
+            return self.offload.solve(budgets)
         choices: list[StageChoice] = []
         for stage, budget_bytes in enumerate(budgets):
             choice = self.choose(stage, budget_bytes)
@@ -273,12 +296,23 @@ class Planner:
         problem = self._table, self.layout, self.schedule, self.searches
         found = fastest_step(*problem, budgets, choices, [p for p in others if p is not None])
         self._known.append(found)
-        evidence = tuple(
-            self._evidence(stage, budgets[stage], choice, found.policy, found.cost)
-            for stage, choice in enumerate(choices)
-        )
-        step_evidence = StepEvidence.of(found.cost.step_ms, found.bound_ms)
-        return Solution(found.policy, found.cost, evidence, step_evidence)
+        return self.proven(found.policy, found.cost, budgets, found.bound_ms)
+
+    def proven(
+        self,
+        policy: RecomputePolicy,
+        cost: PolicyCost,
+        budgets: Sequence[int],
+        bound_ms: float | None,
+    ) -> Solution:
+        """A policy that fits, with what is proven of its step and of its stages."""
+        evidence = []
+        for stage, budget_bytes in enumerate(budgets):
+            choice = self.choose(stage, budget_bytes)
+            assert choice is not None, "something fits"
+            evidence.append(self._evidence(stage, budget_bytes, choice, policy, cost))
+        step_evidence = StepEvidence.of(cost.step_ms, bound_ms)
+        return Solution(policy, cost, tuple(evidence), step_evidence)
 
     def _fastest_known(self, budgets: Sequence[int]) -> list[FastestStep]:
         """Of other budgets' plans the one with the shortest step that fits; none where none does.
@@ -300,14 +334,9 @@ class Planner:
 
     def instead(self, policy: RecomputePolicy, fastest: Solution) -> Solution:
         """A policy in place of the fastest one under the same budgets, which it fits."""
-        cost = self.evaluate(policy)
-        evidence = []
-        for own in fastest.evidence:
-            choice = self.choose(own.stage, own.budget_bytes)
-            assert choice is not None  # it was solved with it
-            evidence.append(self._evidence(own.stage, own.budget_bytes, choice, policy, cost))
-        step_evidence = StepEvidence.of(cost.step_ms, fastest.step_evidence.bound_ms)
-        return Solution(policy, cost, tuple(evidence), step_evidence)
+        budgets = [own.budget_bytes for own in fastest.evidence]
+        bound_ms = fastest.step_evidence.bound_ms
+        return self.proven(policy, self.evaluate(policy), budgets, bound_ms)
 
     def evaluate(self, policy: RecomputePolicy) -> PolicyCost:
         """Cost of any policy in the same model."""
@@ -323,7 +352,15 @@ class Planner:
         Points are each stage's choices of the least busy time, whose step is not searched further:
         `solve` is as fast or faster, mostly in a schedule with several chunks per stage.
         Calls `progress` with the share of the budgets that are done.
+
+        Where layers may offload, budgets are those at which the best of some replayed policies
+        changes, and `solve` is as fast or faster.
         """
+        if self.offload is not None:
+            return tuple(
+                ParetoPoint(peak_bytes, step_ms, peak_bytes, policy)
+                for peak_bytes, step_ms, policy in self.offload.curve(points, progress)
+            )
         low = max(choice.peak_bytes for choice in self.leanest)
         high = max(max(choice.peak_bytes for choice in self.fastest), low)
         steps = max(points - 1, 1)
@@ -391,6 +428,13 @@ class Planner:
     def _infeasible(self, budgets: Sequence[int]) -> InfeasibleError:
         needs = [choice.peak_bytes for choice in self.leanest]
         tightest = max(range(len(needs)), key=lambda stage: needs[stage] - budgets[stage])
+        if needs[tightest] <= budgets[tightest]:
+            return InfeasibleError(
+                f"The leanest choices fit the budget of {gib(budgets[tightest])} GiB on stage "
+                f"{tightest} only if copies to host memory took no time; with activations that are "
+                "to leave or are back early, and with host memory as it is, no policy was found "
+                "that fits. Raise the budget, or host_link.host_bytes if that is what lacks."
+            )
         lean = RecomputePolicy(self.leanest[tightest].policies[0])
         return InfeasibleError(
             f"Stage {tightest} needs {gib(needs[tightest])} GiB even with its leanest "

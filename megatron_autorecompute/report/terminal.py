@@ -12,6 +12,7 @@ from rich.text import Text
 
 from megatron_autorecompute.planner.layer_sums import LayerSums, sums_of_layers
 from megatron_autorecompute.planner.layout import Chunk
+from megatron_autorecompute.planner.offload_search import WITH_OFFLOAD
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.policy_cost import PolicyCost, StageCost
 from megatron_autorecompute.planner.step_interval import COVERS
@@ -297,6 +298,16 @@ def stages_explained(plan: Plan) -> RenderableType:
                 f"bound by {evidence.binding}"
             )
         )
+        if cost.host_bytes:
+            copied = unit.text(cost.peak.breakdown.copy_bytes)
+            parts.append(
+                Text(
+                    f"stage {evidence.stage}: backwards wait {cost.stall_ms:,.1f} ms for copies; "
+                    f"up to {unit.text(cost.host_bytes)} {unit.name} in host memory; {copied} "
+                    f"{unit.name} of the peak are to leave, stay or are back early"
+                )
+            )
+    parts += [Text(note) for note in plan.notes if note.startswith(WITH_OFFLOAD)]
     return Group(*parts, *measured_step_view(plan))
 
 

@@ -109,6 +109,14 @@ class AppliedPolicy:
         if not all(self._is_active()):
             raise ApplyError("This policy was undone; apply the new one with apply(policy, model).")
         agree_on(policy, functools.partial(self._sites.check, policy), self._sites.groups)
+        before = self.policy
+        try:
+            self._set(policy)
+        except BaseException:
+            self._set(before)
+            raise
+
+    def _set(self, policy: RecomputePolicy) -> None:
         for owner, held in zip(self._sites.owners, self._held, strict=True):
             held.clear(owner)
             held.set(owner, policy)
@@ -290,16 +298,23 @@ class _Sites:
                     )
 
     def hold(self, policy: RecomputePolicy, holder: str) -> AppliedPolicy:
-        """Put the policy in force."""
-        for site in self.blocks:
-            layers = tuple(site.block.layers)
-            site.block.__dict__[HOLDER_KEY] = _HeldBlock(site.block, layers, site.layers, holder)
-        for mtp in self.mtps:
-            held_of = _HeldDepths if len(mtp.indices) > 1 else _Held
-            layers = (mtp.layer,) * len(mtp.indices)
-            mtp.mtp.__dict__[HOLDER_KEY] = held_of(mtp.mtp, layers, mtp.indices, holder)
-        for owner in self.owners:
-            owner.__dict__[HOLDER_KEY].set(owner, policy)
+        """Put the policy in force, on all of them or, with an error, on none."""
+        try:
+            for site in self.blocks:
+                layers = tuple(site.block.layers)
+                held = _HeldBlock(site.block, layers, site.layers, holder)
+                site.block.__dict__[HOLDER_KEY] = held
+            for mtp in self.mtps:
+                held_of = _HeldDepths if len(mtp.indices) > 1 else _Held
+                layers = (mtp.layer,) * len(mtp.indices)
+                mtp.mtp.__dict__[HOLDER_KEY] = held_of(mtp.mtp, layers, mtp.indices, holder)
+            for owner in self.owners:
+                owner.__dict__[HOLDER_KEY].set(owner, policy)
+        except BaseException:
+            for owner in self.owners:
+                if HOLDER_KEY in owner.__dict__:
+                    owner.__dict__.pop(HOLDER_KEY).clear(owner)
+            raise
         return AppliedPolicy(self)
 
 

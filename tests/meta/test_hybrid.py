@@ -211,6 +211,11 @@ def test_plans_are_what_megatrons_schedule_does(monkeypatch, pattern, fields):
         ("M-*", {"num_layers": 4}, "has 3 layers, num_layers is 4: layer 3 has no symbol"),
         ("M-[*-]", {}, "'[' at position 2: groups of layers"),
         ("M-GE", {}, "'G' at position 2 of hybrid_layer_pattern needs linear_key_head_dim"),
+        (
+            "M-G",
+            {"activation_func": "gelu"},
+            "'G' at position 2 of hybrid_layer_pattern has a conv",
+        ),
         ("-E", {"num_moe_experts": None}, "'E' at position 1 of hybrid_layer_pattern needs num_m"),
         ("-+", {}, "'+' at position 1 of hybrid_layer_pattern needs multi_latent_attention"),
         ("-M", {"use_mamba_mem_eff_path": False}, "'M' at position 1 of hybrid_layer_pattern with"),

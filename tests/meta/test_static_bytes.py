@@ -19,7 +19,8 @@ from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.model import shard
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
-from megatron_autorecompute.meta.profiling import counted_weights
+from megatron_autorecompute.meta.profiling import counted_weights, profile_job
+from megatron_autorecompute.meta.stage_runs import run_stage
 from megatron_autorecompute.meta.static_bytes import (
     Parameters,
     Weights,
@@ -27,6 +28,7 @@ from megatron_autorecompute.meta.static_bytes import (
     static_bytes,
     weight_bytes,
 )
+from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from tests.meta.test_job import job
 from tests.meta.test_no_device import MOE
@@ -82,6 +84,20 @@ def test_muon_trains_matrices_outside_embedding_and_output_layer():
     assert embedding.total.dense_matrices == output.total.dense_matrices == 0
     assert layers.total.dense - layers.total.dense_matrices == flat
     assert layers.total.expert == layers.total.expert_matrices > 0
+
+
+def test_every_stage_counts_the_weights_that_megatron_builds_there():
+    # The last stage has the tied word embeddings again, but not those of positions.
+    asked = model_job(
+        {"pipeline_model_parallel_size": 2},
+        position_embedding_type="learned_absolute",
+        untie_embeddings_and_output_weights=False,
+    )
+    profile = profile_job(asked, H100, only=())
+    nothing = RecomputePolicy.parse("none*4", num_layers=4)
+    for stage, record in enumerate(profile.stages):
+        built = run_stage(asked, 2, nothing, stage)
+        assert record.static.parameter_bytes == built.parameter_bytes
 
 
 def test_frozen_weights_have_neither_gradient_nor_state():

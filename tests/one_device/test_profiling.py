@@ -8,6 +8,9 @@ import yaml
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.compare.comparison import Shape
+from megatron_autorecompute.meta.devices import device
+from megatron_autorecompute.meta.job import job_from
+from megatron_autorecompute.meta.profiling import longest_end_ms, stage_parameters
 from megatron_autorecompute.profile import MEASURED_ON_ONE_DEVICE, Profile
 from tests.support import run_ranks
 
@@ -135,6 +138,10 @@ def test_a_record_says_what_was_measured_and_what_modelled(profiles):
         assert record.source == MEASURED_ON_ONE_DEVICE
         assert 0 <= record.communication_ms < record.forward_ms + record.backward_ms
     assert full.communication_ms > none.communication_ms > 0  # it gathers once more
+    # Gradients are reduced behind layers as measured, and not behind their communication.
+    job, gpu = job_from(one.model.facts["job"], "the job"), device("h100-80gb")
+    parameters = stage_parameters(job, gpu)
+    assert one.step_end_ms == longest_end_ms(job, gpu, gpu.reaches, parameters, one.kinds)
     said = " ".join(one.assumptions)
     assert "Measured on one CPU" in said
     assert "Modelled: communication" in said

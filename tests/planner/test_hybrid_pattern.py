@@ -1,7 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
+from megatron_autorecompute.planner.hybrid_pattern import HybridPattern, check_flags
 from megatron_autorecompute.planner.layout import Layout
 
 pytestmark = pytest.mark.any_version
@@ -54,10 +56,19 @@ def test_a_pattern_of_other_numbers_than_the_config_is_refused(numbers, said):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (lambda: layout("*-|*-|*-", 2), "has 3 segments (separated by |), which do not make 2"),
+        (
+            lambda: layout("*-|*-|*-", 2),
+            "3 segments (| at position 2, 5), which do not make 2 stages. Write a multiple of 2.",
+        ),
         (
             lambda: layout("*-|*-", 2, 2),
-            "has 2 segments (separated by |), which do not make",
+            "has 2 segments (| at position 2), which do not make 2 stages of 2 chunks. Write 4.",
+        ),
+        (
+            lambda: check_flags(
+                SimpleNamespace(hybrid_layer_pattern="*-||*-/*", pipeline_model_parallel_size=2)
+            ),
+            "3 segments (| at position 2, 3), which do not make 2 stages. Write a multiple of 2.",
         ),
         (lambda: layout("*-*-", 2, 2), "has no |, so Megatron builds one chunk per stage"),
         (

@@ -5,7 +5,8 @@ import pytest
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.layout_search.flags import uneven_layouts
-from megatron_autorecompute.planner.layout_search.search import search_layout
+from megatron_autorecompute.planner.layout_search.least_step import LeastSteps
+from megatron_autorecompute.planner.layout_search.search import best_layout, search_layout
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import (
@@ -16,6 +17,7 @@ from megatron_autorecompute.profile import (
 )
 from tests.planner.asked import layout_of, shortest_of_all, uneven
 from tests.planner.random_profiles import problem_of_uneven_stages
+from tests.planner.step_search.random_steps import ONE_CHUNK, SEVERAL_CHUNKS, random_step
 
 
 @pytest.mark.parametrize("budget", [350, 500, 900])
@@ -131,3 +133,37 @@ def test_a_layout_that_is_best_only_inside_the_noise_gives_way_to_the_asked_one(
     assert not unsure.megatron_flags
     assert "as asked, is taken: " in unsure.note
     assert unsure.evidence.bound_ms == sure.evidence.bound_ms < unsure.solution.cost.step_ms
+
+
+@pytest.mark.parametrize(("shapes", "number"), [(ONE_CHUNK, 40), (SEVERAL_CHUNKS[:1], 8)])
+def test_what_prices_say_of_a_layouts_step_is_never_above_the_shortest(shapes, number):
+    close = 0
+    for seed in range(number):
+        planner, budgets = random_step(seed, shapes)
+        solution = planner.solve(budgets)
+        assert solution.step_evidence.gap == 0
+        step_ms, least = solution.cost.step_ms, LeastSteps(planner, budgets)
+        bounds = [
+            least.without_budget_ms(planner.layout),
+            least.busy_ms(planner.layout),
+            least.step_ms(planner),
+        ]
+        assert max(bounds) <= step_ms * (1 + 1e-12), seed
+        close += bounds[-1] > 0.9 * step_ms
+    assert close > number // 4
+
+
+def test_layouts_of_measured_stages_that_take_less_than_their_layers_are_not_left_out():
+    profile, _ = uneven(12, head_ms=1.0)
+    ends = {f"num_layers_in_{end}_pipeline_stage": 2 for end in ("first", "last")}
+    fast = Layout.from_flags(12, 3, 2, **ends)
+    stages = tuple(
+        StageRecord(
+            tuple(layer for chunk in own for layer in chunk.layers), StaticBytes(), residual_ms=more
+        )
+        for own, more in zip(fast.stages, (0.0, -1000.0, 0.0), strict=True)
+    )
+    asked = Planner(replace(profile, stages=stages), Layout.from_flags(12, 3, 2), Schedule(3, 2, 6))
+    found = best_layout(asked, 3000)
+    assert found.planner.layout == fast
+    assert found.bound_ms <= found.solution.cost.step_ms < found.asked.cost.step_ms

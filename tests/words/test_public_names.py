@@ -10,13 +10,19 @@ PACKAGE = "megatron_autorecompute"
 
 
 @pytest.fixture
-def fresh(monkeypatch):
-    """The package as if nothing of it had been imported."""
-    for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
-        monkeypatch.delitem(sys.modules, name)
+def fresh():
+    """The package as if nothing of it had been imported. Afterwards all of it is as before: a part
+    that only the test imported would have classes that are equal to none of the others."""
+    before = taken_out()
     yield import_module(PACKAGE)
-    for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
-        monkeypatch.delitem(sys.modules, name)
+    taken_out()
+    sys.modules.update(before)
+
+
+def taken_out():
+    """Remove the package's modules; returns them."""
+    names = [name for name in sys.modules if name.split(".")[0] == PACKAGE]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def test_every_public_name_is_there_and_listed(fresh):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.layout import Layout
@@ -15,6 +16,7 @@ from megatron_autorecompute.planner.layout_search.flags import (
     layout_flags,
     uneven_layouts,
 )
+from megatron_autorecompute.planner.layout_search.least_step import LeastSteps
 from megatron_autorecompute.planner.layout_search.partitions import PartitionSearch
 from megatron_autorecompute.planner.planner import Budget, Planner, Solution, StepEvidence
 from megatron_autorecompute.planner.simpler import gave_way
@@ -27,8 +29,10 @@ INTERLEAVED = (
     "offered."
 )
 _QUARTERS = (5, 6, 8, 12, 16, 32, 64)
-_MOST_UNEVEN = 32
-"""Interleaved layouts that are solved; the others' bounds are less close."""
+_MOST_PRICED = 32
+"""Interleaved layouts whose steps are bounded closely."""
+_LAYERS_SOLVED = 384
+"""Of all those together that are solved; the others' bounds are less close."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class BestLayout:
     """No layout has a shorter step, whatever is chosen; infinite where all are known that are
     shorter than asked for, and there are none."""
     asked: Solution | None
-    """The planner's own layout, solved; None where nothing fits it."""
+    """The planner's own layout, solved; None where nothing fits it, or it is bounded to be no
+    shorter than asked for."""
 
 
 def search_layout(planner: Planner, budget: Budget) -> SearchResult:
@@ -100,7 +105,12 @@ def best_layout(planner: Planner, budget: Budget, below_ms: float = math.inf) ->
     were not measured are added up from the profile's per-kind figures.
     Raises: ProfileError without per-kind static bytes.
     """
-    asked = planner.try_solve(budget)
+    asked = None
+    if (
+        math.isinf(below_ms)
+        or LeastSteps(planner, planner.budgets(budget)).step_ms(planner) < below_ms
+    ):
+        asked = planner.try_solve(budget)
     first = asked if asked is not None and asked.cost.step_ms < below_ms else None
     if planner.layout.num_stages == 1:
         bound_ms = math.inf if asked is None else asked.step_evidence.bound_ms or 0.0
@@ -146,33 +156,57 @@ def _rising_ms(planner: Planner) -> Iterator[float]:
 def _best_uneven(
     planner: Planner, budget: Budget, first: Solution | None, below_ms: float
 ) -> _Found:
-    """All layouts, those first whose busiest stage is least busy."""
-    chosen, best = planner, first
+    """All layouts, those first whose step is bounded the lowest."""
+    chosen, best, budgets = planner, first, planner.budgets(budget)
     limit_ms = below_ms if first is None else first.cost.step_ms
-    bounds = [] if first is None else [first.step_evidence.bound_ms or 0.0]
-    layouts = [layout for layout in uneven_layouts(planner.layout) if layout != planner.layout]
-    least = sorted((_least_ms(planner, layout), number) for number, layout in enumerate(layouts))
-    for count, (least_ms, number) in enumerate(least):
-        cut = math.isfinite(limit_ms) and count >= _MOST_UNEVEN
-        if cut or least_ms >= limit_ms:
-            bounds.append(least_ms)
+    candidates, rest_ms = _priced(planner, budgets, limit_ms)
+    most = max(1, _LAYERS_SOLVED // planner.layout.num_layers)
+    bounds = [rest_ms] if first is None else [rest_ms, first.step_evidence.bound_ms or 0.0]
+    for count, (bound_ms, _, candidate) in enumerate(candidates):
+        cut = math.isfinite(limit_ms) and count >= most
+        if cut or bound_ms >= limit_ms:
+            bounds.append(bound_ms)
             break
-        candidate = planner.replaced(layout=layouts[number])
-        solution = candidate.try_solve(budget)
+        solution = candidate.try_solve(budgets)
         if solution is None:
             continue
         bounds.append(solution.step_evidence.bound_ms or 0.0)
         if solution.cost.step_ms < limit_ms:
             chosen, best, limit_ms = candidate, solution, solution.cost.step_ms
-    return chosen, best, min(bounds, default=math.inf)
+    return chosen, best, min(bounds)
 
 
-def _least_ms(planner: Planner, layout: Layout) -> float:
-    """Time of the busiest stage without recompute: a lower bound on the step of this layout."""
-    table = CostTable(planner.profile)
-    stages = [[layer for chunk in stage for layer in chunk.layers] for stage in layout.stages]
-    busiest = max(sum(_fastest_ps(table, layer) for layer in layers) for layers in stages)
-    return planner.schedule.num_microbatches * busiest / PS_PER_MS
+_Priced = tuple[float, int, Planner]
+"""A bound on a layout's step, where it comes among layouts, and its planner."""
+
+
+def _priced(
+    planner: Planner, budgets: Sequence[int], limit_ms: float
+) -> tuple[list[_Priced], float]:
+    """Uneven layouts whose step may be shorter than this, the lowest bound first; and a bound on
+    the step of all others."""
+    layouts = [layout for layout in uneven_layouts(planner.layout) if layout != planner.layout]
+    least = LeastSteps(planner, budgets)
+    order = sorted((least.without_budget_ms(own), number) for number, own in enumerate(layouts))
+    order, rest_ms = _first_below(order, limit_ms)
+    busy = sorted((least.busy_ms(layouts[number]), number) for _, number in order)
+    busy, busy_rest_ms = _first_below(busy, limit_ms)
+    found: list[_Priced] = []
+    for count, (least_ms, number) in enumerate(busy):
+        if count >= _MOST_PRICED and math.isfinite(least_ms):
+            busy_rest_ms = least_ms
+            break
+        candidate = planner.replaced(layout=layouts[number])
+        found.append((least.step_ms(candidate), count, candidate))
+    return sorted(found, key=itemgetter(0, 1)), min(rest_ms, busy_rest_ms)
+
+
+def _first_below(
+    order: list[tuple[float, int]], limit_ms: float
+) -> tuple[list[tuple[float, int]], float]:
+    """Those below a limit, and the first one that is not."""
+    count = sum(own_ms < limit_ms for own_ms, _ in order)
+    return order[:count], order[count][0] if count < len(order) else math.inf
 
 
 def _fastest_ps(table: CostTable, layer: int) -> int:

@@ -55,7 +55,7 @@ class StageCosts:
         self.planner, self.budgets = planner, budgets
         self.stages, self.layers = planner.layout.num_stages, planner.layout.num_layers
         self._table = CostTable(planner.profile, planner.percentile, "high")
-        times = _LayerTimes(self._table, planner.layout)
+        times = LayerTimes(self._table, planner.layout)
         self._times = times
         self.most_layers = times.most_layers(
             below_ms * PS_PER_MS / planner.schedule.num_microbatches
@@ -145,7 +145,7 @@ class StageCosts:
 
     # --- times ------------------------------------------------------------------------------------
 
-    def _fill(self, times: _LayerTimes) -> None:
+    def _fill(self, times: LayerTimes) -> None:
         """The times without a budget."""
         first = np.arange(self.layers + 1)[:, None]
         after = np.minimum(first + np.arange(self.most_layers + 1), self.layers)
@@ -289,7 +289,7 @@ def _place(at: tuple[int, Ints, Ints]) -> Place:
     return at[0], int(at[1][0]), int(at[2][0])
 
 
-class _LayerTimes:
+class LayerTimes:
     """Times of single layers without a budget, in picoseconds."""
 
     def __init__(self, table: CostTable, layout: Layout) -> None:

@@ -163,6 +163,17 @@ class StageSearch:
         bound = min(best.time_ps, math.floor(bound_ps))
         return StageChoice(best.policies, best.time_ps, best.peak_bytes, best.runs, bound)
 
+    def priced_bound_ps(self, budget_bytes: int) -> int:
+        """No choices that fit take less, by prices of bytes alone; `NEVER` where none can fit."""
+        problem = self.problem
+        if problem.floor_bytes > budget_bytes:
+            return int(NEVER)
+        if problem.true_peak is not None:
+            return self.apart(0).priced_bound_ps(budget_bytes)
+        room = budget_bytes - problem.constant
+        limits = Limits(problem, room, multipliers(problem, room), self._tally())
+        return _Rounds(limits, None).bound_ps
+
     def all_within(
         self, budget_bytes: int, time_ps: int, width: int, most: int
     ) -> list[StageChoice] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -79,7 +80,7 @@ class StageOptions:
         self.work = 0
         """Done in searches so far, as `Tally` counts it."""
         self._most_ps = max(1, sum(map(_most_ps, self.chunks)))
-        self._least_ps = np.array([_least_ps(chunk) for chunk in self.chunks], np.int64).T
+        self._least_ps = _least_of(self.chunks)
         self._add(busy)
 
     def __len__(self) -> int:
@@ -119,8 +120,7 @@ class StageOptions:
             search = self._proven if exact else self._nearly
             choice, bound_ps = search(asked, effort)
             option = self._add(choice)
-            bound_ps = (bound_ps << asked.shift) + dot(asked.rest, self._least_ps)
-            bound_ps = bound_ps * asked.divisor + dot(weights, self.residual)
+            bound_ps = asked.whole(bound_ps, self._least_ps) + dot(weights, self.residual)
             time_ps = dot(weights, self.found[option].times) * self.unit
             whole = choice.bound_ps == choice.time_ps
             self._least[key] = Least(option, time_ps, bound_ps, whole)
@@ -172,8 +172,23 @@ class StageOptions:
         return found
 
     def _weighted(self, small: Ints, effort: Effort) -> StageSearch:
-        pairs = [(forward, backward) for forward, backward in small.T.tolist()]
-        return self.search.weighted(pairs, effort)
+        return self.search.weighted(_pairs(small), effort)
+
+
+def priced_bound_ps(search: StageSearch, budget_bytes: int, weights: Ints) -> int:
+    """The least weighted time of a stage that fits, without residual, is no less than this.
+
+    By prices of bytes alone, without a search; at least `NEVER` where nothing can fit.
+
+    Args:
+        search: of the stage, every event counted once.
+        budget_bytes: what it must fit.
+        weights: how often each event counts, `[direction, chunk]`.
+    """
+    chunks = search.problem.chunks
+    asked = _Asked.of(weights, max(1, sum(map(_most_ps, chunks))))
+    own = search.weighted(_pairs(asked.small), search.effort)
+    return asked.whole(own.priced_bound_ps(budget_bytes), _least_of(chunks))
 
 
 def dot(weights: Ints, times: Ints) -> int:
@@ -198,6 +213,19 @@ class _Asked:
         shift = max(0, (int(weights.max()) * most_ps // LARGEST).bit_length())
         small = weights >> shift
         return cls(small, weights - (small << shift), shift, divisor)
+
+    def whole(self, bound_ps: int, least_ps: Ints) -> int:
+        """What a bound by the small weights, and the least of every event, say of all."""
+        return ((bound_ps << self.shift) + dot(self.rest, least_ps)) * self.divisor
+
+
+def _pairs(weights: Ints) -> list[tuple[int, int]]:
+    return [(forward, backward) for forward, backward in weights.T.tolist()]
+
+
+def _least_of(chunks: Sequence[ChunkProblem]) -> Ints:
+    """`[direction, chunk]` no more than any choices take."""
+    return np.array([_least_ps(chunk) for chunk in chunks], np.int64).T
 
 
 def _most_ps(chunk: ChunkProblem) -> int:

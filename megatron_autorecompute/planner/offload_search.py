@@ -1,0 +1,292 @@
+"""The shortest step where layers may also offload.
+
+Copies couple what stages' searches keep apart: a backward waits for its own copies, and memory is
+free only when they have ended. So two things are solved exactly, and what lies between is searched:
+
+- *Relaxed*: copies take no time. Offload is then a choice like any other, and the exact search
+  finds the shortest step; no policy has a shorter one with its waits.
+- *Mixed*: a stage takes at least what it computes, and at least what it copies back, so at least
+  any mixture of the two, whose least the exact search finds, too.
+- What these find, and what is found without offload, is replayed with its copies: spread over the
+  layers of a chunk, leaner where copies under way took too much, one layer changed after another.
+
+The larger of both bounds is what is proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.planner.chunk_splits import put_together
+from megatron_autorecompute.planner.copy_bounds import CopyBounds, mixed
+from megatron_autorecompute.planner.offloaded_step import MOST_EVENTS, host_link
+from megatron_autorecompute.planner.policy_cost import PolicyCost
+from megatron_autorecompute.planner.stage_search.problem import OnlyChoices
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.units import gib
+
+if TYPE_CHECKING:
+    from megatron_autorecompute.planner.planner import Planner, Solution
+
+SHARES = (0.75, 0.5, 0.25)
+"""Of computing in the mixtures that are tried; copies have the rest."""
+WITH_OFFLOAD = "With offload"
+"""How the sentence begins that says what offload gains."""
+_REPAIRS = 3
+_POINTS = 24
+_WORK = 1 << 17
+"""Events that a search replays."""
+_REPLAYS = (24, 160)
+"""At least and at most, whatever they cost."""
+
+
+class OffloadSearch:
+    """Searches one planner's problem, for any number of budgets."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner, self.link = planner, host_link(planner.profile)
+        self._costs: dict[RecomputePolicy, PolicyCost | None] = {}
+        self._bounds = CopyBounds(planner.profile, planner.layout, planner.schedule, self.link)
+
+    @cached_property
+    def relaxed(self) -> Planner:
+        """A planner for which copies take no time."""
+        return self.planner.replaced(profile=mixed(self.planner.profile, self.link, 1.0))
+
+    @cached_property
+    def without(self) -> Planner | None:
+        """A planner without offload; None where some layers can do nothing else."""
+        only = self.planner.only
+        kinds = [{record.policy for record in kind.choices} for kind in self.planner.profile.kinds]
+        if only is not None:
+            kinds = [{c for c in choices if c in only.choices} for choices in kinds]
+        plain = [{c for c in choices if not c.offload and c.group == 1} for choices in kinds]
+        if not all(plain):
+            return None
+        groups = only is None or only.groups
+        return self.planner.replaced(allowed=OnlyChoices(frozenset().union(*plain), groups))
+
+    @cached_property
+    def _mixed(self) -> dict[float, Planner]:
+        profile = self.planner.profile
+        return {
+            share: self.planner.replaced(profile=mixed(profile, self.link, share))
+            for share in SHARES
+        }
+
+    def solve(self, budgets: Sequence[int]) -> Solution | None:
+        """The best policy found under every stage's budget, and what is proven of it; None if
+        nothing fits, even if copies took no time."""
+        relaxed = self.relaxed.try_solve(budgets)
+        if relaxed is None:
+            return None
+        plain = None if self.without is None else self.without.try_solve(budgets)
+        bound_ms = relaxed.step_evidence.bound_ms or 0.0
+        starts = [relaxed.policy] if plain is None else [plain.policy, relaxed.policy]
+        for share, planner in self._mixed.items():
+            choices = [planner.choose(stage, budget) for stage, budget in enumerate(budgets)]
+            found = [choice for choice in choices if choice is not None]
+            starts.append(put_together(self.planner.layout, [own.policies for own in found]))
+            bounds = self._bounds.of(share, [own.bound_ps for own in found])
+            bound_ms = max(bound_ms, *bounds)
+        best = _Replays(self, budgets).best(starts, bound_ms)
+        if best is None:
+            return None
+        policy, cost = best
+        return self.planner.proven(policy, cost, budgets, min(bound_ms, cost.step_ms))
+
+    def bought(self, cost: PolicyCost, budgets: Sequence[int]) -> str:
+        """The sentence that says what offload gains at these budgets."""
+        plain = None if self.without is None else self.without.try_solve(budgets)
+        host = gib(max(stage.host_bytes for stage in cost.stages))
+        return (
+            f"{WITH_OFFLOAD} the step takes {cost.step_ms:,.1f} ms, of which it waits "
+            f"{cost.stall_ms:,.1f} ms for copies, and takes {host} GiB of host memory per device; "
+            "without it "
+            f"{'nothing fits' if plain is None else f'{plain.cost.step_ms:,.1f} ms'}, at these "
+            f"budgets, with {self.link.to_host_gb_per_s:g} GB/s to host memory and "
+            f"{self.link.to_device_gb_per_s:g} GB/s back."
+        )
+
+    def curve(
+        self, points: int, progress: Callable[[float], None]
+    ) -> list[tuple[int, float, RecomputePolicy]]:
+        """Peak, milliseconds and policy, highest peak first: of policies that are found without
+        offload or where copies take no time, replayed with their copies."""
+        relaxed = self.relaxed.pareto(min(points, _POINTS), lambda share: progress(share / 2))
+        plain = () if self.without is None else self.without.pareto(points)
+        policies = dict.fromkeys(point.policy for point in (*relaxed, *plain))
+        spread = [self.spread(policy, late=late) for policy in policies for late in (False, True)]
+        replayed = []
+        for number, policy in enumerate(dict.fromkeys((*policies, *spread))):
+            cost = self.cost(policy)
+            if cost is not None and self.host_over(cost) == 0:
+                replayed.append((cost.peak_high_bytes, cost.step_ms, policy))
+            progress(0.5 + 0.5 * (number + 1) / (len(policies) + len(spread)))
+        curve = list[tuple[int, float, RecomputePolicy]]()
+        for point in sorted(replayed, key=lambda point: point[:2]):
+            if not curve or point[1] < curve[-1][1]:
+                curve.append(point)
+        return curve[::-1]
+
+    def host_over(self, cost: PolicyCost) -> int:
+        """Bytes beyond what a device's copies may take of host memory, on all stages."""
+        return sum(max(0, own.host_bytes - self.link.host_bytes) for own in cost.stages)
+
+    def spread(self, policy: RecomputePolicy, *, late: bool) -> RecomputePolicy:
+        """Layers that offload between others of their kind, so that copies have time."""
+        layers = list(policy.layers)
+        for chunk in self.planner.layout.chunk_layers():
+            for kind in self.planner.profile.kinds:
+                own = [i for i in chunk if i in kind.layers and layers[i].group == 1]
+                choices = sorted((layers[i] for i in own), key=lambda choice: not choice.offload)
+                moved = sum(bool(choice.offload) for choice in choices)
+                for index, choice in zip(own, _evenly(choices, moved, late=late), strict=True):
+                    layers[index] = choice
+        return RecomputePolicy(tuple(layers))
+
+    def knows(self, policy: RecomputePolicy) -> bool:
+        """Whether the policy was replayed before."""
+        return policy in self._costs
+
+    def cost(self, policy: RecomputePolicy) -> PolicyCost | None:
+        """Of a policy; None if Megatron could not run its copies."""
+        if policy not in self._costs:
+            try:
+                self._costs[policy] = self.planner.evaluate(policy)
+            except PolicyError:
+                self._costs[policy] = None
+        return self._costs[policy]
+
+
+class _Replays:
+    """The search of one solve."""
+
+    def __init__(self, search: OffloadSearch, budgets: Sequence[int]) -> None:
+        self.search, self.budgets, self.planner = search, budgets, search.planner
+        schedule = self.planner.schedule
+        events = 2 * schedule.num_microbatches * schedule.num_chunks * schedule.num_stages
+        least, most = _REPLAYS
+        self.left = min(most, max(least, _WORK // min(events, MOST_EVENTS)))
+        self.found: tuple[RecomputePolicy, PolicyCost] | None = None
+        """That needs the fewest bytes too many, and has the shortest step among those."""
+
+    def best(
+        self, starts: Sequence[RecomputePolicy], bound_ms: float
+    ) -> tuple[RecomputePolicy, PolicyCost] | None:
+        """The best that fits, from the starts on."""
+        for start in starts:
+            self._try(start)
+        for start in starts:
+            if not self._is_bound(bound_ms):
+                self._improve(start)
+        for start in starts:
+            self._repair(start)
+        nearest = [] if self.found is None else [self.found[0]]
+        for start in dict.fromkeys((*nearest, *starts)):
+            self._climb(start, bound_ms)
+        return self.found if self.found and not self._over(self.found[1]) else None
+
+    def _climb(self, policy: RecomputePolicy, bound_ms: float) -> None:
+        """Change one thing after another for as long as that makes a policy better."""
+        cost, better = self._try(policy), True
+        while cost is not None and better and not self._is_bound(bound_ms):
+            better = False
+            for other in self._neighbours(policy):
+                changed = self._try(other)
+                if changed is not None and self._key(changed) < self._key(cost):
+                    policy, cost, better = other, changed, True
+                    break
+
+    def _is_bound(self, bound_ms: float) -> bool:
+        return self.found is not None and self._key(self.found[1]) <= (0, bound_ms)
+
+    def _key(self, cost: PolicyCost) -> tuple[int, float]:
+        return self._over(cost), cost.step_ms
+
+    def _try(self, policy: RecomputePolicy) -> PolicyCost | None:
+        """Its cost; it is the best from now on if it is better."""
+        if not self.search.knows(policy):
+            if self.left <= 0:
+                return None
+            self.left -= 1
+        cost = self.search.cost(policy)
+        better = cost and (self.found is None or self._key(cost) < self._key(self.found[1]))
+        if cost and better:
+            self.found = policy, cost
+        return cost
+
+    def _over(self, cost: PolicyCost) -> int:
+        """Bytes beyond the budgets, on devices and in host memory."""
+        pairs = zip(cost.stages, self.budgets, strict=True)
+        over = sum(max(0, own.peak_high_bytes - budget) for own, budget in pairs)
+        return over + self.search.host_over(cost)
+
+    def _improve(self, policy: RecomputePolicy) -> None:
+        for other in dict.fromkeys(
+            (self.search.spread(policy, late=False), self.search.spread(policy, late=True))
+        ):
+            if other != policy:
+                self._try(other)
+
+    def _repair(self, policy: RecomputePolicy) -> None:
+        """Leaner choices where bytes of copies under way exceed the budget."""
+        budgets = list(self.budgets)
+        for _ in range(_REPAIRS):
+            cost = self._try(policy)
+            if cost is None or not self._over(cost):
+                return
+            for stage, own in enumerate(cost.stages):
+                budgets[stage] -= max(0, own.peak_high_bytes - self.budgets[stage])
+            choices = [
+                self.search.relaxed.choose(stage, max(budget, 0))
+                for stage, budget in enumerate(budgets)
+            ]
+            found = [choice for choice in choices if choice is not None]
+            if len(found) < len(budgets):
+                return
+            policy = put_together(self.planner.layout, [own.policies for own in found])
+            self._improve(policy)
+
+    def _neighbours(self, policy: RecomputePolicy) -> Iterator[RecomputePolicy]:
+        """The policy with another choice at one layer, or with the choices of two layers of a kind
+        exchanged; those with less work at a layer first."""
+        for index, choice in enumerate(policy.layers):
+            if choice.group > 1:
+                continue
+            for other in self._choices(index):
+                if other != choice:
+                    yield _with(policy, {index: other})
+        for kind in self.planner.profile.kinds:
+            own = [i for i in kind.layers if policy.layers[i].group == 1]
+            for at, first in enumerate(own):
+                for second in own[at + 1 :]:
+                    one, two = policy.layers[first], policy.layers[second]
+                    if one != two and (one.offload or two.offload):
+                        yield _with(policy, {first: two, second: one})
+
+    def _choices(self, layer: int) -> Sequence[LayerPolicy]:
+        kind = self.planner.profile.kind_of(layer)
+        records = sorted(kind.choices, key=lambda record: record.forward_ms + record.backward_ms)
+        single = (record.policy for record in records if record.policy.group == 1)
+        return [choice for choice in single if self.planner.allows(layer, choice)]
+
+
+def _with(policy: RecomputePolicy, changes: dict[int, LayerPolicy]) -> RecomputePolicy:
+    layers = (changes.get(i, choice) for i, choice in enumerate(policy.layers))
+    return RecomputePolicy(tuple(layers))
+
+
+def _evenly(choices: list[LayerPolicy], moved: int, *, late: bool) -> Iterator[LayerPolicy]:
+    """The first `moved` of some choices at even distances among the others, each at the begin or at
+    the end of its share."""
+    first, others, total = iter(choices[:moved]), iter(choices[moved:]), len(choices)
+
+    def before(i: int) -> int:
+        return i * moved // total if late else -(-i * moved // total)
+
+    for i in range(total):
+        yield next(first) if before(i + 1) > before(i) else next(others)

@@ -1,0 +1,129 @@
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from megatron_autorecompute.errors import InfeasibleError, PolicyError
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup
+from tests.planner.uniform_profiles import uniform_profile
+
+
+def problem(seed):
+    """A few layers that may keep, recompute, offload, and both."""
+    rng = random.Random(seed)
+    p, v, layers = rng.choice([(1, 1, 3), (1, 1, 3), (2, 1, 4), (2, 2, 4)])
+    held, again = rng.randint(40, 60), rng.randint(1, 9)
+    moved, part = rng.randint(10, 30), rng.randint(5, 20)
+    begin, end = sorted(rng.sample(range(101), 2))
+    group = OffloadGroup("core_attn", moved, moved, rng.random(), begin / 100, end / 100)
+
+    def record(choice, held_bytes, more_ms, groups=()):
+        back = rng.randint(0, 30) + sum(g.device_bytes for g in groups)
+        return ChoiceRecord(
+            choice,
+            held_bytes,
+            rng.randint(0, 20),
+            back,
+            10.0,
+            20.0 + more_ms,
+            offload_groups=groups,
+        )
+
+    choices = (
+        record("none", held, 0),
+        record("selective[mlp]", held - part, again),
+        record("none+offload[core_attn]", held - moved, 0, (group,)),
+        record("selective[mlp]+offload[core_attn]", max(0, held - part - moved), again, (group,)),
+    )
+    rate = moved / rng.uniform(2e6, 40e6)  # a copy takes 2 to 40 ms
+    link = HostLink(rate, rate * rng.choice([1, 1, 2]), rng.choice([1 << 40, 4 * moved]))
+    profile = replace(uniform_profile(layers, *choices, boundary_bytes=3), host_link=link)
+    layout = Layout.from_flags(layers, p, v)
+    return profile, layout, Schedule(p, v, 2 * p if v > 1 else rng.randint(2, 6)), rng
+
+
+def brute_force(planner, budget, choices):
+    """Milliseconds of the shortest step that fits; None if none does."""
+    best = None
+    for layers in itertools.product(choices, repeat=planner.profile.num_layers):
+        try:
+            cost = planner.evaluate(RecomputePolicy(layers))
+        except PolicyError:
+            continue
+        fits = all(
+            s.peak_high_bytes <= budget and s.host_bytes <= planner.profile.host_link.host_bytes
+            for s in cost.stages
+        )
+        if fits and (best is None or cost.step_ms < best):
+            best = cost.step_ms
+    return best
+
+
+def test_a_solution_is_no_farther_from_brute_force_than_it_says():
+    proven = same = 0
+    for seed in (2, 3, 5, 7):
+        profile, layout, schedule, rng = problem(seed)
+        planner = Planner(profile, layout, schedule)
+        choices = [LayerPolicy.parse(record.choice) for record in profile.kinds[0].choices]
+        most = planner.evaluate(RecomputePolicy((choices[0],) * profile.num_layers)).peak_high_bytes
+        budget = round(most * rng.uniform(0.55, 1.0))
+        best, found = brute_force(planner, budget, choices), planner.solve(budget)
+        bound = found.step_evidence.bound_ms
+        assert bound <= best * (1 + 1e-9) <= found.cost.step_ms * (1 + 2e-9)
+        proven += found.step_evidence.gap == 0
+        same += found.cost.step_ms == pytest.approx(best)
+    assert (proven, same) == (1, 4)
+
+
+@pytest.fixture(scope="module")
+def planner():
+    """Sixteen layers that recompute dearly; a copy takes less than a layer's backward."""
+    group = OffloadGroup("core_attn", 80, 80, 0.5, 0.4, 0.6)
+    none = ChoiceRecord("none", 100, 10, 30, 10.0, 20.0)
+    again = ChoiceRecord("selective[mlp]", 50, 10, 80, 10.0, 30.0)
+    moved = ChoiceRecord(
+        "none+offload[core_attn]", 20, 90, 110, 10.0, 20.0, offload_groups=(group,)
+    )
+    link = HostLink(80 / 15e6, 80 / 15e6, 1 << 40)
+    profile = replace(uniform_profile(16, none, again, moved), host_link=link)
+    return Planner(profile, Layout.from_flags(16, 4), Schedule(4, 1, 6))
+
+
+def test_offload_that_hides_is_as_fast_as_keeping_and_the_plan_says_what_it_buys(planner):
+    free, plan = planner.solve(1 << 40), make_plan(planner, 1000)
+    assert {str(choice) for choice in free.policy.layers} == {"none"}
+    without = planner.offload.without.solve(1000)
+    assert plan.cost.step_ms == free.cost.step_ms < without.cost.step_ms
+    assert plan.step_evidence.gap == 0
+    assert plan.notes[-1].startswith(
+        f"With offload the step takes {plan.cost.step_ms:,.1f} ms, of which it waits 0.0 ms"
+    )
+    assert f"without it {without.cost.step_ms:,.1f} ms, at these budgets" in plan.notes[-1]
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_less_memory_than_recompute_alone_needs(planner):
+    least = planner.offload.without.leanest[0].peak_bytes
+    found = planner.solve(least - 1)
+    assert found.cost.peak_high_bytes < least
+    with pytest.raises(InfeasibleError):
+        planner.offload.without.solve(least - 1)
+    least = planner.leanest[0].peak_bytes
+    with pytest.raises(InfeasibleError, match="only if copies to host memory took no time"):
+        planner.solve(least)
+    with pytest.raises(InfeasibleError, match="even with its leanest choices"):
+        planner.solve(least - 1)
+
+
+def test_the_curve_with_offload_is_nowhere_above_the_one_without(planner):
+    curve, plain = planner.pareto(8), planner.offload.without.pareto(8)
+    assert curve[-1].peak_high_bytes <= plain[-1].peak_high_bytes
+    for point in plain:
+        best = min(p.step_ms for p in curve if p.budget_bytes <= point.peak_high_bytes)
+        assert best <= point.step_ms
