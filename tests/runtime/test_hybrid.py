@@ -431,7 +431,7 @@ def test_a_loop_of_many_lengths_has_the_results_of_one_without_us(one_rank, monk
     monkeypatch.setattr(any_loop, "SmallGPT", small_hybrid)
     job = any_loop.Job("hybrid", 1, None, 1, 8_400)
     with runnable():
-        ours, theirs = (any_loop.trained(job, 15, with_auto) for with_auto in (True, False))
+        ours, theirs = (any_loop.trained(job, 18, with_auto) for with_auto in (True, False))
     assert [call.result for call in ours] == [call.result for call in theirs]
     planned = [call for call in ours if call.predicted_bytes is not None]
     assert len(planned) >= 4
