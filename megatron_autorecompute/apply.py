@@ -1,4 +1,4 @@
-"""Public home of `apply` and `in_force`.
+"""Public home of `apply`, `in_force` and `blocks`.
 
 The module itself is callable, because importing it binds the package's name `apply` to it.
 """
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.runtime.apply import AppliedPolicy, apply, in_force
+from megatron_autorecompute.runtime.apply import AppliedPolicy, apply, blocks, in_force
 
-__all__ = ["AppliedPolicy", "apply", "in_force"]
+__all__ = ["AppliedPolicy", "apply", "blocks", "in_force"]
 
 
 class _Callable(ModuleType):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_autorecompute.block_names import DECODER, Blocks, named_parts, placed, within
 from megatron_autorecompute.errors import PolicyError
 
 Granularity = Literal["none", "selective", "inner", "full"]
@@ -45,7 +46,7 @@ GRAMMAR = (
     "the stack inside a multi-token-prediction depth; none and selective take +offload[MODULE+…]; "
     "or one CHOICE for all layers; or megatron:none, megatron:selective[MODULE+…], "
     "megatron:offload[MODULE+…], megatron:block/N, megatron:uniform/N, megatron:cpu_offloading/N; "
-    "or @FILE"
+    "or @FILE; in a model of several blocks also NAME:POLICY;NAME:POLICY"
 )
 
 
@@ -180,6 +181,7 @@ class RecomputePolicy:
         num_layers: int,
         layout: Sequence[Sequence[int]] | None = None,
         depth_layers: int = 0,
+        blocks: Blocks | None = None,
     ) -> RecomputePolicy:
         """Read the text form, the inverse of `format`.
 
@@ -191,16 +193,26 @@ class RecomputePolicy:
                 layers. Layers that it leaves out are multi-token-prediction depths.
             depth_layers: layers of the stack inside each such depth, of a HybridModel; 0 if a depth
                 has a single layer, as in a GPTModel.
+            blocks: layers of each of the model's blocks, by the names that a text may use; by
+                default the decoder alone.
 
         Raises:
-            PolicyError: unreadable text, or a count that does not match `num_layers`.
+            PolicyError: unreadable text, a count that does not match `num_layers`, or the name of a
+                block that the model does not have.
         """
         text = text.strip()
+        parts = named_parts(text)
+        if parts is not None:
+            return cls._of_blocks(parts, num_layers, layout, depth_layers, blocks)
         if text == "auto":
             raise PolicyError("'auto' is not a policy: it must be measured and solved first.")
         if text.startswith("@"):
             return cls.load(
-                text[1:], num_layers=num_layers, layout=layout, depth_layers=depth_layers
+                text[1:],
+                num_layers=num_layers,
+                layout=layout,
+                depth_layers=depth_layers,
+                blocks=blocks,
             )
         if text.startswith("megatron:"):
             return MegatronStrategy.parse(text).policy(num_layers, layout, depth_layers)
@@ -219,27 +231,51 @@ class RecomputePolicy:
         num_layers: int,
         layout: Sequence[Sequence[int]] | None = None,
         depth_layers: int = 0,
+        blocks: Blocks | None = None,
     ) -> RecomputePolicy:
-        """Read the value of a config field: text, a list of choices, or a policy or plan as dict.
+        """Read the value of a config field: text, a list of choices, or a policy or plan as dict;
+        or a dict with one of these for each block. Arguments are those of `parse`.
 
         Raises:
             PolicyError: the value is of none of these forms or covers another number of layers.
         """
-        if isinstance(value, str):
-            return cls.parse(value, num_layers=num_layers, layout=layout, depth_layers=depth_layers)
         if isinstance(value, Mapping):
             value = value.get("recompute_policy", value.get("policy", value))
-            if isinstance(value, str):
-                return cls.parse(
-                    value, num_layers=num_layers, layout=layout, depth_layers=depth_layers
-                )
+        if isinstance(value, Mapping) and value and set(value) <= set(blocks or [DECODER]):
+            return cls._of_blocks(value, num_layers, layout, depth_layers, blocks)
+        if isinstance(value, str):
+            return cls.parse(
+                value,
+                num_layers=num_layers,
+                layout=layout,
+                depth_layers=depth_layers,
+                blocks=blocks,
+            )
         if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
             raise PolicyError(
                 f"recompute_policy is {value!r:.80}: expected text, a list with one choice per "
-                'layer such as ["full", "none"], or a dict with the key "recompute_policy".'
+                'layer such as ["full", "none"], or a dict with the key "recompute_policy" or with '
+                f"the names of all blocks ({', '.join(blocks or [DECODER])})."
             )
         policy = cls(tuple(LayerPolicy.parse(item) for item in value))
         return policy.checked_length(num_layers, f"a list of {len(value)} choices")
+
+    @classmethod
+    def _of_blocks(
+        cls,
+        parts: Mapping[str, Any],
+        num_layers: int,
+        layout: Sequence[Sequence[int]] | None,
+        depth_layers: int,
+        blocks: Blocks | None,
+    ) -> RecomputePolicy:
+        whole = cls(())
+        for part, span in placed(parts, blocks or {DECODER: num_layers}):
+            own = cls.from_config(
+                part, num_layers=len(span), layout=within(layout, span), depth_layers=depth_layers
+            )
+            whole = cls((*whole.layers, *own.layers))
+        return whole.checked_length(num_layers, "The policy")
 
     @classmethod
     def load(
@@ -249,6 +285,7 @@ class RecomputePolicy:
         num_layers: int,
         layout: Sequence[Sequence[int]] | None = None,
         depth_layers: int = 0,
+        blocks: Blocks | None = None,
     ) -> RecomputePolicy:
         """Read a JSON file (a policy or a plan) or a text file in the policy grammar.
 
@@ -261,19 +298,29 @@ class RecomputePolicy:
             raise PolicyError(f"Cannot read the policy file {path}: {error.strerror}.") from error
         except UnicodeDecodeError as error:
             raise PolicyError(f"The policy file {path} is no text: {error}.") from error
+        form: dict[str, Any] = {"layout": layout, "depth_layers": depth_layers, "blocks": blocks}
         if text.lstrip()[:1] not in ("{", "["):
-            return cls.parse(text, num_layers=num_layers, layout=layout, depth_layers=depth_layers)
+            return cls.parse(text, num_layers=num_layers, **form)
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise PolicyError(f"{path} is not whole JSON: {error}.") from error
-        return cls.from_config(
-            value, num_layers=num_layers, layout=layout, depth_layers=depth_layers
-        )
+        return cls.from_config(value, num_layers=num_layers, **form)
 
-    def format(self) -> str:
-        """The text form: one CHOICE*COUNT for each run of equal layers."""
-        return ",".join(f"{run.policy}*{run.count}" for run in self.runs())
+    def format(self, blocks: Blocks | None = None) -> str:
+        """The text form: one CHOICE*COUNT for each run of equal layers.
+
+        Args:
+            blocks: layers of each of the model's blocks; of several, each is named.
+        """
+        if blocks is None or len(blocks) < 2:
+            return ",".join(f"{run.policy}*{run.count}" for run in self.runs())
+        parts, start = [], 0
+        for name, count in blocks.items():
+            own = RecomputePolicy(self.layers[start : start + count])
+            parts.append(f"{name}:{own.format()}")
+            start += count
+        return ";".join(parts)
 
     def to_config(self) -> list[str]:
         """The canonical JSON and config form: one choice per layer."""

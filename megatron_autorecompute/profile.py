@@ -25,6 +25,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field
 
 from megatron_autorecompute import json_records
+from megatron_autorecompute.block_names import DECODER, ENCODER
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.lines import Line, RecordLines
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
@@ -488,10 +489,19 @@ class Model:
     mtp_num_layers: Index = 0
     """MTP depths; depth d is layer num_layers + d."""
     encoder_layers: Index = 0
-    """How many of num_layers belong to an encoder (T5); these come first. Megatron's own settings
-    count afresh in encoder and decoder. Only the encoder may have checkpoints of several layers."""
+    """How many of num_layers belong to an encoder (T5) or a tower (vision); these come first.
+    Megatron's own settings count afresh in both blocks. Every decoder layer of T5 reads the
+    encoder's output, so only its encoder may have checkpoints of several layers."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Anything worth knowing: hidden_size, num_attention_heads, ..."""
+    encoder_name: str = ENCODER
+    """What a policy calls the block of these layers."""
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Layers of each block by name, in the order of a policy; the decoder's with MTP depths."""
+        first = {self.encoder_name: self.encoder_layers} if self.encoder_layers else {}
+        return {**first, DECODER: self.num_layers + self.mtp_num_layers - self.encoder_layers}
 
 
 @dataclass(frozen=True, slots=True)

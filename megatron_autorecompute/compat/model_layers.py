@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_autorecompute.block_names import DECODER
 from megatron_autorecompute.compat import parallel, seam
 from megatron_autorecompute.compat.untyped import Block, Chunk, Layer
 from megatron_autorecompute.errors import PolicyError
@@ -77,31 +77,32 @@ def is_inside_depth(block: Block) -> bool:
 
 
 def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
-    """Every block of layers below `modules` (model chunks, wrapped or bare).
+    """Every block of layers below `modules` (model chunks, wrapped or bare), a tower or an encoder
+    before the decoder.
 
-    T5's encoder and decoder both number their layers from 1; here the decoder's indices follow the
-    encoder's, in the order in which layers run.
+    Blocks of one model number their layers from 1 each; here the decoder's indices follow the
+    other's, in the order in which layers run.
 
     Raises:
-        PolicyError: two other blocks have equal layer numbers, or a T5Model has several stages.
+        PolicyError: blocks have equal layer numbers and no names of their own, or a model with an
+            encoder or a tower has several stages.
     """
     chunks = list(modules)
-    before = {id(t5.decoder): len(t5.encoder.layers) for t5 in _encoder_decoders(chunks)}
-    blocks = [
-        module
-        for chunk in chunks
-        for module in chunk.modules()
-        if isinstance(module, _block_types()) and not is_inside_depth(module)
-    ]
+    first = [found.first for found in _two_blocks(chunks)]
+    blocks = [block for _, block in _blocks(chunks)]
+    blocks.sort(key=lambda block: not any(block is one for one in first))
+    before = {id(found.decoder): len(found.first.layers) for found in _two_blocks(chunks)}
     sites = [
         BlockSite(block, tuple(before.get(id(block), 0) + n - 1 for n in _layer_numbers(block)))
         for block in blocks
     ]
     indices = [index for site in sites for index in site.layers]
     if len(set(indices)) != len(indices):
+        names = ", ".join(path or "the model" for path, _ in _blocks(chunks))
         raise PolicyError(
-            "Two blocks of this model have the same layer numbers: apply a separate policy to each "
-            "block, as in apply(policy, model.decoder)."
+            f"Blocks of this model have the same layer numbers: {names}. A policy covers a decoder "
+            "and one tower or encoder: apply a separate policy to each block, as in "
+            "apply(policy, model.decoder)."
         )
     return sites
 
@@ -110,22 +111,70 @@ def _layer_numbers(block: Block) -> list[int]:
     return [layer.layer_number for layer in block.layers]
 
 
-def _encoder_decoders(chunks: Iterable[Chunk]) -> list[T5Model]:
-    modules = (module for chunk in chunks for module in chunk.modules())
-    found = [module for module in modules if isinstance(module, T5Model)]
-    for t5 in found:
-        if t5.encoder is None or t5.decoder is None or parallel.pipeline_size() > 1:
-            raise PolicyError(
-                f"A T5Model on {parallel.pipeline_size()} pipeline stages: a policy for its "
-                "encoder and decoder needs both on one stage, pipeline_model_parallel_size=1, as "
-                "does Megatron's pretrain_t5.py."
-            )
+def _blocks(chunks: Iterable[Chunk]) -> list[tuple[str, Block]]:
+    """Every block that a policy applies to, with its path in its chunk."""
+    return [
+        (path, module)
+        for chunk in chunks
+        for path, module in unwrapped(chunk).named_modules()
+        if isinstance(module, _block_types()) and not is_inside_depth(module)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _TwoBlocks:
+    """A chunk with a block in front of its decoder."""
+
+    name: str
+    """What a policy calls the first."""
+    first: Block
+    decoder: Block
+
+
+def _two_blocks(chunks: Iterable[Chunk]) -> list[_TwoBlocks]:
+    found = []
+    for chunk in chunks:
+        blocks = _blocks([chunk])
+        _check_one_stage(unwrapped(chunk), len(blocks))
+        main = [block for path, block in blocks if _name(path) == DECODER]
+        rest = [(_name(path), block) for path, block in blocks if _name(path) != DECODER]
+        if len(main) == len(rest) == 1:
+            found.append(_TwoBlocks(*rest[0], main[0]))
     return found
 
 
+def _check_one_stage(model: Chunk, blocks: int) -> None:
+    """LLaVAModel and T5Model say what they were built with; others have two blocks on one stage."""
+    may_be_split = {"add_encoder", "add_decoder"} <= vars(model).keys()
+    if parallel.pipeline_size() > 1 and (may_be_split or blocks > 1):
+        raise PolicyError(
+            f"A {type(model).__name__} on {parallel.pipeline_size()} pipeline stages: a policy for "
+            "its encoder (or tower) and decoder needs both on one stage, "
+            "pipeline_model_parallel_size=1, as does Megatron's pretrain_t5.py."
+        )
+
+
+def _name(path: str) -> str:
+    """What a policy calls the block at this path of a model: `vision_model.decoder` is vision.
+
+    The decoder is the block of the language model, wherever it is.
+    """
+    first, _, rest = path.partition(".")
+    if first == "language_model" or not rest:
+        return DECODER if first in ("language_model", "decoder", "") else first
+    return first.removesuffix("_model").removesuffix("_tower").removesuffix("_encoder")
+
+
+def first_block(chunks: Iterable[Chunk]) -> tuple[str, int]:
+    """Name and layers of the block in front of the decoder: `encoder` of T5, a tower such as
+    `vision`. ("", 0) for a model that has none."""
+    found = _two_blocks(chunks)
+    return (found[0].name, len(found[0].first.layers)) if found else ("", 0)
+
+
 def encoder_layers(chunks: Iterable[Chunk]) -> int:
-    """How many layers an encoder (T5) has before the decoder's; 0 for other models."""
-    return sum(len(t5.encoder.layers) for t5 in _encoder_decoders(chunks))
+    """How many layers an encoder (T5) or a tower has before the decoder's; 0 for other models."""
+    return first_block(chunks)[1]
 
 
 def mtp_sites(modules: Iterable[Chunk]) -> list[MtpSite]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_autorecompute.block_names import DECODER
 from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.layout import Layout
 
@@ -70,6 +71,18 @@ def num_policy_layers(config: TransformerConfig, encoder_layers: int = 0) -> int
     pattern = pattern_of(config) if config.num_layers is None else None
     decoder = int(config.num_layers) if pattern is None else pattern.num_layers
     return encoder_layers + decoder + int(config.mtp_num_layers or 0)
+
+
+def named_blocks(num_layers: int, first: str, first_layers: int) -> dict[str, int]:
+    """The blocks of a model in the order of a policy, with their layers.
+
+    Args:
+        num_layers: that a policy covers.
+        first: name of the block in front of the decoder; empty if there is none.
+        first_layers: its layers.
+    """
+    decoder = {DECODER: num_layers - first_layers}
+    return {first: first_layers, **decoder} if first else decoder
 
 
 def depth_layers(config: TransformerConfig) -> int:

@@ -18,11 +18,12 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute import megatron_fields
+from megatron_autorecompute.block_names import DECODER, named_parts
 from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
 from megatron_autorecompute.planner import launch_lines
@@ -239,6 +240,41 @@ def apply_hook(policy: RecomputePolicy) -> Callable[[list[Any]], list[Any]]:
     return hook
 
 
+def named_hook(value: Any) -> Callable[[list[Any]], list[Any]]:
+    """A pre-wrap hook that puts a policy by block names in force on the whole model: which blocks
+    there are, and how large, only the built model says.
+
+    Raises (the hook):
+        ApplyError: a policy is in force already, or ranks have different ones.
+        PolicyError: it does not fit the model's blocks, which are named, or Megatron refuses it.
+    """
+
+    def hook(chunks: list[Any]) -> list[Any]:
+        from megatron_autorecompute.compat import model_layers, stage_layout
+        from megatron_autorecompute.runtime.apply import apply, blocks
+
+        found = blocks(chunks)
+        first = sum(found.values()) - found[DECODER]
+        config = model_layers.unwrapped(chunks[0]).config
+        policy = RecomputePolicy.from_config(
+            value,
+            num_layers=sum(found.values()),
+            layout=stage_layout.counted_chunks(config, first),
+            depth_layers=stage_layout.depth_layers(config),
+            blocks=found,
+        )
+        apply(policy, chunks, holder=HOLDER)
+        return chunks
+
+    return hook
+
+
+def _is_by_name(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return DECODER in value
+    return isinstance(value, str) and named_parts(value) is not None
+
+
 def register(model: Any, hook: Callable[[list[Any]], list[Any]]) -> None:
     """Add a pre-wrap hook to a provider, or to a ModelConfig (since 0.4)."""
     if hasattr(model, "register_pre_wrap_hook"):
@@ -277,6 +313,12 @@ def pretrain(
     is_auto = given == "auto"
     refuse_plan_only_without_auto(options, given, as_field)
     _refuse_cpu(options)
+    if _is_by_name(given):
+        from megatron_autorecompute.runtime import config_field
+
+        config_field.refuse_contradiction(config)
+        setattr(config, POLICY_FIELD, None)  # a block cannot say which part is its own
+        register(cfg.model, named_hook(given))
     policy = resolve(cfg)
     if is_auto:
         with claimed(), callback(options) as tuning:

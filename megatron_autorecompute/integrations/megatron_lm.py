@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron_autorecompute.block_names import ENCODER
 from megatron_autorecompute.errors import (
     ApplyError,
     AutorecomputeError,
@@ -169,11 +170,13 @@ def _whole_policy(text: str, model_config: Any, encoder_layers: int) -> Any:
     from megatron_autorecompute.compat import stage_layout
     from megatron_autorecompute.policy import RecomputePolicy
 
+    num_layers = stage_layout.num_policy_layers(model_config, encoder_layers)
     return RecomputePolicy.parse(
         text,
-        num_layers=stage_layout.num_policy_layers(model_config, encoder_layers),
+        num_layers=num_layers,
         layout=stage_layout.counted_chunks(model_config, encoder_layers),
         depth_layers=stage_layout.depth_layers(model_config),
+        blocks=stage_layout.named_blocks(num_layers, ENCODER, encoder_layers),
     )
 
 

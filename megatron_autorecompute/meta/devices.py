@@ -15,11 +15,14 @@ from importlib import resources
 from typing import Any
 
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.units import GIB
+from megatron_autorecompute.profile import HostLink
+from megatron_autorecompute.units import GIB, gib
 
 _SAYS_NOTHING = re.compile(r"nvidia|gpu|sxm\d?|hbm\d?e?")
 """Words of a GPU's name that every known device could have."""
 _NO_DEVICE = ("units", "sources")
+USABLE = 0.5
+"""Of a node's memory for copies, by assumption; the rest is the data loader's and the system's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,37 @@ SHARES = ("gemm", "attention", "attention_backward", "bandwidth", "link", "netwo
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """A device's way to its node's memory."""
+
+    link_bytes: float
+    """Bytes per second in one direction, as copies reach them."""
+    shared_by: int
+    """GPUs that share the link."""
+    memory_bytes: int
+    """Of a node."""
+    gpus: int
+    """Of a node."""
+    source: str
+
+    @property
+    def link(self) -> HostLink:
+        """For one device, while all others copy, too."""
+        rate = self.link_bytes / self.shared_by / 1e9
+        return HostLink(rate, rate, round(USABLE * self.memory_bytes / self.gpus))
+
+    @property
+    def assumed(self) -> str:
+        """What is assumed of it, as a sentence."""
+        link = self.link
+        return (
+            f"Copies to host memory and back: {link.to_host_gb_per_s:.3g} GB/s each way at once, "
+            f"and {gib(link.host_bytes)} GiB of host memory per device, {USABLE:.0%} of its share "
+            f"of the node ({self.source}). They slow nothing else."
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One GPU. Rates are peaks, per second."""
 
@@ -82,6 +116,7 @@ class Device:
     network_bytes: float
     """Bytes per second in one direction, between such groups."""
     source: str
+    host: Host
     reaches: Efficiency = Efficiency()
     """What its kernels and links are taken to reach."""
     reached_by: Mapping[str, str] = field(default_factory=dict)
@@ -136,6 +171,17 @@ def _file() -> dict[str, Any]:
     return found
 
 
+def _host(data: object) -> Host:
+    assert isinstance(data, dict), "devices.json is ours"
+    return Host(
+        data["link"] * 1e9,
+        data["shared_by"],
+        round(data["memory"] * 1e9),
+        data["gpus"],
+        data["source"],
+    )
+
+
 def _device(name: str, data: Mapping[str, object]) -> Device:
     def number(key: str) -> float:
         return float(str(data[key]))
@@ -154,6 +200,7 @@ def _device(name: str, data: Mapping[str, object]) -> Device:
         int(number("link_domain")),
         number("network") * 1e9,
         str(data["source"]),
+        _host(data["host"]),
         Efficiency(**{name: float(value) for name, (value, _) in reaches.items()}),
         {name: source for name, (_, source) in reaches.items()},
     )

@@ -121,9 +121,16 @@ def profile_job(
         head_static=counted.head,
         deallocate_pipeline_outputs=bool(job.config.get("deallocate_pipeline_outputs", True)),
         overlap_p2p_comm=bool(job.config.get("overlap_p2p_comm", True)),
+        host_link=device.host.link,
         fingerprint=_fingerprint(job, device, efficiency),
-        assumptions=assumed(job, device, efficiency),
+        assumptions=(*assumed(job, device, efficiency), *_of_copies(device, kinds)),
     )
+
+
+def _of_copies(device: Device, kinds: Sequence[LayerKind]) -> Sequence[str]:
+    """What is assumed of copies to host memory, where any choice makes some."""
+    offloads = any(record.offload_groups for kind in kinds for record in kind.choices)
+    return (device.host.assumed,) if offloads else ()
 
 
 def traffic(job: Job) -> Traffic:

@@ -7,7 +7,8 @@ megatron-core 0.19; 0.16 is the same but for its two settings):
 - When a group's backward has run, the copy back of one more group begins: of the microbatch's group
   that left last, or, if none is left, of the microbatch whose backward is next.
 - A group's backward waits for its copy back. If none was begun, it copies then and there.
-- Some groups never leave: `Kept`.
+- Some groups never leave: `Kept`. Where `core_attn`'s stays, so does its layer's `attn_proj`'s,
+  which needs it; this package sees to that (`compat/offload_modules.py`), Megatron does not.
 
 Both directions at once are taken to be as fast as one. A tensor's memory is free when its copy out
 has ended; memory for a copy back is taken when the copy is asked for. The host is taken to run
@@ -19,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.planner.unit_costs import Unit
 from megatron_autorecompute.profile import HostLink
 
@@ -123,6 +123,12 @@ class Kept:
             may = [one for one in own if one not in kept]
             stay = int(len(may) * (1 - self.fraction))
             kept |= set(may[len(may) - stay :])
+        for chunk, microbatch in order:
+            stays = False
+            for number, group in enumerate(chunks[chunk].groups):
+                stays = (chunk, microbatch, number) in kept if group.name == "core_attn" else stays
+                if group.name == "attn_proj" and stays:
+                    kept.add((chunk, microbatch, number))
         return kept
 
     @staticmethod
@@ -228,7 +234,6 @@ class StageCopies:
             now = begin_ps + group.commit_ps
             _add(self.device, now, group.device_bytes)
             if self._stays(chunk, microbatch, number):
-                self._check_stays(chunk, number)
                 continue
             self._out_free = max(self._out_free, now) + self._out_ps(group)
             own.waiting.append(number)
@@ -246,18 +251,6 @@ class StageCopies:
         following = (self._order[at] for at in range(self._next, len(self._order)))
         front = next(one for one in following if self._has(one[0], name))
         return front == (chunk, microbatch) and name not in names[number + 1 :]
-
-    def _check_stays(self, chunk: int, number: int) -> None:
-        """Megatron 0.19 takes a chunk of which no group has left yet, nor is about to, for finished
-        and counts its further groups as the next microbatch's."""
-        groups = self.chunks[chunk].groups
-        if number == 0 and len(groups) > 1:
-            raise PolicyError(
-                f"The first group that leaves in chunk {chunk}, {groups[0].name}, stays on the "
-                f"device for some microbatch, and {len(groups) - 1} follow it: Megatron then loses "
-                "count of them. Offload the same module in a further layer of the chunk, or one "
-                "module of the chunk alone."
-            )
 
     def _has(self, chunk: int, name: str) -> bool:
         return any(group.name == name for group in self.chunks[chunk].groups)

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_autorecompute.block_names import Blocks
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.megatron_fields import (
     NO_RECOMPUTE,
@@ -20,17 +21,21 @@ JOB = {"config", "described_by", "lora_rank"}
 """Keys of `model.facts.job` that are read: the job that a profile without a device is of."""
 
 
-def recipe_lines(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> list[str]:
+def recipe_lines(
+    policy: RecomputePolicy, fields: Mapping[str, Any] | None, blocks: Blocks | None = None
+) -> list[str]:
     """Lines that set a policy in a Megatron Bridge recipe, in Megatron's own fields if given."""
     if fields is None:
-        fields = {**NO_RECOMPUTE, POLICY_FIELD: policy.format()}
+        fields = {**NO_RECOMPUTE, POLICY_FIELD: policy.format(blocks)}
     return [f"cfg.model.{name} = {value!r}" for name, value in fields.items()]
 
 
-def flags(policy: RecomputePolicy, fields: Mapping[str, Any] | None) -> str:
+def flags(
+    policy: RecomputePolicy, fields: Mapping[str, Any] | None, blocks: Blocks | None = None
+) -> str:
     """Flags of pretrain_gpt.py that set a policy; "" for no recompute, which needs no flag."""
     if fields is None:
-        return f"--recompute-policy {shlex.quote(policy.format())}"
+        return f"--recompute-policy {shlex.quote(policy.format(blocks))}"
     words = []
     for name, value in fields.items():
         # Megatron's flags say cpu_offloading by its number of layers, and other switches alone.
@@ -82,7 +87,10 @@ def job_lines(plan: Plan) -> list[str]:
         depth = 0 if pattern is None else len(pattern.depth)
         fields = of_policy(plan.policy, chunks, linear_bias=bias, depth_layers=depth)
     if job["described_by"] == "recipe":
-        return ["Put into the recipe:", *recipe_lines(plan.policy, fields)]
+        return [
+            "Put into the recipe:",
+            *recipe_lines(plan.policy, fields, plan.profile.model.blocks),
+        ]
     return _pretrain_lines(plan, fields)
 
 
@@ -93,7 +101,7 @@ def _flag(name: str, value: str) -> str:
 
 def _pretrain_lines(plan: Plan, fields: Mapping[str, Any] | None) -> list[str]:
     script = "pretrain_hybrid.py" if pattern_of_job(plan.profile.model.facts) else "pretrain_gpt.py"
-    words = [flags(plan.policy, fields)]
+    words = [flags(plan.policy, fields, plan.profile.model.blocks)]
     words += [_flag(*pair) for pair in plan.megatron_flags.items()]
     line = " ".join(filter(None, words))
     if not line:

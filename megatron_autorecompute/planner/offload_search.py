@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.planner.chunk_splits import put_together
 from megatron_autorecompute.planner.copy_bounds import CopyBounds, mixed
 from megatron_autorecompute.planner.offloaded_step import MOST_EVENTS, host_link
@@ -48,7 +47,7 @@ class OffloadSearch:
 
     def __init__(self, planner: Planner) -> None:
         self.planner, self.link = planner, host_link(planner.profile)
-        self._costs: dict[RecomputePolicy, PolicyCost | None] = {}
+        self._costs: dict[RecomputePolicy, PolicyCost] = {}
         self._bounds = CopyBounds(planner.profile, planner.layout, planner.schedule, self.link)
 
     @cached_property
@@ -123,7 +122,7 @@ class OffloadSearch:
         replayed = []
         for number, policy in enumerate(dict.fromkeys((*policies, *spread))):
             cost = self.cost(policy)
-            if cost is not None and self.host_over(cost) == 0:
+            if self.host_over(cost) == 0:
                 replayed.append((cost.peak_high_bytes, cost.step_ms, policy))
             progress(0.5 + 0.5 * (number + 1) / (len(policies) + len(spread)))
         curve = list[tuple[int, float, RecomputePolicy]]()
@@ -152,13 +151,10 @@ class OffloadSearch:
         """Whether the policy was replayed before."""
         return policy in self._costs
 
-    def cost(self, policy: RecomputePolicy) -> PolicyCost | None:
-        """Of a policy; None if Megatron could not run its copies."""
+    def cost(self, policy: RecomputePolicy) -> PolicyCost:
+        """Of a policy, worked out once."""
         if policy not in self._costs:
-            try:
-                self._costs[policy] = self.planner.evaluate(policy)
-            except PolicyError:
-                self._costs[policy] = None
+            self._costs[policy] = self.planner.evaluate(policy)
         return self._costs[policy]
 
 
@@ -208,14 +204,13 @@ class _Replays:
         return self._over(cost), cost.step_ms
 
     def _try(self, policy: RecomputePolicy) -> PolicyCost | None:
-        """Its cost; it is the best from now on if it is better."""
+        """Its cost; it is the best from now on if it is better. None where no more is replayed."""
         if not self.search.knows(policy):
             if self.left <= 0:
                 return None
             self.left -= 1
         cost = self.search.cost(policy)
-        better = cost and (self.found is None or self._key(cost) < self._key(self.found[1]))
-        if cost and better:
+        if self.found is None or self._key(cost) < self._key(self.found[1]):
             self.found = policy, cost
         return cost
 

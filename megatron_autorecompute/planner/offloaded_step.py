@@ -71,8 +71,6 @@ def offloaded_step(
         residual: time of every forward and backward besides its units, `[stage, chunk]`.
         link: to host memory.
         kept: which groups stay; by default as Megatron keeps them.
-
-    Raises: PolicyError if Megatron could not run it.
     """
     rest = residual.forward.tolist(), residual.backward.tolist()
     works = [

@@ -100,7 +100,7 @@ def evaluate(
     """Peak of every stage and time of the step under a policy.
 
     Raises: ProfileError if the profile lacks a record, or layout and profile disagree; PolicyError
-    if a group spans two chunks, or Megatron could not run the policy's copies.
+    if a group spans two chunks.
     """
     check_layout(profile, layout, schedule)
     policy.checked_length(profile.num_layers, "The policy")

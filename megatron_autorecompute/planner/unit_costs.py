@@ -16,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_autorecompute.block_names import ENCODER
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.arrays import Bools, Ints
 from megatron_autorecompute.planner.layout import Chunk
@@ -338,8 +339,10 @@ class CostTable:
     def _groupable(self, layers: Ints) -> int:
         """How many may be in one group, from the first one on."""
         ends = ~self._alone[0][layers]
-        if encoder_layers := self.profile.model.encoder_layers:
-            ends[1:] |= layers[1:] >= encoder_layers
+        model = self.profile.model
+        if model.encoder_layers:
+            behind = layers[1:] - model.encoder_layers
+            ends[1:] |= behind >= 0 if model.encoder_name == ENCODER else behind == 0
         return int(np.append(ends, True).argmax())
 
     def _put_measured(self, costs: Ints, layers: Sequence[int]) -> None:

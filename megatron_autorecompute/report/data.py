@@ -248,11 +248,11 @@ def _pastes(plan: Plan) -> Iterator[Paste]:
     likeliest = job_lines(plan)
     policy_flag = " ".join(
         [
-            flags(plan.policy, None),
+            flags(plan.policy, None, plan.profile.model.blocks),
             *(f"{name} {value}" for name, value in plan.megatron_flags.items()),
         ]
     )
-    recipe = "\n".join(recipe_lines(plan.policy, None))
+    recipe = "\n".join(recipe_lines(plan.policy, None, plan.profile.model.blocks))
     forms = {
         "Add to the flags of pretrain_gpt.py": policy_flag,
         "Or put into a Megatron Bridge recipe": recipe,

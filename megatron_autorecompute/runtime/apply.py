@@ -182,6 +182,17 @@ def apply(
     return sites.hold(policy, holder)
 
 
+def blocks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, int]:
+    """The blocks of a model by the names that a policy may use, with their layers, in the policy's
+    order: `{"vision": 24, "decoder": 32}`.
+
+    Raises:
+        PolicyError: the model has no block, or blocks that cannot be told apart.
+    """
+    sites = _Sites(model)
+    return stage_layout.named_blocks(sites.num_layers, sites.first_block, sites.encoder_layers)
+
+
 def apply_at_construction(
     policy: RecomputePolicy, module: torch.nn.Module, *, holder: str
 ) -> AppliedPolicy:
@@ -232,7 +243,7 @@ class _Sites:
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.blocks = model_layers.block_sites(chunks)
         self.mtps = model_layers.mtp_sites(chunks)
-        self.encoder_layers = model_layers.encoder_layers(chunks)
+        self.first_block, self.encoder_layers = model_layers.first_block(chunks)
         patterns = [stage_layout.pattern_of(model_layers.unwrapped(chunk)) for chunk in chunks]
         self.pattern = next(filter(None, patterns), None)
         self.owners = [s.block for s in self.blocks] + [s.mtp for s in self.mtps]
@@ -241,6 +252,20 @@ class _Sites:
             raise PolicyError("No TransformerBlock in this model: there is nothing to recompute.")
         held = [owner.__dict__.get(HOLDER_KEY, owner) for owner in self.owners]
         self.configs = list({id(each.config): each.config for each in held}.values())
+
+    @property
+    def num_layers(self) -> int:
+        """That a policy covers."""
+        return stage_layout.num_policy_layers(self.configs[-1], self.encoder_layers)
+
+    def _policy_of(self, config: Any, policy: RecomputePolicy) -> RecomputePolicy:
+        """The choices of the layers that are built from a config, each once: a tower has its own
+        config."""
+        if len(self.configs) == 1 or not self.encoder_layers:
+            return policy
+        cut, first = self.encoder_layers, config is self.configs[0]
+        own = dict.fromkeys(policy.layers[:cut] if first else policy.layers[cut:])
+        return RecomputePolicy(tuple(choice for choice in own for _ in range(choice.group)))
 
     def check(self, policy: RecomputePolicy, new: bool = False) -> None:
         """Raise PolicyError or ApplyError if `policy` cannot run here."""
@@ -251,8 +276,7 @@ class _Sites:
                     f"{owner.__dict__[HOLDER_KEY].holder}: undo() it or switch() to the new one. "
                     "Where the model came with it, as a copy does, in_force(model) gives it."
                 )
-        num_layers = stage_layout.num_policy_layers(self.configs[-1], self.encoder_layers)
-        policy.checked_length(num_layers, "The policy")
+        policy.checked_length(self.num_layers, "The policy")
         for config in self.configs:
             if rules.own_recompute(config) is not None:
                 raise PolicyError(
@@ -260,7 +284,7 @@ class _Sites:
                     "policy: leave them out. As a policy they are "
                     f"{rules.own_recompute(config)!r}."
                 )
-            rules.check_allowed(config, policy)
+            rules.check_allowed(config, self._policy_of(config, policy))
         rules.check_compiler(policy)
         offload_modules.check_can_run(policy)
         self._check_families(policy)
@@ -617,6 +641,8 @@ class _Segment:
     start: int
     count: int
     recomputes: bool
+    group: int
+    """Layers in one checkpoint."""
     config: Any
     """A view of the block's config, with the method for these layers."""
 
@@ -625,7 +651,43 @@ def _segment(config: Any, run: Run) -> _Segment:
     recomputes = run.policy.granularity == "full"
     # `block` with 0 layers is Megatron's path without checkpoints.
     how = ("uniform", run.policy.group) if recomputes else ("block", 0)
-    return _Segment(run.start, run.count, recomputes, _full_config(config, *how))
+    return _Segment(run.start, run.count, recomputes, run.policy.group, _full_config(config, *how))
+
+
+def _behind_frozen(
+    block: Block, segments: Sequence[_Segment], hidden_states: torch.Tensor, context: Any
+) -> Sequence[_Segment]:
+    """The segments of a block, the first ones without a checkpoint around layers whose parameters
+    are all frozen, if no input requires grad.
+
+    Nothing of such layers is saved, so a checkpoint saves nothing either; its input would be made
+    to require grad, for other layers inside it, and be kept and run again for nothing.
+    """
+    if any(getattr(each, "requires_grad", False) for each in (hidden_states, context)):
+        return segments
+    trains = [_trains(layer) for layer in block.layers]
+    frozen = trains.index(True) if True in trains else len(trains)
+    config, cut = block.__dict__[HOLDER_KEY].config, []
+    for segment in segments:
+        inside = min(max(0, frozen - segment.start), segment.count)
+        if not inside or not segment.recomputes:
+            cut.append(segment)
+            continue
+        rest = segment.count - inside
+        begun = min(rest, -inside % segment.group)  # the rest of a group that is partly frozen
+        at = segment.start
+        for count, choice in (
+            (inside, NONE),
+            (begun, LayerPolicy("full", group=max(1, begun))),
+            (rest - begun, LayerPolicy("full", group=segment.group)),
+        ):
+            cut += [_segment(config, Run(at, count, choice))] if count else []
+            at += count
+    return cut
+
+
+def _trains(layer: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in layer.parameters())
 
 
 def _run_by_segments(
@@ -639,7 +701,7 @@ def _run_by_segments(
     features: list[torch.Tensor] = []
     offset = kwargs.get("layer_offset", 0)
     block_layers = list(block.layers)
-    for segment in segments:
+    for segment in _behind_frozen(block, segments, hidden_states, kwargs.get("context")):
         layers: Any = block_layers[segment.start : segment.start + segment.count]
         if segment.recomputes:
             hidden_states = _with_gradient(hidden_states, layers)
@@ -699,9 +761,7 @@ def _with_gradient(hidden_states: torch.Tensor, layers: Iterable[torch.nn.Module
 
     Megatron's CheckpointFunction is reentrant, so this happens after frozen embeddings (LoRA).
     """
-    if hidden_states.requires_grad or not any(
-        parameter.requires_grad for layer in layers for parameter in layer.parameters()
-    ):
+    if hidden_states.requires_grad or not any(map(_trains, layers)):
         return hidden_states
     return hidden_states.detach().requires_grad_()
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatron_autorecompute.block_names import ENCODER
 from megatron_autorecompute.compat import (
     layer_kinds,
     model_facts,
@@ -146,7 +147,7 @@ class ModelShard:
         self.config = model.config
         self.pattern = stage_layout.pattern_of(model)
         """Of a HybridModel."""
-        self.encoder_layers = model_layers.encoder_layers(self.chunks)
+        self.first_block, self.encoder_layers = model_layers.first_block(self.chunks)
         self.num_layers = stage_layout.num_policy_layers(self.config, self.encoder_layers)
         """Layers of the whole model that a policy covers, with encoder and MTP depths."""
         self.stage = parallel.pipeline_rank()
@@ -200,6 +201,7 @@ class ModelShard:
             int(self.config.mtp_num_layers or 0),
             self.encoder_layers,
             facts=max(self.all_gather(model_facts.of_model(self.chunks)), key=len),
+            encoder_name=self.first_block or ENCODER,
         )
 
     def leanest(self) -> RecomputePolicy:

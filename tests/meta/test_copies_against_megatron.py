@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.compat import offload_modules
 from megatron_autorecompute.planner.copies import ChunkWork, Kept, StageCopies, levels
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.unit_costs import Unit
@@ -139,6 +139,7 @@ class Machine:
             self.kept.delta_bytes,
             self.kept.fraction,
         )
+        offload_modules.begin_forward(None, None)
         for group in work.groups:
             self.compute.now = begin + group.commit_ps
             handler = self.manager.pop_forward_chunk(group.name)
@@ -175,14 +176,14 @@ class Machine:
         self.compute.now += work.backward_ps - done
 
 
-@pytest.mark.parametrize("seeds", [range(0, 60), range(60, 120)])
+@pytest.mark.parametrize("seeds", [range(0, 50), range(50, 100)])
 def test_copies_waits_and_bytes_are_those_of_megatron(monkeypatch, seeds):
-    compared = [_compared(monkeypatch, random.Random(seed)) for seed in seeds]
-    assert 20 < sum(compared) < len(compared), "some run, and some fail in both"
+    waited = [_compared(monkeypatch, random.Random(seed)) for seed in seeds]
+    assert 10 < sum(waited) < len(waited), "some wait for copies, some do not"
 
 
 def _compared(monkeypatch, rng):
-    """Whether a random step runs in Megatron; ours is the same then, and is refused if not."""
+    """Whether a random step waits; ours does what Megatron's does."""
     p = rng.randint(1, 4)
     v = rng.choice([1, 1, 2, 3]) if p > 1 else 1
     schedule = Schedule(p, v, p * rng.randint(1, 3) if v > 1 else rng.randint(1, 6))
@@ -194,20 +195,15 @@ def _compared(monkeypatch, rng):
     machine = Machine(monkeypatch, works, events, link, stage, kept)
     machine.step(gaps)
     ours, now = StageCopies(stage, works, events, link, kept), 0
-    try:
-        for gap in gaps:
-            now = ours.run(now + gap)
-    except PolicyError:
-        with pytest.raises((AssertionError, AttributeError)):
-            machine.step(gaps)
-        return False
+    for gap in gaps:
+        now = ours.run(now + gap)
     for _ in range(2):
         ends, changes = machine.step(gaps)
         assert [ran.end_ps for ran in ours.ran] == ends
         assert {at: size for at, size in sorted(ours.device.items()) if size} == changes
     for moved in (ours.device, *ours.host.values()):
         assert not moved or [*levels(moved)][-1][1] == 0
-    return True
+    return ours.stall_ps > 0
 
 
 @pytest.mark.parametrize("first_step", [False, True])

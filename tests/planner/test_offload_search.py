@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_autorecompute.errors import InfeasibleError, PolicyError
+from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
@@ -52,10 +52,7 @@ def brute_force(planner, budget, choices):
     """Milliseconds of the shortest step that fits; None if none does."""
     best = None
     for layers in itertools.product(choices, repeat=planner.profile.num_layers):
-        try:
-            cost = planner.evaluate(RecomputePolicy(layers))
-        except PolicyError:
-            continue
+        cost = planner.evaluate(RecomputePolicy(layers))
         fits = all(
             s.peak_high_bytes <= budget and s.host_bytes <= planner.profile.host_link.host_bytes
             for s in cost.stages

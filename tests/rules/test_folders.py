@@ -9,6 +9,7 @@ import pytest
 from tests.rules.imports import PACKAGE, ROOT, imports, part, sources
 
 WORDS = {
+    "block_names",
     "errors",
     "json_records",
     "lines",

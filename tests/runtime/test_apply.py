@@ -668,13 +668,12 @@ def test_a_model_without_blocks_is_refused():
         apply("full", torch.nn.Linear(2, 2))
 
 
-def test_two_blocks_that_number_alike_are_refused_with_the_way_out():
-    encoder_and_decoder = torch.nn.ModuleDict(
-        {side: tiny_gpt(tiny_config())[0].decoder for side in ("encoder", "decoder")}
-    )
-    with pytest.raises(PolicyError, match=r"apply\(policy, model.decoder\)"):
-        apply("full", encoder_and_decoder)
-    with apply("full", encoder_and_decoder["decoder"]):
+def test_three_blocks_that_number_alike_are_refused_with_the_way_out():
+    names = ("vision", "encoder", "decoder")
+    model = torch.nn.ModuleDict({name: tiny_gpt(tiny_config())[0].decoder for name in names})
+    with pytest.raises(PolicyError, match=r"numbers: vision, encoder, decoder\. .*model.decoder\)"):
+        apply("full", model)
+    with apply("full", model["decoder"]):
         pass
 
 

@@ -396,3 +396,46 @@ def test_a_pattern_of_other_numbers_than_the_config_is_refused(one_rank):
         models = hybrid_chunks(hybrid_config("*-*-", num_layers=3), "*-*-")
         with pytest.raises(PipelineError, match="symbol '-' is layer 3"):
             apply(RecomputePolicy.parse("full", num_layers=4), models)
+
+
+def small_hybrid(pp=1, vpp=None, ep=1):
+    """A SmallGPT that is a HybridModel of three GPT blocks' layers."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from examples.loops import small_gpt
+    from tests.hybrid_models import local_spec
+
+    class SmallHybrid(small_gpt.SmallGPT):
+        def _chunk(self, number):
+            spec = local_spec()
+            attention = spec.submodules.attention_layer.submodules.self_attention
+            attention.submodules.core_attention = self.attention
+            model = HybridModel(
+                self.config,
+                spec,
+                vocab_size=small_gpt.VOCABULARY,
+                max_sequence_length=small_gpt.MAX_TOKENS,
+                hybrid_layer_pattern="*-*-*-",
+                position_embedding_type="learned_absolute",
+            )
+            ddp = DistributedDataParallelConfig()
+            return DistributedDataParallel(self.config, ddp, model).train()
+
+    return SmallHybrid(pp, vpp, ep, fields={"is_hybrid_model": True})
+
+
+def test_a_loop_of_many_lengths_has_the_results_of_one_without_us(one_rank, monkeypatch):
+    from benchmarks import any_loop
+
+    monkeypatch.setattr(any_loop, "SmallGPT", small_hybrid)
+    job = any_loop.Job("hybrid", 1, None, 1, 8_400)
+    with runnable():
+        ours, theirs = (any_loop.trained(job, 18, with_auto) for with_auto in (True, False))
+    assert [call.result for call in ours] == [call.result for call in theirs]
+    planned = [call for call in ours if call.predicted_bytes is not None]
+    assert len(planned) >= 4
+    assert len({call.policy for call in planned}) > 1
+    for call in planned:
+        assert call.peak_bytes <= min(call.bound_bytes, job.budget_kib * 1024)
+        assert abs(call.peak_bytes / call.predicted_bytes - 1) < 0.015

@@ -41,6 +41,47 @@ def test_parse_and_format_are_inverses(policy):
     assert RecomputePolicy.parse(text, num_layers=len(policy.layers)).format() == text
 
 
+@given(policies(), policies())
+def test_forms_by_block_are_inverses(tower, decoder):
+    blocks = {"vision": len(tower.layers), "decoder": len(decoder.layers)}
+    both = RecomputePolicy((*tower.layers, *decoder.layers))
+    text = both.format(blocks)
+    assert text == f"vision:{tower.format()};decoder:{decoder.format()}"
+    as_yaml = {"decoder": decoder.to_config(), "vision": tower.format()}
+    for form in (text, ";".join(reversed(text.split(";"))), as_yaml):
+        read = RecomputePolicy.from_config(form, num_layers=len(both.layers), blocks=blocks)
+        assert read == both
+    assert RecomputePolicy.parse(both.format(), num_layers=len(both.layers), blocks=blocks) == both
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("vision:full;audio:none", r"names audio; .* vision \(2 layers\) and decoder \(4 layers\)"),
+        ("vision:full", "says nothing of decoder; .* vision:none\\*2;decoder:none\\*4"),
+        ("vision:full*3;decoder:none", "covers 3 layers, the model has 2"),
+        ("vision:full;vision:none", "write NAME:POLICY for every block"),
+        ("vision:full;none*4", "write NAME:POLICY for every block"),
+        ("vision:full;decoder:nothing", "Cannot read 'nothing'"),
+    ],
+)
+def test_a_block_that_is_not_there_is_refused_with_those_that_are(text, says):
+    with pytest.raises(PolicyError, match=says):
+        RecomputePolicy.parse(text, num_layers=6, blocks={"vision": 2, "decoder": 4})
+
+
+def test_megatrons_strategies_count_in_their_block():
+    policy = RecomputePolicy.parse(
+        "vision:megatron:uniform/3;decoder:megatron:block/1",
+        num_layers=8,
+        layout=[[0, 1, 2, 3], [4, 5], [6, 7]],
+        blocks={"vision": 4, "decoder": 4},
+    )
+    assert policy.format() == "full/3*3,full*2,none*1,full*1,none*1"
+    alone = RecomputePolicy.parse("decoder:full*1,none*1", num_layers=2)
+    assert alone.format() == "full*1,none*1"
+
+
 @given(policies())
 def test_config_form_survives_json(policy):
     value = json.loads(json.dumps(policy.to_config()))

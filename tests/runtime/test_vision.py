@@ -1,0 +1,185 @@
+"""A vision tower before the decoder (LLaVAModel): one policy, in parts named as the blocks."""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.policy import RecomputePolicy
+from tests.support import VOCAB, run_ranks, start_parallel, tiny_config
+
+TOWER, DECODER = 3, 4
+BLOCKS = {"vision": TOWER, "decoder": DECODER}
+POLICIES = (
+    "vision:full;decoder:none",
+    "vision:none;decoder:full",
+    "decoder:full/2*2,selective[mlp]*1,none*1;vision:full/3",
+    "vision:none*2,full*1;decoder:selective[core_attn+layernorm]*2,full/2*2",
+    "vision:megatron:block/1;decoder:megatron:block/2",
+)
+FC2, PROJ = "layers.1.mlp.linear_fc2", "layers.3.self_attention.linear_proj"
+FROZEN = {
+    "nothing": ((), ()),
+    "the tower": (("vision_model",), ()),
+    "the tower but an adapter in it": (("vision_model",), (f"vision_model.decoder.{FC2}",)),
+    "all but the projection and two adapters": (
+        ("vision_model", "language_model"),
+        (f"language_model.decoder.{FC2}", f"language_model.decoder.{PROJ}"),
+    ),
+    "all but two adapters": (
+        ("vision_model", "vision_projection", "language_model"),
+        (f"language_model.decoder.{FC2}", f"language_model.decoder.{PROJ}"),
+    ),
+}
+"""What is frozen, and what inside it is not."""
+
+
+def llava(frozen=(), adapters=()):
+    """A LLaVAModel with a ViT, and its weights from a fixed seed."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.multimodal.llava_model import LLaVAModel
+
+    language, vision = tiny_config(num_layers=DECODER), tiny_config(num_layers=TOWER)
+    vision.vision_model_type = "internvit"  # without norms that need Transformer Engine
+    language.language_model_type = "gpt"
+    projection = tiny_config(num_layers=1, ffn_hidden_size=32)
+    spec = get_gpt_layer_local_spec()
+    torch.manual_seed(1)
+    model = LLaVAModel(
+        language_transformer_config=language,
+        language_transformer_layer_spec=spec,
+        language_vocab_size=VOCAB,
+        language_max_sequence_length=64,
+        vision_transformer_config=vision,
+        vision_transformer_layer_spec=copy.deepcopy(spec),
+        drop_vision_class_token=True,
+        vision_projection_config=projection,
+        vision_projection_layer_spec=copy.deepcopy(spec.submodules.mlp.submodules),
+        img_h=28,
+        img_w=28,
+        patch_dim=14,
+    ).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(adapters) or not name.startswith(frozen))
+    return model
+
+
+def batch():
+    from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
+
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCAB, (2, 20), generator=generator)
+    ids[:, 4] = DEFAULT_IMAGE_TOKEN_INDEX
+    return {
+        "images": torch.randn(2, 3, 28, 28, generator=generator),
+        "input_ids": ids,
+        "position_ids": torch.arange(20).repeat(2, 1),
+        "attention_mask": torch.ones(1, 1, 23, 23, dtype=torch.bool).triu(1),
+        "labels": torch.randint(0, VOCAB, (2, 20), generator=generator),
+        "loss_mask": torch.ones(2, 20),
+        "num_image_tiles": torch.ones(2, dtype=torch.int),
+    }
+
+
+def one_step(model):
+    """The loss and every gradient, dropout on."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model.zero_grad(set_to_none=True)
+    model_parallel_cuda_manual_seed(9, force_reset_rng=True)
+    losses, mask = model(**batch())
+    loss = (losses.float() * mask).sum()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), found
+
+
+def parsed(text):
+    return RecomputePolicy.parse(text, num_layers=TOWER + DECODER, blocks=BLOCKS)
+
+
+def _count(runs, index, *_):
+    runs[index] += 1
+
+
+def under_policies(frozen):
+    """Which bits each policy changes, and how often each layer's forward ran under it."""
+    from megatron_autorecompute.apply import apply, blocks
+    from megatron_autorecompute.compat import model_layers
+
+    start_parallel()
+    model = llava(*FROZEN[frozen])
+    assert blocks(model) == BLOCKS
+    loss, gradients = one_step(model)
+    assert sorted(gradients) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
+    found = {}
+    for text in POLICIES:
+        runs = [0] * (TOWER + DECODER)
+        handles = [
+            layer.register_forward_pre_hook(functools.partial(_count, runs, index))
+            for layer, index in model_layers.numbered_layers([model])
+        ]
+        with apply(parsed(text), model):
+            again, theirs = one_step(model)
+        for handle in handles:
+            handle.remove()
+        changed = [
+            n for n in gradients if n not in theirs or not torch.equal(gradients[n], theirs[n])
+        ]
+        found[text] = (["loss"] * (again != loss) + changed, runs)
+    return found
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_a_policy_by_blocks_changes_no_bit_and_frozen_layers_run_once(frozen):
+    results = run_ranks(under_policies, 1, frozen)[0]
+    assert {text: changed for text, (changed, _) in results.items()} == {t: [] for t in POLICIES}
+    runs = {text: counts for text, (_, counts) in results.items()}
+    tower = {"nothing": [2, 2, 2], "the tower but an adapter in it": [1, 2, 2]}
+    a, b, c = tower.get(frozen, [1, 1, 1])
+    first = 1 if frozen == "all but two adapters" else 2  # its input requires no gradient
+    assert runs[POLICIES[0]] == [a, b, c, 1, 1, 1, 1]
+    assert runs[POLICIES[1]] == [1, 1, 1, first, 2, 2, 2]
+    assert runs[POLICIES[2]] == [a, b, c, first, 2, 1, 1]
+    assert runs[POLICIES[3]] == [1, 1, c, 1, 1, 2, 2]
+    assert runs[POLICIES[4]] == [a, 1, 1, first, 2, 1, 1]
+
+
+def refusals():
+    from megatron_autorecompute.apply import apply, blocks, in_force
+    from megatron_autorecompute.compat import parallel
+    from megatron_autorecompute.integrations.megatron_bridge import named_hook
+
+    start_parallel()
+    model, said = llava(), {}
+    named_hook({"decoder": "none", "vision": ["full"] * TOWER})([model])
+    loss, _ = one_step(model)
+    assert in_force(model).policy.format() == "full*3,none*4"
+    in_force(model).undo()
+    assert one_step(model)[0] == loss
+    for text in ("audio:full;decoder:none", "vision:full/2*2,none*1;decoder:selective[moon]"):
+        try:
+            named_hook(text)([model])
+        except PolicyError as error:
+            said[text] = str(error)
+    try:
+        apply(RecomputePolicy.parse("full/2*4,none*3", num_layers=7), model)
+    except PolicyError as error:
+        said["across"] = str(error)
+    assert blocks(model.language_model) == {"decoder": DECODER}
+    parallel.pipeline_size = lambda: 2
+    try:
+        blocks(model)
+    except PolicyError as error:
+        said["two stages"] = str(error)
+    return list(said.values())
+
+
+def test_what_cannot_run_is_refused():
+    unknown, module, across, stages = run_ranks(refusals, 1)[0]
+    assert "names audio; this model's blocks are vision (3 layers) and decoder (4" in unknown
+    assert "moon" in module
+    assert "cannot span two chunks" in across
+    assert "2 pipeline stages" in stages
