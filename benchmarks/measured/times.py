@@ -106,7 +106,9 @@ parameter. Errors are absolute, but for the worst.
 - *GPUs assumed*: chosen by the bytes between steps; an error may be that of the choice.
 
 The 7B runs of Megatron's tests have `--deterministic-mode`. On GB200 they are a third slower than
-modelled, and only 1.3 to 1.5 times as fast as on H100; why is not known. In small tests on GB200
+modelled, and only 1.3 to 1.5 times as fast as on H100. Part of it may be that a deterministic job
+with dropout runs flash-attn there, as its bytes show, and the rate of cuDNN's attention is taken
+(how much slower flash-attn is on Blackwell is in no source that was found). In small tests on GB200
 whose name ends in `1node` a step takes 5 to 20 times as long as in the same test on two nodes.
 """
 TITLES = {

@@ -16,6 +16,7 @@ The larger of both bounds is what is proven.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,8 @@ WITH_OFFLOAD = "With offload"
 """How the sentence begins that says what offload gains."""
 _REPAIRS = 3
 _POINTS = 24
+_LESS = 32
+"""Replays in which copies are left out that a found policy does not need."""
 _WORK = 1 << 17
 """Events that a search replays."""
 _REPLAYS = (24, 160)
@@ -184,7 +187,37 @@ class _Replays:
         nearest = [] if self.found is None else [self.found[0]]
         for start in dict.fromkeys((*nearest, *starts)):
             self._climb(start, bound_ms)
+        self._keep_what_may_stay()
         return self.found if self.found and not self._over(self.found[1]) else None
+
+    def _keep_what_may_stay(self) -> None:
+        """Leave out copies that neither time nor bytes need, of many layers at once and then of
+        fewer."""
+        self.left += _LESS
+        layers = range(self.planner.profile.num_layers)
+        size = len(layers)
+        while size and self.found is not None:
+            for first in layers[::size]:
+                policy, cost = self.found
+                changes = {
+                    i: replace(policy.layers[i], offload=())
+                    for i in layers[first : first + size]
+                    if policy.layers[i].offload
+                }
+                if not changes or not self._may(changes):
+                    continue
+                plain = _with(policy, changes)
+                kept = self._try(plain)
+                if kept is not None and self._key(kept) <= self._key(cost):
+                    self.found = plain, kept
+            size //= 2
+
+    def _may(self, changes: dict[int, LayerPolicy]) -> bool:
+        kind_of = self.planner.profile.kind_of
+        return all(
+            self.planner.allows(layer, choice) and kind_of(layer).record(choice) is not None
+            for layer, choice in changes.items()
+        )
 
     def _climb(self, policy: RecomputePolicy, bound_ms: float) -> None:
         """Change one thing after another for as long as that makes a policy better."""

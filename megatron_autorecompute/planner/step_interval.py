@@ -24,6 +24,7 @@ import numpy as np
 from megatron_autorecompute.planner.arrays import Floats, Ints
 from megatron_autorecompute.planner.critical_path import critical_paths
 from megatron_autorecompute.planner.layout import Chunk
+from megatron_autorecompute.planner.offloaded_step import offloads
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.stage_times import Times, least_times, residual_times, times_of
@@ -94,6 +95,8 @@ class StepErrors:
         self.readings = [_Reading(planner.schedule, own.plus(residual), errors)]
         if residual.busy.any():
             self.readings.append(_Reading(planner.schedule, self._grown(own, residual), errors))
+        self.waits_ms = planner.evaluate(policy).stall_ms if offloads(units) else 0.0
+        """For copies; the same at both ends."""
 
     def interval(self) -> StepInterval | None:
         """Of the step; None where no time of it is known to err."""
@@ -101,7 +104,8 @@ class StepErrors:
         low_ps, high_ps = min(low for low, _ in ends), max(high for _, high in ends)
         if low_ps == high_ps:
             return None
-        return StepInterval(max(0.0, low_ps) / PS_PER_MS, high_ps / PS_PER_MS)
+        waits_ms = self.waits_ms
+        return StepInterval(max(0.0, low_ps) / PS_PER_MS + waits_ms, high_ps / PS_PER_MS + waits_ms)
 
     def surely_shorter(self, other: StepErrors) -> bool:
         """Whether this step is shorter than the other one in at least 95% of profiles.

@@ -6,7 +6,7 @@ from benchmarks import any_loop
 from benchmarks.any_loop import JOBS
 from examples.loops.small_gpt import SmallGPT, get_forward_backward_func
 
-CALLS = 22
+CALLS = 18
 
 
 @pytest.mark.any_version
