@@ -193,8 +193,7 @@ class ChoiceRecord:
     record of `full/g` with g > 1 is about one whole checkpoint of g consecutive layers, not about
     one of them."""
     held_bytes: Bytes
-    """Kept from the end of forward to the start of backward, input included. Of a choice that
-    offloads: what it would keep if no group left; `offload_bytes` of that are elsewhere."""
+    """Kept from the end of forward to the start of backward, input included."""
     forward_transient_bytes: Bytes
     """Highest during forward, on top of held_bytes, output included."""
     backward_transient_bytes: Bytes

@@ -31,6 +31,7 @@ from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency, devi
 from megatron_autorecompute.meta.job import Job, load_job
 from megatron_autorecompute.meta.measured import with_measured
 from megatron_autorecompute.meta.outside_torch import outside_torch
+from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB, gib
 
@@ -83,6 +84,13 @@ def add_options(parser: ArgumentParser) -> None:
         help="memory kept free (default: 5%% of the device and 2 GiB or more)",
     )
     parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="assumed shares")
+    parser.add_argument(
+        "--offload",
+        action="append",
+        default=[],
+        metavar="MODULE+...",
+        help="also record choices that offload these modules (docs/offload.md); repeatable",
+    )
     parser.add_argument("--measured", metavar="P.json", help="measured profile of the same layers")
     parser.add_argument(
         "--sensitivity", action="store_true", help="plan with each share moved 20%%"
@@ -109,13 +117,14 @@ def estimate(args: Namespace) -> None:
             "--sensitivity moves the modelled shares, and --measured replaces what they give. "
             "Leave one of them out."
         )
+    offload = [LayerPolicy.parse(f"none+offload[{modules}]").offload for modules in args.offload]
     measured = Profile.load(args.measured) if args.measured else None
     with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
         # Loads torch and Megatron, which only this needs.
         from megatron_autorecompute.meta.profiling import profile_job
         from megatron_autorecompute.meta.sensitivity import sensitivity
 
-        profile = profile_job(job, gpu, efficiency, status.update)
+        profile = profile_job(job, gpu, efficiency, status.update, offload=offload)
         if measured is not None:
             profile = with_measured(profile, measured)
         lines = []

@@ -77,8 +77,9 @@ class ProfileCommand(Command):
 
 
 def _profile(args: Namespace) -> None:
-    for option, given in (("--measured", args.measured), ("--sensitivity", args.sensitivity)):
-        if given:
+    options = ("--measured", "--sensitivity", "--offload")
+    for option in options:
+        if getattr(args, option.removeprefix("--")):
             raise without_effect(option, "--device", "the layers' times are measured")
     output = checked_output(args)
     # Loads torch and Megatron, which estimate needs only later.

@@ -69,7 +69,7 @@ def check_allowed(config: TransformerConfig, policy: RecomputePolicy) -> None:
     """
     versions.installed()
     for choice in dict.fromkeys(policy.layers):
-        _check_known(choice)
+        check_known(choice)
         _check_own_rules(config, choice)
         offload_modules.check_rules(config, choice)
         reason = _refusal(config, choice)
@@ -88,7 +88,8 @@ def is_allowed(config: TransformerConfig, choice: LayerPolicy) -> bool:
     return True
 
 
-def _check_known(choice: LayerPolicy) -> None:
+def check_known(choice: LayerPolicy) -> None:
+    """Raise PolicyError for modules that the installed Megatron, or this package, does not know."""
     unknown = [
         m
         for m in choice.modules
@@ -101,11 +102,12 @@ def _check_known(choice: LayerPolicy) -> None:
             f"{versions.installed()} has {', '.join(usable)}."
         )
     offloaded = {*allowed_offload_modules(), WHOLE_LAYER} if choice.offload else ()
-    unknown = [module for module in choice.offload if module not in offloaded]
+    known = {*offload_modules.SWITCHES, WHOLE_LAYER}.intersection(offloaded)
+    unknown = [module for module in choice.offload if module not in known]
     if unknown:
         raise PolicyError(
             f"Unknown module {', '.join(unknown)} to offload in {choice}: megatron-core "
-            f"{versions.installed()} has {', '.join(sorted(offloaded))}."
+            f"{versions.installed()} has {', '.join(sorted(known))}."
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.compat import model_facts, model_layers, rules
-from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
@@ -36,6 +36,12 @@ from megatron_autorecompute.meta.model import (
     add_main_gradients,
     job_kinds,
     shard,
+)
+from megatron_autorecompute.meta.offload_records import (
+    OffloadCounter,
+    checked,
+    with_inert_offload,
+    with_offload,
 )
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
 from megatron_autorecompute.meta.roofline import Roofline, Traffic
@@ -70,6 +76,7 @@ def profile_job(
     progress: Progress = lambda _: None,
     clock_type: type[Roofline] = Roofline,
     only: Sequence[str] | None = None,
+    offload: Sequence[Sequence[str]] = (),
 ) -> Profile:
     """Profile every choice of every kind of layer of a job, without running it.
 
@@ -81,22 +88,30 @@ def profile_job(
         clock_type: what the times are of.
         only: modules; beside none and full, only their set is profiled, of each kind those that it
             has. By default every choice, which takes many times as long.
+        offload: sets of `offload_modules`; each is profiled beside every set of recomputed modules.
 
     Raises OptionError, PipelineError and MachineError if the job cannot be read or built.
     """
     efficiency = efficiency or device.reaches
     job = with_backend(job, device)
+    if job.max_tokens_per_microbatch and offload:
+        raise OptionError(f"{job.name}: records of offload hold for one length alone.")
     if job.max_tokens_per_microbatch:
         return profile_lengths(
             job, lambda one: profile_job(one, device, efficiency, progress, clock_type, only)
         )
     job.layout(), job.schedule()  # refused before anything is built
+    if offload and job.config.get("overlap_moe_expert_parallel_comm"):
+        raise OptionError(f"{job.name}: records of offload beside EP overlap are not modelled.")
     clock = clock_type(device, efficiency, traffic(job))
     # MTP depths on another stage have a copy of the embedding's weights. On one stage both share
     # it, and its gradient from the depths waits for that of the first layer.
     apart = job.mtp_num_layers and job.size("pipeline") > 1
     with_decoder = replace_mtp(job, 0) if apart else job
     every = every_choice if only is None else functools.partial(_set_of, only)
+    offload = checked(offload)
+    if offload:
+        every = functools.partial(_with_offload, every, offload)
     decoder = _part(with_decoder, clock, _choices_of_kinds(with_decoder, every), every, progress)
     whole = decoder
     if apart:
@@ -106,6 +121,7 @@ def profile_job(
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
     kinds = tuple(_beside_mask(job, kind) for kind in with_inert(kinds))
+    kinds = tuple(with_inert_offload(kind, offload) for kind in kinds)
     facts = _facts(job, decoder.layer_facts)
     return Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
@@ -248,6 +264,7 @@ def _measured(
         apply(nothing, model, groups=()) as applied,
         LiveBytes(static) as live,
         kept_between_steps([model], live) as kept,
+        OffloadCounter(model, clock, every).watching() as offloaded,
     ):
         whole = ModelShard([model], all_gather=alone, choices_of=every)
         measurement = Measurement(whole, applied, clock)
@@ -258,8 +275,10 @@ def _measured(
             # until the next forward exists before the watched forward, not on top of it.
             earlier = forward()
             forwards_bytes.append(live.current_bytes)
+            offloaded.begin()
             with clock, measurement.watch(live):
                 loss = forward()
+                offloaded.forward_ended(applied.policy.layers)
                 forwards_bytes.append(live.current_bytes)
                 loss.backward()
             del earlier, loss
@@ -272,6 +291,8 @@ def _measured(
         profile = measurement.profile(
             Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
         )
+        kinds = tuple(offloaded.records(kind) for kind in profile.kinds)
+        profile = replace(profile, kinds=kinds)
     first, both, *_ = forwards_bytes
     counted.keep_buffers([*kept, *step.static], of_one_microbatch=2 * first - both)
     return profile
@@ -299,6 +320,10 @@ def every_choice(layer: Any) -> Choices:
     `_checkpointed_attention_forward`).
     """
     return choices(layer, rules.usable_modules(layer), MAX_CHOICES)
+
+
+def _with_offload(every: ChoicesOf, sets: Sequence[Sequence[str]], layer: Any) -> Choices:
+    return with_offload(every(layer), layer, sets)
 
 
 def _set_of(modules: Sequence[str], layer: Any) -> Choices:

@@ -1,0 +1,94 @@
+"""Records of offload: the bytes that Megatron's own code lets go, and where they are meanwhile."""
+
+import pytest
+
+from megatron_autorecompute.cli import main
+from megatron_autorecompute.errors import OptionError, PolicyError
+from megatron_autorecompute.meta.devices import device
+from megatron_autorecompute.meta.profiling import profile_job
+from megatron_autorecompute.planner.unit_costs import CostTable
+from megatron_autorecompute.policy import LayerPolicy
+from megatron_autorecompute.profile import Profile
+from tests.meta.test_no_device import GROUPS, HEADS, MOE, SEQUENCE, UNIT, job
+
+pytestmark = pytest.mark.usefixtures("forked")
+H100 = device("h100-80gb")
+EVERY_TENSOR = {"min_offloaded_tensor_size": 1}
+SETS = [("core_attn", "attn_proj", "mlp_norm"), ("expert_fc1", "moe_act")]
+
+
+@pytest.fixture(scope="module")
+def profile():
+    config = {**EVERY_TENSOR, **MOE}
+    return profile_job(job(config), H100, only=("layernorm", "moe_act"), offload=SETS)
+
+
+def test_what_leaves_is_what_the_layer_holds_less(profile):
+    """Held bytes are those that LiveBytes counts, what leaves is counted by storage."""
+    of_offload = [
+        (kind.record(record.policy.recompute), record)
+        for kind in profile.kinds
+        for record in kind.choices
+        if record.offload_groups
+    ]
+    assert len(of_offload) == 5  # on the dense kind one, on that with experts two of two
+    for plain, record in of_offload:
+        leaves = sum(group.device_bytes for group in record.offload_groups)
+        assert record.held_bytes + leaves == plain.held_bytes, record.choice
+        assert record.host_bytes >= leaves
+        assert record.forward_ms == pytest.approx(plain.forward_ms)
+
+
+def test_groups_are_those_that_megatrons_modules_save(profile):
+    dense, moe = profile.kinds
+    core, proj = dense.record("none+offload[attn_proj+core_attn]").offload_groups
+    keys, log_sum_exp = UNIT * GROUPS / HEADS, 4 * HEADS * SEQUENCE
+    assert (core.name, core.host_bytes) == ("core_attn", 2 * (2 * UNIT + 2 * keys) + log_sum_exp)
+    # The attention's output is copied with both, and free once the projection's copy has left.
+    assert (proj.name, proj.host_bytes, proj.device_bytes) == ("attn_proj", 2 * UNIT, 2 * UNIT)
+    assert core.device_bytes == core.host_bytes - 2 * UNIT
+    assert core.forward_end < proj.forward_end
+    assert proj.backward_begin < proj.backward_end <= core.backward_begin < core.backward_end
+    fc1, act = moe.record("none+offload[expert_fc1+moe_act]").offload_groups
+    routed = SEQUENCE * MOE["moe_router_topk"]
+    assert fc1.host_bytes == fc1.device_bytes == 2 * routed * UNIT // SEQUENCE
+    assert act.forward_end > fc1.forward_end
+
+
+def test_a_setting_for_all_layers_is_known_on_layers_that_lack_its_modules(profile):
+    table = CostTable(profile)
+    for modules in SETS:
+        asked = LayerPolicy(offload=modules)
+        assert all(table.record(layer, asked) is not None for layer in range(4))
+
+
+def test_a_file_has_the_records_that_were_asked_for(tmp_path, capsys):
+    yaml, written = tmp_path / "job.yaml", tmp_path / "profile.json"
+    yaml.write_text(
+        "name: tiny\nnum_gpus: 8\nseq_length: 512\nglobal_batch_size: 32\nvocab_size: 1000\n"
+        "config: {num_layers: 2, hidden_size: 256, num_attention_heads: 8, "
+        "add_bias_linear: false, min_offloaded_tensor_size: 1}\n"
+    )
+    words = ["--gpu", "h100-80gb", "--offload", "qkv_linear", "-o", str(written)]
+    assert main(["estimate", str(yaml), *words]) == 0
+    found = Profile.load(written).kinds[0].record("selective[mlp]+offload[qkv_linear]")
+    assert [group.name for group in found.offload_groups] == ["qkv_linear"]
+    assert main(["estimate", str(yaml), "--gpu", "h100-80gb", "--offload", "mlp"]) != 0
+    assert "Unknown module mlp to offload" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "sets", "error", "said"),
+    [
+        (
+            {},
+            [("cpu_offloading",)],
+            PolicyError,
+            "no records of none\\+offload\\[cpu_offloading\\]",
+        ),
+        ({"overlap_moe_expert_parallel_comm": True}, SETS, OptionError, "beside EP overlap"),
+    ],
+)
+def test_what_has_no_records_is_refused(fields, sets, error, said):
+    with pytest.raises(error, match=said):
+        profile_job(job({**MOE, "expert_model_parallel_size": 8, **fields}), H100, offload=sets)
