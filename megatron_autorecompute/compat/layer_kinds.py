@@ -14,10 +14,14 @@ from megatron_autorecompute.compat.untyped import Layer
 
 
 def signature(layer: Layer) -> str:
-    """Text that is equal for layers of equal structure, shapes and attention window."""
+    """Text that is equal for layers of equal structure, shapes, attention window and trained
+    parameters."""
     parts = [
         f"{name}:{type(module).__name__}:{getattr(module, 'window_size', '')}:"
-        + ",".join(f"{p.dtype}{tuple(p.shape)}" for p in module.parameters(recurse=False))
+        + ",".join(
+            f"{p.dtype}{tuple(p.shape)}{'' if p.requires_grad else ' frozen'}"
+            for p in module.parameters(recurse=False)
+        )
         for name, module in layer.named_modules()
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -144,8 +144,8 @@ def _two_blocks(chunks: Iterable[Chunk]) -> list[_TwoBlocks]:
 
 
 def _check_one_stage(model: Chunk, blocks: int) -> None:
-    """LLaVAModel and T5Model say what they were built with; others have two blocks on one stage."""
-    may_be_split = {"add_encoder", "add_decoder"} <= vars(model).keys()
+    """T5Model and LLaVAModel may have one of two blocks on a stage; of others, both are seen."""
+    may_be_split = type(model).__name__ in ("T5Model", "LLaVAModel")
     if parallel.pipeline_size() > 1 and (may_be_split or blocks > 1):
         raise PolicyError(
             f"A {type(model).__name__} on {parallel.pipeline_size()} pipeline stages: a policy for "
@@ -206,6 +206,33 @@ def repeats_depths(config: TransformerConfig) -> bool:
     """Whether one multi-token-prediction layer runs for all of several depths (since 0.18)."""
     several = (config.mtp_num_layers or 0) > 1
     return several and bool(getattr(config, "mtp_use_repeated_layer", False))
+
+
+def frozen_in_front(chunks: Iterable[Chunk]) -> set[int]:
+    """Indices of the layers that are frozen, with all that runs before them: no gradient reaches
+    them, and nothing of them is kept. A later stage's input has a gradient."""
+    if parallel.pipeline_rank():
+        return set()
+    chunk = next(iter(chunks))
+    parameters = dict(unwrapped(chunk).named_parameters())
+    paths = {id(block): path for path, block in _blocks([chunk])}
+    later = [path for path in paths.values() if path] + ["output_layer", "lm_head", "mtp"]
+    found: set[int] = set()
+    for site in block_sites([chunk]):
+        path = paths[id(site.block)]
+        tower = path.rpartition(".")[0] if _name(path) != DECODER else ""
+        before = [
+            parameter
+            for name, parameter in parameters.items()
+            if name.startswith(tower) and not any(f"{part}." in name for part in later)
+        ]
+        if any(parameter.requires_grad for parameter in before):
+            break
+        for layer, index in zip(site.block.layers, site.layers, strict=True):
+            if any(parameter.requires_grad for parameter in layer.parameters()):
+                return found
+            found.add(index)
+    return found
 
 
 def numbered_layers(chunks: Iterable[Chunk]) -> list[tuple[Layer, int]]:

@@ -104,6 +104,8 @@ class OffloadSearch:
         """The sentence that says what offload gains at these budgets."""
         plain = None if self.without is None else self.without.try_solve(budgets)
         host = gib(max(stage.host_bytes for stage in cost.stages))
+        if not any(stage.host_bytes for stage in cost.stages):
+            return f"{WITH_OFFLOAD} nothing faster was found at these budgets: the plan has none."
         return (
             f"{WITH_OFFLOAD} the step takes {cost.step_ms:,.1f} ms, of which it waits "
             f"{cost.stall_ms:,.1f} ms for copies, and takes {host} GiB of host memory per device; "

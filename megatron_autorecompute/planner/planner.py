@@ -114,6 +114,23 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True)
+class _Known:
+    """What was found for some budgets."""
+
+    budgets: tuple[int, ...]
+    found: FastestStep
+
+    def fits(self, budgets: Sequence[int]) -> bool:
+        """Whether it fits other budgets."""
+        stages = self.found.cost.stages
+        return _covers(budgets, [stage.peak_high_bytes for stage in stages])
+
+
+def _covers(budgets: Sequence[int], others: Sequence[int]) -> bool:
+    return all(own >= other for own, other in zip(budgets, others, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class ParetoPoint:
     """One point of time against budget."""
 
@@ -174,7 +191,7 @@ class Planner:
         self._table = CostTable(profile, self.percentile, "high")
         self._searches: dict[int, StageSearch] = {}
         self._solved: dict[int, dict[int, StageChoice]] = {}
-        self._known: list[FastestStep] = []
+        self._known: list[_Known] = []
 
     def replaced(
         self,
@@ -290,13 +307,20 @@ class Planner:
             if choice is None:
                 return None
             choices.append(choice)
+        larger = [known for known in self._known if _covers(known.budgets, budgets)]
+        bound_ms = max((known.found.bound_ms for known in larger), default=0.0)
+        for known in larger:
+            if known.found.bound_ms == known.found.cost.step_ms and known.fits(budgets):
+                return self.proven(known.found.policy, known.found.cost, budgets, bound_ms)
         manual = self.best_manual(budgets)
         others = [manual.policy] if manual is not None and self.may_be(manual.policy) else []
         others += [found.policy for found in self._fastest_known(budgets)]
         problem = self._table, self.layout, self.schedule, self.searches
         found = fastest_step(*problem, budgets, choices, [p for p in others if p is not None])
-        self._known.append(found)
-        return self.proven(found.policy, found.cost, budgets, found.bound_ms)
+        bound_ms = min(max(bound_ms, found.bound_ms), found.cost.step_ms)
+        found = replace(found, bound_ms=bound_ms)
+        self._known.append(_Known(tuple(budgets), found))
+        return self.proven(found.policy, found.cost, budgets, bound_ms)
 
     def proven(
         self,
@@ -319,11 +343,7 @@ class Planner:
 
         So of all budgets asked so far a plan is never slower than that of a smaller one before it.
         """
-        fitting = [
-            found
-            for found in self._known
-            if all(s.peak_high_bytes <= b for s, b in zip(found.cost.stages, budgets, strict=True))
-        ]
+        fitting = [known.found for known in self._known if known.fits(budgets)]
         return sorted(fitting, key=lambda found: found.cost.step_ms)[:1]
 
     def may_be(self, policy: RecomputePolicy | None) -> bool:
@@ -365,6 +385,8 @@ class Planner:
         high = max(max(choice.peak_bytes for choice in self.fastest), low)
         steps = max(points - 1, 1)
         budgets = [high - (high - low) * i // steps for i in range(points)]
+        for search in self.searches:
+            search.expect(len(set(budgets)))
         # By halving intervals: a budget between two solved ones is solved fastest.
         stride, done = 1 << points.bit_length(), set[int]()
         while stride := stride // 2:

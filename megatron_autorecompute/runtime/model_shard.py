@@ -55,14 +55,22 @@ def kinds(
         for site in model_layers.mtp_sites(chunks)
         for index in site.indices
     }
+    tower, tower_layers = model_layers.first_block(chunks)
+    tower = "" if tower == ENCODER else tower  # T5's layers differ in structure
+    in_front = model_layers.frozen_in_front(chunks)
     for layer, index in model_layers.numbered_layers(chunks):
         # A multi-token-prediction depth is more than the decoder layer inside it. Each depth is a
         # kind: in backward it meets the gradients of the depths that it feeds.
-        members[depths.get(index, "") + layer_kinds.signature(layer)].append((layer, index))
+        # A tower's layers have tokens of their own, and those in front of all that is trained keep
+        # nothing.
+        place = depths.get(index, "") + tower * (index < tower_layers) + "!" * (index in in_front)
+        members[place + layer_kinds.signature(layer)].append((layer, index))
     return [
         Kind(
             signature,
-            depths.get(found[0][1]) or layer_kinds.name(found[0][0]),
+            depths.get(found[0][1])
+            or (found[0][1] < tower_layers and tower)
+            or layer_kinds.name(found[0][0]),
             tuple(index for _, index in found),
             choices_of(found[0][0]),
             layer_kinds.has_experts(found[0][0]),

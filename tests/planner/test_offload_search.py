@@ -107,6 +107,10 @@ def test_offload_that_hides_is_as_fast_as_keeping_and_the_plan_says_what_it_buys
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_where_everything_may_stay_the_plan_has_no_copies_and_says_so(planner):
+    assert make_plan(planner, 1 << 40).notes[-1].startswith("With offload nothing faster was found")
+
+
 def test_less_memory_than_recompute_alone_needs(planner):
     least = planner.offload.without.leanest[0].peak_bytes
     found = planner.solve(least - 1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_autorecompute.errors import PolicyError
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import FULL, LayerPolicy, RecomputePolicy
 from tests.support import VOCAB, run_ranks, start_parallel, tiny_config
 
 TOWER, DECODER = 3, 4
@@ -183,3 +183,44 @@ def test_what_cannot_run_is_refused():
     assert "moon" in module
     assert "cannot span two chunks" in across
     assert "2 pipeline stages" in stages
+
+
+def under_auto(frozen):
+    """What `attach` measured of the model, and what it then ran."""
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_autorecompute import attach
+
+    start_parallel()
+    model, data = llava(*FROZEN[frozen]), batch()
+    model.model_type = ModelType.encoder_or_decoder
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    auto = attach(model, optimizer, budget_gib=1, say=lambda _: None)
+    forward_backward = auto.schedule(get_forward_backward_func())
+
+    def step(_, chunk):
+        losses, mask = chunk(**data)
+        return losses, lambda output: ((output.float() * mask).sum(), {})
+
+    while auto.plan is None:
+        model.zero_grad(set_to_none=True)
+        forward_backward(
+            forward_step_func=step,
+            data_iterator=iter(range(2)),
+            model=[model],
+            num_microbatches=2,
+            seq_length=20,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+    return auto.plan
+
+
+def test_auto_measures_each_block_and_nothing_kept_of_a_frozen_tower():
+    plan = run_ranks(under_auto, 1, "the tower")[0]
+    assert plan.policy.format(plan.profile.model.blocks) == "vision:none*3;decoder:none*4"
+    tower, decoder = sorted(plan.profile.kinds, key=lambda kind: kind.layers)
+    assert (tower.layers, decoder.layers) == ((0, 1, 2), (3, 4, 5, 6))
+    assert {record.held_bytes for record in tower.choices} == {0}
+    assert decoder.record(LayerPolicy()).held_bytes > 4 * decoder.record(FULL).held_bytes > 0

@@ -48,6 +48,12 @@ class Effort:
     budget. Longer chunks have too many labels, so each budget is searched separately."""
     complete_width: int = 256
     """Labels of a position up to which the same is done."""
+    many_layers: int = 12
+    """The same where many budgets will be asked, as of a curve."""
+    many_width: int = 4096
+    """The same."""
+    work_of_a_budget: int = 10**7
+    """Up to so much for each of them is spent on it, about what a search of one is at the least."""
 
     def of_one(self, stages: int) -> Effort:
         """One stage's share."""
@@ -90,23 +96,35 @@ class StageSearch:
         if max(len(chunk.layers) for chunk in self.problem.chunks) > self.effort.complete_layers:
             return None
         if self._unweighted is None:
-            return self._combiner(self._all_labels(apart=False))
+            return self._combiner(self._kept_labels(apart=False))
         options = self._unweighted.of_any_weights
         if options is None:
             return None
         pairs = zip(options, self.problem.chunks, strict=True)
         return Combiner(self.problem, [own.weighted(chunk.weights) for own, chunk in pairs])
 
+    def expect(self, budgets: int) -> None:
+        """Keep all labels, if that is likely to be less work than searching so many budgets."""
+        longest = max(len(chunk.layers) for chunk in self.problem.chunks)
+        apart = self.problem.true_peak is not None  # each of its tries would keep labels
+        if self.complete is None and not apart and longest <= self.effort.many_layers:
+            tally = Tally(budgets * self.effort.work_of_a_budget)
+            labels = self._all_labels(False, tally, self.effort.many_width)
+            self.complete = self._combiner(labels)
+
     @cached_property
     def of_any_weights(self) -> list[ChunkOptions] | None:
         """All labels of all chunks, forwards and backwards apart; None where they are too many."""
-        return self._all_labels(apart=True)
+        return self._kept_labels(apart=True)
 
-    def _all_labels(self, apart: bool) -> list[ChunkOptions] | None:
+    def _kept_labels(self, apart: bool) -> list[ChunkOptions] | None:
+        return self._all_labels(apart, self._tally(), self.effort.complete_width)
+
+    def _all_labels(self, apart: bool, tally: Tally, width: int) -> list[ChunkOptions] | None:
         moments = len(self.problem.constant)
         room, price = np.full(moments, NO_LIMIT), np.zeros(moments)
-        rounds = _Rounds(Limits(self.problem, room, price, self._tally(), apart), None)
-        options, left_ps = rounds.options(Goal(), self.effort.complete_width)
+        rounds = _Rounds(Limits(self.problem, room, price, tally, apart), None)
+        options, left_ps = rounds.options(Goal(), width)
         return options if left_ps == math.inf else None
 
     def _combiner(self, options: list[ChunkOptions] | None) -> Combiner | None:

@@ -11,6 +11,7 @@ from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.stage_search import search
 from megatron_autorecompute.planner.stage_search.search import Effort
+from megatron_autorecompute.planner.step_search import search as step_search
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -24,6 +25,7 @@ from megatron_autorecompute.profile import (
 )
 from tests.planner.definitions import brute_force
 from tests.planner.random_profiles import another, problem, problem_of_many, scale
+from tests.planner.step_search.random_steps import SEVERAL_CHUNKS, random_step
 
 SEEDS = st.integers(0, 10**6)
 INSTANCES = 1600  # of 1.8 stages on average: almost 3,000, each searched in two ways
@@ -63,8 +65,9 @@ def test_an_optimum_known_from_a_smaller_budget_changes_no_answer():
             assert found(planner, stage, budget + 7) == found(fresh, stage, budget + 7)
 
 
-def work_of(planners, budgets, monkeypatch):
-    """Counted as in `Tally`, for every budget with the next planner."""
+@pytest.fixture
+def work(monkeypatch):
+    """Counted as in `Tally`, of what a function does."""
     tallies = []
 
     class Counted(search.Tally):
@@ -72,20 +75,66 @@ def work_of(planners, budgets, monkeypatch):
             super().__init__(most)
             tallies.append(self)
 
+    def of(does):
+        tallies.clear()
+        found = does()
+        return found, sum(tally.done for tally in tallies)
+
     monkeypatch.setattr(search, "Tally", Counted)
-    for planner, budget in zip(planners, budgets, strict=True):
-        planner.solve(budget)
-    return sum(tally.done for tally in tallies)
+    return of
 
 
-def test_nine_budgets_of_one_planner_are_a_quarter_of_the_work_of_nine_planners(monkeypatch):
+def nine_budgets(planner):
+    low = max(choice.peak_bytes for choice in planner.leanest)
+    high = max(choice.peak_bytes for choice in planner.fastest)
+    return [low + (high - low) * i // 8 for i in range(9)]
+
+
+def test_nine_budgets_of_one_planner_are_a_quarter_of_the_work_of_nine_planners(work):
     planners = [solve_speed.planner(solve_speed.Case(16, 4)) for _ in range(11)]
-    low = max(choice.peak_bytes for choice in planners[0].leanest)
-    high = max(choice.peak_bytes for choice in planners[0].fastest)
-    budgets = [low + (high - low) * i // 8 for i in range(9)]
-    apart = work_of(planners[:9], budgets, monkeypatch)
-    assert work_of([planners[9]] * 9, budgets, monkeypatch) < apart / 4
-    assert work_of([planners[10]] * 9, budgets[::-1], monkeypatch) < apart / 4
+    budgets = nine_budgets(planners[0])
+    _, apart = work(lambda: [p.solve(b) for p, b in zip(planners, budgets, strict=False)])
+    for planner, order in zip(planners[9:], (budgets, budgets[::-1]), strict=True):
+        _, together = work(lambda p=planner, o=order: [p.solve(budget) for budget in o])
+        assert together < apart / 4
+
+
+def test_a_curve_of_longer_chunks_is_a_quarter_of_the_work_of_its_budgets(work):
+    planner = solve_speed.planner(solve_speed.Case(16, 2))
+    again = Effort(many_layers=0)
+    other = Planner(planner.profile, planner.layout, planner.schedule, effort=again)
+    curve, together = work(lambda: planner.pareto(33))
+    same, apart = work(lambda: other.pareto(33))
+    assert [point.step_ms for point in curve] == [point.step_ms for point in same]
+    assert together < apart / 4
+
+
+def test_a_budget_that_a_larger_ones_proven_plan_meets_is_no_work(work):
+    planner = solve_speed.planner(solve_speed.Case(32, 4))
+    found, first = work(lambda: planner.solve(nine_budgets(planner)[4]))
+    assert found.step_evidence.gap == 0
+    needs = [stage.peak_high_bytes for stage in found.cost.stages]
+    again, work_again = work(lambda: planner.solve(needs))
+    assert first > 0 == work_again
+    assert again.policy == found.policy
+    assert again.step_evidence == found.step_evidence
+
+
+def test_what_is_proven_of_a_larger_budget_is_proven_of_a_smaller_one(monkeypatch):
+    """No smaller budget has a shorter step, and its own search may prove less."""
+    found = []
+    for seed in range(20):
+        planner, _ = random_step(seed, SEVERAL_CHUNKS[:1])
+        budget = max(choice.peak_bytes for choice in planner.fastest)
+        above = planner.solve(budget)
+        with monkeypatch.context() as patched:
+            least = step_search.Work(mixing=0, least_mixtures=1, events=0, nodes=0, most_proofs=0)
+            patched.setattr(step_search, "Work", lambda least=least: least)
+            below = planner.try_solve(budget - 1)
+        if below is not None:
+            assert below.step_evidence.bound_ms >= above.step_evidence.bound_ms
+            found.append(below)
+    assert found
 
 
 def test_a_budget_solved_with_a_gap_is_at_most_as_far_off_as_a_larger_ones_bound():
