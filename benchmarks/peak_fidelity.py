@@ -200,7 +200,7 @@ def _measured(models: list[torch.nn.Module], size: StepShape, depth: int) -> tup
         parameter.grad = torch.zeros_like(parameter)
     static = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
     step = TokenStep(size, torch.device("meta"))
-    static.append(step.mask)
+    static += step.static
     policy = RecomputePolicy((FULL,) * depth)
     with (
         apply(policy, models) as now,

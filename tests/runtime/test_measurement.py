@@ -362,7 +362,7 @@ def measured_with_depths(stages, depths, policies):
         step()
         in_a_step = operations.total
         parameters = list(chunks[0].parameters())
-        static = [microbatch.mask, *parameters, *(p.grad for p in parameters)]
+        static = [*microbatch.static, *parameters, *(p.grad for p in parameters)]
         measurement = Measurement(ModelShard(chunks), applied, operations)
         for _ in measurement.policies():
             with (
