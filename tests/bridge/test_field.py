@@ -12,7 +12,7 @@ from megatron_autorecompute.policy import RecomputePolicy
 from tests.bridge import recipes
 
 MIX = ["full", "none", "selective[core_attn]", "none"]
-VALUES = ["auto", "full*2,none*2", "selective[core_attn+mlp]", "@plan.json", MIX]
+VALUES = ["auto", "full*2,none*2", "selective[core_attn+mlp]+offload[mlp_norm]", "@plan.json", MIX]
 
 pytestmark = pytest.mark.usefixtures("bridge")
 
