@@ -58,7 +58,9 @@ def llava(frozen=(), adapters=()):
         vision_transformer_layer_spec=copy.deepcopy(spec),
         drop_vision_class_token=True,
         vision_projection_config=projection,
-        vision_projection_layer_spec=MLPSubmodules(ColumnParallelLinear, RowParallelLinear),
+        vision_projection_layer_spec=MLPSubmodules(
+            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
+        ),
         img_h=28,
         img_w=28,
         patch_dim=14,
