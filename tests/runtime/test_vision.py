@@ -40,6 +40,8 @@ def llava(frozen=(), adapters=()):
     """A LLaVAModel with a ViT, and its weights from a fixed seed."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.multimodal.llava_model import LLaVAModel
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
 
     language, vision = tiny_config(num_layers=DECODER), tiny_config(num_layers=TOWER)
     vision.vision_model_type = "internvit"  # without norms that need Transformer Engine
@@ -56,7 +58,7 @@ def llava(frozen=(), adapters=()):
         vision_transformer_layer_spec=copy.deepcopy(spec),
         drop_vision_class_token=True,
         vision_projection_config=projection,
-        vision_projection_layer_spec=copy.deepcopy(spec.submodules.mlp.submodules),
+        vision_projection_layer_spec=MLPSubmodules(ColumnParallelLinear, RowParallelLinear),
         img_h=28,
         img_w=28,
         patch_dim=14,
