@@ -6,6 +6,7 @@ wants fla even in deterministic_mode: `runnable` puts torch's own in their place
 
 import contextlib
 import functools
+import importlib.util
 
 import torch
 
@@ -13,6 +14,7 @@ from megatron_autorecompute.patched import patched
 from tests import mamba_kernels
 from tests.support import SEQ_LENGTH, VOCAB, set_weights, tiny_config
 
+HAVE_HYBRID = importlib.util.find_spec("megatron.core.models.hybrid") is not None
 GDN = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
@@ -26,7 +28,10 @@ GDN = {
 
 @contextlib.contextmanager
 def runnable():
-    """In this block HybridModels of `local_spec` are built and run."""
+    """In this block HybridModels of `local_spec` are built and run, where Megatron has them."""
+    if not HAVE_HYBRID:
+        yield
+        return
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.ssm.gated_delta_net import common
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -178,3 +183,32 @@ def hybrid_chunks(config, pattern, **options):
     for model in chunks:
         set_weights(model)
     return chunks
+
+
+def small_model(pp=1, vpp=None, ep=1, **named):
+    """The model of the loops' examples: six layers of a HybridModel where Megatron has one, and of
+    a GPT before."""
+    from examples.loops import small_gpt
+
+    if not HAVE_HYBRID:
+        return small_gpt.SmallGPT(pp, vpp, ep, **named)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    class SmallHybrid(small_gpt.SmallGPT):
+        def _chunk(self, number):
+            spec = local_spec()
+            attention = spec.submodules.attention_layer.submodules.self_attention
+            attention.submodules.core_attention = self.attention
+            model = HybridModel(
+                self.config,
+                spec,
+                vocab_size=small_gpt.VOCABULARY,
+                max_sequence_length=small_gpt.MAX_TOKENS,
+                hybrid_layer_pattern="*-*-*-",
+                position_embedding_type="learned_absolute",
+            )
+            ddp = DistributedDataParallelConfig()
+            return DistributedDataParallel(self.config, ddp, model).train()
+
+    return SmallHybrid(pp, vpp, ep, fields={"is_hybrid_model": True}, **named)

@@ -9,7 +9,7 @@ from megatron_autorecompute.errors import PipelineError, PolicyError
 from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 from megatron_autorecompute.policy import MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
-from tests.hybrid_models import hybrid_chunks, hybrid_config, make_runnable, runnable
+from tests.hybrid_models import hybrid_chunks, hybrid_config, make_runnable, runnable, small_model
 from tests.mamba_kernels import chunk_scan, recurrence
 from tests.support import microbatch, one_step, run_ranks, start_parallel, tiny_config, tiny_gpt
 
@@ -398,37 +398,10 @@ def test_a_pattern_of_other_numbers_than_the_config_is_refused(one_rank):
             apply(RecomputePolicy.parse("full", num_layers=4), models)
 
 
-def small_hybrid(pp=1, vpp=None, ep=1):
-    """A SmallGPT that is a HybridModel of three GPT blocks' layers."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    from examples.loops import small_gpt
-    from tests.hybrid_models import local_spec
-
-    class SmallHybrid(small_gpt.SmallGPT):
-        def _chunk(self, number):
-            spec = local_spec()
-            attention = spec.submodules.attention_layer.submodules.self_attention
-            attention.submodules.core_attention = self.attention
-            model = HybridModel(
-                self.config,
-                spec,
-                vocab_size=small_gpt.VOCABULARY,
-                max_sequence_length=small_gpt.MAX_TOKENS,
-                hybrid_layer_pattern="*-*-*-",
-                position_embedding_type="learned_absolute",
-            )
-            ddp = DistributedDataParallelConfig()
-            return DistributedDataParallel(self.config, ddp, model).train()
-
-    return SmallHybrid(pp, vpp, ep, fields={"is_hybrid_model": True})
-
-
 def test_a_loop_of_many_lengths_has_the_results_of_one_without_us(one_rank, monkeypatch):
     from benchmarks import any_loop
 
-    monkeypatch.setattr(any_loop, "SmallGPT", small_hybrid)
+    monkeypatch.setattr(any_loop, "SmallGPT", small_model)
     job = any_loop.Job("hybrid", 1, None, 1, 8_400)
     with runnable():
         ours, theirs = (any_loop.trained(job, 18, with_auto) for with_auto in (True, False))

@@ -5,9 +5,16 @@ import sys
 import pytest
 
 from examples.loops import actor_update, bare, slime_hook, train_step
+from tests.hybrid_models import runnable, small_model
 from tests.runtime.test_any_loop import model_parallel_seed
 
-pytestmark = pytest.mark.any_version
+
+@pytest.fixture(autouse=True)
+def _hybrid_models_where_there_are(monkeypatch):
+    for loop in (bare, actor_update, train_step):
+        monkeypatch.setattr(loop, "SmallGPT", small_model)
+    with runnable():
+        yield
 
 
 def test_a_bare_loop(one_rank, capsys):
