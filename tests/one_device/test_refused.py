@@ -71,7 +71,7 @@ def test_a_step_that_is_broken_off_says_which(raised, code, said, tmp_path, caps
         return original(*args)
 
     monkeypatch.setattr(profiling.JobStep, "__call__", short)
-    monkeypatch.setattr(profiling, "modelled", lambda *_: None)
+    monkeypatch.setattr(profiling, "modelled", lambda *_: (None, None))
     path = job_file(tmp_path / "job.yaml", TENSOR)
     found, error = answer([*COMMAND, path, "-o", str(tmp_path / "p.json")], capsys)
     assert found == code
@@ -81,7 +81,7 @@ def test_a_step_that_is_broken_off_says_which(raised, code, said, tmp_path, caps
 
 
 def test_a_router_that_cannot_be_even_is_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(profiling, "modelled", lambda *_: None)
+    monkeypatch.setattr(profiling, "modelled", lambda *_: (None, None))
     sinkhorn = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
     path = job_file(tmp_path / "job.yaml", {**EXPERT, **sinkhorn})
     found, error = answer([*COMMAND, path, "-o", "-"], capsys)
