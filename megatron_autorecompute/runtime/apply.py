@@ -368,11 +368,12 @@ class _Held:
         own = offload_modules.own_switch(self.config)
         self.before.append((self.config, offload_modules.SWITCH_OF_ALL, own))
         self.hooks: list[Any] = []
+        self.offloads = False
 
     def set(self, owner: torch.nn.Module, policy: RecomputePolicy) -> None:
         """Put the policy in force; none may be in force at the moment."""
-        self.policy = policy
-        if offload_modules.offloads(policy):
+        self.policy, self.offloads = policy, offload_modules.offloads(policy)
+        if self.offloads:
             offload_modules.forget()
             setattr(self.config, offload_modules.SWITCH_OF_ALL, True)
             self.hooks.append(owner.register_forward_pre_hook(offload_modules.begin_forward))
@@ -389,7 +390,7 @@ class _Held:
         """The modules that a layer recomputes and offloads; without offload in the policy the
         config's own stays in force."""
         layer_modules.set_modules(layer, choice.modules)
-        if offload_modules.offloads(self.policy):
+        if self.offloads:
             offload_modules.set_offload(layer, choice.offload)
 
     def set_full(self, owner: torch.nn.Module) -> None:
@@ -412,7 +413,7 @@ class _Held:
 
     def clear(self, owner: torch.nn.Module) -> None:
         """Restore everything that `set` has changed."""
-        if offload_modules.offloads(self.policy):
+        if self.offloads:
             offload_modules.forget()
         for hook in self.hooks:
             hook.remove()

@@ -69,15 +69,15 @@ def attach(
             "attach() was given a program, whose options have budget, reserve and plan path, and "
             "one of max_tokens, budget_gib, reserve_gib and plan_path as well. Leave that out."
         )
-    options = AutoOptions(
-        recompute_memory_budget_gib=budget_gib,
-        recompute_memory_reserve_gib=reserve_gib,
-        recompute_plan_path=plan_path,
-    )
     config = model_layers.unwrapped(chunks[0]).config
     calls = None
     if program is None:
         calls = Calls(max_tokens, 2 * _fewest_microbatches(config, len(chunks)))
+        options = AutoOptions(
+            recompute_memory_budget_gib=budget_gib,
+            recompute_memory_reserve_gib=reserve_gib,
+            recompute_plan_path=plan_path,
+        )
         # A layer's costs are lines in tokens: those of one long sample.
         program = Program(options=options, micro_batch_size=1, seq_length=1)
     put_back = _replaced(chunks) if replace_recompute else _refuse(chunks)

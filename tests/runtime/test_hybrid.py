@@ -347,25 +347,27 @@ def test_modules_of_another_family_are_refused_by_layer_and_symbol(
             assert said in str(error.value)
 
 
-def test_an_error_midway_leaves_every_layer_as_it_was(one_rank, monkeypatch):
+@pytest.mark.parametrize("at", [0, -1], ids=["at the first layer", "at the last"])
+def test_an_error_midway_leaves_every_layer_as_it_was(one_rank, monkeypatch, at):
     from megatron_autorecompute.apply import apply, in_force
     from megatron_autorecompute.compat import layer_modules, model_layers
 
     with runnable():
         models = hybrid_chunks(hybrid_config("*E/*E"), "*E/*E")
-    *_, (last, _) = layers = list(model_layers.numbered_layers(models))
+    layers = list(model_layers.numbered_layers(models))
+    broken, _ = layers[at]
 
     def state():
         flags = [place for layer, _ in layers for place in layer_modules.settings(layer)]
         configs = [id(m.config) for m in models[0].modules() if hasattr(m, "config")]
         return [getattr(*place) for place in flags], configs
 
-    def fails_at_last(layer, modules, original=layer_modules.set_modules):
+    def fails(layer, modules, original=layer_modules.set_modules):
         original(layer, modules)
-        if layer is last and "core_attn" in modules:
+        if layer is broken and "core_attn" in modules:
             raise RuntimeError("midway")
 
-    monkeypatch.setattr(layer_modules, "set_modules", fails_at_last)
+    monkeypatch.setattr(layer_modules, "set_modules", fails)
     failing = RecomputePolicy.parse("selective[core_attn],full,selective[core_attn]", num_layers=3)
     before = state()
     with pytest.raises(RuntimeError, match="midway"):
