@@ -206,6 +206,7 @@ class Measurement:
         *,
         room: Sequence[int] | None = None,
         most_steps: int | None = None,
+        wanted: Callable[[LayerPolicy], bool] = lambda _: True,
     ) -> Iterator[None]:
         """Switch through policies that together show every choice of every kind `repeats` times.
 
@@ -218,10 +219,11 @@ class Measurement:
             room: for every stage, how many layers may leave the leanest choice in one step. By
                 default all; if there is room for none, one on the last stage.
             most_steps: stop after so many steps; choices that are left stay unmeasured.
+            wanted: of the choices, those that are shown.
         """
         steps = 0
         for repeat in range(repeats):
-            due = [list(kind.choices) for kind in self.shard.kinds]
+            due = [list(filter(wanted, kind.choices)) for kind in self.shard.kinds]
             while any(due) and (most_steps is None or steps < most_steps):
                 left, layers = list(room or ()), list(self.shard.leanest().layers)
                 for kind, choices in zip(self.shard.kinds, due, strict=True):

@@ -4,14 +4,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.profiling import longest_end_ms, stage_parameters
-from megatron_autorecompute.profile import MEASURED_ON_ONE_DEVICE, Profile
+from megatron_autorecompute.meta.profiling import longest_end_ms, replace_mtp, stage_parameters
+from megatron_autorecompute.one_device import profiling
+from megatron_autorecompute.one_device.profiling import measure
+from megatron_autorecompute.profile import MEASURED_ON_ONE_DEVICE, LayerBytes, Profile
+from megatron_autorecompute.runtime.model_shard import choices
 from tests.support import run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
@@ -158,3 +162,17 @@ def test_a_plan_of_it_is_no_modelled_one(profiles, tmp_path, capsys):
     assert "times are modelled" not in said
     assert "communication is modelled" in said
     assert main(["verify", str(path)]) == 4
+
+
+def test_layers_hold_the_same_in_front_of_an_mtp_depth_on_another_stage(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiling, "every_choice", lambda layer: choices(layer, ["core_attn"]))
+    fields = {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "num_layers": 2}
+    path = job_file(tmp_path / "job.yaml", fields)
+    job = job_from(yaml.safe_load(Path(path).read_text()), path)
+    without = measure(replace_mtp(job, 0), torch.device("cpu"), 1, lambda _: None)
+    whole = measure(job, torch.device("cpu"), 1, lambda _: None)
+    assert [kind.name for kind in whole.kinds] == ["dense", "mtp"]
+    for record, other in zip(without.kinds[0].choices, whole.kinds[0].choices, strict=True):
+        assert record.choice == other.choice
+        assert LayerBytes.of(record) == LayerBytes.of(other)
+    assert LayerBytes.of(without.embedding) == LayerBytes.of(whole.embedding)
