@@ -60,6 +60,10 @@ JOBS = {
     "7B, 4 layers, rope": _ROTARY,
     "7B, 4 layers, rope, core_attn": f"{_ROTARY} {_SELECTIVE} core_attn",
     "Nemotron-H, 11 layers": _HYBRID,
+    "7B, 4 layers, offload": (
+        f"{_DENSE} {_UNFUSED_GRADIENTS} --fine-grained-activation-offloading "
+        "--offload-modules core_attn attn_proj"
+    ),
 }
 """Name and flags; Adam, weights and gradients of each take up to 60 GiB of the device."""
 TINY = {
