@@ -45,6 +45,11 @@ _UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-
 _SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 JOBS = {
+    "Nemotron-H, 11 layers, full": f"{_HYBRID} {_UNIFORM}",
+    "7B, 4 layers, offload": (
+        f"{_DENSE} {_UNFUSED_GRADIENTS} --fine-grained-activation-offloading "
+        "--offload-modules core_attn attn_proj"
+    ),
     "Qwen3-30B-A3B, 3 layers": _MOE,
     "Qwen3-30B-A3B, 3 layers, moe_act": f"{_MOE} {_SELECTIVE} moe_act",
     "7B, 4 layers, fp8 tensorwise, fp8 weights": (
@@ -53,17 +58,12 @@ JOBS = {
     "7B, 4 layers, full": f"{_DENSE} {_UNFUSED_GRADIENTS} {_UNIFORM}",
     "7B, 4 layers, mlp": f"{_DENSE} --disable-bias-linear {_SELECTIVE} mlp",
     "7B, 4 layers, fp8 blockwise": f"{_DENSE} --fp8-format hybrid --fp8-recipe blockwise",
-    "Nemotron-H, 11 layers, full": f"{_HYBRID} {_UNIFORM}",
     "7B, 4 layers": f"{_DENSE} {_UNFUSED_GRADIENTS}",
     "7B, 4 layers, gradient accumulation fusion": _DENSE,
     "7B, 4 layers, core_attn": f"{_DENSE} {_UNFUSED_GRADIENTS} {_SELECTIVE} core_attn",
     "7B, 4 layers, rope": _ROTARY,
     "7B, 4 layers, rope, core_attn": f"{_ROTARY} {_SELECTIVE} core_attn",
     "Nemotron-H, 11 layers": _HYBRID,
-    "7B, 4 layers, offload": (
-        f"{_DENSE} {_UNFUSED_GRADIENTS} --fine-grained-activation-offloading "
-        "--offload-modules core_attn attn_proj"
-    ),
 }
 """Name and flags; Adam, weights and gradients of each take up to 60 GiB of the device."""
 TINY = {
