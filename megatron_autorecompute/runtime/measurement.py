@@ -198,6 +198,7 @@ class Measurement:
         """What this rank saw so far; `profile` puts all ranks' together."""
         depths = (site.indices for site in model_layers.mtp_sites(shard.chunks))
         self._depths = set(itertools.chain.from_iterable(depths))
+        self._tower_layers = model_layers.tower_layers(shard.chunks)
 
     def policies(
         self,
@@ -205,6 +206,7 @@ class Measurement:
         *,
         room: Sequence[int] | None = None,
         most_steps: int | None = None,
+        wanted: Callable[[LayerPolicy], bool] = lambda _: True,
     ) -> Iterator[None]:
         """Switch through policies that together show every choice of every kind `repeats` times.
 
@@ -217,10 +219,11 @@ class Measurement:
             room: for every stage, how many layers may leave the leanest choice in one step. By
                 default all; if there is room for none, one on the last stage.
             most_steps: stop after so many steps; choices that are left stay unmeasured.
+            wanted: of the choices, those that are shown.
         """
         steps = 0
         for repeat in range(repeats):
-            due = [list(kind.choices) for kind in self.shard.kinds]
+            due = [list(filter(wanted, kind.choices)) for kind in self.shard.kinds]
             while any(due) and (most_steps is None or steps < most_steps):
                 left, layers = list(room or ()), list(self.shard.leanest().layers)
                 for kind, choices in zip(self.shard.kinds, due, strict=True):
@@ -304,9 +307,11 @@ class Measurement:
             self.points.boundaries.append((where, self._boundary_bytes(one)))
 
     def _boundary_bytes(self, one: Pass) -> int:
-        """Size of the hidden states of a pass."""
-        found = [mark.input_bytes for mark in one.marks if isinstance(mark.place, int)]
-        return max(found, default=self.boundary_bytes)
+        """Size of the hidden states of a pass, as stages send them."""
+        layers = range(self._tower_layers, self.shard.num_layers)
+        found = [mark.input_bytes for mark in one.marks if mark.place in layers]
+        ends = [mark.input_bytes for mark in one.marks if mark.place == "head"]
+        return max(found or ends, default=self.boundary_bytes)
 
     def _spans(self, one: Pass) -> Iterator[Span]:
         """The spans of a pass. In a loop of its own kind the loss runs outside the model: it is the
