@@ -46,6 +46,18 @@ def test_offload_changes_no_bit_in_the_warm_up_and_after_it(name):
     assert {text: what for text, what in found.items() if what} == {}
 
 
+def test_megatrons_own_setting_keeps_the_bits_where_queries_share_keys():
+    case, own = (
+        TE["TE dense"](min_offloaded_tensor_size=1, num_query_groups=2, **fields)
+        for fields in (
+            {},
+            {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
+        )
+    )
+    reference = trained(case, "megatron:none", steps=3)
+    assert trained(own, "megatron:none", steps=3).differences(reference) == []
+
+
 def test_what_leaves_is_off_the_device_before_the_backward():
     from benchmarks.gpu.contest import Contest
 
