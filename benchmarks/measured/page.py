@@ -156,8 +156,8 @@ Written by `make measured` (`python -m benchmarks.measured`, megatron-core {core
 `benchmarks/data/`. **Measured** peaks are the sources': torch's peak of allocated bytes since the
 process began. **Predicted** peaks are this package's model of the same flags on the same number of
 GPUs, without a device, and what torch's blocks add ([how](decisions/blocks.md)); nothing in it is
-fitted to a row. GB are 10^9 bytes. Errors in the tables of statistics are absolute, but for the last
-two columns.
+fitted to a row. GB are 10^9 bytes. Errors in the tables of statistics are absolute, but for the
+last two columns.
 
 Sources: golden values of Megatron-LM's functional tests (NVIDIA/Megatron-LM, file and commit in
 each row of `megatron_golden_memory.csv`; values of the last rank, so of the last pipeline stage),
