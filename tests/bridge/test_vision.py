@@ -101,5 +101,5 @@ def test_auto_counts_the_tower_before_the_first_layer(adapters):
     assert auto.peak_bytes == pytest.approx(auto.predicted_peaks([LENGTH] * 2)[0], rel=0.01)
     (kind,) = profile.kinds
     assert kind.record(NONE).held_bytes > 4 * kind.record(FULL).held_bytes > 0
-    held_bytes = profile.embedding.held_bytes  # of the frozen tower only its output
-    assert held_bytes < 20_000 if adapters else held_bytes > 150_000
+    # What is made before the first layer stays; of the tower only if it is trained.
+    assert (profile.embedding.held_bytes > 100_000) == (not adapters)
