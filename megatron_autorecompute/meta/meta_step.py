@@ -28,7 +28,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -194,6 +194,17 @@ def in_processes(
 
     Raises MachineError if one of them dies.
     """
+    with in_processes_beside(run, stages, max_workers) as futures:
+        for future in futures:
+            done(future.result())
+        return tuple(future.result() for future in futures)
+
+
+@contextlib.contextmanager
+def in_processes_beside(
+    run: Callable[[int], Result], stages: Sequence[int], max_workers: int = 1
+) -> Iterator[list[Future[Result]]]:
+    """The same while this process goes on; at the end of the block it waits for them."""
     pool = ProcessPoolExecutor(
         max_workers, multiprocessing.get_context("spawn"), initializer=_start_process
     )
@@ -202,9 +213,7 @@ def in_processes(
         try:
             with _interrupts_held():
                 futures = [pool.submit(run, stage) for stage in stages]
-            for future in futures:
-                done(future.result())
-            return tuple(future.result() for future in futures)
+            yield futures
         except BrokenProcessPool as error:
             raise MachineError(
                 "A process that ran a stage on meta tensors was ended from outside, perhaps for "

@@ -203,6 +203,7 @@ class Measurement:
         """What this rank saw so far; `profile` puts all ranks' together."""
         depths = (site.indices for site in model_layers.mtp_sites(shard.chunks))
         self._depths = set(itertools.chain.from_iterable(depths))
+        self._tower_layers = model_layers.tower_layers(shard.chunks)
 
     def policies(
         self,
@@ -210,7 +211,7 @@ class Measurement:
         *,
         room: Sequence[int] | None = None,
         most_steps: int | None = None,
-        offloads: bool = True,
+        wanted: Callable[[LayerPolicy], bool] = lambda _: True,
     ) -> Iterator[None]:
         """Switch through policies that together show every choice of every kind `repeats` times.
 
@@ -224,13 +225,13 @@ class Measurement:
             room: for every stage, how many layers may leave the leanest choice in one step. By
                 default all; if there is room for none, one on the last stage.
             most_steps: stop after so many steps; choices that are left stay unmeasured.
-            offloads: whether choices that offload are shown, too.
+            wanted: of the choices, those that are shown.
         """
         steps = 0
-        parts = (False, True) if offloads else (False,)
-        for repeat, part in itertools.product(range(repeats), parts):
+        for repeat, moved in itertools.product(range(repeats), (False, True)):
             due = [
-                [c for c in kind.choices if bool(c.offload) is part] for kind in self.shard.kinds
+                [c for c in kind.choices if wanted(c) and bool(c.offload) is moved]
+                for kind in self.shard.kinds
             ]
             while any(due) and (most_steps is None or steps < most_steps):
                 left, layers = list(room or ()), list(self.shard.leanest().layers)
@@ -315,9 +316,11 @@ class Measurement:
             self.points.boundaries.append((where, self._boundary_bytes(one)))
 
     def _boundary_bytes(self, one: Pass) -> int:
-        """Size of the hidden states of a pass."""
-        found = [mark.input_bytes for mark in one.marks if isinstance(mark.place, int)]
-        return max(found, default=self.boundary_bytes)
+        """Size of the hidden states of a pass, as stages send them."""
+        layers = range(self._tower_layers, self.shard.num_layers)
+        found = [mark.input_bytes for mark in one.marks if mark.place in layers]
+        ends = [mark.input_bytes for mark in one.marks if mark.place == "head"]
+        return max(found or ends, default=self.boundary_bytes)
 
     def _spans(self, one: Pass) -> Iterator[Span]:
         """The spans of a pass. In a loop of its own kind the loss runs outside the model: it is the

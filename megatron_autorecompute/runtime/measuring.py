@@ -201,7 +201,7 @@ class Measuring:
         last = self.guard.steps + most_steps
         while (left := last - self.guard.steps) > 0:
             policies = self.measurement.policies(
-                repeats, room=room, most_steps=left, offloads=reads_bytes
+                repeats, room=room, most_steps=left, wanted=lambda c: reads_bytes or not c.offload
             )
             for _ in policies:
                 if self._left:
