@@ -1,4 +1,4 @@
-"""Builds HybridModels from Megatron's own layer spec; on meta tensors with stand-ins in its places."""
+"""Builds HybridModels from Megatron's own layer spec; on meta tensors with stand-ins in it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def build_hybrid(
     position_embedding_type: str = "none",
     share_embeddings_and_output_weights: bool = False,
 ) -> torch.nn.Module:
-    """A chunk of a HybridModel; without a spec of stand-ins, and then call it inside `stand_ins`."""
+    """A chunk of a HybridModel; without `spec` it has stand-ins: call it inside `stand_ins`."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     return HybridModel(

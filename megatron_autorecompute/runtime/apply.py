@@ -391,6 +391,8 @@ class _Held:
         for layer, choice in self.choices():
             self.set_layer(layer, choice)
             for one in model_layers.nested_layers(layer):
+                if "core_attn" in choice.offload:
+                    self.hooks += offload_modules.keep_apart(one)
                 if "mlp" in choice.modules:
                     self._let_bias_leave(one)
                 if choice.granularity in ("full", "inner") or "moe" in choice.modules:

@@ -182,6 +182,12 @@ class ModelShard:
         """Whether any layer of the model has experts."""
         return any(kind.has_experts for kind in self.kinds)
 
+    @property
+    def may_offload(self) -> frozenset[int]:
+        """Layers of this rank with choices that offload."""
+        moved = (kind for kind in self.own_kinds if any(c.offload for c in kind.choices))
+        return frozenset(index for kind in moved for index in kind.layers)
+
     @cached_property
     def layout(self) -> Layout:
         """Which layers every stage's chunks have."""
@@ -222,7 +228,8 @@ class ModelShard:
         """Every layer at full, or at its largest set of modules if Megatron refuses full."""
         layers = [NONE] * self.num_layers
         for kind in self.kinds:
-            choice = FULL if FULL in kind.choices else kind.choices[-1]
+            plain = [choice for choice in kind.choices if not choice.offload]
+            choice = FULL if FULL in plain else plain[-1]
             for index in kind.layers:
                 layers[index] = choice
         return RecomputePolicy(tuple(layers))
