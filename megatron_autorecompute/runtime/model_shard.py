@@ -58,12 +58,14 @@ def kinds(
     tower, tower_layers = model_layers.first_block(chunks)
     tower = "" if tower == ENCODER else tower  # T5's layers differ in structure
     in_front = model_layers.frozen_in_front(chunks)
+    features = model_layers.feature_layers(chunks)
     for layer, index in model_layers.numbered_layers(chunks):
         # A multi-token-prediction depth is more than the decoder layer inside it. Each depth is a
         # kind: in backward it meets the gradients of the depths that it feeds.
         # A tower's layers have tokens of their own, and those in front of all that is trained keep
         # nothing.
         place = depths.get(index, "") + tower * (index < tower_layers) + "!" * (index in in_front)
+        place += "+" * (index in features)
         members[place + layer_kinds.signature(layer)].append((layer, index))
     return [
         Kind(
@@ -72,11 +74,15 @@ def kinds(
             or (found[0][1] < tower_layers and tower)
             or layer_kinds.name(found[0][0]),
             tuple(index for _, index in found),
-            choices_of(found[0][0]),
+            _without_full(choices_of(found[0][0]), found[0][1] in features),
             layer_kinds.has_experts(found[0][0]),
         )
         for signature, found in members.items()
     ]
+
+
+def _without_full(choices: Choices, refused: bool) -> Choices:
+    return tuple(each for each in choices if not (refused and each.granularity == "full"))
 
 
 def _depth_name(config: Any, index: int) -> str:
