@@ -79,7 +79,7 @@ test-core-016: $(INSTALLED)
 test-core-019: $(INSTALLED) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m pytest $(MEETS_MEGATRON) \
 	    tests/benchmarks/test_measured.py tests/benchmarks/test_measured_times.py \
-	    -m "not any_version" $(ARGS) \
+	    tests/one_device/test_profiling.py -m "not any_version" $(ARGS) \
 	    $(call OF,core 0.19.2)
 
 # All other tests.

@@ -1,4 +1,4 @@
-"""Builds HybridModels on meta tensors: Megatron's own layer spec, with stand-ins in its places."""
+"""Builds HybridModels from Megatron's own layer spec; on meta tensors with stand-ins in it."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ def build_hybrid(
     shape: StepShape,
     *,
     pattern: str,
+    spec: Any = None,
     position_embedding_type: str = "none",
     share_embeddings_and_output_weights: bool = False,
 ) -> torch.nn.Module:
-    """A chunk of a HybridModel of stand-ins; call it inside `stand_ins`."""
+    """A chunk of a HybridModel; without `spec` it has stand-ins: call it inside `stand_ins`."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     return HybridModel(
         config,
-        _spec(),
+        spec or _spec(),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.seq_length,
         hybrid_layer_pattern=pattern,

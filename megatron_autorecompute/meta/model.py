@@ -283,9 +283,19 @@ def _add_gradient(parameter: Any) -> None:
 
 
 def build_chunk(
-    config: Any, pre: bool, post: bool, vp_stage: int | None, shape: StepShape, *, job: Job
+    config: Any,
+    pre: bool,
+    post: bool,
+    vp_stage: int | None,
+    shape: StepShape,
+    *,
+    job: Job,
+    spec: Any = None,
 ) -> torch.nn.Module:
-    """One chunk of the job's model, as `meta_step.Build`."""
+    """One chunk of the job's model, as `meta_step.Build`.
+
+    spec: of a HybridModel's layers; without, they are stand-ins.
+    """
     local = job.transformer_impl == "local"
     if local and job.pattern is not None:
         raise OptionError(
@@ -305,7 +315,7 @@ def build_chunk(
     if pattern is None:
         build = functools.partial(build_gpt, use_transformer_engine=not local)
     else:
-        build = functools.partial(build_hybrid, pattern=str(pattern))
+        build = functools.partial(build_hybrid, pattern=str(pattern), spec=spec)
     model = build(config, pre, post, vp_stage, shape, **ends)
     if job.lora_rank:
         _freeze_ends(model)
