@@ -1,4 +1,4 @@
-"""Builds HybridModels from Megatron's own layer spec; on meta tensors with stand-ins in its places."""
+"""Builds HybridModels of Megatron's own layer spec, on meta tensors with stand-ins for kernels."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def build_hybrid(
     position_embedding_type: str = "none",
     share_embeddings_and_output_weights: bool = False,
 ) -> torch.nn.Module:
-    """A chunk of a HybridModel; without a spec of stand-ins, and then call it inside `stand_ins`."""
+    """A chunk of a HybridModel; without a spec its layers are stand-ins: call it in `stand_ins`."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     return HybridModel(
@@ -75,6 +75,11 @@ def _hadamard(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return kernels.rotate(x)
 
 
+def _on_meta(permutation: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+    """Megatron's places of packed tokens, from ends of samples that are on CPU."""
+    return tuple(places.to("meta") for places in permutation(*args))
+
+
 def _replacements() -> Iterator[tuple[str, dict[str, Any]]]:
     yield (
         "models.hybrid.hybrid_block",
@@ -89,13 +94,22 @@ def _replacements() -> Iterator[tuple[str, dict[str, Any]]]:
             "HAVE_MAMBA_SSM": True,
             "HAVE_EINOPS": True,
             "MAMBA_HAS_STATE_DTYPE": False,
+            "_check_mamba_sequence_packing_support": lambda **_: (True, None),
             "RMSNormGated": mamba.GroupNorm,
             "ExtendedRMSNorm": mamba.GroupNorm,
             "mamba_split_conv1d_scan_combined": mamba.split_conv1d_scan,
             "rearrange": mamba.rearrange,
         },
     )
-    yield "ssm.mamba_context_parallel", {"HAVE_EINOPS": True, "repeat": mamba.repeat}
+    yield (
+        "ssm.mamba_context_parallel",
+        {
+            "HAVE_EINOPS": True,
+            "repeat": mamba.repeat,
+            "is_te_min_version": lambda *_: True,
+            "tex": mamba.PackedIndices,
+        },
+    )
     yield (
         "ssm.gated_delta_net.common",
         {
@@ -111,6 +125,12 @@ def _replacements() -> Iterator[tuple[str, dict[str, Any]]]:
             "chunk_gated_delta_rule": gated_delta.chunk_gated_delta_rule,
         },
     )
+    # Main has it where it is used, in common.py; 0.19 imports it into gdn.py.
+    for name in ("common", "gdn"):
+        module = importlib.import_module("megatron.core.ssm.gated_delta_net." + name)
+        if permutation := getattr(module, "_build_thd_cp_a2a_perm", None):
+            stand_in = functools.partial(_on_meta, permutation)
+            yield f"ssm.gated_delta_net.{name}", {"_build_thd_cp_a2a_perm": stand_in}
     yield (
         "transformer.experimental_attention_variant.absorbed_mla",
         {name: _TE_NAMES[name] for name in ("TELinear", "TEColumnParallelLinear")},
