@@ -31,8 +31,8 @@ from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
     as_field,
-    refuse_plan_only_without_auto,
     refuse_unmeasurable,
+    refuse_without_auto,
 )
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def pretrain(
     config = _core_config(cfg.model)
     given = getattr(config, POLICY_FIELD, None)
     is_auto = given == "auto"
-    refuse_plan_only_without_auto(options, given, as_field)
+    refuse_without_auto(options, given, as_field)
     _refuse_cpu(options)
     if _is_by_name(given):
         from megatron_autorecompute.runtime import config_field

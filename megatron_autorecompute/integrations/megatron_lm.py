@@ -33,8 +33,8 @@ from megatron_autorecompute.options import add_flags, from_flags
 from megatron_autorecompute.planner.hybrid_pattern import check_flags
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
-    refuse_plan_only_without_auto,
     refuse_unmeasurable,
+    refuse_without_auto,
 )
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def check(args: Namespace) -> None:
 
     options = from_flags(AutoOptions, args)
     policy = args.recompute_policy
-    refuse_plan_only_without_auto(options, policy)
+    refuse_without_auto(options, policy)
     if options.recompute_run_on_cpu and not _on_cpu:
         raise MachineError(
             "--recompute-run-on-cpu was given, but Megatron was started without the launcher that "

@@ -1,4 +1,4 @@
-"""Builds HybridModels of Megatron's own layer spec, on meta tensors with stand-ins for kernels."""
+"""Builds HybridModels from Megatron's own layer spec; on meta tensors with stand-ins in it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def build_hybrid(
     position_embedding_type: str = "none",
     share_embeddings_and_output_weights: bool = False,
 ) -> torch.nn.Module:
-    """A chunk of a HybridModel; without a spec its layers are stand-ins: call it in `stand_ins`."""
+    """A chunk of a HybridModel; without `spec` it has stand-ins: call it inside `stand_ins`."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     return HybridModel(

@@ -116,7 +116,7 @@ def shard(job: Job, device: torch.device) -> Iterator[Shard]:
     Raises OptionError for a config that Megatron refuses.
     """
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    with quiet, _megatron_on(device), even_routing(), refusals(job):
+    with quiet, megatron_on(device), even_routing(), refusals(job):
         config, kind_of = shard_config(job, [1] * len(job_kinds(job)), left_out(job))
         for name, value in _precision(job).items():
             setattr(config, name, value)
@@ -171,7 +171,8 @@ def _precision(job: Job) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _megatron_on(device: torch.device) -> Iterator[None]:
+def megatron_on(device: torch.device) -> Iterator[None]:
+    """Megatron runs on this device in this block: without CUDA, or on one device of it alone."""
     with without_cuda.on_the_device() if device.type == "cuda" else without_cuda.activate():
         yield
 

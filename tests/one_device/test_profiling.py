@@ -66,7 +66,7 @@ HYBRID = {
 @contextlib.contextmanager
 def local_layers():
     """In this block the command builds HybridModels of local layers, on CPU and on meta tensors."""
-    on_device = build._megatron_on
+    on_device = build.megatron_on
 
     @contextlib.contextmanager
     def megatron_on(where):
@@ -77,7 +77,7 @@ def local_layers():
         patched(build, "refuse", lambda *_: None),
         patched(build, "hybrid_spec", hybrid_models.local_spec),
         patched(hybrid, "_spec", hybrid_models.local_spec),
-        patched(build, "_megatron_on", megatron_on),
+        patched(build, "megatron_on", megatron_on),
     ):
         yield
 
