@@ -493,29 +493,18 @@ def trace_step(
     `forward_step` is by default a TokenStep; tensors in its `static` stay from step to step.
     """
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     parameters = [p for model in models for p in model.parameters()]
     gradients = [g for p in parameters if (g := _gradient(p)) is not None]
     buffers = [b for model in models for b in model.buffers()]
     forward_step = forward_step or TokenStep(shape, device)
     buffers += getattr(forward_step, "static", ())
-    several = len(models) > 1
-    numbers = [iter(range(shape.num_microbatches)) for _ in models]
     with (
         LiveBytes(static=[*parameters, *gradients, *buffers]) as live,
         kept_between_steps(models, live) as kept,
         _recorded(models, live),
     ):
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=numbers if several else numbers[0],
-            model=models if several else models[0],
-            num_microbatches=shape.num_microbatches,
-            seq_length=shape.seq_length,
-            micro_batch_size=shape.micro_batch_size,
-            forward_only=False,
-        )
+        run_step(models, shape, forward_step)
     return StageStep(
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         parameter_bytes=storage_bytes(parameters),
@@ -526,6 +515,23 @@ def trace_step(
             StepSpan(cast(Where, span.label or Where("between")), span.start_bytes, span.peak_bytes)
             for span in live.spans()
         ),
+    )
+
+
+def run_step(models: list[torch.nn.Module], shape: StepShape, forward_step: ForwardStep) -> None:
+    """One step of Megatron's schedule on built chunks; needs its parallel state."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    several = len(models) > 1
+    numbers = [iter(range(shape.num_microbatches)) for _ in models]
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=numbers if several else numbers[0],
+        model=models if several else models[0],
+        num_microbatches=shape.num_microbatches,
+        seq_length=shape.seq_length,
+        micro_batch_size=shape.micro_batch_size,
+        forward_only=False,
     )
 
 
