@@ -22,7 +22,6 @@ from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import LayerBytes
 from tests.hybrid_models import HAVE_HYBRID
 
-pytestmark = pytest.mark.usefixtures("forked")
 H100 = device("h100-80gb")
 JOB = {
     "name": "small",

@@ -11,7 +11,6 @@ from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import Profile
 from tests.meta.test_no_device import GROUPS, HEADS, MOE, SEQUENCE, UNIT, job
 
-pytestmark = pytest.mark.usefixtures("forked")
 H100 = device("h100-80gb")
 EVERY_TENSOR = {"min_offloaded_tensor_size": 1}
 SETS = [("core_attn", "attn_proj", "mlp_norm"), ("expert_fc1", "moe_act")]
