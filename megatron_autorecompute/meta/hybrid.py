@@ -125,12 +125,8 @@ def _replacements() -> Iterator[tuple[str, dict[str, Any]]]:
             "chunk_gated_delta_rule": gated_delta.chunk_gated_delta_rule,
         },
     )
-    # Main has it where it is used, in common.py; 0.19 imports it into gdn.py.
-    for name in ("common", "gdn"):
-        module = importlib.import_module("megatron.core.ssm.gated_delta_net." + name)
-        if permutation := getattr(module, "_build_thd_cp_a2a_perm", None):
-            stand_in = functools.partial(_on_meta, permutation)
-            yield f"ssm.gated_delta_net.{name}", {"_build_thd_cp_a2a_perm": stand_in}
+    for module, name, function in hybrid_spec.places_of_packed_tokens():
+        yield module, {name: functools.partial(_on_meta, function)}
     yield (
         "transformer.experimental_attention_variant.absorbed_mla",
         {name: _TE_NAMES[name] for name in ("TELinear", "TEColumnParallelLinear")},
