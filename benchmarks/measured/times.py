@@ -12,7 +12,7 @@ from benchmarks.measured.runs import Run
 Data = dict[str, Any]
 
 FITTED, JUDGES, LAUNCHES, ASSUMED = "fitted", "judges", "small layers", "GPUs assumed"
-LOGGED_MS = 20.0
+LOGGED_MS = 10.0
 """What Megatron's tests log after every step (timers, memory, norms, zeros of gradients), by which
 their steps are longer than a job's; fitted with the host's parameters."""
 TESTS = "Megatron-LM's tests"
@@ -117,7 +117,7 @@ parameter. Errors are absolute, but for the worst.
 - *Fitted*: a parameter was fitted on the row.
 - *Judges*: none was, the number of GPUs is known, and the hidden size is 4,096 or more.
 - *Small layers*: the host decides, whose GPU waits for launches. Of those on H100 every other one,
-  by name, is *fitted*: the host's three parameters, and 20 ms for what Megatron's tests log after
+  by name, is *fitted*: the host's three parameters, and 10 ms for what Megatron's tests log after
   every step, which are added to all of theirs. Runs of equal flags on H100 differ by up to 1.6
   times, on one cluster 25 times; no parameter of a GPU can say which host a test had.
 - *GPUs assumed*: chosen by the bytes between steps; an error may be that of the choice.
