@@ -241,7 +241,7 @@ class RecomputePolicy:
         """
         if isinstance(value, Mapping):
             value = value.get("recompute_policy", value.get("policy", value))
-        if isinstance(value, Mapping) and value and set(value) <= set(blocks or [DECODER]):
+        if isinstance(value, Mapping) and DECODER in value:
             return cls._of_blocks(value, num_layers, layout, depth_layers, blocks)
         if isinstance(value, str):
             return cls.parse(
@@ -457,9 +457,11 @@ class MegatronStrategy:
     ) -> Iterator[tuple[int, LayerPolicy]]:
         n = self.recompute_num_layers
         for chunk in chunks:
-            whole = len(chunk) - len(chunk) % n
-            for position, index in enumerate(chunk):
-                yield index, LayerPolicy("full", group=n if position < whole else len(chunk) % n)
+            rest = len(chunk) % n
+            whole = [LayerPolicy("full", group=n)] * (len(chunk) - rest)
+            yield from zip(
+                chunk, [*whole, *[LayerPolicy("full", group=max(rest, 1))] * rest], strict=True
+            )
         depths = _depths(num_layers, chunks)
         if depths and n != 1:
             # MultiTokenPredictionLayer asserts recompute_num_layers == 1 under uniform.

@@ -468,7 +468,7 @@ def test_mlp_recompute_with_linear_biases_returns_and_is_exact():
 @pytest.mark.any_version
 def test_mlp_recompute_with_linear_biases_never_returns_in_megatrons_own_form():
     with pytest.raises(RankError):
-        run_ranks(step_with_megatrons_own_mlp_recompute, 1, timeout_s=10, memory_bytes=5 << 30)
+        run_ranks(step_with_megatrons_own_mlp_recompute, 1, timeout_s=4, memory_bytes=5 << 30)
 
 
 @pytest.mark.parametrize("text", ["full,none*3", "none,full/2*2,none", "selective[moe]*2,full*2"])
