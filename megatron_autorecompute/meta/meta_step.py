@@ -369,9 +369,12 @@ def applied(policy: RecomputePolicy | None, models: list[torch.nn.Module]) -> It
     if policy is None:
         yield
         return
+    from megatron_autorecompute.compat import offload_modules
+    from megatron_autorecompute.meta import offloading
     from megatron_autorecompute.runtime.apply import apply
 
-    with apply(policy, models):
+    offloads = offload_modules.offloads(policy)
+    with offloading.on_meta() if offloads else contextlib.nullcontext(), apply(policy, models):
         yield
 
 
@@ -487,6 +490,7 @@ def trace_step(
     forward_step: ForwardStep | None = None,
 ) -> StageStep:
     """Run one step of Megatron's schedule on built chunks, and record the bytes alive in each part.
+    If the chunks offload, a step goes before it: the warm-up of Megatron's offload.
 
     Needs Megatron's parallel state. Works on CPU tensors in real ranks as well; the tests compare
     the two. Gradients are allocated first, as static bytes, except for parameters with a main_grad.
@@ -499,6 +503,9 @@ def trace_step(
     buffers = [b for model in models for b in model.buffers()]
     forward_step = forward_step or TokenStep(shape, device)
     buffers += getattr(forward_step, "static", ())
+    config: Any = models[0].config
+    if getattr(config, "fine_grained_activation_offloading", False):
+        run_step(models, shape, forward_step)
     with (
         LiveBytes(static=[*parameters, *gradients, *buffers]) as live,
         kept_between_steps(models, live) as kept,

@@ -58,14 +58,9 @@ class MetaOffloadCounter(OffloadCounter):
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """What runs in place of `ChunkOffloadHandler`'s methods."""
-        return {**super().methods(), "offload": self._counted, "reload": _empty}
+        reload = {"reload": lambda _, state: offloading.back(state)}
+        return {**super().methods(), "offload": self._counted, **reload}
 
-    def _counted(self, source: torch.Tensor, **_: Any) -> tuple[Any, ...]:
-        if not source.is_contiguous():
-            torch.empty_like(source, memory_format=torch.contiguous_format)
+    def _counted(self, source: torch.Tensor, **_: Any) -> offloading.State:
         self.note(source)
-        return source.shape, source.dtype, source.device
-
-
-def _empty(_: Any, state: tuple[Any, ...]) -> torch.Tensor:
-    return torch.empty(state[0], dtype=state[1], device=state[2])
+        return offloading.left(source)

@@ -28,6 +28,35 @@ def _uncounted(usual: Callable[..., Any]) -> Callable[..., Any]:
     return offload
 
 
+State = tuple[torch.Size, torch.dtype, torch.device]
+"""What is left of a meta tensor that was offloaded."""
+
+
+def left(source: torch.Tensor) -> State:
+    """Offload a meta tensor, which has nothing to copy."""
+    if not source.is_contiguous():
+        torch.empty_like(source, memory_format=torch.contiguous_format)
+    return source.shape, source.dtype, source.device
+
+
+def back(state: State) -> torch.Tensor:
+    """The tensor again."""
+    shape, dtype, device = state
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """In this block Megatron offloads meta tensors, and copies take no time."""
+    handler: Any = megatron_offload.ChunkOffloadHandler
+    with (
+        without_cuda(),
+        patched(handler, "offload", lambda _, source, **__: left(source)),
+        patched(handler, "reload", lambda _, state: back(state)),
+    ):
+        yield
+
+
 @contextlib.contextmanager
 def without_cuda() -> Iterator[None]:
     """In this block Megatron offloads tensors of any device. `without_cuda.activate()` provides
