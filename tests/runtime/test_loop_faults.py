@@ -99,12 +99,18 @@ def faulty(folder):
     auto = attached(gpt, said, plan_path=f"{folder}/plan.json")
     with pytest.raises(ApplyError, match="already in force"):
         attached(gpt, said)
-    forward_backward = auto.schedule(get_forward_backward_func())
+    plain = get_forward_backward_func()
+    forward_backward = auto.schedule(plain)
     assert auto.schedule(forward_backward) is forward_backward
+    assert auto.report() == "recompute auto: measuring, 0 steps done"
 
     def train(lengths, says=None, by=step):
-        auto.tokens(says or lengths)
-        call(gpt, lengths, forward_backward, len(policies), forward_step=by)
+        if len(policies) % 2 and says is None:
+            with auto.step(lengths):
+                call(gpt, lengths, plain, len(policies), forward_step=by)
+        else:
+            auto.tokens(says or lengths)
+            call(gpt, lengths, forward_backward, len(policies), forward_step=by)
         policies.append(auto.policy.format())
 
     draw = random.Random(rank)
@@ -117,6 +123,8 @@ def faulty(folder):
         if number in (6, 14):  # as slime does while it generates
             new_world(f"{folder}/world-{number}")
         train([8 * draw.randint(3, 32) for _ in range(2 + rank)])
+    assert f"predicted step {auto.plan.cost.step_ms:,.0f} ms" in auto.report()
+    assert "this rank's last peak 0.0" in auto.report()
     # An engine beside rank 1 grows, and sleeps again.
     train([256, 64])
     for taken in (20_000_000, 0):
