@@ -263,6 +263,20 @@ def frozen_in_front(chunks: Iterable[Chunk]) -> set[int]:
     return found
 
 
+def feature_layers(chunks: Iterable[Chunk]) -> set[int]:
+    """Indices of the layers whose output leaves the block as a feature besides its own output.
+
+    Symptom: a checkpoint around such a layer gives the features no gradient, because it returns
+    them in a list: the tower of Qwen3-VL in Megatron Bridge's main of August 2026,
+    `Qwen3VLVisionTransformerBlock._checkpointed_forward`. Remove when it returns them as tensors.
+    """
+    return {
+        site.layers[place]
+        for site in block_sites(chunks)
+        for place in getattr(site.block, "deepstack_visual_indexes", ())
+    }
+
+
 def numbered_layers(chunks: Iterable[Chunk]) -> list[tuple[Layer, int]]:
     """Every single layer of these model chunks with its global index.
 

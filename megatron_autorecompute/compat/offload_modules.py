@@ -95,8 +95,12 @@ def check_can_run(policy: RecomputePolicy) -> None:
             "Megatron decides on cpu_offloading when it builds a model: set cpu_offloading and "
             "cpu_offloading_num_layers there, and leave the recompute policy out."
         )
-    if not offloads(policy):
-        return
+    if offloads(policy):
+        check_machine()
+
+
+def check_machine() -> None:
+    """Raise MachineError if Transformer Engine is missing, or not told to use its first offload."""
     if getattr(transformer_engine, "cpu_offload", None) is None:
         raise MachineError(
             f"Offload with megatron-core {versions.installed()} needs Transformer Engine, and it "

@@ -102,6 +102,8 @@ class Job:
     cublas_workspace_config: Annotated[str, Field(pattern=r"^(:\d{1,7}:\d{1,4})*$")] = ""
     """CUBLAS_WORKSPACE_CONFIG of the job's environment, such as :4096:8; empty: torch's own size,
     but with deterministic_mode :4096:8, which Megatron-LM then asks for."""
+    expandable_segments: bool = False
+    """Whether PYTORCH_CUDA_ALLOC_CONF of the job's environment has expandable_segments:True."""
     flash_attn: bool = True
     """Whether flash-attn is installed, in a version that Transformer Engine takes."""
     attention_mask_in_dataloader: bool = False

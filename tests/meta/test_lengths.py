@@ -21,7 +21,6 @@ from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import LayerBytes
 
-pytestmark = pytest.mark.usefixtures("forked")
 H100 = device("h100-80gb")
 JOB = {
     "name": "small",

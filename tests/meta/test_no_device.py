@@ -31,7 +31,6 @@ from megatron_autorecompute.planner.unit_costs import CostTable
 from megatron_autorecompute.policy import NONE, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 
-pytestmark = pytest.mark.usefixtures("forked")
 H100 = device("h100-80gb")
 SEQUENCE, HIDDEN, FFN, HEADS, GROUPS = 512, 256, 1024, 8, 2
 UNIT = SEQUENCE * HIDDEN

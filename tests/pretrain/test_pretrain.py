@@ -136,7 +136,7 @@ def jobs(launched, folder):
         "grown plain": Job(grown, ranks=2, with_us=False),
         "grown": Job(grown + AUTO.format(budget=0.006), ranks=2),
         "four plain": Job(FLAGS + FOUR_RANKS, ranks=4, with_us=False),
-        "four": Job(FLAGS + FOUR_RANKS + f"--recompute-policy {MIXED}", ranks=4),
+        "four": Job(FLAGS + FOUR_RANKS + f"--recompute-policy decoder:{MIXED}", ranks=4),
     }
     pair = FLAGS + "--tensor-model-parallel-size 2 --sequence-parallel "
     planned = pair + AUTO.format(budget=0.0045) + "--recompute-plan-path " + str(folder)
@@ -338,7 +338,7 @@ def test_a_policy_that_some_ranks_do_not_have_is_an_error_on_all_of_them_at_once
         assert all(said in line for line in job.said)
 
 
-T5_MIXED = "full*2,none*1,selective[core_attn]*2,full*2,selective[mlp]*1"
+T5_BY_NAME = "decoder:selective[core_attn],full*2,selective[mlp];encoder:full*2,none,selective[mlp]"
 
 
 def test_a_t5_trains_alike_under_a_text_under_auto_and_under_the_plan_it_leaves(launched, tmp_path):
@@ -349,10 +349,10 @@ def test_a_t5_trains_alike_under_a_text_under_auto_and_under_the_plan_it_leaves(
         SCRIPT.with_name("pretrain_tiny_t5.py"),
         [
             Job(flags, with_us=False),
-            Job(flags + f"--recompute-policy {T5_MIXED}"),
+            Job(flags + f"--recompute-policy {T5_BY_NAME}"),
             Job(flags + auto),
             Job(flags + f"--recompute-policy @{plan}"),
-            Job(flags + "--recompute-policy full*4"),
+            Job(FLAGS + "--recompute-policy vision:full;decoder:none"),
             Job(flags + "--recompute-policy full --pipeline-model-parallel-size 2", 2),
         ],
     )
@@ -361,7 +361,7 @@ def test_a_t5_trains_alike_under_a_text_under_auto_and_under_the_plan_it_leaves(
         assert job.losses == plain.losses
         assert job.weights == plain.weights
     assert [kind.layers for kind in Plan.load(plan).profile.kinds] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert "the model has 8" in refused.said[0], refused.text
+    assert "names vision; this model's blocks are" in refused.said[0], refused.text
     assert "A T5Model on 2 pipeline stages" in in_stages.said[0], in_stages.text
 
 
@@ -397,7 +397,8 @@ for number, flags in enumerate(sys.stdin.read().splitlines()):
 """
 
 REFUSED_BEFORE_A_MODEL_IS_BUILT = {
-    "--recompute-policy full*3": (2, "the model has 4"),
+    "--recompute-policy decoder:full*3": (2, "the model has 4"),
+    "--recompute-policy full*4 --decoder-seq-length 16": (2, "the model has 8"),
     "--recompute-policy selective[nothing]": (2, "Unknown module nothing"),
     "--recompute-policy full --hybrid-layer-pattern *-[*-]": (8, "'[' at position 2: groups of"),
     "--recompute-policy full,,": (2, "Cannot read"),
@@ -441,6 +442,7 @@ ACCEPTED = (
     "--recompute-policy megatron:uniform/2",
     "--recompute-policy megatron:selective[core_attn+layernorm]",
     "--recompute-policy full/2*2,none*2",
+    "--recompute-policy vision:full;decoder:full/2*2,none*2",
     "--recompute-policy none --cuda-graph-impl local",
 )
 
