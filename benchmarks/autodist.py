@@ -29,6 +29,7 @@ from megatron_autorecompute.meta.devices import device  # noqa: E402
 from megatron_autorecompute.meta.job import Job, job_from  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
 from megatron_autorecompute.meta.sensitivity import planner  # noqa: E402
+from megatron_autorecompute.planner.nearness import nearness  # noqa: E402
 from megatron_autorecompute.planner.planner import Planner  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
@@ -239,8 +240,8 @@ def _measured(one: dict[str, Any]) -> Iterator[str]:
 
 def _proven(gap: float | None) -> str:
     if gap is None:
-        return "Nothing is proven of how near it is to the best."
-    return f"In this model it is proven to be within {gap:.2%} of the best."
+        return "Nothing is proven of how near it is to the optimum."
+    return f"In this model it is proven {nearness(gap)}."
 
 
 HEADER = (

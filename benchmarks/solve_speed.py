@@ -1,11 +1,12 @@
 """How long the solver takes, and how that grows: printed, and written as JSON.
 
-    python -m benchmarks.solve_speed [--quick | --leanest]
+    python -m benchmarks.solve_speed [--quick | --leanest | --planner]
 
 One core, processor time. A machine that does other things still shows in it, by its caches and its
 clock. With `--leanest` only the leanest needs are measured again, and the other figures stay as the
-file has them. Costs are those of unfused attention (Korthikanti et al. 2022) with selective sets
-around them; two kinds differ by 37%. Beside it HiGHS on the problem of the first stage, see `milp`.
+file has them; with `--planner` all but HiGHS'. Costs are those of unfused attention (Korthikanti et
+al. 2022) with selective sets around them; two kinds differ by 37%. Beside it HiGHS on the problem
+of the first stage, see `milp`.
 """
 
 from __future__ import annotations
@@ -94,6 +95,15 @@ class Result:
     stage_gap: float
 
 
+@dataclass(frozen=True)
+class Reuse:
+    """Nine budgets of one planner, the largest first, against nine planners."""
+
+    case: Case
+    apart_s: float
+    together_s: float
+
+
 MILP_S = 20
 COLUMNS = (
     *("layers", "p", "v", "choices", "kinds", "microbatches", "leanest, s", "solve, s"),
@@ -118,6 +128,10 @@ CASES = (
     Case(128, 4, 8, 12),
     Case(512, 8, 8, 16),
     Case(512, 64, 8, 16, 2),
+    # The slowest of a random sample of large ones.
+    Case(512, 4, 8, 16, 2),
+    Case(512, 16, 8, 16),
+    Case(512, 32, 8, 16, 2),
     # Microbatches.
     Case(32, 4, 2),
     Case(32, 4, 2, microbatches=1 << 16),
@@ -131,6 +145,8 @@ GROWTH = (
     ("microbatches", "microbatches", CASES[-2], CASES[-1]),
 )
 """Pairs of cases that differ in one dimension: the time grows as its power."""
+REUSED = (Case(16, 4), Case(32, 4), Case(64, 4), Case(32, 4, 2), Case(64, 4, 2), Case(512, 8))
+"""Of 4, 8 and 16 layers a chunk, and of 64."""
 QUICK = (HEADLINE, Case(32, 4), Case(48, 1))
 
 
@@ -174,7 +190,8 @@ def planner(case: Case) -> Planner:
     return Planner(profile(case), layout, schedule)
 
 
-def measure(case: Case) -> Result:
+def measure(case: Case, milp: Answer | None = None) -> Result:
+    """All of a case; `milp` is what HiGHS is known to find."""
     first_s, first = leanest_s(case), planner(case)
     low = max(choice.peak_bytes for choice in first.leanest)
     high = max(choice.peak_bytes for choice in first.fastest)
@@ -193,24 +210,43 @@ def measure(case: Case) -> Result:
     stage, start = planner(case), time.process_time()
     found = stage.choose(0, budget)
     stage_s = time.process_time() - start
-    answer = solved(stage.searches[0].problem, budget, MILP_S)
+    answer = milp or solved(stage.searches[0].problem, budget, MILP_S)
     own = answer, stage_s, found.time_ps / PS_PER_MS, found.gap
     return Result(case, first_s, tuple(times), max(gaps), pareto_s, *own)
+
+
+def measure_reuse(case: Case) -> Reuse:
+    one = planner(case)
+    low = max(choice.peak_bytes for choice in one.leanest)
+    high = max(choice.peak_bytes for choice in one.fastest)
+    budgets = [high - (high - low) * i // 8 for i in range(9)]
+    start = time.process_time()
+    for budget in budgets:
+        planner(case).solve(budget)
+    apart_s = time.process_time() - start
+    one, start = planner(case), time.process_time()
+    for budget in budgets:
+        one.solve(budget)
+    return Reuse(case, apart_s, time.process_time() - start)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three cases, nothing written")
     parser.add_argument("--leanest", action="store_true", help="only the leanest needs")
+    parser.add_argument("--planner", action="store_true", help="HiGHS only where it is not known")
     args = parser.parse_args()
+    highs = {old.case: old.milp for old in known()} if args.planner else {}
     results = []
     if args.leanest:
         results = [replace(old, leanest_s=leanest_s(old.case)) for old in track(known())]
-        write(results)
+        write(results, known_reuse())
     for case in track([] if args.leanest else QUICK if args.quick else CASES):
-        results.append(measure(case))
+        results.append(measure(case, highs.get(case)))
         if not args.quick:  # as they come, so that an interrupted run leaves what it has
-            write(results)
+            write(results, known_reuse())
+    if not args.quick and not args.leanest:
+        write(results, [measure_reuse(case) for case in track(REUSED)])
     shown = Table(*COLUMNS, box=None)
     for result in results:
         shown.add_row(*row(result))
@@ -225,7 +261,7 @@ def leanest_s(case: Case) -> float:
     return time.process_time() - start
 
 
-def write(results: list[Result]) -> None:
+def write(results: list[Result], reuse: list[Reuse]) -> None:
     machine = {"python": platform.python_version(), "machine": platform.machine()}
     RESULTS.parent.mkdir(exist_ok=True)
     data = {
@@ -234,9 +270,10 @@ def write(results: list[Result]) -> None:
         "milp_limit_s": MILP_S,
         "growth": growth(results),
         "results": [asdict(result) for result in results],
+        "reuse": [asdict(one) for one in reuse],
     }
     RESULTS.write_text(json.dumps(data, indent=1) + "\n")
-    RESULTS.with_suffix(".md").write_text(page(results))
+    RESULTS.with_suffix(".md").write_text(page(results, reuse))
 
 
 def known() -> list[Result]:
@@ -254,7 +291,13 @@ def known() -> list[Result]:
     ]
 
 
-def page(results: list[Result]) -> str:
+def known_reuse() -> list[Reuse]:
+    """What the file has."""
+    found = json.loads(RESULTS.read_text()).get("reuse", [])
+    return [Reuse(**{**one, "case": Case(**one["case"])}) for one in found]
+
+
+def page(results: list[Result], reuse: list[Reuse]) -> str:
     """As the documentation quotes it."""
     powers = [
         [name, *(f"{found[what]:.1f}" for what in ("solve", "leanest"))]
@@ -262,7 +305,22 @@ def page(results: list[Result]) -> str:
     ]
     heads = "between rows that differ in", "slowest solve", "leanest need"
     grows = "Time grows as so much a power of it:"
-    return f"{markdown(COLUMNS, map(row, results))}\n{grows}\n\n{markdown(heads, powers)}"
+    again = [
+        [
+            *map(str, (own.case.layers, own.case.stages, own.case.chunks)),
+            str(own.case.layers // (own.case.stages * own.case.chunks)),
+            f"{own.apart_s:.1f}",
+            f"{own.together_s:.1f}",
+            f"{own.together_s / own.apart_s:.0%}",
+        ]
+        for own in reuse
+    ]
+    names = "layers", "p", "v", "layers of a chunk", "nine planners, s", "one planner, s", "share"
+    return (
+        f"{markdown(COLUMNS, map(row, results))}\n{grows}\n\n{markdown(heads, powers)}\n"
+        f"Nine budgets of one planner, the largest first, against nine planners:\n\n"
+        f"{markdown(names, again)}"
+    )
 
 
 def growth(results: list[Result]) -> dict[str, dict[str, float]]:

@@ -457,9 +457,11 @@ class MegatronStrategy:
     ) -> Iterator[tuple[int, LayerPolicy]]:
         n = self.recompute_num_layers
         for chunk in chunks:
-            whole = len(chunk) - len(chunk) % n
-            for position, index in enumerate(chunk):
-                yield index, LayerPolicy("full", group=n if position < whole else len(chunk) % n)
+            rest = len(chunk) % n
+            whole = [LayerPolicy("full", group=n)] * (len(chunk) - rest)
+            yield from zip(
+                chunk, [*whole, *[LayerPolicy("full", group=max(rest, 1))] * rest], strict=True
+            )
         depths = _depths(num_layers, chunks)
         if depths and n != 1:
             # MultiTokenPredictionLayer asserts recompute_num_layers == 1 under uniform.

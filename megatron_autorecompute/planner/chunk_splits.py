@@ -11,8 +11,9 @@ drains as the whole does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -20,14 +21,15 @@ from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.layout import Chunk, Layout
 from megatron_autorecompute.planner.peak_memory import (
     ChunkColumns,
+    StageBase,
     stage_base,
     stage_moments,
     stage_peak,
 )
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.stage_times import residual_times, times_of
+from megatron_autorecompute.planner.stage_times import residual_times
 from megatron_autorecompute.planner.step_time import finished, step_unit
-from megatron_autorecompute.planner.unit_costs import CostTable, Unit
+from megatron_autorecompute.planner.unit_costs import CostTable
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 
@@ -39,6 +41,10 @@ MOST_EVENTS = 1 << 24
 """Events replayed in total, less than a second; then the search ends with the best split so far."""
 _AS_MANY = 16
 """Candidates that are about as much work to replay as one."""
+_EVENTS_OF_A_CANDIDATE = 1 << 10
+"""It is as much work to set one up as to replay so many."""
+_EVENTS_OF_A_PEAK = 1 << 14
+"""The same for the peak of one."""
 
 
 def with_exchanges(
@@ -80,6 +86,30 @@ def put_together(layout: Layout, splits: Sequence[Split]) -> RecomputePolicy:
     return RecomputePolicy(tuple(choices[layer] for layer in range(len(choices))))
 
 
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Two chunks of a stage exchange all of their choices, or those of one position."""
+
+    one: int
+    other: int
+    at: int | None = None
+
+    def made(self, split: Split) -> Split:
+        """The split after it."""
+        one, other = split[self.one], split[self.other]
+        if self.at is not None:
+            choices = one[self.at], other[self.at]
+            one, other = _at(other, self.at, choices[0]), _at(one, self.at, choices[1])
+        changed = {self.one: other, self.other: one}
+        return tuple(changed.get(number, own) for number, own in enumerate(split))
+
+
+def _at(
+    policies: tuple[LayerPolicy, ...], position: int, choice: LayerPolicy
+) -> tuple[LayerPolicy, ...]:
+    return (*policies[:position], choice, *policies[position + 1 :])
+
+
 class _Search:
     def __init__(
         self,
@@ -91,8 +121,8 @@ class _Search:
         percentile: float | None,
     ) -> None:
         self.profile, self.layout, self.schedule, self.budgets = profile, layout, schedule, budgets
-        self.units = _units_of(CostTable(profile, percentile), profile.num_layers)
-        self.high_units = _units_of(CostTable(profile, percentile, "high"), profile.num_layers)
+        self.table = CostTable(profile, percentile)
+        self.high = CostTable(profile, percentile, "high")
         group, number = schedule.group_size, schedule.num_microbatches
         self.short = replace(schedule, num_microbatches=min(number, 4 * group + number % group))
         self.events = 2 * self.short.num_microbatches * layout.num_chunks * layout.num_stages
@@ -101,16 +131,27 @@ class _Search:
             tuple(tuple(policy.layers[layer] for layer in chunk.layers) for chunk in chunks)
             for chunks in layout.stages
         ]
-        self.residual = residual_times(CostTable(profile), layout)
-        own = [self._units_of_stage(self.units, *pair) for pair in enumerate(self.splits)]
-        self.times = times_of(own).plus(self.residual)
-        self.unit = step_unit(schedule, float(self.times.busy.sum()))
-        self.step = int(self._steps(0, [self.splits[0]])[0])
+        self._bases: dict[int, StageBase] = {}
+        self._columns: dict[tuple[int, int], ChunkColumns] = {}
+        residual = residual_times(self.table, layout)
+        self.residual: Ints = np.stack([residual.forward, residual.backward])
+        own = [
+            [self.table.chunk_times_ps(chunk, policy) for chunk in chunks]
+            for chunks in layout.stages
+        ]
+        self.own: Ints = np.moveaxis(np.array(own, np.int64), 2, 0)
+        """`[direction, stage, chunk]` of the layers."""
+        self.unit = step_unit(schedule, float(self._times().sum()))
+        self.step = int(finished(self.short, *(self._times() // self.unit)).max())
+
+    def _times(self) -> Ints:
+        """`[direction, stage, chunk]` with residuals."""
+        times: Ints = np.maximum(self.own + self.residual, 0)
+        return times
 
     def whole_step(self) -> int:
-        """Picoseconds of the whole step, with the present choices of all stages."""
-        forward, backward = self.times.forward // self.unit, self.times.backward // self.unit
-        return int(finished(self.schedule, forward, backward).max())
+        """The whole step, in units, with the present choices of all stages."""
+        return int(finished(self.schedule, *(self._times() // self.unit)).max())
 
     def improved(self, stage: int) -> bool:
         """Make exchanges in a stage while they shorten the step; returns whether one did."""
@@ -122,89 +163,89 @@ class _Search:
     def _exchanged(self, stage: int) -> bool:
         most = max(1, MOST_AT_ONCE // self.events)
         candidates = list(itertools.islice(self._exchanges(stage), most))
-        self.events_left -= self.events * max(len(candidates), _AS_MANY)
+        each = self.events + _EVENTS_OF_A_CANDIDATE
+        self.events_left -= each * max(len(candidates), _AS_MANY)
         if not candidates or self.events_left < 0:
             return False
-        steps = self._steps(stage, candidates)
-        for best in np.argsort(steps, kind="stable"):
-            if steps[best] >= self.step:
+        own = self._own_after(stage, candidates)
+        steps = self._steps(stage, own)
+        for best in np.argsort(steps, kind="stable").tolist():
+            if steps[best] >= self.step or self.events_left < 0:
                 return False
-            if self._peak_bytes(stage, candidates[best]) <= self.budgets[stage]:
-                self._put(self.times.forward, self.times.backward, stage, candidates[best])
-                self.splits[stage] = candidates[best]
+            self.events_left -= _EVENTS_OF_A_PEAK
+            split = candidates[best].made(self.splits[stage])
+            columns = self._columns_of(stage, split)
+            if self._peak_bytes(stage, columns) <= self.budgets[stage]:
+                self._columns.update(((stage, c), own) for c, own in enumerate(columns))
+                self.own[:, stage], self.splits[stage] = own[..., best], split
                 self.step = int(steps[best])
                 return True
         return False
 
-    def _exchanges(self, stage: int) -> Iterator[Split]:
-        """Between chunks of the same kinds: all of their choices, or those of one position."""
-        chunks, split = self.layout.stages[stage], self.splits[stage]
-        kinds = [[self.profile.kind_of(i).name for i in chunk.layers] for chunk in chunks]
-        for a, b in itertools.combinations(range(len(chunks)), 2):
-            if kinds[a] != kinds[b] or split[a] == split[b]:
+    def _exchanges(self, stage: int) -> Iterator[_Exchange]:
+        """Between chunks of the same kinds."""
+        split = self.splits[stage]
+        for a, b in itertools.combinations(range(len(split)), 2):
+            if self.kinds[stage][a] != self.kinds[stage][b] or split[a] == split[b]:
                 continue
-            yield _with(split, {a: split[b], b: split[a]})
+            yield _Exchange(a, b)
             for at, (one, other) in enumerate(zip(split[a], split[b], strict=True)):
                 if one != other and one.group == other.group == 1 and len(split[a]) > 1:
-                    yield _with(split, {a: _at(split[a], at, other), b: _at(split[b], at, one)})
+                    yield _Exchange(a, b, at)
 
-    def _steps(self, stage: int, splits: Sequence[Split]) -> Ints:
-        """Time of the short step with each of the splits in a stage, the other stages unchanged."""
-        forward, backward = (
-            np.repeat(times[:, :, None], len(splits), axis=2)
-            for times in (self.times.forward, self.times.backward)
-        )
-        for number, split in enumerate(splits):
-            self._put(forward[..., number], backward[..., number], stage, split)
-        steps: Ints = finished(self.short, forward // self.unit, backward // self.unit).max(axis=0)
+    @cached_property
+    def kinds(self) -> list[list[list[str]]]:
+        """Names of the layers' kinds, by stage and chunk."""
+        owner = {layer: kind.name for kind in self.profile.kinds for layer in kind.layers}
+        return [
+            [[owner[layer] for layer in chunk.layers] for chunk in chunks]
+            for chunks in self.layout.stages
+        ]
+
+    def _steps(self, stage: int, own: Ints) -> Ints:
+        """The short step with each of some own times in a stage, the other stages unchanged."""
+        times = np.repeat(self._times()[..., None], own.shape[-1], axis=-1)
+        times[:, stage] = np.maximum(own + self.residual[:, stage, :, None], 0)
+        steps: Ints = finished(self.short, *(times // self.unit)).max(axis=0)
         return steps
 
-    def _put(self, forward: Ints, backward: Ints, stage: int, split: Split) -> None:
-        """Set one stage's times where its choices change."""
-        before = zip(self.layout.stages[stage], split, self.splits[stage], strict=True)
-        for c, (chunk, own, now) in enumerate(before):
-            if own is not now:
-                units = self.units(chunk, own)
-                forward_ps = sum(unit.forward_ps for unit in units)
-                backward_ps = sum(unit.backward_ps for unit in units)
-                forward[stage, c] = max(forward_ps + int(self.residual.forward[stage, c]), 0)
-                backward[stage, c] = max(backward_ps + int(self.residual.backward[stage, c]), 0)
+    def _own_after(self, stage: int, exchanges: Sequence[_Exchange]) -> Ints:
+        """A stage's own times after each exchange, `[direction, chunk, exchange]`."""
+        own = np.repeat(self.own[:, stage, :, None], len(exchanges), axis=-1)
+        for number, exchange in enumerate(exchanges):
+            pair = exchange.one, exchange.other
+            for c, other in (pair, pair[::-1]):
+                own[:, c, number] += self._added_ps(stage, c, other, exchange.at)
+        return own
 
-    def _peak_bytes(self, stage: int, split: Split) -> int:
-        units = self._units_of_stage(self.high_units, stage, split)
-        chunks = self.layout.stages[stage]
-        columns = [ChunkColumns(chunk, own) for chunk, own in zip(chunks, units, strict=True)]
-        base = stage_base(self.profile, self.layout, stage, "high")
+    def _added_ps(self, stage: int, c: int, other: int, at: int | None) -> tuple[int, int]:
+        """What it adds to a chunk's forward and backward to get choices of another chunk."""
+        chunk, split = self.layout.stages[stage][c], self.splits[stage]
+        if at is not None:
+            layer = chunk.layers[at]
+            now, then = (self.table.layer_in(chunk, layer, split[i][at]) for i in (c, other))
+            return then.forward_ps - now.forward_ps, then.backward_ps - now.backward_ps
+        forward, backward = self.table.chunk_times_ps(chunk, self._policy(chunk, split[other]))
+        now_forward, now_backward = self.own[:, stage, c].tolist()
+        return forward - now_forward, backward - now_backward
+
+    def _policy(self, chunk: Chunk, policies: tuple[LayerPolicy, ...]) -> RecomputePolicy:
+        """Choices of a chunk, as a policy."""
+        layers = [NONE] * self.profile.num_layers
+        for layer, choice in zip(chunk.layers, policies, strict=True):
+            layers[layer] = choice
+        return RecomputePolicy(tuple(layers))
+
+    def _columns_of(self, stage: int, split: Split) -> list[ChunkColumns]:
+        return [
+            self._columns[stage, c]
+            if own is self.splits[stage][c] and (stage, c) in self._columns
+            else ChunkColumns(chunk, self.high.chunk_units(chunk, self._policy(chunk, own)))
+            for c, (chunk, own) in enumerate(zip(self.layout.stages[stage], split, strict=True))
+        ]
+
+    def _peak_bytes(self, stage: int, columns: Sequence[ChunkColumns]) -> int:
+        if stage not in self._bases:
+            self._bases[stage] = stage_base(self.profile, self.layout, stage, "high")
         moments = stage_moments(self.profile, self.schedule, stage)
-        return stage_peak(base, stage, columns, moments).bytes
-
-    def _units_of_stage(self, of: _UnitsOf, stage: int, split: Split) -> list[tuple[Unit, ...]]:
-        return [of(*pair) for pair in zip(self.layout.stages[stage], split, strict=True)]
-
-
-_UnitsOf = Callable[[Chunk, tuple[LayerPolicy, ...]], tuple[Unit, ...]]
-
-
-def _units_of(table: CostTable, num_layers: int) -> _UnitsOf:
-    """A function for the units of a chunk under its layers' choices; it computes each pair once."""
-    known: dict[tuple[Chunk, tuple[LayerPolicy, ...]], tuple[Unit, ...]] = {}
-
-    def units(chunk: Chunk, policies: tuple[LayerPolicy, ...]) -> tuple[Unit, ...]:
-        if (chunk, policies) not in known:
-            layers = [NONE] * num_layers
-            for layer, choice in zip(chunk.layers, policies, strict=True):
-                layers[layer] = choice
-            known[chunk, policies] = table.chunk_units(chunk, RecomputePolicy(tuple(layers)))
-        return known[chunk, policies]
-
-    return units
-
-
-def _with(split: Split, changed: dict[int, tuple[LayerPolicy, ...]]) -> Split:
-    return tuple(changed.get(number, own) for number, own in enumerate(split))
-
-
-def _at(
-    policies: tuple[LayerPolicy, ...], position: int, choice: LayerPolicy
-) -> tuple[LayerPolicy, ...]:
-    return (*policies[:position], choice, *policies[position + 1 :])
+        return stage_peak(self._bases[stage], stage, columns, moments).bytes

@@ -12,7 +12,7 @@ The caller must subtract from the device's memory what lies outside torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
@@ -192,6 +192,7 @@ class Planner:
         self._searches: dict[int, StageSearch] = {}
         self._solved: dict[int, dict[int, StageChoice]] = {}
         self._known: list[_Known] = []
+        self._bases: dict[int, StageBase] = {}
 
     def replaced(
         self,
@@ -243,12 +244,19 @@ class Planner:
         return self._searches[stage]
 
     def _search(self, stage: int) -> StageSearch:
-        base = stage_base(self.profile, self.layout, stage, "high")
-        chunks = [self._chunk(stage, c, base) for c in range(self.layout.num_chunks)]
+        base = self._base(stage)
         moments = stage_moments(self.profile, self.schedule, stage)
+        chunks = [self._chunk(stage, c, base) for c in range(self.layout.num_chunks)]
         peak = true_peak(self._table, self.layout.stages[stage], base, moments)
         problem = stage_problem(chunks, moments, base, peak)
-        return StageSearch(problem, self._effort.of_one(self.layout.num_stages))
+        # With several chunks as much again is left for the search of the step.
+        shares = self.layout.num_stages * (1 if self.layout.num_chunks == 1 else 2)
+        return StageSearch(problem, self._effort.of_one(shares))
+
+    def _base(self, stage: int) -> StageBase:
+        if stage not in self._bases:
+            self._bases[stage] = stage_base(self.profile, self.layout, stage, "high")
+        return self._bases[stage]
 
     def _chunk(self, stage: int, index: int, base: StageBase) -> ChunkProblem:
         return chunk_problem(self._table, self.layout.stages[stage][index], base, self.only)
@@ -484,7 +492,7 @@ class Planner:
         """
         budgets = self.budgets(budget)
         fitting: list[tuple[MegatronStrategy, Ints]] = []
-        for setting, times in sorted(self._manual_times(), key=lambda pair: int(pair[1].sum())):
+        for setting, times in self._manual_times:
             slower = any((times >= faster).all() for _, faster in fitting)
             if not slower and self._fits(self.manual_policy(setting), budgets):
                 fitting.append((setting, times))
@@ -496,27 +504,29 @@ class Planner:
         """Whether the high end of every stage's peak is within its budget."""
         for stage, (chunks, budget) in enumerate(zip(self.layout.stages, budgets, strict=True)):
             columns = [ChunkColumns(c, self._table.chunk_units(c, policy)) for c in chunks]
-            base = stage_base(self.profile, self.layout, stage, "high")
             moments = stage_moments(self.profile, self.schedule, stage)
-            if stage_peak(base, stage, columns, moments).bytes > budget:
+            if stage_peak(self._base(stage), stage, columns, moments).bytes > budget:
                 return False
         return True
 
-    def _manual_times(self) -> Iterator[tuple[MegatronStrategy, Ints]]:
-        """Settings that differ in effect, each with forward and backward times of every chunk."""
-        chunks, seen = [c for stage in self.layout.stages for c in stage], set()
+    @cached_property
+    def _manual_times(self) -> list[tuple[MegatronStrategy, Ints]]:
+        """Settings that differ in effect, each with forward and backward times of every chunk; the
+        least busy first."""
+        chunks = [c for stage in self.layout.stages for c in stage]
+        seen, found = set(), []
         for setting in self.manual_settings():
             try:
                 policy = self.manual_policy(setting)
-                units = tuple(self._table.chunk_units(chunk, policy) for chunk in chunks)
+                runs = policy.runs()
+                if runs in seen:
+                    continue
+                seen.add(runs)
+                times = [self._table.chunk_times_ps(chunk, policy) for chunk in chunks]
             except (PolicyError, ProfileError):
                 continue  # `manual_strategies` says why
-            if units not in seen:
-                seen.add(units)
-                times = [
-                    (sum(u.forward_ps for u in c), sum(u.backward_ps for u in c)) for c in units
-                ]
-                yield setting, np.array(times, np.int64)
+            found.append((setting, np.array(times, np.int64)))
+        return sorted(found, key=lambda pair: int(pair[1].sum()))
 
     def manual_settings(self) -> list[MegatronStrategy]:
         """The settings of `manual_strategies`, including those that Megatron may refuse."""
@@ -530,7 +540,7 @@ class Planner:
         sets = dict.fromkeys(choice.modules for choice in recorded if choice.modules)
         for size in sizes:
             sets |= dict.fromkeys(itertools.combinations(modules, size))
-        most = max(*map(len, self._counted_chunks()), self._table.depth_layers)
+        most = max(*map(len, self._counted_chunks), self._table.depth_layers)
         numbers = range(1, most + 1)
         return [
             MegatronStrategy("none"),
@@ -539,6 +549,7 @@ class Planner:
             *(MegatronStrategy("uniform", (), n) for n in numbers),
         ]
 
+    @cached_property
     def _counted_chunks(self) -> tuple[tuple[int, ...], ...]:
         return self.layout.counted_chunks(self.profile.model.encoder_layers)
 
@@ -554,11 +565,15 @@ class Planner:
 
     def manual_policy(self, setting: MegatronStrategy) -> RecomputePolicy:
         """One of Megatron's own settings as a policy; raises PolicyError if Megatron refuses it."""
-        chunks, depth = self._counted_chunks(), self._table.depth_layers
+        chunks, depth = self._counted_chunks, self._table.depth_layers
         policy = setting.policy(self.profile.num_layers, chunks, depth)
-        choices = enumerate(policy.layers)
-        policy = RecomputePolicy(tuple(self._table.what_runs(*pair) for pair in choices))
-        if any(runs_forever(c, has_linear_bias(self.profile)) for c in set(policy.layers)):
+        if setting.modules:
+            choices = enumerate(policy.layers)
+            policy = RecomputePolicy(tuple(self._table.what_runs(*pair) for pair in choices))
+        if any(
+            runs_forever(c, has_linear_bias(self.profile))
+            for c in {run.policy for run in policy.runs()}
+        ):
             raise PolicyError(f"{setting}: {RUNS_FOREVER}.")
         return policy
 

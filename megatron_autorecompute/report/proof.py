@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+from megatron_autorecompute.planner.nearness import nearness
 from megatron_autorecompute.planner.plan import Plan
 
 
@@ -15,13 +14,7 @@ def proof(plan: Plan) -> str:
             "Not proven: the file was changed after it was written, or another version of this "
             "program wrote it. plan --profile with this file solves it again."
         )
-    if gap == 0:
-        return (
-            "The step is proven optimal in this model: no choices that fit the budget make a "
-            "shorter one."
-        )
-    most = math.ceil(1e5 * gap) / 1e3
+    what = "make it shorter by more" if gap else "make a shorter one"
     return (
-        f"The step is proven within {most:.3f}% of the optimum in this model: no choices that fit "
-        "the budget make it shorter by more."
+        f"The step is proven {nearness(gap)} in this model: no choices that fit the budget {what}."
     )

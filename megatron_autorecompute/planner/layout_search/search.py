@@ -19,6 +19,7 @@ from megatron_autorecompute.planner.layout_search.flags import (
 )
 from megatron_autorecompute.planner.layout_search.least_step import LeastSteps
 from megatron_autorecompute.planner.layout_search.partitions import PartitionSearch
+from megatron_autorecompute.planner.nearness import nearness
 from megatron_autorecompute.planner.planner import Budget, Planner, Solution, StepEvidence
 from megatron_autorecompute.planner.simpler import gave_way
 from megatron_autorecompute.planner.step_interval import StepErrors
@@ -245,7 +246,6 @@ def _proof(layout: Layout, evidence: StepEvidence) -> str:
 
 def proof_of_all(searched: str, others: str, evidence: StepEvidence) -> str:
     """What is proven of the step of all that was searched, in the words of docs/plan.md."""
-    if not evidence.gap:
-        return f"Proven optimal of all {searched} searched: {others} make a shorter one."
-    most = math.ceil(1e5 * evidence.gap) / 1e3
-    return f"Proven within {most:.3f}% of the optimum: {others} make a shorter one by more."
+    proven = nearness(evidence.gap or 0)
+    by_more = " by more" if evidence.gap else ""
+    return f"Proven {proven} of all {searched} searched: {others} make a shorter one{by_more}."

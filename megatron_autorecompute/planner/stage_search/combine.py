@@ -319,11 +319,12 @@ class Combiner:
 
 def _planefront(load: Ints, time: Ints) -> tuple[Ints, Ints]:
     """Loads, ascending, each with a lower time than all before; dominated points are dropped."""
-    order = np.lexsort((time, load))
-    load, time = load[order], time[order]
-    better = np.ones(len(time), np.bool_)
-    better[1:] = time[1:] < np.minimum.accumulate(time)[:-1]
-    return load[better], time[better]
+    order = load.argsort()  # in any order where equal: only the last one of equal loads counts
+    load, least = load[order], np.minimum.accumulate(time[order])
+    last = np.append(load[1:] != load[:-1], True)
+    load, least = load[last], least[last]
+    better = np.append(True, least[1:] < least[:-1])
+    return load[better], least[better]
 
 
 def _coarser(load: Ints, time: Ints, most: int = 1024) -> tuple[Ints, Ints]:

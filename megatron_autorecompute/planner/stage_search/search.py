@@ -55,9 +55,9 @@ class Effort:
     work_of_a_budget: int = 10**7
     """Up to so much for each of them is spent on it, about what a search of one is at the least."""
 
-    def of_one(self, stages: int) -> Effort:
-        """One stage's share."""
-        return replace(self, most_work=self.most_work // stages)
+    def of_one(self, shares: int) -> Effort:
+        """One of so many equal shares."""
+        return replace(self, most_work=self.most_work // shares)
 
 
 class StageSearch:
@@ -124,7 +124,7 @@ class StageSearch:
         moments = len(self.problem.constant)
         room, price = np.full(moments, NO_LIMIT), np.zeros(moments)
         rounds = _Rounds(Limits(self.problem, room, price, tally, apart), None)
-        options, left_ps = rounds.options(Goal(), width)
+        options, left_ps = rounds.options(Goal(), width, all_or_none=True)
         return options if left_ps == math.inf else None
 
     def _combiner(self, options: list[ChunkOptions] | None) -> Combiner | None:
@@ -278,8 +278,13 @@ class _Rounds:
         found, also_left_ps = combiner.best(self.limits, goal, width)
         return found, min(left_ps, also_left_ps)
 
-    def options(self, goal: Goal, width: int) -> tuple[list[ChunkOptions], float]:
-        """Labels of every chunk, up to one that has none; the second value is as in `round`."""
+    def options(
+        self, goal: Goal, width: int, *, all_or_none: bool = False
+    ) -> tuple[list[ChunkOptions], float]:
+        """Labels of every chunk, up to one that has none; the second value is as in `round`.
+
+        If `all_or_none`, it ends where labels are cut off for width.
+        """
         options: list[ChunkOptions] = []
         left_ps = math.inf
         for c in range(len(self.limits.problem.chunks)):
@@ -289,7 +294,7 @@ class _Rounds:
                 cut_ps = filters.left - self.limits.budget_price
                 left_ps = min(left_ps, cut_ps - SLACK * max(abs(filters.left), abs(cut_ps)))
             options.append(ChunkOptions(labels, final, self.ids))
-            if not len(final):
+            if not len(final) or (all_or_none and filters.left < math.inf):
                 break
             if filters.left == math.inf:
                 self.chunk_bounds[c] = max(

@@ -10,7 +10,9 @@ import numpy as np
 from megatron_autorecompute.planner.arrays import Ints
 
 _WHOLE = 20
-"""A whole combination is replayed, and counts as so many parts of one."""
+"""A whole combination is replayed, and counts as so many parts of one at the least."""
+_EVENTS_OF_A_PART = 128
+"""It is as much work to look at a part of one as to replay so many and to follow their paths."""
 Combination = tuple[int, ...]
 """The number of an option for every stage."""
 
@@ -22,6 +24,8 @@ class Replays(Protocol):
     """The shortest so far."""
     all_paths: list[Ints]
     """`[direction, stage, chunk]` each."""
+    events: int
+    """That are replayed of a combination."""
 
     def replay(self, combinations: Sequence[Combination]) -> None:
         """Work out their steps."""
@@ -53,6 +57,7 @@ class OneByOne:
         nodes: int,
     ) -> None:
         self.replays, self.options, self.nodes_left = replays, options, nodes
+        self.of_whole = max(_WHOLE, replays.events // _EVENTS_OF_A_PART)
         self.order = sorted(range(len(options)), key=lambda stage: (len(options[stage]), stage))
         self.lengths = [np.zeros((0, len(own)), np.int64) for own in options]
         """`[path, option]` of every stage; the first is the mixture's."""
@@ -67,7 +72,7 @@ class OneByOne:
 
     def _below(self, chosen: list[int]) -> bool:
         whole = len(chosen) == len(self.order)
-        self.nodes_left -= _WHOLE if whole else 1
+        self.nodes_left -= self.of_whole if whole else 1
         if self.nodes_left < 0:
             return False
         if not whole:

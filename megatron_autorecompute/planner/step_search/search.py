@@ -42,7 +42,7 @@ _PERIODS = 8
 class Work:
     """How much work a search may be; what is left open is the gap of its answer."""
 
-    mixing: int = 10**9
+    mixing: int = 7 * 10**8
     """In mixtures of paths and searches for stages' fastest choices on them, as `Tally` counts it:
     about a second. So much again may be the searches that prove the bound of one mixture."""
     least_mixtures: int = 2
@@ -97,7 +97,7 @@ class StepSearch:
         self._paths_seen: set[bytes] = set()
         self._steps: dict[Combination, int] = {}
         microbatches = min(schedule.num_microbatches, _PERIODS * schedule.group_size)
-        self._events = 2 * microbatches * schedule.num_stages * schedule.num_chunks
+        self.events = 2 * microbatches * schedule.num_stages * schedule.num_chunks
         self._events_left = self.work.events
         self._proofs_left = self.work.most_proofs
         self._own_work = 0
@@ -178,7 +178,7 @@ class StepSearch:
         slower = np.repeat(times[..., None], len(self.stages), axis=-1)
         for stage in range(len(self.stages)):
             slower[:, stage, :, stage] += slower[:, stage, :, stage] // 4
-        size = max(1, self.work.at_once // self._events)
+        size = max(1, self.work.at_once // self.events)
         for start in range(0, len(self.stages), size):
             some = slower[..., start : start + size]
             self.mixed_paths += self._fresh(one_path_each(self.schedule, some[0], some[1]))
@@ -211,7 +211,7 @@ class StepSearch:
         self.mixed_paths += self._fresh_paths(times)
 
     def _fresh_paths(self, times: Ints) -> list[Ints]:
-        self._own_work += self._events * _WORK_OF_A_PATH
+        self._own_work += self.events * _WORK_OF_A_PATH
         return self._fresh(critical_paths(self.schedule, times[0], times[1]))
 
     def _fresh(self, paths: Sequence[Ints]) -> list[Ints]:
@@ -277,7 +277,7 @@ class StepSearch:
     def replay(self, combinations: Sequence[Combination]) -> None:
         """Work out steps that are not known yet, and keep the best combination."""
         fresh = [c for c in dict.fromkeys(combinations) if c not in self._steps]
-        size = max(1, self.work.at_once // self._events)
+        size = max(1, self.work.at_once // self.events)
         for first in range(0, len(fresh), size):
             some = fresh[first : first + size]
             times = np.stack([self.times_of(combination) for combination in some], axis=-1)
@@ -294,7 +294,7 @@ class StepSearch:
         while unchanged < len(self.stages) and self._events_left > 0:
             others = self._promising(now, stage)
             self.replay(others)
-            self._events_left -= self._events * (len(others) + 1)
+            self._events_left -= self.events * (len(others) + 1)
             best = min(others, key=self._steps.__getitem__, default=now)
             unchanged += 1
             if self._steps[best] < self._steps[now]:
