@@ -13,6 +13,8 @@ BRIDGE_MAIN := build/bridge-main
 HAS_CUDA := $(shell $(PYTHON) -c "import torch; print(torch.cuda.is_available())" 2>/dev/null)
 export TORCHDYNAMO_DISABLE := 1
 export OMP_NUM_THREADS := 1
+# Of the tests' many processes only the first compiles this package.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: compare results examples measured test test-core-016 test-core-019 test-once test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks clean
 

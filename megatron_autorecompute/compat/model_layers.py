@@ -182,10 +182,10 @@ def _cannot_be_split(models: Iterable[Chunk]) -> str | None:
     """Why a policy cannot run on this stage of several; None if it can."""
     for model in models:
         names = [_name(path) for path, _ in _blocks([model])]
-        if _is_t5(model) or DECODER not in names:
+        if _is_t5(model) or (names and DECODER not in names):
             return (
                 f"A {type(model).__name__} on {parallel.pipeline_size()} pipeline stages: one of "
-                f"them has the blocks {', '.join(names) or 'nothing'}. A policy needs a decoder on "
+                f"them has the blocks {', '.join(names)}. A policy needs a decoder on "
                 "every stage, a vision tower on the first one beside it, and an encoder (T5) with "
                 "its decoder on one stage, pipeline_model_parallel_size=1, as does Megatron's "
                 "pretrain_t5.py."

@@ -244,14 +244,17 @@ class _Batch:
 
     def pack(self, job: Job) -> None:
         """Give it THD packing, as one sample: bytes of fused attention are per token. Megatron's
-        local attention and its hybrid models take no packed samples."""
-        if self.mask is not None or job.pattern is not None:
+        local attention takes no packed samples."""
+        if self.mask is not None:
             return
         ends = torch.tensor([0, self.length], dtype=torch.int32)
         both = {name: ends for name in ("cu_seqlens_q", "cu_seqlens_kv")}
         most = {name: self.length for name in ("max_seqlen_q", "max_seqlen_kv")}
-        self.packing = {"packed_seq_params": PackedSeqParams("thd", **both, **most)}
-        self.tensors.append(ends)
+        # Mamba layers read from it to which sample every token belongs.
+        whole = {"total_tokens": self.length} if job.pattern is not None else {}
+        packing = PackedSeqParams("thd", **both, **most, **whole)
+        self.packing = {"packed_seq_params": packing}
+        self.tensors += [ends, *([packing.seq_idx] if whole else [])]
 
 
 def add_main_gradients(

@@ -103,7 +103,10 @@ def profile_job(
     job.layout(), job.schedule()  # refused before anything is built
     if offload and job.config.get("overlap_moe_expert_parallel_comm"):
         raise OptionError(f"{job.name}: records of offload beside EP overlap are not modelled.")
-    clock = clock_type(device, efficiency, traffic(job))
+    reached = efficiency
+    if job.config.get("attention_backend") == "flash":
+        reached = efficiency.with_flash()
+    clock = clock_type(device, reached, traffic(job))
     # MTP depths on another stage have a copy of the embedding's weights. On one stage both share
     # it, and its gradient from the depths waits for that of the first layer.
     apart = job.mtp_num_layers and job.size("pipeline") > 1
@@ -116,7 +119,7 @@ def profile_job(
     whole = decoder
     if apart:
         last = [0] * (len(job_kinds(job)) - 1) + [1]  # the depths are built like this layer
-        whole = _part(job, clock_type(device, efficiency, traffic(job)), last, every, progress)
+        whole = _part(job, clock_type(device, reached, traffic(job)), last, every, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
@@ -609,7 +612,9 @@ def _assumed_of_times(job: Job, device: Device, efficiency: Efficiency) -> tuple
         given = value != getattr(device.reaches, name)
         source = "given" if given else device.reached_by.get(name, "given")
         said.append(
-            f"{name} {value:.0%} ({source})" if name in SHARES else f"{name} {value:g} ({source})"
+            f"{name} {value:.0%} ({source})"
+            if name in (*SHARES, "flash")
+            else f"{name} {value:g} ({source})"
         )
     beside = [
         "collectives that Megatron and Transformer Engine start beside a product",

@@ -37,7 +37,7 @@ from tests.support import fresh_processes, run_ranks, tiny_config
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(
-    num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=128, num_microbatches=4
+    num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=128, num_microbatches=2
 )
 CASE = replace(CASES[0], num_layers=8, pp=2, num_microbatches=4)
 
