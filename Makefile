@@ -13,6 +13,8 @@ BRIDGE_MAIN := build/bridge-main
 HAS_CUDA := $(shell $(PYTHON) -c "import torch; print(torch.cuda.is_available())" 2>/dev/null)
 export TORCHDYNAMO_DISABLE := 1
 export OMP_NUM_THREADS := 1
+# Of the tests' many processes only the first compiles this package.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: compare results examples measured test test-core-016 test-core-019 test-once test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks clean
 
@@ -79,7 +81,7 @@ test-core-016: $(INSTALLED)
 test-core-019: $(INSTALLED) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m pytest $(MEETS_MEGATRON) \
 	    tests/benchmarks/test_measured.py tests/benchmarks/test_measured_times.py \
-	    -m "not any_version" $(ARGS) \
+	    tests/one_device/test_profiling.py -m "not any_version" $(ARGS) \
 	    $(call OF,core 0.19.2)
 
 # All other tests.

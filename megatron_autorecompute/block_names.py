@@ -43,6 +43,18 @@ def named_parts(text: str) -> dict[str, str] | None:
     return parts
 
 
+def parts_of_field(value: Any) -> Mapping[str, Any] | None:
+    """What the value of a config field says for each block, as text or as a dict with the
+    decoder's name; None if it names no block.
+
+    Raises:
+        PolicyError: as `named_parts`.
+    """
+    if isinstance(value, Mapping):
+        return value if DECODER in value else None
+    return named_parts(value) if isinstance(value, str) else None
+
+
 def placed(parts: Mapping[str, Any], blocks: Blocks) -> list[tuple[Any, range]]:
     """What is said for each block, in the model's order, and the block's layers.
 

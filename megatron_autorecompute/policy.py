@@ -241,7 +241,7 @@ class RecomputePolicy:
         """
         if isinstance(value, Mapping):
             value = value.get("recompute_policy", value.get("policy", value))
-        if isinstance(value, Mapping) and value and set(value) <= set(blocks or [DECODER]):
+        if isinstance(value, Mapping) and DECODER in value:
             return cls._of_blocks(value, num_layers, layout, depth_layers, blocks)
         if isinstance(value, str):
             return cls.parse(

@@ -3,10 +3,8 @@
 
 python scripts/settings.py JOB.yaml PROFILE.json SETTING...    (none, selective[moe], uniform/1)
 
-JOB.yaml is what `estimate -o PROFILE.json` read, on one stage of H100 80 GB. Of layers that a job
-captures in CUDA graphs, what they hold and the highest transient of one stay taken from step to
-step; the column "with graphs" has that for attention and Mamba layers. It is arithmetic on the
-profile, not measured.
+JOB.yaml is what `estimate -o PROFILE.json` read, on one stage of H100 80 GB. Memory pools of CUDA
+graphs are not counted.
 """
 
 import sys
@@ -20,23 +18,6 @@ from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB
 
-CAPTURED = ("attention", "mamba")
-
-
-def with_graphs(profile: Profile, policy: RecomputePolicy, peak_bytes: int) -> int | None:
-    """The peak with pools of CUDA graphs; None where full layers leave none to capture."""
-    held, transient = 0, 0
-    for kind in profile.kinds:
-        if kind.name in CAPTURED:
-            record = kind.record(policy.layers[kind.layers[0]]) or kind.record("none")
-            if record.policy.granularity == "full":
-                return None
-            held += len(kind.layers) * record.held_bytes
-            transient = max(transient, record.backward_transient_bytes)
-    stage = profile.stages[0]
-    step_end = stage.static.total_bytes + stage.optimizer_step_peak_bytes + held
-    return max(peak_bytes, step_end) + transient
-
 
 def main(job_file: str, profile_file: str, *names: str) -> None:
     """Print one line for each setting."""
@@ -44,7 +25,7 @@ def main(job_file: str, profile_file: str, *names: str) -> None:
     planner = Planner(Profile.load(profile_file), job.layout(), job.schedule())
     budget = default_budget_bytes(gpu, None, job)
     most = gpu.memory_bytes - outside_torch(job, gpu).size_bytes
-    print(f"{'setting':28} {'peak GiB':>8} {'with graphs':>11}")
+    print(f"{'setting':28} {'peak GiB':>8}")
     for name in names:
         policy = RecomputePolicy.parse(
             f"megatron:{name}",
@@ -52,12 +33,9 @@ def main(job_file: str, profile_file: str, *names: str) -> None:
             layout=planner.layout.counted_chunks(),
         )
         peak = planner.evaluate(policy).peak_high_bytes
-        graphs = with_graphs(planner.profile, policy, peak)
-        highest = graphs or peak
-        verdict = "fits" if highest <= budget else "too close to say"
-        verdict = "does not fit" if highest > most else verdict
-        shown = "-" if graphs is None else f"{graphs / GIB:.2f}"
-        print(f"{name:28} {peak / GIB:8.2f} {shown:>11}  {verdict}")
+        verdict = "fits" if peak <= budget else "too close to say"
+        verdict = "does not fit" if peak > most else verdict
+        print(f"{name:28} {peak / GIB:8.2f}  {verdict}")
     print(f"fits: up to {budget / GIB:.2f} GiB, the budget, with 5% for fragmentation;")
     print(f"does not fit: above {most / GIB:.2f} GiB, all that is left to torch")
 

@@ -1,5 +1,6 @@
 """For all tests: how hypothesis runs, that children can be interrupted, and a world of one rank."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -24,22 +25,36 @@ settings.load_profile("no_deadline")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture
-def forked(request, monkeypatch):
+@contextlib.contextmanager
+def _forking():
     """What starts processes of its own starts them as run_ranks does: none imports Megatron again.
 
-    Except where the test sees what they print, which takes processes that inherit its streams.
+    Not where a test takes capfd: they inherit neither its streams nor its environment.
     """
-    from tests.support import fresh_processes
-
-    if "capfd" in request.fixturenames:
-        return
     usual = multiprocessing.get_context
-    monkeypatch.setattr(
-        multiprocessing,
-        "get_context",
-        lambda method=None: fresh_processes() if method == "spawn" else usual(method),
-    )
+
+    def get_context(method=None):
+        if method != "spawn":
+            return usual(method)
+        from tests.support import fresh_processes
+
+        return fresh_processes()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", get_context)
+        yield
+
+
+@pytest.fixture(scope="session")
+def forking():
+    """For fixtures of modules, which come before `_forked`."""
+    return _forking
+
+
+@pytest.fixture(autouse=True)
+def _forked(request):
+    with contextlib.nullcontext() if "capfd" in request.fixturenames else _forking():
+        yield
 
 
 @dataclass(frozen=True)

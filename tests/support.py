@@ -46,8 +46,17 @@ class RankError(Exception):
     """A rank of run_ranks raised, died or did not finish; carries the traceback of that rank."""
 
 
-IMPORTED = ("megatron.core.models.gpt", "megatron.core.distributed", "megatron.core.optimizer")
-"""And all that they import, torch among it; of ours, what tests import."""
+IMPORTED = (
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron_autorecompute.runtime.controller",
+    "megatron_autorecompute.report.terminal",
+    "rich.table",
+    "scipy.optimize",
+)
+"""And all that they import, torch among it."""
 
 
 def fresh_processes() -> Any:

@@ -64,6 +64,30 @@ class Case:
         fields = {name: getattr(value, "__name__", value) for name, value in self.fields.items()}
         return {**asdict(self.shape), **fields, "layers": self.layers, "dropout": 0.1}
 
+    def job(self) -> dict[str, Any]:
+        """Itself as a job that `estimate` and `profile --device` read."""
+        shape = self.shape
+        fields = {name: getattr(value, "__name__", value) for name, value in self.fields.items()}
+        return {
+            "name": self.name,
+            "config": {
+                "num_layers": shape.num_layers,
+                "hidden_size": shape.hidden_size,
+                "num_attention_heads": shape.num_attention_heads,
+                "attention_dropout": 0.1,
+                "hidden_dropout": 0.1,
+                "gradient_accumulation_fusion": False,
+                **fields,
+            },
+            "num_gpus": 1,
+            "seq_length": shape.seq_length,
+            "micro_batch_size": shape.micro_batch_size,
+            "global_batch_size": shape.micro_batch_size * shape.num_microbatches,
+            "vocab_size": 256,
+            "transformer_impl": "transformer_engine" if self.needs_te() else "local",
+            "position_embedding_type": "learned_absolute",
+        }
+
 
 def _shape(num_layers: int, hidden: int, heads: int, seq: int, micro_batch: int) -> Shape:
     return Shape(num_layers, hidden, heads, seq, micro_batch, 2, 1, True)
@@ -123,6 +147,44 @@ MLA = Case(
 )
 CURVES = (DENSE, DENSE_TE, MOE, MLA)
 """Parts 2 and 3; part 5 takes those that are there too."""
+
+
+OFFLOADING: Mapping[str, tuple[Case, tuple[str, ...], tuple[str, ...]]] = {
+    DENSE_TE.name: (
+        replace(DENSE_TE, shape=replace(DENSE_TE.shape, num_microbatches=4)),
+        ("core_attn+attn_proj", "qkv_linear", "core_attn+attn_proj+qkv_linear"),
+        (
+            "none",
+            "none+offload[core_attn+attn_proj]",
+            "none+offload[core_attn+attn_proj]*6,none*6",
+            "none+offload[qkv_linear]",
+            "none+offload[core_attn+attn_proj+qkv_linear]",
+            "selective[mlp]",
+            "selective[mlp]+offload[core_attn+attn_proj]",
+            "selective[mlp]+offload[core_attn+attn_proj]*6,full*6",
+            "full",
+        ),
+    ),
+    MOE.name: (
+        replace(
+            MOE,
+            shape=replace(MOE.shape, num_microbatches=4),
+            fields={**MOE.fields, "moe_router_force_load_balancing": True},
+        ),
+        ("core_attn+attn_proj", "expert_fc1", "expert_fc1+moe_act"),
+        (
+            "none",
+            "none+offload[expert_fc1]",
+            "none+offload[expert_fc1+moe_act]",
+            "none+offload[core_attn+attn_proj]",
+            "selective[moe_act]",
+            "selective[moe_act]+offload[expert_fc1]",
+            "none+offload[expert_fc1]*4,full*4",
+            "full",
+        ),
+    ),
+}
+"""Part 9: by name the job, the sets of modules that `estimate` is told, and policies."""
 
 
 def has_te() -> bool:

@@ -112,6 +112,36 @@ class Contest:
                 times[text] += self.times_ms(text, 2)[1:]
         return times
 
+    def settled(self, text: str, steps: int) -> dict[str, Any]:
+        """Bytes and times of a policy once what its first step learns is known, and host memory.
+
+        Device bytes are those that a step takes above what is there when it begins.
+        """
+        with apply(self.policy(text), self.job.chunks, holder="the benchmark") as applied:
+            warm_up_peak, out_of_memory = self.job.peak_bytes()
+            if out_of_memory:
+                return {"policy": text, "out_of_memory": True}
+            self.job.step()
+            self.job.optimizer.zero_grad()
+            at_rest = torch.cuda.memory_allocated() if self.job.on_cuda else 0
+            peak, out_of_memory = self.job.peak_bytes()
+            times = []
+            for _ in range(steps):
+                begin = time.perf_counter()
+                self.job.step()
+                times.append((time.perf_counter() - begin) * 1e3)
+            host = applied.host_memory()
+        return {
+            "policy": text,
+            "out_of_memory": out_of_memory,
+            "warm_up_peak_bytes": warm_up_peak,
+            "at_rest_bytes": at_rest,
+            "peak_bytes": peak,
+            "step_ms": times,
+            "pinned_bytes": host.pinned_bytes,
+            "waiting_bytes": host.waiting_bytes,
+        }
+
     # --- ours ---
 
     def profile(self, memory: Callable[[], Any] | None = None) -> Profile:

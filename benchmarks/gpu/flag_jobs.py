@@ -42,9 +42,16 @@ _HYBRID = (
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
 )
 _UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_OFFLOAD = "--fine-grained-activation-offloading --offload-modules core_attn attn_proj"
+_PACKED = _DENSE.replace("--group-query-attention --num-query-groups 8 ", "")
 _SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 JOBS = {
+    "Nemotron-H, 11 layers, full": f"{_HYBRID} {_UNIFORM}",
+    "7B, 4 layers, offload": (f"{_DENSE} {_UNFUSED_GRADIENTS} {_OFFLOAD}"),
+    # Attention's queries, keys and values are one tensor here: see keep_apart in offload_modules.
+    "7B, 4 layers, a key per query": f"{_PACKED} {_UNFUSED_GRADIENTS}",
+    "7B, 4 layers, a key per query, offload": f"{_PACKED} {_UNFUSED_GRADIENTS} {_OFFLOAD}",
     "Qwen3-30B-A3B, 3 layers": _MOE,
     "Qwen3-30B-A3B, 3 layers, moe_act": f"{_MOE} {_SELECTIVE} moe_act",
     "7B, 4 layers, fp8 tensorwise, fp8 weights": (
@@ -53,7 +60,6 @@ JOBS = {
     "7B, 4 layers, full": f"{_DENSE} {_UNFUSED_GRADIENTS} {_UNIFORM}",
     "7B, 4 layers, mlp": f"{_DENSE} --disable-bias-linear {_SELECTIVE} mlp",
     "7B, 4 layers, fp8 blockwise": f"{_DENSE} --fp8-format hybrid --fp8-recipe blockwise",
-    "Nemotron-H, 11 layers, full": f"{_HYBRID} {_UNIFORM}",
     "7B, 4 layers": f"{_DENSE} {_UNFUSED_GRADIENTS}",
     "7B, 4 layers, gradient accumulation fusion": _DENSE,
     "7B, 4 layers, core_attn": f"{_DENSE} {_UNFUSED_GRADIENTS} {_SELECTIVE} core_attn",

@@ -32,6 +32,7 @@ TITLES = {
     6: "`--recompute-policy auto` in the job",
     7: "Upstream's own tests",
     8: "Jobs by their flags, predicted without a device",
+    9: "Offload: bytes that leave, and what their copies cost",
 }
 
 
@@ -404,6 +405,52 @@ def settled_static(job: dict[str, Any]) -> int:
     return before[-(len(before) // steps)] if before and steps else 0
 
 
+def _offload(section: Section) -> list[str]:
+    found = _numbered(section.items, "policy")
+    if not found:
+        return [NOT_YET]
+    link = section.items["link"]
+    rows = []
+    for number, one in enumerate(found):
+        if one["out_of_memory"]:
+            rows.append((f"`{one['policy']}`", "out of memory", *["-"] * 6))
+            continue
+        taken = one["peak_bytes"] - one["at_rest_bytes"]
+        predicted = section.items.get(f"predicted/{number}", {})
+        rows.append(
+            (
+                f"`{one['policy']}`",
+                _gib(taken),
+                _gib(predicted.get("taken_bytes")),
+                _percent(predicted["taken_bytes"] / taken - 1) if predicted else NOT_YET,
+                _gib(one["pinned_bytes"]),
+                _ms(one["step_ms"]),
+                f"{statistics.median(one['step_ms']) / statistics.median(found[0]['step_ms']):.3f}",
+                f"{predicted['times_none']:.3f}" if predicted else NOT_YET,
+            )
+        )
+    return [
+        f"Pinned memory and the device: {link.get('to_host', 0):.1f} GB/s out, "
+        f"{link.get('to_device', 0):.1f} back, {link.get('each_of_both', 0):.1f} each way at once. "
+        "Taken: the peak of a step above what is there when it begins. Predicted without a device "
+        "by `python -m benchmarks.gpu.predict`. The first policy ran again at the end.",
+        "",
+        *table(
+            (
+                "policy",
+                "taken GiB",
+                "predicted",
+                "off",
+                "pinned GiB",
+                "step ms",
+                "times none",
+                "predicted",
+            ),
+            rows,
+        ),
+    ]
+
+
 _BODIES: dict[int, Callable[[Section], list[str]]] = {
     1: _autodist,
     2: _curve,
@@ -413,6 +460,7 @@ _BODIES: dict[int, Callable[[Section], list[str]]] = {
     6: _auto,
     7: _upstream,
     8: _by_flags,
+    9: _offload,
 }
 
 

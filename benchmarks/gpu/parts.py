@@ -1,4 +1,4 @@
-"""Parts 1, 2, 3 and 5: what trains in this process. Every item is saved before the next begins."""
+"""Parts 1, 2, 3, 5 and 9: what trains in this process. Every item is saved as it is made."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.cases import OFFLOADING
 from benchmarks.gpu.contest import Contest, Peak
 from benchmarks.gpu.mixes import random_policies
 from benchmarks.gpu.published import BUDGET_FRACTION
@@ -125,6 +126,38 @@ def overhead(contest: Contest, ledger: Ledger, rounds: int) -> None:
             f"strategy/{text}",
             lambda text=text, ours=ours: _pair(contest.in_turns([text, ours], 4 * rounds)),
         )
+
+
+def offload(contest: Contest, ledger: Ledger, rounds: int) -> None:
+    """Part 9: what offload takes off the device, and what its copies cost; the host's link."""
+    ledger.item("link", lambda: link_rates(contest.job.on_cuda))
+    # Off CUDA nothing leaves, and a dry run has other layers.
+    texts = OFFLOADING[contest.case.name][2] if contest.job.on_cuda else ("none", "full")
+    for number, text in enumerate([*texts, texts[0]]):  # the first one again: what drifted
+        ledger.item(f"policy/{number}", lambda text=text: contest.settled(text, rounds))
+
+
+def link_rates(on_cuda: bool, copied_bytes: int = 1 << 30, times: int = 5) -> dict[str, Any]:
+    """GB/s between the device and pinned host memory: each way alone, then both at once."""
+    if not on_cuda:
+        return {}
+    device = [torch.empty(copied_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    host = [torch.empty(copied_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def rate(*ways: int) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for way in ways:
+            with torch.cuda.stream(streams[way]):
+                source, target = (device, host) if way == 0 else (host, device)
+                target[way].copy_(source[way], non_blocking=True)
+        torch.cuda.synchronize()
+        return copied_bytes / (time.perf_counter() - begin) / 1e9
+
+    rate(0, 1)
+    ways = {"to_host": (0,), "to_device": (1,), "each_of_both": (0, 1)}
+    return {name: statistics.median(rate(*way) for _ in range(times)) for name, way in ways.items()}
 
 
 def _pair(times: dict[str, list[float]]) -> dict[str, Any]:

@@ -11,15 +11,21 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import yaml
+
 from benchmarks.gpu import page
+from benchmarks.gpu.cases import OFFLOADING, Case
 from benchmarks.gpu.results import Results
-from benchmarks.measured.prediction import Case, predicted
+from benchmarks.measured import prediction
+from megatron_autorecompute.cli import main as main_command
 from megatron_autorecompute.errors import AutorecomputeError
 from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.policy_cost import evaluate
+from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
@@ -35,6 +41,7 @@ def main() -> None:
     for path in parser.parse_args().results:
         results = Results.load(path)
         _predict(results)
+        _predict_offload(results)
         _evaluate_again(results)
         results.save()
         page.write(results, path.parent)
@@ -46,7 +53,7 @@ def _predict(results: Results) -> None:
             if section.part != 8 or not name.startswith("job/"):
                 continue
             gpu = GPUS.get(results.machine["device"], results.machine["device"])
-            found = predicted(Case(tuple(job["flags"].split()), (1,), gpu))
+            found = prediction.predicted(prediction.Case(tuple(job["flags"].split()), (1,), gpu))
             [*stages] = found.stages
             item = {"uncovered": found.uncovered}
             if stages:
@@ -54,6 +61,41 @@ def _predict(results: Results) -> None:
                 item = {"peak_bytes": stages[0].peak_bytes, "static_bytes": parts["static"]}
             section.items[name.replace("job/", "predicted/")] = item
             print(name, item)
+
+
+def _predict_offload(results: Results) -> None:
+    for section in results.sections.values():
+        if section.part != 9:
+            continue
+        case, modules, _ = OFFLOADING[section.model]
+        gpu = GPUS.get(results.machine["device"], results.machine["device"])
+        profile = _estimated(case, modules, gpu)
+        layers, microbatches = case.shape.num_layers, case.shape.num_microbatches
+        layout, schedule = Layout.from_flags(layers, 1), Schedule(1, 1, microbatches)
+        costs: dict[str, PolicyCost] = {}
+        for name, found in list(section.items.items()):
+            if not name.startswith("policy/") or found["out_of_memory"]:
+                continue
+            text = found["policy"]
+            policy = RecomputePolicy.parse(text, num_layers=layers)
+            costs[text] = cost = evaluate(profile, layout, schedule, policy)
+            [stage] = profile.stages
+            taken = cost.stages[0].peak.bytes - stage.static.total_bytes
+            section.items[name.replace("policy/", "predicted/")] = {
+                "taken_bytes": taken,
+                "times_none": cost.step_ms / costs["none"].step_ms,
+            }
+            print(name, text, taken, found["peak_bytes"] - found["at_rest_bytes"])
+
+
+def _estimated(case: Case, modules: Sequence[str], gpu: str) -> Profile:
+    """What `estimate --offload` says of the case's job."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, output = Path(folder, "job.yaml"), Path(folder, "profile.json")
+        job.write_text(yaml.safe_dump(case.job()), encoding="utf-8")
+        words = [str(job), "--gpu", gpu, "-o", str(output)]
+        main_command(["estimate", *words, *(w for m in modules for w in ("--offload", m))])
+        return Profile.load(output)
 
 
 def _evaluate_again(results: Results) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import cases, children, page
-from benchmarks.gpu.cases import CURVES, GPT3_760M, Case, has_te, started
+from benchmarks.gpu.cases import CURVES, GPT3_760M, OFFLOADING, Case, has_te, started
 from benchmarks.gpu.results import Ledger, OutOfTimeError, Results, Section, key_of
 from megatron_autorecompute.errors import AutorecomputeError, MachineError, OptionError
 
@@ -47,6 +47,7 @@ SECTIONS: dict[str, tuple[int, Case | None]] = {
         (2, CURVES[1:]),
         (3, CURVES[1:]),
         (5, CURVES[1:]),
+        (9, tuple(case for case, *_ in OFFLOADING.values())),
     )
     for case in cases
 }
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     folders = "default: benchmarks/results/gpu, or build/gpu-dry with --tiny"
     add("--output", type=Path, help=f"folder ({folders})")
-    add("--only", action="append", default=[], help="a part (1 to 8) or section; repeatable")
+    add("--only", action="append", default=[], help="a part (1 to 9) or section; repeatable")
     add("--tiny", action="store_true", help="a size that runs anywhere in seconds and proves none")
     add("--part-minutes", type=float, default=8.0, help="longest one section runs (default: 8)")
     add("--minutes", type=float, default=1e9, help="begin no section that may end later than this")
@@ -101,7 +102,7 @@ def selected(only: Sequence[str]) -> list[str]:
     unknown = [name for name in only if name not in parts and name not in SECTIONS]
     if unknown:
         raise OptionError(
-            f"--only {', '.join(unknown)}: there are parts 1 to 8 and the sections "
+            f"--only {', '.join(unknown)}: there are parts 1 to 9 and the sections "
             f"{', '.join(SECTIONS)}."
         )
     return [k for k, (part, _) in SECTIONS.items() if not only or k in only or str(part) in only]
@@ -221,7 +222,13 @@ def _trainings() -> dict[int, Callable[[Case, Ledger, int], None]]:
     def on(part: Callable[..., None], case: Case, ledger: Ledger, rounds: int) -> None:
         part(Contest(case), ledger, rounds)
 
-    known = {1: parts.autodist, 2: parts.curve, 3: parts.fidelity, 5: parts.overhead}
+    known = {
+        1: parts.autodist,
+        2: parts.curve,
+        3: parts.fidelity,
+        5: parts.overhead,
+        9: parts.offload,
+    }
     return {number: partial(on, part) for number, part in known.items()}
 
 

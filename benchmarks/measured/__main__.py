@@ -30,7 +30,8 @@ def case(run: Run) -> Case:
     several = len(run.worlds) > 1
     between = run.between_steps_bytes if several else None
     sizes = run.encoder_decoder
-    return Case(run.flags, run.worlds, run.gpu, between, sizes, run.environment)
+    stages = tuple(sorted({one.stage for one in run.measured}))
+    return Case(run.flags, run.worlds, run.gpu, between, sizes, run.environment, stages)
 
 
 def predictions(runs: list[Run], processes: int) -> dict[Case, Prediction]:

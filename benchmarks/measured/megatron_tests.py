@@ -40,6 +40,28 @@ LARGE_WORKSPACES = (
 )
 """Tests whose model_config.yaml sets CUBLAS_WORKSPACE_CONFIG=:4096:8, but no --deterministic-mode,
 which asks for it too (Megatron-LM cf3b8ee60)."""
+EXPANDABLE_SEGMENTS = frozenset(
+    (
+        "gpt/gpt3_15b_8t_release_sm_gb200",
+        "gpt/gpt3_mcore_te_tp1_pp4_vp1_1node",
+        "gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_decoupled_lr",
+        "gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_dist",
+        "gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather",
+        "gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_untied",
+        "gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_dist_tunable_overlap",
+        "gpt/gpt3_mcore_te_tp1_pp4_vp1_tunable_overlap",
+        "gpt/gpt3_mcore_te_tp2_pp2_resume_torch_dist_no_create_attention_mask_in_dataloader",
+        "mixtral/deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release",
+        "mixtral/deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release_sm",
+        "mixtral/mixtral_8x7b_tp1pp4ep8vpp8_release",
+        "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_mtp_resume_torch_dist_fp8",
+        "moe/gpt3_moe_mcore_te_tp2_pp2_ep4_etp1_fine_grained_offloading",
+        "nemotron/nemotron3_5_lightning_no_load_optim_tp1_pp1_cp1_ep4_dgx_gb200_1N4G",
+        "nemotron/nemotron3_super_release_gb200",
+        "nemotron/nemotron3_super_release_gb200_sm",
+    )
+)
+"""Tests whose model_config.yaml sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
 LAYER_WISE_LAYOUT = "2026-05-21"
 NEW_LTS = "2025-11-05"
 NEW_TORCH = "26.04"
@@ -75,6 +97,7 @@ def run(row: Mapping[str, str]) -> Run:
         worlds=worlds(row),
         measured=(Measured(-1, peak_bytes),),
         between_steps_bytes=whole(row, "mem_allocated_first") if between else None,
+        first_step_bytes=first_step(row),
         step_ms=milliseconds(row, "iter_s_median_2nd_half", 1e3),
         encoder_decoder=sizes,
         environment=environment(row, given),
@@ -83,6 +106,12 @@ def run(row: Mapping[str, str]) -> Run:
         family=family(given),
         uncovered=reason,
     )
+
+
+def first_step(row: Mapping[str, str]) -> int | None:
+    """The peak of the first step, unless the run goes on from a checkpoint."""
+    known = row.get("mem_max_first") and not (row.get("variant") or "").endswith("_2nd")
+    return whole(row, "mem_max_first") if known else None
 
 
 def environment(row: Mapping[str, str], given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -95,6 +124,8 @@ def environment(row: Mapping[str, str], given: Mapping[str, Any]) -> tuple[tuple
     found: list[tuple[str, Any]] = []
     if row["case"].startswith(LARGE_WORKSPACES):
         found.append(("cublas_workspace_config", ":4096:8"))
+    if row["case"] in EXPANDABLE_SEGMENTS:
+        found.append(("expandable_segments", True))
     date = row.get("golden_date") or "9"
     if (row.get("variant") or "").startswith("lts") and date < NEW_LTS:
         found.append(("flash_attn", False))
@@ -161,7 +192,7 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
     if "te-precision-config-file" in given:
         return "which layers are quantised is in a file that is not public"
     if "fine-grained-activation-offloading" in given:
-        return "fine-grained activation offloading is not modelled"
+        return "fine-grained activation offloading beside EP overlap or recompute is not predicted"
     if "export-kd-cfg" in given:
         return "distillation: the teacher's weights and activations are not modelled"
     return ""

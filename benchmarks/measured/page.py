@@ -56,9 +56,19 @@ def _all_statistics(data: Data) -> list[list[str]]:
     without = [p for name, own in rows.items() for p in own if name.startswith(WITHOUT_EXPERTS)]
     if large := [point for point in without if point["measured_bytes"] > LARGE_BYTES]:
         rows["dense and context parallel above 4 GB"] = large
+    if first := [point for p in judged(data) if (point := _first_step(p))]:
+        rows["MoE, first step"] = first
     if data["points"]:
         rows["all, with rows that do not suffice"] = data["points"]
     return [_statistics(*of) for of in rows.items()]
+
+
+def _first_step(point: Data) -> Data | None:
+    """A MoE point by the peak of its first step, when the router has learned nothing."""
+    measured, found = point.get("first_step_bytes"), point.get("predicted_first_step_bytes")
+    if point["family"] != "MoE" or not measured or not found:
+        return None
+    return {**point, "error": found / measured - 1}
 
 
 def _statistics(name: str, rows: Sequence[Data]) -> list[str]:
@@ -155,8 +165,9 @@ INTRODUCTION = """# Predictions against measured runs
 Written by `make measured` (`python -m benchmarks.measured`, megatron-core {core}) from
 `benchmarks/data/`. **Measured** peaks are the sources': torch's peak of allocated bytes since the
 process began. **Predicted** peaks are this package's model of the same flags on the same number of
-GPUs, without a device; nothing in it is fitted to a row. GB are 10^9 bytes. Errors in the tables of
-statistics are absolute, but for the last two columns.
+GPUs, without a device, and what torch's blocks add ([how](decisions/blocks.md)); nothing in it is
+fitted to a row. GB are 10^9 bytes. Errors in the tables of statistics are absolute, but for the
+last two columns.
 
 Sources: golden values of Megatron-LM's functional tests (NVIDIA/Megatron-LM, file and commit in
 each row of `megatron_golden_memory.csv`; values of the last rank, so of the last pipeline stage),
@@ -170,11 +181,10 @@ estimator of ISEEKYAN/mbridge for these runs were found.
 OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
 
 - Routing: no MoE row of Megatron's tests forces it to be even
-  (`--moe-router-force-load-balancing`), and predictions are of even routing.
-- Blocks: torch's allocator splits none whose rest would be 1 MiB or less
-  (c10/cuda/CUDACachingAllocator.cpp `should_split`), and allocated bytes are those of blocks. This
-  is not followed: up to 1 MiB for a tensor, 5 to 15 MB in tests that hold 1 to 2 GB (inferred from
-  sizes: projections of 3 MiB in blocks of 4), and as much between runs of equal flags.
+  (`--moe-router-force-load-balancing`), and predictions are of even routing. In a run's first step
+  the router has learned nothing; "MoE, first step" compares that peak, before Adam's moments.
+- Blocks: runs of equal flags differ by up to 10 MB, by which holes tensors fell into
+  ([what is followed](decisions/blocks.md)).
 - Nemotron 3.5 Lightning between steps: 347 MB more. 292 MB of it would be the fp32 main gradients
   of shards, which `--grad-reduce-in-bf16` makes in a step and the next forward no longer has (read
   in distrib_optimizer.py, not run).

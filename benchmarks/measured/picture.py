@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
@@ -32,4 +33,5 @@ def write(data: Data, path: Path) -> None:
     axes.set_ylim(-MOST_SHOWN * 1.05, MOST_SHOWN * 1.05)
     axes.legend(fontsize=7, loc="upper right")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "measured"}):  # ids are random without
+        figure.savefig(path, format="svg", metadata={"Date": None})

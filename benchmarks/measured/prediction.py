@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE and Apex
 
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
+from megatron_autorecompute.meta.blocks import Rounding, rounding  # noqa: E402
 from megatron_autorecompute.meta.devices import device  # noqa: E402
 from megatron_autorecompute.meta.encoder_decoder import encoder_decoder_need  # noqa: E402
 from megatron_autorecompute.meta.flags import job_from_flags  # noqa: E402
@@ -40,6 +41,8 @@ class Case:
     """As `Run`'s."""
     environment: tuple[tuple[str, Any], ...] = ()
     """As `Run`'s."""
+    measured_stages: tuple[int, ...] = (-1,)
+    """Those whose peaks are asked for; what the allocator's blocks add is predicted of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,8 @@ class Stage:
 
     peak_bytes: int
     moment: str
+    first_step_bytes: int | None
+    """The peak of a job's first step, before Adam's moments; None if not predicted."""
     parts: dict[str, int]
     """Bytes at that moment, by the parts of `planner.Breakdown`."""
 
@@ -153,7 +158,10 @@ def _of_world(case: Case, world: int) -> Prediction:
     )
     cost = model.evaluate(policy)
     step_ms = cost.step_ms + model.profile.step_end_ms
-    return Prediction(tuple(map(_stage, cost.stages)), world, step_ms)
+    asked = {range(len(cost.stages))[stage] for stage in case.measured_stages}
+    blocks = {stage: rounding(job, device(case.gpu), policy, stage) for stage in asked}
+    stages = tuple(_stage(one, blocks.get(stage)) for stage, one in enumerate(cost.stages))
+    return Prediction(stages, world, step_ms)
 
 
 def _of_encoder_decoder(case: Case, sizes: tuple[int, int, int]) -> Prediction:
@@ -161,16 +169,22 @@ def _of_encoder_decoder(case: Case, sizes: tuple[int, int, int]) -> Prediction:
     job = replace(job_of(case.flags, case.worlds[0]), **dict(case.environment))
     need = encoder_decoder_need(job, *sizes, device(case.gpu))
     parts = {"static": need.static_bytes, "activations": need.activation_bytes}
+    parts["blocks"] = need.rounding_bytes
     late = need.optimizer_step_bytes > need.activation_bytes
     moment = "optimizer step" if late else "Megatron's schedule on meta tensors"
-    return Prediction((Stage(need.peak_bytes, moment, parts),), case.worlds[0])
+    return Prediction((Stage(need.peak_bytes, moment, None, parts),), case.worlds[0])
 
 
-def _stage(cost: StageCost) -> Stage:
+def _stage(cost: StageCost, blocks: Rounding | None) -> Stage:
     parts = cost.peak.breakdown
+    more_bytes, first_bytes = 0, None
+    if blocks:
+        more_bytes = blocks.peak_bytes
+        first_bytes = cost.peak_high_bytes - blocks.moments_bytes + blocks.first_peak_bytes
     names = ("static", "in_flight", "running", "transient", "embedding_head", "overhead")
     by_name = {name: int(getattr(parts, f"{name}_bytes")) for name in names}
-    return Stage(cost.peak_high_bytes, cost.peak.moment, by_name)
+    by_name["blocks"] = more_bytes
+    return Stage(cost.peak_high_bytes + more_bytes, cost.peak.moment, first_bytes, by_name)
 
 
 def setting(config: dict[str, Any]) -> str:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import Job, job_from
 from megatron_autorecompute.meta.profiling import profile_job
+from megatron_autorecompute.meta.roofline import Communication
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.profile import ChoiceRecord, Profile
 
 GPU = "h100-80gb"
+ROOT = Path(__file__).parents[2]
+LAYER = "benchmarks/results/gpu/3/llama3-70b.profile.json"
+"""What `profile --device cuda` measured of one layer."""
 COMMON: dict[str, Any] = {
     "add_bias_linear": False,
     "gated_linear_unit": True,
@@ -151,12 +157,50 @@ def _job(
 
 def predicted() -> list[dict[str, Any]]:
     """Every published ratio beside ours."""
-    return [row for one in published() for row in ratios(one)]
+    return [*(row for one in published() for row in ratios(one)), *layers()]
+
+
+def layers() -> Iterator[dict[str, Any]]:
+    """The same of one layer that one H100 measured, without its modelled communication."""
+    measured = Profile.load(str(ROOT / LAYER))
+    job = job_from(measured.model.facts["job"], LAYER)
+    gpu = device(GPU)
+    whole, between = profile_job(job, gpu), profile_job(job, gpu, clock_type=Communication)
+
+    def alone_ms(choice: str) -> float:
+        return _ms(whole, choice) - _ms(between, choice)
+
+    def measured_ms(choice: str) -> float:
+        return _ms(measured, choice) - _record(measured, choice).communication_ms
+
+    for record in measured.kinds[0].choices:
+        if record.choice != "none":
+            yield {
+                "job": "Llama3-70B, tp 2, forward and backward of a layer, one H100",
+                "source": f"our own, {LAYER}",
+                "base": "none",
+                "setting": record.choice,
+                "published": round(measured_ms(record.choice) / measured_ms("none"), 4),
+                "predicted": round(alone_ms(record.choice) / alone_ms("none"), 4),
+            }
+
+
+def _ms(profile: Profile, choice: str) -> float:
+    record = _record(profile, choice)
+    return record.forward_ms + record.backward_ms
+
+
+def _record(profile: Profile, choice: str) -> ChoiceRecord:
+    kind = profile.kinds[0]
+    found = kind.record(choice) or kind.record(kind.inert[choice])
+    assert found is not None, choice
+    return found
 
 
 def ratios(one: Published) -> Iterator[dict[str, Any]]:
     """Of one job."""
-    base_ms = step_ms(one.job, one.base)
+    models = _models(one)
+    base_ms = _step_ms(models[one.base], one.base)
     for setting, step in one.steps.items():
         if setting != one.base:
             yield {
@@ -165,15 +209,23 @@ def ratios(one: Published) -> Iterator[dict[str, Any]]:
                 "base": one.base,
                 "setting": setting,
                 "published": round(step / one.steps[one.base], 4),
-                "predicted": round(step_ms(one.job, setting) / base_ms, 4),
+                "predicted": round(_step_ms(models[setting], setting) / base_ms, 4),
             }
 
 
-def step_ms(job: Job, setting: str) -> float:
+def _models(one: Published) -> dict[str, Planner]:
+    """By setting. Every profile has none and full beside its own set of modules."""
+    modules = {name: LayerPolicy.parse(name).modules for name in one.steps if "[" in name}
+    found = {}
+    for name, own in (modules or {one.base: ()}).items():
+        profile = profile_job(one.job, device(GPU), only=own)
+        found[name] = Planner(profile, one.job.layout(), one.job.schedule())
+    return {name: found.get(name, next(iter(found.values()))) for name in one.steps}
+
+
+def _step_ms(model: Planner, setting: str) -> float:
     """A whole step under one of Megatron's settings."""
-    modules = LayerPolicy.parse(setting).modules if setting.startswith("selective") else ()
-    profile = profile_job(job, device(GPU), only=modules)
-    model = Planner(profile, job.layout(), job.schedule())
+    profile = model.profile
     layers = profile.model.num_layers
     chunks = [[i for i in chunk if i < layers] for chunk in model.layout.chunk_layers()]
     policy = RecomputePolicy.parse(

@@ -172,12 +172,13 @@ def _layout(args: Namespace, profile: Profile, known: Known) -> Layout:
         pp = known.layout.num_stages
         if "pipeline_model_parallel_layout" not in split:
             split.setdefault("vp", known.layout.num_chunks)
+    in_front = profile.model.encoder_layers  # the flags are of the decoder
     return Layout.from_flags(
-        profile.model.num_layers,
+        profile.model.num_layers - in_front,
         1 if pp is None else pp,
         mtp_num_layers=profile.model.mtp_num_layers,
         **split,
-    )
+    ).behind(in_front)
 
 
 def _num_microbatches(args: Namespace, layout: Layout, known: Known) -> int:

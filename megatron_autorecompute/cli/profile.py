@@ -23,12 +23,11 @@ from megatron_autorecompute.cli.values import at_least
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Device, device
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.one_device.repeats import LEAST, MOST
 from megatron_autorecompute.options import say_renamed
 
 if TYPE_CHECKING:
     import torch
-
-REPEATS = 7
 
 
 class ProfileCommand(Command):
@@ -54,7 +53,8 @@ class ProfileCommand(Command):
             "--repeats",
             type=at_least(2),
             metavar="N",
-            help=f"how often each choice is measured; the first is a warm-up (default: {REPEATS})",
+            help="how often each choice is measured; the first is a warm-up (default: "
+            f"{MOST}, and down to {LEAST} where a layer has many choices)",
         )
         add_options(parser)
 
@@ -91,9 +91,7 @@ def _profile(args: Namespace) -> None:
     efficiency = read_efficiency(args.efficiency, gpu)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
     with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
-        profile = profile_on_device(
-            job, where, gpu, efficiency, args.repeats or REPEATS, status.update
-        )
+        profile = profile_on_device(job, where, gpu, efficiency, args.repeats, status.update)
     budget = budget_words(gpu, args.reserve_gib, job)
     show_profile(args, profile, output, budget_bytes, [budget])
 

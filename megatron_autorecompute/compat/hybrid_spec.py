@@ -1,11 +1,11 @@
-"""Megatron's layer spec of hybrid models, with other modules in Transformer Engine's places."""
+"""Parts of hybrid models: their layer spec with other modules, and a function that moved."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron_autorecompute.patched import patched
@@ -30,3 +30,16 @@ def with_modules(modules: Mapping[str, Any], provider: type) -> Any:
         undo.enter_context(patched(moe, "TESpecProvider", provider))
         found.loader.exec_module(module)
     return module.hybrid_stack_spec
+
+
+def places_of_packed_tokens() -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """The function by which Gated DeltaNet finds a rank's packed tokens: the module below
+    megatron.core that calls it, its name, and itself.
+
+    Upstream: 0.19's gdn.py imports it from common.py; main's common.py calls it.
+    """
+    name = "_build_thd_cp_a2a_perm"
+    for module in ("ssm.gated_delta_net.gdn", "ssm.gated_delta_net.common"):
+        function = getattr(importlib.import_module("megatron.core." + module), name, None)
+        if function is not None:
+            yield module, name, function

@@ -14,7 +14,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_autorecompute.block_names import DECODER
+from megatron_autorecompute.block_names import DECODER, ENCODER
 from megatron_autorecompute.compat import parallel, seam
 from megatron_autorecompute.compat.untyped import Block, Chunk, Layer
 from megatron_autorecompute.errors import PolicyError
@@ -84,19 +84,18 @@ def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
     other's, in the order in which layers run.
 
     Raises:
-        PolicyError: blocks have equal layer numbers and no names of their own, or a model with an
-            encoder or a tower has several stages.
+        PolicyError: as `first_block`; or blocks have equal layer numbers and no names of their own.
     """
     chunks = list(modules)
-    first = [found.first for found in _two_blocks(chunks)]
-    blocks = [block for _, block in _blocks(chunks)]
-    blocks.sort(key=lambda block: not any(block is one for one in first))
-    before = {id(found.decoder): len(found.first.layers) for found in _two_blocks(chunks)}
-    sites = [
-        BlockSite(block, tuple(before.get(id(block), 0) + n - 1 for n in _layer_numbers(block)))
-        for block in blocks
-    ]
-    indices = [index for site in sites for index in site.layers]
+    _, in_front = first_block(chunks)
+    first, rest = [], []
+    for path, block in _blocks(chunks):
+        numbers = [layer.layer_number - 1 for layer in block.layers]
+        if in_front and _name(path) != DECODER:
+            first.append(BlockSite(block, tuple(numbers)))
+        else:
+            rest.append(BlockSite(block, tuple(in_front + number for number in numbers)))
+    indices = [index for site in first + rest for index in site.layers]
     if len(set(indices)) != len(indices):
         names = ", ".join(path or "the model" for path, _ in _blocks(chunks))
         raise PolicyError(
@@ -104,11 +103,7 @@ def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
             "and one tower or encoder: apply a separate policy to each block, as in "
             "apply(policy, model.decoder)."
         )
-    return sites
-
-
-def _layer_numbers(block: Block) -> list[int]:
-    return [layer.layer_number for layer in block.layers]
+    return first + rest
 
 
 def _blocks(chunks: Iterable[Chunk]) -> list[tuple[str, Block]]:
@@ -121,60 +116,93 @@ def _blocks(chunks: Iterable[Chunk]) -> list[tuple[str, Block]]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _TwoBlocks:
-    """A chunk with a block in front of its decoder."""
-
-    name: str
-    """What a policy calls the first."""
-    first: Block
-    decoder: Block
-
-
-def _two_blocks(chunks: Iterable[Chunk]) -> list[_TwoBlocks]:
-    found = []
-    for chunk in chunks:
-        blocks = _blocks([chunk])
-        _check_one_stage(unwrapped(chunk), len(blocks))
-        main = [block for path, block in blocks if _name(path) == DECODER]
-        rest = [(_name(path), block) for path, block in blocks if _name(path) != DECODER]
-        if len(main) == len(rest) == 1:
-            found.append(_TwoBlocks(*rest[0], main[0]))
-    return found
-
-
-def _check_one_stage(model: Chunk, blocks: int) -> None:
-    """T5Model and LLaVAModel may have one of two blocks on a stage; of others, both are seen."""
-    may_be_split = type(model).__name__ in ("T5Model", "LLaVAModel")
-    if parallel.pipeline_size() > 1 and (may_be_split or blocks > 1):
-        raise PolicyError(
-            f"A {type(model).__name__} on {parallel.pipeline_size()} pipeline stages: a policy for "
-            "its encoder (or tower) and decoder needs both on one stage, "
-            "pipeline_model_parallel_size=1, as does Megatron's pretrain_t5.py."
-        )
-
-
 def _name(path: str) -> str:
     """What a policy calls the block at this path of a model: `vision_model.decoder` is vision.
 
     The decoder is the block of the language model, wherever it is.
     """
-    first, _, rest = path.partition(".")
-    if first == "language_model" or not rest:
-        return DECODER if first in ("language_model", "decoder", "") else first
-    return first.removesuffix("_model").removesuffix("_tower").removesuffix("_encoder")
+    parts = path.split(".")
+    if "language_model" in parts or path in ("", "decoder"):
+        return DECODER
+    owner = parts[-2] if len(parts) > 1 else parts[0]
+    return owner.removesuffix("_model").removesuffix("_tower").removesuffix("_encoder")
+
+
+_FIRST_BLOCK = "_autorecompute_first_block"
+"""Attribute in which a chunk of a model on several stages keeps what `first_block` found."""
 
 
 def first_block(chunks: Iterable[Chunk]) -> tuple[str, int]:
     """Name and layers of the block in front of the decoder: `encoder` of T5, a tower such as
-    `vision`. ("", 0) for a model that has none."""
-    found = _two_blocks(chunks)
-    return (found[0].name, len(found[0].first.layers)) if found else ("", 0)
+    `vision`. ("", 0) for a model that has none.
+
+    A tower is on the first pipeline stage, and the others do not see it. So for a model that may
+    have one, all ranks ask for the first time together; from then on the chunks know.
+
+    Raises:
+        PolicyError: a model with an encoder, or a stage with a tower and no decoder, on several
+            stages; the same error on all of them.
+    """
+    models = [unwrapped(chunk) for chunk in chunks]
+    if parallel.pipeline_size() == 1 or all(map(_is_one_block, models)):
+        return _seen_in_front(models)
+    if not all(_FIRST_BLOCK in vars(model) for model in models):
+        reasons, found = zip(
+            *parallel.over_stages((_cannot_be_split(models), _seen_in_front(models))), strict=True
+        )
+        if any(reasons):
+            raise PolicyError(next(filter(None, reasons)))
+        for model in models:
+            vars(model)[_FIRST_BLOCK] = max(found, key=lambda each: each[1])
+    known: tuple[str, int] = vars(models[0])[_FIRST_BLOCK]
+    return known
+
+
+def _is_one_block(model: Chunk) -> bool:
+    """Whether nothing can be in front of the only block: it is the model itself, or part of it."""
+    paths = [path for path, _ in _blocks([model])]
+    return len(paths) == 1 and "." not in paths[0] and not _is_t5(model)
+
+
+def _is_t5(model: Chunk) -> bool:
+    return type(model).__name__ == "T5Model"
+
+
+def _seen_in_front(models: Iterable[Chunk]) -> tuple[str, int]:
+    """What `first_block` says, as far as these chunks show."""
+    for model in models:
+        blocks = [(_name(path), len(block.layers)) for path, block in _blocks([model])]
+        rest = [each for each in blocks if each[0] != DECODER]
+        if len(rest) == 1 and len(blocks) == 2:
+            return rest[0]
+    return "", 0
+
+
+def _cannot_be_split(models: Iterable[Chunk]) -> str | None:
+    """Why a policy cannot run on this stage of several; None if it can."""
+    for model in models:
+        names = [_name(path) for path, _ in _blocks([model])]
+        if _is_t5(model) or (names and DECODER not in names):
+            return (
+                f"A {type(model).__name__} on {parallel.pipeline_size()} pipeline stages: one of "
+                f"them has the blocks {', '.join(names)}. A policy needs a decoder on "
+                "every stage, a vision tower on the first one beside it, and an encoder (T5) with "
+                "its decoder on one stage, pipeline_model_parallel_size=1, as does Megatron's "
+                "pretrain_t5.py."
+            )
+    return None
 
 
 def encoder_layers(chunks: Iterable[Chunk]) -> int:
     """How many layers an encoder (T5) or a tower has before the decoder's; 0 for other models."""
     return first_block(chunks)[1]
+
+
+def tower_layers(chunks: Iterable[Chunk]) -> int:
+    """How many layers a tower has before the decoder's, whose tokens are not the decoder's; 0 for
+    other models."""
+    name, layers = first_block(chunks)
+    return 0 if name == ENCODER else layers
 
 
 def mtp_sites(modules: Iterable[Chunk]) -> list[MtpSite]:
@@ -233,6 +261,20 @@ def frozen_in_front(chunks: Iterable[Chunk]) -> set[int]:
                 return found
             found.add(index)
     return found
+
+
+def feature_layers(chunks: Iterable[Chunk]) -> set[int]:
+    """Indices of the layers whose output leaves the block as a feature besides its own output.
+
+    Symptom: a checkpoint around such a layer gives the features no gradient, because it returns
+    them in a list: the tower of Qwen3-VL in Megatron Bridge's main of August 2026,
+    `Qwen3VLVisionTransformerBlock._checkpointed_forward`. Remove when it returns them as tensors.
+    """
+    return {
+        site.layers[place]
+        for site in block_sites(chunks)
+        for place in getattr(site.block, "deepstack_visual_indexes", ())
+    }
 
 
 def numbered_layers(chunks: Iterable[Chunk]) -> list[tuple[Layer, int]]:

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import is_te_min_version
+from torch.utils.hooks import RemovableHandle
 
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import model_layers, versions
@@ -94,8 +95,12 @@ def check_can_run(policy: RecomputePolicy) -> None:
             "Megatron decides on cpu_offloading when it builds a model: set cpu_offloading and "
             "cpu_offloading_num_layers there, and leave the recompute policy out."
         )
-    if not offloads(policy):
-        return
+    if offloads(policy):
+        check_machine()
+
+
+def check_machine() -> None:
+    """Raise MachineError if Transformer Engine is missing, or not told to use its first offload."""
     if getattr(transformer_engine, "cpu_offload", None) is None:
         raise MachineError(
             f"Offload with megatron-core {versions.installed()} needs Transformer Engine, and it "
@@ -212,6 +217,33 @@ def _keep_pairs(chunk: Any) -> None:
             kept = not group.offload
         elif group._name == "attn_proj" and kept:
             group.offload = False
+
+
+def keep_apart(layer: Layer) -> list[RemovableHandle]:
+    """Give Transformer Engine's attention queries, keys and values that are not one tensor.
+
+    Symptom: gradients are NaN, or "an illegal memory access was encountered", for attention whose
+    heads each have keys and values of their own, without rotary embeddings: there the three are
+    views of linear_qkv's output, and the fused kernel's backward reads them as such (its layout
+    sbh3d), though three tensors came back from the host. Seen on an H100 with Transformer Engine
+    2.20. Remove when Megatron passes the one tensor, as `qkv_layer`, and offloads that.
+
+    Returns:
+        Handles that take this away.
+    """
+    attention: Any = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+    if type(attention).__name__ != "TEDotProductAttention":
+        return []
+    return [attention.register_forward_pre_hook(_apart)]
+
+
+def _apart(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Copies of query, key and value, [s, b, h, d] each, if they have fewer than three storages."""
+    query, key, value, *rest = inputs
+    three = (query, key, value)
+    if len({each.untyped_storage()._cdata for each in three}) == len(three):
+        return None
+    return (*(each.contiguous() for each in three), *rest)
 
 
 @dataclass(frozen=True, slots=True)

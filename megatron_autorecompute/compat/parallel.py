@@ -34,6 +34,14 @@ def stage_groups() -> list[Any]:
     return [parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)]
 
 
+def over_stages(mine: Any) -> list[Any]:
+    """A value of every stage's rank in this rank's pipeline, first stage first."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    said: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(said, mine, group=group)
+    return said
+
+
 def groups_inside(block: Block) -> list[Any]:
     """The groups of ranks that wait for each other in every forward of this block's layers."""
     if not parallel_state.model_parallel_is_initialized():

@@ -20,6 +20,12 @@ def is_method() -> bool:
     return hasattr(TransformerBlock, "_checkpointed_forward")
 
 
+def _own_method(block: Block) -> Callable[..., Any] | None:
+    """The checkpointed forward of the block's class: through 0.17 every class has one; since 0.18
+    those that bring their own with a forward that calls it (Qwen3-VL in Megatron Bridge)."""
+    return getattr(type(block), "_checkpointed_forward", None)
+
+
 def _seam_modules() -> list[Any]:
     """Modules that import `megatron.core.recompute.checkpointed_forward` by name (since 0.18)."""
     modules: list[Any] = [transformer_block]
@@ -36,8 +42,8 @@ def checkpointed_forward(block: Block) -> Callable[..., Any]:
     Raises:
         UnsupportedVersionError: Megatron has it in neither of the two known places.
     """
-    if is_method():
-        method: Callable[..., Any] = type(block)._checkpointed_forward
+    method: Callable[..., Any] | None = _own_method(block)
+    if method is not None:
         return method
     try:
         from megatron.core.recompute import checkpointed_forward as function
@@ -78,7 +84,7 @@ class Runner:
 
 
 class _OfBlock:
-    """Replaces the method in a block (through 0.17), with a weak reference to the block."""
+    """Replaces the method in a block that has one, with a weak reference to the block."""
 
     def __init__(self, block: Block, runner: Runner) -> None:
         self.block, self.runner = weakref.ref(block), runner
@@ -99,7 +105,7 @@ class _OfBlock:
 
 def redirect(block: Block, runner: Runner) -> None:
     """Make Megatron's full-recompute branch of this block, and of its copies, call `runner`."""
-    if is_method():
+    if _own_method(block) is not None:
         block._checkpointed_forward = _OfBlock(block, runner)
     else:
         block.__dict__[_RUNNER] = runner

@@ -96,9 +96,13 @@ def pipeline_layout(
 ) -> Layout:
     """Which stage and chunk holds which layers, from the pattern, or else the config's fields.
 
+    encoder_layers: of an encoder or a tower; the first chunk has them in front of its own.
     pattern: the model's; by default the config's, if it has one.
     """
-    pattern = pattern or pattern_of(config)
+    return _decoder_layout(config, pattern or pattern_of(config)).behind(encoder_layers)
+
+
+def _decoder_layout(config: TransformerConfig, pattern: HybridPattern | None) -> Layout:
     pp, vp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     if pattern is not None:
         return Layout.from_pattern(
@@ -110,7 +114,7 @@ def pipeline_layout(
         )
     given = config.pipeline_model_parallel_layout
     return Layout.from_flags(
-        encoder_layers + config.num_layers,
+        config.num_layers,
         pp,
         vp,
         mtp_num_layers=config.mtp_num_layers or 0,

@@ -18,12 +18,12 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute import megatron_fields
-from megatron_autorecompute.block_names import DECODER, named_parts
+from megatron_autorecompute.block_names import DECODER, parts_of_field
 from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
 from megatron_autorecompute.planner import launch_lines
@@ -31,8 +31,8 @@ from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
     as_field,
-    refuse_plan_only_without_auto,
     refuse_unmeasurable,
+    refuse_without_auto,
 )
 
 if TYPE_CHECKING:
@@ -269,12 +269,6 @@ def named_hook(value: Any) -> Callable[[list[Any]], list[Any]]:
     return hook
 
 
-def _is_by_name(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return DECODER in value
-    return isinstance(value, str) and named_parts(value) is not None
-
-
 def register(model: Any, hook: Callable[[list[Any]], list[Any]]) -> None:
     """Add a pre-wrap hook to a provider, or to a ModelConfig (since 0.4)."""
     if hasattr(model, "register_pre_wrap_hook"):
@@ -311,9 +305,9 @@ def pretrain(
     config = _core_config(cfg.model)
     given = getattr(config, POLICY_FIELD, None)
     is_auto = given == "auto"
-    refuse_plan_only_without_auto(options, given, as_field)
+    refuse_without_auto(options, given, as_field)
     _refuse_cpu(options)
-    if _is_by_name(given):
+    if parts_of_field(given) is not None:
         from megatron_autorecompute.runtime import config_field
 
         config_field.refuse_contradiction(config)

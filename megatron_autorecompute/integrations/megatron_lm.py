@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_autorecompute.block_names import ENCODER
+from megatron_autorecompute.block_names import DECODER, ENCODER, Blocks, named_parts
 from megatron_autorecompute.errors import (
     ApplyError,
     AutorecomputeError,
@@ -33,8 +33,8 @@ from megatron_autorecompute.options import add_flags, from_flags
 from megatron_autorecompute.planner.hybrid_pattern import check_flags
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
-    refuse_plan_only_without_auto,
     refuse_unmeasurable,
+    refuse_without_auto,
 )
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ RANK_0_SPEAKS_S = 10.0
 _MARK = "_autorecompute"
 _auto: Auto | None = None
 _for_whole_model: str | None = None
-"""A policy for T5's encoder and decoder together. No config can have it, because encoder and
-decoder have separate configs, and the field covers the layers of one config."""
+"""A policy for several blocks together: T5's encoder and decoder, or one that names its blocks. No
+config can have it, because blocks have separate configs, and the field covers the layers of one."""
 _on_cpu = False
 OUTSIDE_CONFIGS = (
     "decoder_seq_length",
@@ -126,7 +126,7 @@ def check(args: Namespace) -> None:
 
     options = from_flags(AutoOptions, args)
     policy = args.recompute_policy
-    refuse_plan_only_without_auto(options, policy)
+    refuse_without_auto(options, policy)
     if options.recompute_run_on_cpu and not _on_cpu:
         raise MachineError(
             "--recompute-run-on-cpu was given, but Megatron was started without the launcher that "
@@ -134,14 +134,14 @@ def check(args: Namespace) -> None:
         )
     if policy is None:
         return
-    encoder_layers = _encoder_layers(args)
-    if encoder_layers and policy != "auto":
+    encoder_layers, by_name = _encoder_layers(args), named_parts(policy) is not None
+    if (encoder_layers or by_name) and policy != "auto":
         args.recompute_policy = None
     if getattr(args, "hybrid_layer_pattern", None) is not None:
         config_field.expect_pattern(args.hybrid_layer_pattern)
     # Megatron builds the same config again for the model; here its rules are checked early.
     model_config = arguments.core_transformer_config_from_args(args)
-    if encoder_layers and policy != "auto":
+    if (encoder_layers or by_name) and policy != "auto":
         _keep_for_whole_model(model_config, encoder_layers, policy)
     if policy == "auto":
         refuse_unmeasurable(model_config)
@@ -154,29 +154,33 @@ def _encoder_layers(args: Namespace) -> int:
 
 
 def _keep_for_whole_model(model_config: Any, encoder_layers: int, text: str) -> None:
-    """Check a policy for encoder and decoder; `train` applies it to the model once it is built."""
+    """Check a policy for several blocks, T5's as a whole, of others that both of its settings are
+    not given; `train` applies it to the model once it is built."""
     global _for_whole_model
-    from megatron_autorecompute.compat import rules
+    from megatron_autorecompute.compat import rules, stage_layout
     from megatron_autorecompute.runtime import config_field
 
     as_asked = copy.copy(model_config)
     as_asked.recompute_policy = text
     config_field.refuse_contradiction(as_asked)
-    rules.check_allowed(model_config, _whole_policy(text, model_config, encoder_layers))
+    first = ENCODER if encoder_layers else ""
+    if first or set(named_parts(text) or ()) == {DECODER}:  # other blocks only the model knows
+        num_layers = stage_layout.num_policy_layers(model_config, encoder_layers)
+        blocks = stage_layout.named_blocks(num_layers, first, encoder_layers)
+        rules.check_allowed(model_config, _whole_policy(text, model_config, blocks))
     _for_whole_model = text
 
 
-def _whole_policy(text: str, model_config: Any, encoder_layers: int) -> Any:
+def _whole_policy(text: str, model_config: Any, blocks: Blocks) -> Any:
     from megatron_autorecompute.compat import stage_layout
     from megatron_autorecompute.policy import RecomputePolicy
 
-    num_layers = stage_layout.num_policy_layers(model_config, encoder_layers)
     return RecomputePolicy.parse(
         text,
-        num_layers=num_layers,
-        layout=stage_layout.counted_chunks(model_config, encoder_layers),
+        num_layers=sum(blocks.values()),
+        layout=stage_layout.counted_chunks(model_config, sum(blocks.values()) - blocks[DECODER]),
         depth_layers=stage_layout.depth_layers(model_config),
-        blocks=stage_layout.named_blocks(num_layers, ENCODER, encoder_layers),
+        blocks=blocks,
     )
 
 
@@ -258,13 +262,16 @@ def _given(args: Namespace, model: Sequence[Any]) -> str:
     """What this rank was given, as text: nothing, auto, or a policy's digest."""
     from megatron_autorecompute.compat import model_layers
     from megatron_autorecompute.runtime import config_field
+    from megatron_autorecompute.runtime.apply import blocks
 
     model_config = model_layers.unwrapped(model[0]).config
     if args.recompute_policy == "auto":
         return "auto"
     policy = config_field.policy_of(model_config)
     if policy is None and _for_whole_model is not None:
-        policy = _whole_policy(_for_whole_model, model_config, model_layers.encoder_layers(model))
+        if named_parts(_for_whole_model) is not None:
+            return f"policy {_for_whole_model}"
+        policy = _whole_policy(_for_whole_model, model_config, blocks(model))
     return "nothing" if policy is None else f"policy {policy.digest()}"
 
 
@@ -282,11 +289,9 @@ def _check_blocks(model: Sequence[Any], policy: str) -> None:
 
 def _apply_whole(model: Sequence[Any], text: str) -> None:
     from megatron_autorecompute.compat import model_layers
-    from megatron_autorecompute.runtime.apply import apply
+    from megatron_autorecompute.runtime.apply import apply, blocks
 
-    policy = _whole_policy(
-        text, model_layers.unwrapped(model[0]).config, model_layers.encoder_layers(model)
-    )
+    policy = _whole_policy(text, model_layers.unwrapped(model[0]).config, blocks(model))
     apply(policy, model, holder=f"--recompute-policy {text}")
 
 

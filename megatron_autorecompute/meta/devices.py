@@ -40,6 +40,8 @@ class Efficiency:
     """Share of the peak that fused attention reaches forward."""
     attention_backward: float = 1.0
     """The same backward."""
+    flash: float = 1.0
+    """Share of these two that flash-attn reaches, where a job takes it."""
     bandwidth: float = 1.0
     """Share of the device memory's bandwidth, for kernels that mostly move bytes."""
     link: float = 1.0
@@ -49,7 +51,10 @@ class Efficiency:
     kernel_us: float = 0.0
     """Microseconds that every kernel takes besides."""
     host_us: float = 0.0
-    """Microseconds that the host needs for one of torch's kernels or a collective."""
+    """Microseconds that the host needs for one of torch's kernels or a collective, with the Python
+    around it."""
+    backward_us: float = 0.0
+    """The same in a backward, which torch's engine runs, and for what is recomputed there."""
     module_us: float = 0.0
     """The same for a kernel of Transformer Engine's modules or of Megatron's fused functions."""
     collective_us: float = 0.0
@@ -58,6 +63,10 @@ class Efficiency:
     """Microseconds for each further rank of a collective."""
     step_ms: float = 0.0
     """Milliseconds of a step outside its microbatches, besides collectives and the optimizer."""
+
+    def with_flash(self) -> Efficiency:
+        """The same where flash-attn runs."""
+        return self.scaled("attention", self.flash).scaled("attention_backward", self.flash)
 
     def scaled(self, name: str, factor: float) -> Efficiency:
         """The same with one share times `factor`."""

@@ -18,11 +18,11 @@ from megatron.core.models.T5.t5_model import T5Model
 
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
+from megatron_autorecompute.meta.blocks import StaticBlocks, rounding_of
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import fake_ranks, trace_step
 from megatron_autorecompute.meta.model import (
-    add_main_gradients,
     megatron_config,
     meta_megatron,
     step_shape,
@@ -52,11 +52,14 @@ class Need:
     """Most that is alive beside them."""
     optimizer_step_bytes: int
     """Copies that the optimizer step makes."""
+    rounding_bytes: int
+    """What the allocator's blocks add at the fullest moment (`blocks`)."""
 
     @property
     def peak_bytes(self) -> int:
         """Of the step."""
-        return self.static_bytes + max(self.activation_bytes, self.optimizer_step_bytes)
+        most_bytes = max(self.activation_bytes, self.optimizer_step_bytes)
+        return self.static_bytes + most_bytes + self.rounding_bytes
 
 
 def encoder_decoder_need(
@@ -76,8 +79,10 @@ def encoder_decoder_need(
             with meta:
                 model = _built(job, config, encoder_layers)
             model = model.to(config.params_dtype).train()
-            add_main_gradients(model.parameters(), dummies=job.makes_dummies)
-            step = trace_step([model], shape, meta, _Step(job, decoder_length))
+            one_batch = _Step(job, decoder_length)
+            static_blocks = StaticBlocks(job, device, [model], first_stage=True)
+            rounding = rounding_of(static_blocks, shape, one_batch)
+            step = trace_step([model], shape, meta, one_batch)
             weights = counted_weights(model)
             shared = shared_buffers(job, device, model)
     static = static_bytes(job, device, weights)
@@ -85,6 +90,7 @@ def encoder_decoder_need(
         static.total_bytes + sum(shared.values()) + step.buffer_bytes,
         step.peak_bytes,
         optimizer_step_bytes(job, weights),
+        rounding.peak_bytes,
     )
 
 

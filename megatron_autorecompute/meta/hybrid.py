@@ -1,4 +1,4 @@
-"""Builds HybridModels on meta tensors: Megatron's own layer spec, with stand-ins in its places."""
+"""Builds HybridModels from Megatron's own layer spec; on meta tensors with stand-ins in it."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ def build_hybrid(
     shape: StepShape,
     *,
     pattern: str,
+    spec: Any = None,
     position_embedding_type: str = "none",
     share_embeddings_and_output_weights: bool = False,
 ) -> torch.nn.Module:
-    """A chunk of a HybridModel of stand-ins; call it inside `stand_ins`."""
+    """A chunk of a HybridModel; without `spec` it has stand-ins: call it inside `stand_ins`."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     return HybridModel(
         config,
-        _spec(),
+        spec or _spec(),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.seq_length,
         hybrid_layer_pattern=pattern,
@@ -74,6 +75,11 @@ def _hadamard(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return kernels.rotate(x)
 
 
+def _on_meta(permutation: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+    """Megatron's places of packed tokens, from ends of samples that are on CPU."""
+    return tuple(places.to("meta") for places in permutation(*args))
+
+
 def _replacements() -> Iterator[tuple[str, dict[str, Any]]]:
     yield (
         "models.hybrid.hybrid_block",
@@ -88,13 +94,22 @@ def _replacements() -> Iterator[tuple[str, dict[str, Any]]]:
             "HAVE_MAMBA_SSM": True,
             "HAVE_EINOPS": True,
             "MAMBA_HAS_STATE_DTYPE": False,
+            "_check_mamba_sequence_packing_support": lambda **_: (True, None),
             "RMSNormGated": mamba.GroupNorm,
             "ExtendedRMSNorm": mamba.GroupNorm,
             "mamba_split_conv1d_scan_combined": mamba.split_conv1d_scan,
             "rearrange": mamba.rearrange,
         },
     )
-    yield "ssm.mamba_context_parallel", {"HAVE_EINOPS": True, "repeat": mamba.repeat}
+    yield (
+        "ssm.mamba_context_parallel",
+        {
+            "HAVE_EINOPS": True,
+            "repeat": mamba.repeat,
+            "is_te_min_version": lambda *_: True,
+            "tex": mamba.PackedIndices,
+        },
+    )
     yield (
         "ssm.gated_delta_net.common",
         {
@@ -110,6 +125,8 @@ def _replacements() -> Iterator[tuple[str, dict[str, Any]]]:
             "chunk_gated_delta_rule": gated_delta.chunk_gated_delta_rule,
         },
     )
+    for module, name, function in hybrid_spec.places_of_packed_tokens():
+        yield module, {name: functools.partial(_on_meta, function)}
     yield (
         "transformer.experimental_attention_variant.absorbed_mla",
         {name: _TE_NAMES[name] for name in ("TELinear", "TEColumnParallelLinear")},

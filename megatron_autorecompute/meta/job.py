@@ -102,6 +102,8 @@ class Job:
     cublas_workspace_config: Annotated[str, Field(pattern=r"^(:\d{1,7}:\d{1,4})*$")] = ""
     """CUBLAS_WORKSPACE_CONFIG of the job's environment, such as :4096:8; empty: torch's own size,
     but with deterministic_mode :4096:8, which Megatron-LM then asks for."""
+    expandable_segments: bool = False
+    """Whether PYTORCH_CUDA_ALLOC_CONF of the job's environment has expandable_segments:True."""
     flash_attn: bool = True
     """Whether flash-attn is installed, in a version that Transformer Engine takes."""
     attention_mask_in_dataloader: bool = False
@@ -119,8 +121,8 @@ class Job:
     """Above 0: samples of different lengths are packed into microbatches of up to so many tokens on
     a rank, where context parallelism has split them. seq_length is then the longest sample."""
     packed_samples: bool = False
-    """Whether a microbatch is packed samples (THD), where the model's attention takes them; jobs
-    with max_tokens_per_microbatch are profiled so."""
+    """Whether a microbatch is packed samples (THD), which local attention does not take; jobs with
+    max_tokens_per_microbatch are profiled so."""
     sample_lengths: list[Count] | dict[str, Factor] | str = field(default_factory=list)
     """Tokens of samples, with max_tokens_per_microbatch: a list; a histogram, longest length of a
     bin -> weight; or the path of a JSONL file with a number, or an object with `length`, a line."""
@@ -352,6 +354,13 @@ def job_from(data: Any, source: str) -> Job:
         raise OptionError(
             f"{source}: sample_lengths are given without max_tokens_per_microbatch. Give the most "
             "tokens of a microbatch on a rank, or leave the lengths out."
+        )
+    packs = job.packed_samples or job.max_tokens_per_microbatch
+    if packs and (position := job.config.get("hybrid_layer_pattern", "").find("D")) >= 0:
+        raise OptionError(
+            f"{source}: 'D' at position {position} of hybrid_layer_pattern, and microbatches of "
+            "packed samples: DSAIndexer reads from the device where samples end, and tensors "
+            "without a device have no values. Use auto in the job, or leave packing out."
         )
     if job.moe_imbalance and not job.config.get("num_moe_experts"):
         raise OptionError(

@@ -199,6 +199,17 @@ class GroupNorm(torch.nn.Module):
         return cast(torch.Tensor, _GroupNorm.apply(x, self.weight, self.groups))
 
 
+class PackedIndices:
+    """Stands for transformer_engine_torch in MambaContextParallel."""
+
+    @staticmethod
+    def thd_get_partitioned_indices(
+        _: torch.Tensor, total_tokens: int, cp_size: int, __: int
+    ) -> torch.Tensor:
+        """Where one rank's tokens of packed samples are: int32 [total_tokens / cp_size]."""
+        return torch.empty(total_tokens // cp_size, dtype=torch.int32, device="meta")
+
+
 def rearrange(x: torch.Tensor, pattern: str, **_: int) -> torch.Tensor:
     """Stands for einops', with the patterns of MambaMixer's training path.
 

@@ -28,7 +28,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -194,6 +194,17 @@ def in_processes(
 
     Raises MachineError if one of them dies.
     """
+    with in_processes_beside(run, stages, max_workers) as futures:
+        for future in futures:
+            done(future.result())
+        return tuple(future.result() for future in futures)
+
+
+@contextlib.contextmanager
+def in_processes_beside(
+    run: Callable[[int], Result], stages: Sequence[int], max_workers: int = 1
+) -> Iterator[list[Future[Result]]]:
+    """The same while this process goes on; at the end of the block it waits for them."""
     pool = ProcessPoolExecutor(
         max_workers, multiprocessing.get_context("spawn"), initializer=_start_process
     )
@@ -202,9 +213,7 @@ def in_processes(
         try:
             with _interrupts_held():
                 futures = [pool.submit(run, stage) for stage in stages]
-            for future in futures:
-                done(future.result())
-            return tuple(future.result() for future in futures)
+            yield futures
         except BrokenProcessPool as error:
             raise MachineError(
                 "A process that ran a stage on meta tensors was ended from outside, perhaps for "
@@ -360,9 +369,12 @@ def applied(policy: RecomputePolicy | None, models: list[torch.nn.Module]) -> It
     if policy is None:
         yield
         return
+    from megatron_autorecompute.compat import offload_modules
+    from megatron_autorecompute.meta import offloading
     from megatron_autorecompute.runtime.apply import apply
 
-    with apply(policy, models):
+    offloads = offload_modules.offloads(policy)
+    with offloading.on_meta() if offloads else contextlib.nullcontext(), apply(policy, models):
         yield
 
 
@@ -478,35 +490,28 @@ def trace_step(
     forward_step: ForwardStep | None = None,
 ) -> StageStep:
     """Run one step of Megatron's schedule on built chunks, and record the bytes alive in each part.
+    If the chunks offload, a step goes before it: the warm-up of Megatron's offload.
 
     Needs Megatron's parallel state. Works on CPU tensors in real ranks as well; the tests compare
     the two. Gradients are allocated first, as static bytes, except for parameters with a main_grad.
     `forward_step` is by default a TokenStep; tensors in its `static` stay from step to step.
     """
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     parameters = [p for model in models for p in model.parameters()]
     gradients = [g for p in parameters if (g := _gradient(p)) is not None]
     buffers = [b for model in models for b in model.buffers()]
     forward_step = forward_step or TokenStep(shape, device)
     buffers += getattr(forward_step, "static", ())
-    several = len(models) > 1
-    numbers = [iter(range(shape.num_microbatches)) for _ in models]
+    config: Any = models[0].config
+    if getattr(config, "fine_grained_activation_offloading", False):
+        run_step(models, shape, forward_step)
     with (
         LiveBytes(static=[*parameters, *gradients, *buffers]) as live,
         kept_between_steps(models, live) as kept,
         _recorded(models, live),
     ):
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=numbers if several else numbers[0],
-            model=models if several else models[0],
-            num_microbatches=shape.num_microbatches,
-            seq_length=shape.seq_length,
-            micro_batch_size=shape.micro_batch_size,
-            forward_only=False,
-        )
+        run_step(models, shape, forward_step)
     return StageStep(
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         parameter_bytes=storage_bytes(parameters),
@@ -517,6 +522,23 @@ def trace_step(
             StepSpan(cast(Where, span.label or Where("between")), span.start_bytes, span.peak_bytes)
             for span in live.spans()
         ),
+    )
+
+
+def run_step(models: list[torch.nn.Module], shape: StepShape, forward_step: ForwardStep) -> None:
+    """One step of Megatron's schedule on built chunks; needs its parallel state."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    several = len(models) > 1
+    numbers = [iter(range(shape.num_microbatches)) for _ in models]
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=numbers if several else numbers[0],
+        model=models if several else models[0],
+        num_microbatches=shape.num_microbatches,
+        seq_length=shape.seq_length,
+        micro_batch_size=shape.micro_batch_size,
+        forward_only=False,
     )
 
 

@@ -244,14 +244,17 @@ class _Batch:
 
     def pack(self, job: Job) -> None:
         """Give it THD packing, as one sample: bytes of fused attention are per token. Megatron's
-        local attention and its hybrid models take no packed samples."""
-        if self.mask is not None or job.pattern is not None:
+        local attention takes no packed samples."""
+        if self.mask is not None:
             return
         ends = torch.tensor([0, self.length], dtype=torch.int32)
         both = {name: ends for name in ("cu_seqlens_q", "cu_seqlens_kv")}
         most = {name: self.length for name in ("max_seqlen_q", "max_seqlen_kv")}
-        self.packing = {"packed_seq_params": PackedSeqParams("thd", **both, **most)}
-        self.tensors.append(ends)
+        # Mamba layers read from it to which sample every token belongs.
+        whole = {"total_tokens": self.length} if job.pattern is not None else {}
+        packing = PackedSeqParams("thd", **both, **most, **whole)
+        self.packing = {"packed_seq_params": packing}
+        self.tensors += [ends, *([packing.seq_idx] if whole else [])]
 
 
 def add_main_gradients(
@@ -283,9 +286,19 @@ def _add_gradient(parameter: Any) -> None:
 
 
 def build_chunk(
-    config: Any, pre: bool, post: bool, vp_stage: int | None, shape: StepShape, *, job: Job
+    config: Any,
+    pre: bool,
+    post: bool,
+    vp_stage: int | None,
+    shape: StepShape,
+    *,
+    job: Job,
+    spec: Any = None,
 ) -> torch.nn.Module:
-    """One chunk of the job's model, as `meta_step.Build`."""
+    """One chunk of the job's model, as `meta_step.Build`.
+
+    spec: of a HybridModel's layers; without, they are stand-ins.
+    """
     local = job.transformer_impl == "local"
     if local and job.pattern is not None:
         raise OptionError(
@@ -305,7 +318,7 @@ def build_chunk(
     if pattern is None:
         build = functools.partial(build_gpt, use_transformer_engine=not local)
     else:
-        build = functools.partial(build_hybrid, pattern=str(pattern))
+        build = functools.partial(build_hybrid, pattern=str(pattern), spec=spec)
     model = build(config, pre, post, vp_stage, shape, **ends)
     if job.lora_rank:
         _freeze_ends(model)

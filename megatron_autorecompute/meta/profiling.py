@@ -38,10 +38,9 @@ from megatron_autorecompute.meta.model import (
     shard,
 )
 from megatron_autorecompute.meta.offload_records import (
-    OffloadCounter,
+    MetaOffloadCounter,
     checked,
     with_inert_offload,
-    with_offload,
 )
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
 from megatron_autorecompute.meta.roofline import Roofline, Traffic
@@ -64,6 +63,7 @@ from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import Choices, ModelShard, alone, choices
 from megatron_autorecompute.runtime.model_shard import kinds as kinds_of
+from megatron_autorecompute.runtime.offload_choices import with_offload
 
 Progress = Callable[[str], None]
 ChoicesOf = Callable[[torch.nn.Module], Choices]
@@ -103,7 +103,10 @@ def profile_job(
     job.layout(), job.schedule()  # refused before anything is built
     if offload and job.config.get("overlap_moe_expert_parallel_comm"):
         raise OptionError(f"{job.name}: records of offload beside EP overlap are not modelled.")
-    clock = clock_type(device, efficiency, traffic(job))
+    reached = efficiency
+    if job.config.get("attention_backend") == "flash":
+        reached = efficiency.with_flash()
+    clock = clock_type(device, reached, traffic(job))
     # MTP depths on another stage have a copy of the embedding's weights. On one stage both share
     # it, and its gradient from the depths waits for that of the first layer.
     apart = job.mtp_num_layers and job.size("pipeline") > 1
@@ -116,7 +119,7 @@ def profile_job(
     whole = decoder
     if apart:
         last = [0] * (len(job_kinds(job)) - 1) + [1]  # the depths are built like this layer
-        whole = _part(job, clock_type(device, efficiency, traffic(job)), last, every, progress)
+        whole = _part(job, clock_type(device, reached, traffic(job)), last, every, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
@@ -182,10 +185,14 @@ class _Part:
 
 
 def _choices_of_kinds(job: Job, every: ChoicesOf) -> list[int]:
-    """How many layers of each kind are needed to run all of its choices in one step."""
+    """How many layers of each kind are needed to run all of its choices in one step, or in two if
+    some offload."""
     with shard(job, [1] * len(job_kinds(job))) as built:
         kinds = kinds_of([built.model], every)
-    numbers = {layer: len(kind.choices) for kind in kinds for layer in kind.layers}
+    numbers: dict[int, int] = {}
+    for kind in kinds:
+        moved = sum(bool(choice.offload) for choice in kind.choices)
+        numbers |= dict.fromkeys(kind.layers, max(moved, len(kind.choices) - moved))
     return [numbers[layer] for layer in built.kind_of]
 
 
@@ -260,14 +267,14 @@ def _measured(
     def forward() -> torch.Tensor:
         return step(None, model)[0].float().mean()
 
+    whole = ModelShard([model], all_gather=alone, choices_of=every)
     with (
         apply(nothing, model, groups=()) as applied,
         LiveBytes(static) as live,
         kept_between_steps([model], live) as kept,
-        OffloadCounter(model, clock, every).watching() as offloaded,
+        MetaOffloadCounter([model], clock, whole.may_offload).watching() as offloaded,
     ):
-        whole = ModelShard([model], all_gather=alone, choices_of=every)
-        measurement = Measurement(whole, applied, clock)
+        measurement = Measurement(whole, applied, clock, left=lambda: offloaded.found)
         forwards_bytes = []
         for number, _ in enumerate(measurement.policies()):
             progress(f"{job.name}: step {number + 1} on meta tensors")
@@ -278,9 +285,9 @@ def _measured(
             offloaded.begin()
             with clock, measurement.watch(live):
                 loss = forward()
-                offloaded.forward_ended(applied.policy.layers)
                 forwards_bytes.append(live.current_bytes)
                 loss.backward()
+            offloaded.keep(applied.policy.layers)
             del earlier, loss
         if unseen := measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in unseen)
@@ -291,8 +298,6 @@ def _measured(
         profile = measurement.profile(
             Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
         )
-        kinds = tuple(offloaded.records(kind) for kind in profile.kinds)
-        profile = replace(profile, kinds=kinds)
     first, both, *_ = forwards_bytes
     counted.keep_buffers([*kept, *step.static], of_one_microbatch=2 * first - both)
     return profile
@@ -607,7 +612,9 @@ def _assumed_of_times(job: Job, device: Device, efficiency: Efficiency) -> tuple
         given = value != getattr(device.reaches, name)
         source = "given" if given else device.reached_by.get(name, "given")
         said.append(
-            f"{name} {value:.0%} ({source})" if name in SHARES else f"{name} {value:g} ({source})"
+            f"{name} {value:.0%} ({source})"
+            if name in (*SHARES, "flash")
+            else f"{name} {value:g} ({source})"
         )
     beside = [
         "collectives that Megatron and Transformer Engine start beside a product",

@@ -117,9 +117,12 @@ class Roofline(TorchDispatchMode):
             self.started_seconds = 0.0
         self.seconds += seconds
         fused = func.namespace == ops.NAMESPACE
-        self.host_seconds += 1e-6 * (
-            self.efficiency.module_us if fused else self.efficiency.host_us
-        )
+        self.host_seconds += 1e-6 * (self.efficiency.module_us if fused else self._launch_us())
+
+    def _launch_us(self) -> float:
+        """Of the host, for one of torch's kernels or a collective."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        return self.efficiency.backward_us if in_backward else self.efficiency.host_us
 
     def _rate(self, name: str, args: Any) -> float:
         """FLOP/s of an operation."""
@@ -154,7 +157,7 @@ class Roofline(TorchDispatchMode):
         ranks = _ranks(args)
         if len(ranks) < 2:
             return
-        self.host_seconds += self.efficiency.host_us * 1e-6
+        self.host_seconds += self._launch_us() * 1e-6
         # The largest tensor is everything that the group exchanges.
         whole_bytes = max(_storages(args).values(), default=0)
         copies = self.traffic.copies if name == ALLTOALL else 0

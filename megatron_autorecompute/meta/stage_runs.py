@@ -6,8 +6,9 @@ stand-ins, which keep the same tensors here and in the profile.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
+    StepShape,
     applied,
     build_chunks,
     fake_ranks,
@@ -116,15 +118,24 @@ def run_stage(
     lengths: tuple[int, ...] = (),
 ) -> StageStep:
     """One stage in this process."""
-    shape, device = step_shape(job, num_microbatches, lengths), torch.device("meta")
+    with built_stage(job, num_microbatches, stage, lengths) as (models, shape, step):
+        parameters = [p for model in models for p in model.parameters()]
+        add_main_gradients(parameters, dummies=job.makes_dummies)
+        with applied(policy, models):
+            return trace_step(models, shape, torch.device("meta"), step)
+
+
+@contextlib.contextmanager
+def built_stage(
+    job: Job, num_microbatches: int, stage: int, lengths: tuple[int, ...] = ()
+) -> Iterator[tuple[list[torch.nn.Module], StepShape, PlannedStep]]:
+    """The chunks of one stage, the sizes of a step and what runs a microbatch of it; in this block
+    the process is the stage's first rank."""
+    shape = step_shape(job, num_microbatches, lengths)
     with meta_megatron(job):
         fields = {**overlap_fields(job), "variable_seq_lengths": bool(lengths)}
         config = megatron_config(job, fields)
         with fake_ranks(config, stage, shape):
             build = functools.partial(build_chunk, job=job)
-            models = build_chunks(config, shape, build, device)
-            parameters = [p for model in models for p in model.parameters()]
-            add_main_gradients(parameters, dummies=job.makes_dummies)
-            with applied(policy, models):
-                step = PlannedStep(job, None, lengths, loads_mask=True)
-                return trace_step(models, shape, device, step)
+            models = build_chunks(config, shape, build, torch.device("meta"))
+            yield models, shape, PlannedStep(job, None, lengths, loads_mask=True)

@@ -73,7 +73,7 @@ def static_bytes(job: Job, device: Device, weights: Weights) -> StaticBytes:
     quantised_bytes = weight_bytes(job, device) * weights.quantised.total
     return StaticBytes(
         parameter_bytes=round(quantised_bytes) + 2 * weights.others.total,
-        gradient_bytes=_gradient_bytes(job) * (total.dense + total.expert),
+        gradient_bytes=gradient_bytes(job) * (total.dense + total.expert),
         optimizer_state_bytes=state,
     )
 
@@ -134,16 +134,22 @@ def weight_bytes(job: Job, device: Device) -> float:
 
 def state_bytes(job: Job) -> int:
     """Bytes of optimizer state for each parameter: master weight and both moments."""
+    return sum(state_parts(job))
+
+
+def state_parts(job: Job) -> tuple[int, int, int]:
+    """The same of each of the three."""
     if not job.use_precision_aware_optimizer:
-        return 12
-    moments = ELEMENT_BYTES[job.exp_avg_dtype] + ELEMENT_BYTES[job.exp_avg_sq_dtype]
+        return 4, 4, 4
+    moments = ELEMENT_BYTES[job.exp_avg_dtype], ELEMENT_BYTES[job.exp_avg_sq_dtype]
     if not job.adam_keeps_main_params:
-        return 4 + moments
+        return 4, *moments
     main = ELEMENT_BYTES[job.main_params_dtype]
     if job.main_params_dtype == "fp32" and job.store_param_remainders:
         main = 2
-    return main + moments
+    return main, *moments
 
 
-def _gradient_bytes(job: Job) -> int:
+def gradient_bytes(job: Job) -> int:
+    """Bytes of each parameter's main gradient."""
     return 4 if job.accumulate_allreduce_grads_in_fp32 else 2

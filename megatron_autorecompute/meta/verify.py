@@ -30,6 +30,7 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import HostLink
 from megatron_autorecompute.units import GIB, gib
 
 TOLERANCE = 0.005
@@ -38,6 +39,8 @@ BESIDE = 3
 """Boundary tensors; see `StageCheck.combined`."""
 # The schedule contains neither the optimizer step nor what a job's own forward_step keeps.
 WITHOUT_OPTIMIZER: dict[str, Any] = {"optimizer_step_peak_bytes": 0}
+AT_ONCE = HostLink(1e9, 1e9, 0)
+"""Copies on meta tensors take no time; `StageCheck.static_bytes` has what copies under way add."""
 COMPARABLE: dict[str, Any] = {**WITHOUT_OPTIMIZER, "overhead": None, "residual_bytes": 0}
 
 
@@ -54,7 +57,8 @@ class StageCheck:
     megatron_moment: str
     """Where in that schedule: `backward of layer 11`."""
     static_bytes: int
-    """Static bytes from the profile, plus what the measured job itself kept."""
+    """Static bytes from the profile, plus what the measured job itself kept, plus what copies under
+    way to host memory add to the peak."""
     budget_bytes: int
     boundary_bytes: int = 0
     """One boundary tensor. A prediction may be too high by this: the gradient of a chunk's output
@@ -126,7 +130,7 @@ def verify(
     model's code needs a device.
     """
     peaks = _peaks(plan, plan.schedule, **WITHOUT_OPTIMIZER)
-    comparable = _peaks(plan, plan.schedule, **COMPARABLE)
+    comparable = _peaks(plan, plan.schedule, AT_ONCE, **COMPARABLE)
     static = [
         peak.breakdown.static_bytes - kept
         for peak, kept in zip(comparable, kept_bytes(plan), strict=True)
@@ -229,10 +233,13 @@ def kept_bytes(plan: Plan) -> list[int]:
     return [sum(kind.static.buffer_bytes for kind in stage if kind.static) for stage in kinds]
 
 
-def _peaks(plan: Plan, schedule: Schedule, **changed: Any) -> list[Peak]:
-    """Every stage's predicted peak with some fields of the stages' records changed."""
+def _peaks(
+    plan: Plan, schedule: Schedule, link: HostLink | None = None, **changed: Any
+) -> list[Peak]:
+    """Every stage's predicted peak with some fields of the stages' records changed, and another
+    link to host memory."""
     stages = tuple(replace(stage, **changed) for stage in plan.profile.stages)
-    profile = replace(plan.profile, stages=stages)
+    profile = replace(plan.profile, stages=stages, host_link=link or plan.profile.host_link)
     cost = evaluate(profile, plan.layout, schedule, plan.policy)
     return [stage.peak for stage in cost.stages]
 
@@ -248,7 +255,7 @@ def _shortest(plan: Plan, peaks: list[Peak]) -> list[int]:
     number = 2 * schedule.group_size if interleaved else schedule.warmup_of_last_stage + 2
     open_stages = set(range(schedule.num_stages))
     while number < schedule.num_microbatches and open_stages:
-        shorter = _peaks(plan, replace(schedule, num_microbatches=number), **COMPARABLE)
+        shorter = _peaks(plan, replace(schedule, num_microbatches=number), AT_ONCE, **COMPARABLE)
         for stage in tuple(open_stages):
             settled = interleaved or number >= schedule.warmup(stage) + 2
             if settled and shorter[stage].bytes == peaks[stage].bytes:

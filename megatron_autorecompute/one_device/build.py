@@ -28,6 +28,7 @@ from megatron_autorecompute.meta.model import (
 )
 from megatron_autorecompute.one_device.even_routing import even_routing
 from megatron_autorecompute.patched import patched_environ
+from megatron_autorecompute.planner.hybrid_pattern import FAMILIES
 
 SEED = 1234
 PRECISIONS = {
@@ -37,6 +38,17 @@ PRECISIONS = {
     "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
 }
 """Megatron's fields for a job's precision; those that the job's config has come first."""
+KERNELS_OF_SYMBOLS = {
+    "M": {
+        "mamba_ssm": "mamba-ssm",
+        "causal_conv1d": "causal-conv1d",
+        "einops": "einops",
+    },
+    "G": {"fla": "flash-linear-attention"},
+    "D": {"fast_hadamard_transform": "fast-hadamard-transform"},
+}
+"""Symbols of a HybridModel's pattern, and modules and packages of the kernels that they run; G asks
+for its package even in deterministic_mode."""
 RUN_HERE = ("fp8", "fp4", "fp8_recipe", "moe_permute_fusion", "moe_router_fusion")
 """Fields that the model on meta tensors is built without, and the one on a device is not."""
 
@@ -64,11 +76,6 @@ def refuse(job: Job, device: torch.device) -> None:
             f"{job.name}: lora_rank {job.lora_rank}, and adapters are Megatron Bridge's, which is "
             "not built here. Take estimate, or auto in the job."
         )
-    if job.config.get("hybrid_layer_pattern"):
-        raise OptionError(
-            f"{job.name}: hybrid_layer_pattern, and layers of a HybridModel are not built on a "
-            "device here. Take estimate, or auto in the job."
-        )
     if job.transformer_impl == "local":
         if job.precision != "bf16":
             raise OptionError(
@@ -93,6 +100,13 @@ def refuse(job: Job, device: torch.device) -> None:
             "installed here. Install transformer-engine; transformer_impl local is another model "
             "with other bytes and times."
         )
+    for symbol, packages in KERNELS_OF_SYMBOLS.items():
+        lacking = [name for module, name in packages.items() if util.find_spec(module) is None]
+        if lacking and symbol in job.config.get("hybrid_layer_pattern", ""):
+            raise MachineError(
+                f"{job.name}: {symbol!r} in hybrid_layer_pattern ({FAMILIES[symbol]}) runs kernels "
+                f"that are not installed here. Install {', '.join(lacking)}; estimate needs none."
+            )
 
 
 @contextlib.contextmanager
@@ -102,7 +116,7 @@ def shard(job: Job, device: torch.device) -> Iterator[Shard]:
     Raises OptionError for a config that Megatron refuses.
     """
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    with quiet, _megatron_on(device), even_routing(), refusals(job):
+    with quiet, megatron_on(device), even_routing(), refusals(job):
         config, kind_of = shard_config(job, [1] * len(job_kinds(job)), left_out(job))
         for name, value in _precision(job).items():
             setattr(config, name, value)
@@ -113,10 +127,18 @@ def shard(job: Job, device: torch.device) -> Iterator[Shard]:
         with fake_ranks(config, 0, shape):
             _seed()
             with device:
-                model = build_chunk(config, True, True, None, shape, job=job)
+                spec = None if job.pattern is None else hybrid_spec()
+                model = build_chunk(config, True, True, None, shape, job=job, spec=spec)
             if job.fuses_weight_gradients:
                 _add_in_the_product(model)
             yield Shard(model.to(device).to(config.params_dtype).train(), kind_of)
+
+
+def hybrid_spec() -> Any:
+    """Megatron's spec of a HybridModel's layers, of real modules."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    return hybrid_stack_spec
 
 
 def left_out(job: Job) -> dict[str, Any]:
@@ -149,7 +171,8 @@ def _precision(job: Job) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _megatron_on(device: torch.device) -> Iterator[None]:
+def megatron_on(device: torch.device) -> Iterator[None]:
+    """Megatron runs on this device in this block: without CUDA, or on one device of it alone."""
     with without_cuda.on_the_device() if device.type == "cuda" else without_cuda.activate():
         yield
 

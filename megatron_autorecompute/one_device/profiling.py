@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from megatron_autorecompute.errors import MachineError, ProfileError
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.meta_step import in_processes, kept_between_steps
+from megatron_autorecompute.meta.meta_step import in_processes_beside, kept_between_steps
 from megatron_autorecompute.meta.model import JobStep, add_main_gradients
 from megatron_autorecompute.meta.profiling import (
     Progress,
@@ -28,7 +28,6 @@ from megatron_autorecompute.meta.profiling import (
     own_embedding,
     parallelism,
     profile_job,
-    replace_mtp,
     stage_parameters,
     stated,
     with_inert,
@@ -36,7 +35,8 @@ from megatron_autorecompute.meta.profiling import (
 from megatron_autorecompute.meta.roofline import Communication
 from megatron_autorecompute.meta.static_bytes import Parameters
 from megatron_autorecompute.one_device import build, even_routing
-from megatron_autorecompute.policy import NONE, RecomputePolicy
+from megatron_autorecompute.one_device.repeats import default_repeats
+from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     MEASURED_ON_ONE_DEVICE,
     ChoiceRecord,
@@ -63,7 +63,7 @@ def profile_on_device(
     device: torch.device,
     gpu: Device,
     efficiency: Efficiency | None = None,
-    repeats: int = 7,
+    repeats: int | None = None,
     progress: Progress = lambda _: None,
 ) -> Profile:
     """Measure every choice of every kind of layer of a job on one device.
@@ -73,7 +73,8 @@ def profile_on_device(
         device: where its layers run.
         gpu: the job's GPU, for the rates of links, and for workspaces among static bytes.
         efficiency: what is assumed of the GPU; by default its own. Only links and network are used.
-        repeats: how often each choice is measured; the first one is a warm-up.
+        repeats: how often each choice is measured, the first time as a warm-up; by default
+            `default_repeats`.
         progress: called with a sentence before each step.
 
     Raises:
@@ -81,27 +82,29 @@ def profile_on_device(
         MachineError: this machine lacks what the job needs, such as memory.
     """
     build.refuse(job, device)
-    progress(f"{job.name}: static bytes and communication, on meta tensors")
     efficiency = efficiency or gpu.reaches
     run = functools.partial(modelled, job, gpu, efficiency)
-    [(beside, parameters)] = in_processes(run, [0]) if device.type == "cuda" else [run(0)]
-    apart = job.mtp_num_layers and job.size("pipeline") > 1
-    decoder = measure(replace_mtp(job, 0) if apart else job, device, repeats, progress)
-    whole = measure(job, device, repeats, progress) if apart else decoder
-    own = [kind for kind in decoder.kinds if not kind.name.startswith("mtp")]
-    depths = [kind for kind in whole.kinds if kind.name.startswith("mtp")]
-    kinds = with_inert([_kind(kind, beside) for kind in (*own, *depths)])
+    if device.type == "cuda":  # a processor's times would suffer from work beside
+        with in_processes_beside(run, [0]) as [future]:
+            measured = measure(job, device, repeats, progress)
+            progress(f"{job.name}: static bytes and communication, on meta tensors")
+            beside, parameters = future.result()
+    else:
+        progress(f"{job.name}: static bytes and communication, on meta tensors")
+        beside, parameters = run(0)
+        measured = measure(job, device, repeats, progress)
+    kinds = with_inert([_kind(kind, beside) for kind in measured.kinds])
     facts = {**beside.model.facts, "measured": True}
     return replace(
         beside,
         model=replace(beside.model, facts=facts),
         kinds=kinds,
-        embedding=_together(decoder.embedding, beside.embedding),
-        head=_together(whole.head, beside.head),
-        final_norm=whole.final_norm
+        embedding=_together(measured.embedding, beside.embedding),
+        head=_together(measured.head, beside.head),
+        final_norm=measured.final_norm
         and beside.final_norm
-        and _together(whole.final_norm, beside.final_norm),
-        boundary_bytes=decoder.boundary_bytes,
+        and _together(measured.final_norm, beside.final_norm),
+        boundary_bytes=measured.boundary_bytes,
         step_end_ms=longest_end_ms(job, gpu, efficiency, parameters, kinds),
         fingerprint={
             **beside.fingerprint,
@@ -110,7 +113,7 @@ def profile_on_device(
             "links": gpu.name,
             **kernels(),
         },
-        assumptions=assumed(job, device, gpu, efficiency, repeats),
+        assumptions=assumed(job, device, gpu, efficiency, least_runs(kinds)),
     )
 
 
@@ -131,9 +134,12 @@ def device_name(device: torch.device) -> str:
 # ---------------------------------------------------------------------------------- measuring
 
 
-def measure(job: Job, device: torch.device, repeats: int, progress: Progress) -> Profile:
+def measure(job: Job, device: torch.device, repeats: int | None, progress: Progress) -> Profile:
     """The profile of a model of one layer of each kind, as measured; times without communication
-    but for what the fake process group copies on this device."""
+    but for what the fake process group copies on this device.
+
+    MTP depths run behind the decoder's layers, which hold and take the same with them as without.
+    """
     progress(f"{job.name}: building one layer of every kind on {device_name(device)}")
     with _short_of_memory(job, "building the layers"), build.shard(job, device) as built:
         profile = _measured(job, built.model, len(built.kind_of), device, repeats, progress)
@@ -149,7 +155,7 @@ def _measured(
     model: torch.nn.Module,
     depth: int,
     device: torch.device,
-    repeats: int,
+    repeats: int | None,
     progress: Progress,
 ) -> Profile:
     step = JobStep(job, device)
@@ -170,6 +176,7 @@ def _measured(
         whole = ModelShard([model], all_gather=alone, choices_of=every_choice)
         measurement = Measurement(whole, applied)
         steps = max(len(kind.choices) for kind in whole.kinds)
+        repeats = repeats or default_repeats(steps)
 
         def watched(memory: Memory | None, repeats: int, what: str, *, times: bool) -> None:
             for number, _ in enumerate(measurement.policies(repeats)):
@@ -183,7 +190,8 @@ def _measured(
         with even_routing.checked(model), _short_of_memory(job, "none"):
             run()
         if on_cuda:
-            for _ in measurement.policies():  # code is compiled or tuned, buffers are made
+            # Code is compiled or tuned, buffers are made. Sets of modules run nothing else.
+            for _ in measurement.policies(wanted=_alone):
                 with _short_of_memory(job, applied.policy.format()):
                     run()
             torch.cuda.empty_cache()
@@ -202,6 +210,11 @@ def _measured(
         return measurement.profile(
             Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
         )
+
+
+def _alone(choice: LayerPolicy) -> bool:
+    """Whether a choice is no set of several modules."""
+    return len(choice.modules) < 2
 
 
 @contextmanager
@@ -259,14 +272,19 @@ def _together(measured: ChoiceRecord, modelled: ChoiceRecord) -> ChoiceRecord:
     )
 
 
+def least_runs(kinds: Sequence[LayerKind]) -> int:
+    """How many runs the times of the least measured choice are the median of."""
+    return min(record.runs for kind in kinds for record in kind.choices)
+
+
 def assumed(
-    job: Job, device: torch.device, gpu: Device, efficiency: Efficiency, repeats: int
+    job: Job, device: torch.device, gpu: Device, efficiency: Efficiency, runs: int
 ) -> tuple[str, ...]:
     """What of the figures was measured and what modelled, one sentence each."""
     sentences = [
         f"Measured on one {device_name(device)}: held and transient bytes, and the time of "
-        f"arithmetic, of one layer of every kind, embedding and head, each {repeats} times; times "
-        "are medians.",
+        "arithmetic, of one layer of every kind, embedding and head; times are medians of at "
+        f"least {runs} runs after a warm-up.",
         f"Modelled: communication, which moved no data here, by {gpu.name}'s links ({gpu.source}) "
         f"at {efficiency.link:.0%} of their peaks, {efficiency.network:.0%} between nodes; what "
         f"runs beside arithmetic in a job is hidden as far as arithmetic lasts by the roofline.",

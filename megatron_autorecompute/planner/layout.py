@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.checks import check_at_least, check_chunks
@@ -94,6 +94,17 @@ class Layout:
             parts.insert(0, range(encoder_layers))
         chunks = self.chunk_layers()
         return tuple(tuple(i for i in chunk if i in part) for part in parts for chunk in chunks)
+
+    def behind(self, layers: int) -> Layout:
+        """The layout with so many more layers in front, in the first chunk: those of an encoder, or
+        of a vision tower."""
+        moved = [
+            [replace(chunk, layers=tuple(layers + i for i in chunk.layers)) for chunk in chunks]
+            for chunks in self.stages
+        ]
+        first = moved[0][0]
+        moved[0][0] = replace(first, layers=(*range(layers), *first.layers))
+        return Layout(tuple(map(tuple, moved)), self.mtp_num_layers)
 
     @classmethod
     def from_flags(

@@ -118,7 +118,7 @@ def _with_full(kind: LayerKind, boundary_bytes: int) -> LayerKind:
 
 def _other_layout(planner: Planner, budget: Budget) -> Change | None:
     """The nearest layout that fits; `search_layout` finds the fastest one, and takes longer."""
-    if planner.layout.num_stages == 1:
+    if planner.layout.num_stages == 1 or planner.profile.model.encoder_layers:
         return None
     asked = layers_per_stage(planner.layout)
 
@@ -138,6 +138,8 @@ def _other_layout(planner: Planner, budget: Budget) -> Change | None:
 
 def _more_stages(planner: Planner, budget: Budget) -> Change | None:
     model, layout = planner.profile.model, planner.layout
+    if model.encoder_layers:
+        return None
     stages = 2 * layout.num_stages
     wider = Layout.from_flags(
         model.num_layers, stages, layout.num_chunks, mtp_num_layers=model.mtp_num_layers

@@ -242,6 +242,7 @@ class _Sites:
         self.groups = groups
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.blocks = model_layers.block_sites(chunks)
+        self.feature_layers = model_layers.feature_layers(chunks)
         self.mtps = model_layers.mtp_sites(chunks)
         self.first_block, self.encoder_layers = model_layers.first_block(chunks)
         patterns = [stage_layout.pattern_of(model_layers.unwrapped(chunk)) for chunk in chunks]
@@ -288,6 +289,7 @@ class _Sites:
         rules.check_compiler(policy)
         offload_modules.check_can_run(policy)
         self._check_families(policy)
+        self._check_features(policy)
         for site in self.blocks:
             _check_groups(site, policy.chunk_runs(site.layers))
         for mtp in self.mtps:
@@ -299,6 +301,15 @@ class _Sites:
                 raise PolicyError(
                     f"{policy.layers[index]} on layer {index}, which is no multi-token-prediction "
                     "depth: it has no layers inside; write full or none."
+                )
+
+    def _check_features(self, policy: RecomputePolicy) -> None:
+        for index in sorted(self.feature_layers):
+            if policy.layers[index].granularity == "full":
+                raise PolicyError(
+                    f"{policy.layers[index]} on layer {index}, whose output the model also takes "
+                    "as a feature (deepstack_visual_indexes): its checkpoint gives features no "
+                    "gradient. Write none or selective there."
                 )
 
     def _check_families(self, policy: RecomputePolicy) -> None:
@@ -380,6 +391,8 @@ class _Held:
         for layer, choice in self.choices():
             self.set_layer(layer, choice)
             for one in model_layers.nested_layers(layer):
+                if "core_attn" in choice.offload:
+                    self.hooks += offload_modules.keep_apart(one)
                 if "mlp" in choice.modules:
                     self._let_bias_leave(one)
                 if choice.granularity in ("full", "inner") or "moe" in choice.modules:
@@ -700,6 +713,7 @@ def _run_by_segments(
     """Megatron's checkpointed forward of a block, one run of equal layers after the other."""
     megatron_forward = seam.checkpointed_forward(block)
     features: list[torch.Tensor] = []
+    returns_features = bool(kwargs.get("extract_layer_indices"))
     offset = kwargs.get("layer_offset", 0)
     block_layers = list(block.layers)
     for segment in _behind_frozen(block, segments, hidden_states, kwargs.get("context")):
@@ -719,14 +733,16 @@ def _run_by_segments(
             },
         )
         output = megatron_forward(view, hidden_states=hidden_states, **kwargs)
-        # Since 0.17 it also returns the outputs of the layers in extract_layer_indices.
-        hidden_states, more = output if isinstance(output, tuple) else (output, [])
+        # Since 0.17 it also returns the outputs of the layers in extract_layer_indices; a class
+        # with its own checkpointed forward may return features of layers (Qwen3-VL).
+        returns_features = isinstance(output, tuple)
+        hidden_states, more = output if returns_features else (output, [])
         features += more
         if kwargs.get("context") is not None:
             # With a view, its gradients add up from the last layer to the first, as without
             # checkpoints.
             kwargs["context"] = kwargs["context"].view_as(kwargs["context"])
-    return (hidden_states, features) if kwargs.get("extract_layer_indices") else hidden_states
+    return (hidden_states, features) if returns_features else hidden_states
 
 
 def _without_modules(runs: Sequence[Run]) -> list[Run]:

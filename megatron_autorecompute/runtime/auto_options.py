@@ -55,6 +55,11 @@ class AutoOptions:
         "measure, print the plan, and exit without training on",
         formerly="--recompute-dry-run",
     )
+    recompute_allow_offload: bool = option(
+        False,
+        "also measure and plan Megatron's fine-grained activation offloading; a plan whose copies "
+        "do not hide as predicted is replaced by one without",
+    )
     recompute_run_on_cpu: bool = option(
         False,
         "run Megatron without CUDA, on CPU with gloo: for trying out. Works through "

@@ -23,22 +23,30 @@ def as_field(name: str, value: Any) -> str:
     return f"model.{name}={value}"
 
 
-def refuse_plan_only_without_auto(
-    options: AutoOptions, policy: Any, spelled: Spelled = as_flag
-) -> None:
-    """Raise OptionError for --recompute-plan-only without auto, which alone makes a plan.
+def refuse_without_auto(options: AutoOptions, policy: Any, spelled: Spelled = as_flag) -> None:
+    """Raise OptionError for --recompute-plan-only or --recompute-allow-offload without auto.
 
     Args:
         options: as the user gave them.
         policy: the value of the config's field; None if there is none.
         spelled: how to write settings in the error.
     """
-    if options.recompute_plan_only and policy != "auto":
-        given = "no policy" if policy is None else f"{spelled('recompute_policy', policy):.60}"
-        raise OptionError(
-            f"--recompute-plan-only was given with {given}: only auto makes a plan. Give "
-            f"{spelled('recompute_policy', 'auto')}, or leave --recompute-plan-only out."
-        )
+    if policy == "auto":
+        return
+    given = "no policy" if policy is None else f"{spelled('recompute_policy', policy):.60}"
+    for asked, flag, why in (
+        (options.recompute_plan_only, "--recompute-plan-only", "only auto makes a plan"),
+        (
+            options.recompute_allow_offload,
+            "--recompute-allow-offload",
+            "it says what auto may choose; a policy that offloads needs no leave",
+        ),
+    ):
+        if asked:
+            raise OptionError(
+                f"{flag} was given with {given}: {why}. Give "
+                f"{spelled('recompute_policy', 'auto')}, or leave {flag} out."
+            )
 
 
 def refuse_unmeasurable(config: Any, spelled: Spelled = as_flag) -> None:

@@ -12,9 +12,14 @@ from megatron_autorecompute.runtime.plan_in_force import PlanInForce, Step
 
 
 def climb(
-    profile: Profile, decisions: Decisions, in_force: PlanInForce
+    profile: Profile,
+    decisions: Decisions,
+    in_force: PlanInForce,
+    notes: Sequence[str] = (),
 ) -> Generator[Step, None, Plan]:
     """Run a plan for half of the slack, correct the prediction, then a plan for all of it.
+
+    notes: sentences for the plan about what came before.
 
     Returns the plan in force: one that kept its budgets for a step, or, if a step was lost, the
     next plan down.
@@ -28,7 +33,7 @@ def climb(
     for is_whole, what in itertools.chain(first, itertools.repeat((True, "a corrected plan"))):
         # The next call may have other lengths than the last one, and so another need.
         goal = budgets if is_whole else _halfway(decisions.lean_peaks(profile), budgets)
-        plan = decisions.solved(profile, goal)
+        plan = decisions.solved(profile, goal, notes)
         smaller = yield from in_force.try_step(plan, what)
         if smaller is not None:
             return smaller

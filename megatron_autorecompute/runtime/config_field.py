@@ -19,12 +19,13 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_autorecompute.block_names import parts_of_field
 from megatron_autorecompute.compat import model_layers, rules, stage_layout, versions
 from megatron_autorecompute.errors import ApplyError, PipelineError, PolicyError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import GRAMMAR, RecomputePolicy
-from megatron_autorecompute.runtime.apply import apply_at_construction
+from megatron_autorecompute.runtime.apply import HOLDER_KEY, apply_at_construction
 
 _HELP = f"What every layer recomputes: auto measures and solves; otherwise {GRAMMAR}."
 _GENERATED = (
@@ -83,13 +84,14 @@ def uninstall() -> None:
 
 
 def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
-    """The policy in a config's field, or None when there is none or it is still `auto`.
+    """The policy in a config's field, or None: there is none, it is still `auto`, or it names
+    several blocks, which only the built model has.
 
     Raises:
         PolicyError: the value is not a policy, or is one of another length or model.
     """
     value = getattr(config, POLICY_FIELD, None)
-    if value is None or value == "auto":
+    if value is None or value == "auto" or names_several_blocks(value):
         return None
     refuse_plan_of_another_model(value, config)
     return RecomputePolicy.from_config(
@@ -98,6 +100,12 @@ def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
         layout=_counted_chunks(config),
         depth_layers=stage_layout.depth_layers(config),
     )
+
+
+def names_several_blocks(value: Any) -> bool:
+    """Whether a field's value has parts for several blocks of a model, by name."""
+    parts = parts_of_field(value)
+    return parts is not None and len(parts) > 1
 
 
 def _counted_chunks(config: TransformerConfig) -> Sequence[Sequence[int]]:
@@ -266,11 +274,24 @@ def applying_init(original: Callable[..., None]) -> Callable[..., None]:
                 "it with python -m megatron_autorecompute.pretrain (Megatron Bridge: "
                 "megatron_autorecompute.bridge_pretrain), or give a policy or @PLAN."
             )
+        if names_several_blocks(value):
+            self.register_forward_pre_hook(_refuse_without_policy)
+            return
         policy = policy_of(self.config)
         if policy is not None:
             apply_at_construction(policy, self, holder=f"the config field {POLICY_FIELD}")
 
     return __init__
+
+
+def _refuse_without_policy(block: Any, _: Any) -> None:
+    """Before a block's forward, if its config names several blocks: it cannot know which it is."""
+    if HOLDER_KEY not in vars(block):
+        raise ApplyError(
+            f"recompute_policy={getattr(block.config, POLICY_FIELD)!r:.80} names several blocks, "
+            "and nothing has put it in force on the built model. Our launchers do; elsewhere call "
+            "apply(RecomputePolicy.from_config(…, blocks=blocks(model)), model)."
+        )
 
 
 def noting_pattern(original: Callable[..., None]) -> Callable[..., None]:

@@ -24,12 +24,14 @@ from megatron_autorecompute.planner.lengths import Arrangement
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Parallelism
+from megatron_autorecompute.runtime import offload_choices
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import refuse_unmeasurable
 from megatron_autorecompute.runtime.climb import climb
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.fingerprint import fingerprint
+from megatron_autorecompute.runtime.hiding import that_hides
 from megatron_autorecompute.runtime.job_facts import JobFacts
 from megatron_autorecompute.runtime.measuring import Measuring, Steps
 from megatron_autorecompute.runtime.model_shard import ModelShard
@@ -68,7 +70,7 @@ class Auto:
     ) -> None:
         self.optimizer, self.options, self.job = optimizer, options, job
         refuse_unmeasurable(model_layers.unwrapped(chunks[0]).config)
-        self.shard = ModelShard(chunks)
+        self.shard = self._shard(chunks)
         varies = job.calls is not None
         self.memory = StepMemory(
             self.shard.chunks, optimizer, job.without_cuda, job.memory, resets=varies
@@ -88,12 +90,29 @@ class Auto:
         self._course = self._steps()
         self._closed = False
 
+    def _shard(self, chunks: Sequence[torch.nn.Module]) -> ModelShard:
+        """This rank's model, with choices that offload if they are allowed."""
+        if not self.options.recompute_allow_offload:
+            return ModelShard(chunks)
+        config = model_layers.unwrapped(chunks[0]).config
+        _, other_layers = model_layers.first_block(chunks)
+        varies = self.job.calls is not None
+        offload_choices.refuse(config, blocks=1 + bool(other_layers), varies=varies)
+        shard = ModelShard(chunks, choices_of=offload_choices.measured)
+        if not any(choice.offload for kind in shard.kinds for choice in kind.choices):
+            raise OptionError(
+                "--recompute-allow-offload was given, and no layer of this model has a module that "
+                "Megatron can offload with this config. Leave the flag out."
+            )
+        return shard
+
     def _fingerprint(self) -> dict[str, str]:
         shapes = {f.name: str(getattr(self.job.parallelism, f.name)) for f in fields(Parallelism)}
         encoder_layers = self.shard.encoder_layers
         encoder = {"encoder_layers": str(encoder_layers)} if encoder_layers else {}
         device = "CPU" if self.job.without_cuda else torch.cuda.get_device_name()
-        given = {**shapes, **self.job.shapes, **encoder, "device": device}
+        offload = {"offload": "allowed"} if self.options.recompute_allow_offload else {}
+        given = {**shapes, **self.job.shapes, **encoder, **offload, "device": device}
         return fingerprint(self.shard.chunks, self.optimizer, self.shard.layout, given)
 
     # --- what the training loop calls -------------------------------------------------------------
@@ -266,10 +285,15 @@ class Auto:
             ended_before = self._store.ended_measuring()
             profile = yield from self._measuring.run(self.fingerprint, ended_before)
             plan = yield from climb(profile, self.decisions, self._in_force)
+            plan = yield from that_hides(plan, profile, self.decisions, self._in_force)
             self._store.save(plan)
         elif not self.options.recompute_plan_only:
             self._in_force.run(plan, f"the plan in {self._store.path}")
-            plan = yield from self._in_force.one_step(plan, reads_bytes=True)
+            yield from self._in_force.warm_up(plan)
+            kept = yield from self._in_force.one_step(plan, reads_bytes=True)
+            plan = yield from that_hides(kept, kept.profile, self.decisions, self._in_force)
+            if plan is not kept:
+                self._store.save(plan)
         tell(plan, self.decisions, self.steps)
         if self.options.recompute_plan_only:
             raise SystemExit(0)

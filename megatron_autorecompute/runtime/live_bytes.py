@@ -32,11 +32,13 @@ class Span:
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
+    """A storage that is alive, and how many of its bytes are counted."""
+
     storage: "weakref.ref[torch.UntypedStorage]"
     size_bytes: int
     counted_bytes: int  # 0 while the same memory is counted for another storage
-    heir: "_Entry | None" = None  # the entry that counts 0 because of this one
+    heir: "Entry | None" = None  # the entry that counts 0 because of this one
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -57,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
         self.current_bytes = 0
         self.peak_bytes = 0
         self._excluded: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._live: dict[int, _Entry] = {}
+        self._live: dict[int, Entry] = {}
         self._spans: list[Span] = []
         self._open: tuple[Hashable, int] = (None, 0)
         self._span_peak_bytes = 0
@@ -130,20 +132,21 @@ class LiveBytes(TorchDispatchMode):
         if entry is None:
             # Weakly: a strong reference would keep storages alive.
             reference = weakref.ref(storage, lambda _: self._drop(key))
-            self._live[key] = _Entry(reference, size_bytes, size_bytes)
-            self._count(size_bytes)
+            entry = self._live[key] = Entry(reference, size_bytes, 0)
+            self._count(entry, size_bytes)
         elif entry.size_bytes != size_bytes:
             self._resized(entry, size_bytes)
 
-    def _resized(self, entry: _Entry, size_bytes: int) -> None:
+    def _resized(self, entry: Entry, size_bytes: int) -> None:
         # Memory counted elsewhere stays there until it is dropped or this storage is emptied.
         if entry.counted_bytes == entry.size_bytes:
-            self._count(size_bytes - entry.counted_bytes)
-            entry.counted_bytes = size_bytes
+            self._count(entry, size_bytes)
         entry.size_bytes = size_bytes
 
-    def _count(self, change_bytes: int) -> None:
-        self.current_bytes += change_bytes
+    def _count(self, entry: Entry, size_bytes: int) -> None:
+        """Count so many bytes for an entry from now on."""
+        self.current_bytes += size_bytes - entry.counted_bytes
+        entry.counted_bytes = size_bytes
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         self._span_peak_bytes = max(self._span_peak_bytes, self.current_bytes)
 
@@ -151,19 +154,18 @@ class LiveBytes(TorchDispatchMode):
         entry = self._live.pop(key, None)
         if entry is None:  # excluded meanwhile
             return
-        self.current_bytes -= entry.counted_bytes
+        self._count(entry, 0)
         heir = entry.heir
         if heir is not None and heir.storage() is not None:
-            self.current_bytes += heir.size_bytes
-            heir.counted_bytes = heir.size_bytes
+            self._count(heir, heir.size_bytes)
 
     def _share(self, target: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         self._see(source)
         self._see(target)
         heir, entry = self._live.get(_key(target)), self._live.get(_key(source))
         if heir is not None and entry is not None:
-            self._count(-heir.counted_bytes)
-            heir.size_bytes, heir.counted_bytes = source.nbytes(), 0
+            self._count(heir, 0)
+            heir.size_bytes = source.nbytes()
             entry.heir = heir
 
 

@@ -35,6 +35,7 @@ from megatron_autorecompute.profile import (
 )
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.model_shard import Kind, ModelShard
+from megatron_autorecompute.runtime.offload_counter import Groups, most, with_groups
 from megatron_autorecompute.runtime.points import Figure, Points
 from megatron_autorecompute.runtime.probe import (
     DEVICE_CLOCK,
@@ -84,9 +85,11 @@ class Samples:
             backward_ms=backward_ms[1:] or backward_ms,
         )
 
-    def complete(self) -> bool:
-        """Whether there is enough for a record."""
-        return all(getattr(self, name) for name in self.__slots__ if name != "input_bytes")
+    def complete(self, choice: LayerPolicy = NONE) -> bool:
+        """Whether there is enough for a record. A choice that offloads takes its times from the
+        same choice without."""
+        needed = self.__slots__[2:4] if choice.offload else self.__slots__[2:]
+        return bool(self.held_bytes) and all(getattr(self, name) for name in needed)
 
     def at(self, percentile: float) -> tuple[int, int, int]:
         """Held bytes without the input, and both levels, at a percentile."""
@@ -175,6 +178,7 @@ class Measurement:
         clock: source of times.
         points: keeps figures with the lengths they were seen at, if microbatches differ.
         routed: what experts got in the step that ends, as `SeenTokens.routed`.
+        left: what left under choices that offload, by layer, on this rank.
     """
 
     def __init__(
@@ -184,8 +188,9 @@ class Measurement:
         clock: Clock = DEVICE_CLOCK,
         points: Points | None = None,
         routed: Callable[[], Sequence[Mapping[int, int]]] = tuple,
+        left: Callable[[], Groups] = dict,
     ) -> None:
-        self.shard = shard
+        self.shard, self._left = shard, left
         self.applied = applied
         self._clock = clock
         self.points, self._routed = points, routed
@@ -198,6 +203,7 @@ class Measurement:
         """What this rank saw so far; `profile` puts all ranks' together."""
         depths = (site.indices for site in model_layers.mtp_sites(shard.chunks))
         self._depths = set(itertools.chain.from_iterable(depths))
+        self._tower_layers = model_layers.tower_layers(shard.chunks)
 
     def policies(
         self,
@@ -205,22 +211,28 @@ class Measurement:
         *,
         room: Sequence[int] | None = None,
         most_steps: int | None = None,
+        wanted: Callable[[LayerPolicy], bool] = lambda _: True,
     ) -> Iterator[None]:
         """Switch through policies that together show every choice of every kind `repeats` times.
 
         For each choice to be measured, one layer of every kind has it; all other layers have their
         leanest choice, so that a step needs hardly more than the leanest policy. A model with more
-        layers of each kind than choices needs one step.
+        layers of each kind than choices needs one step. Choices that offload have steps of their
+        own, so that nothing waits for copies in the others.
 
         Args:
             repeats: how often each choice is shown, each time on other layers.
             room: for every stage, how many layers may leave the leanest choice in one step. By
                 default all; if there is room for none, one on the last stage.
             most_steps: stop after so many steps; choices that are left stay unmeasured.
+            wanted: of the choices, those that are shown.
         """
         steps = 0
-        for repeat in range(repeats):
-            due = [list(kind.choices) for kind in self.shard.kinds]
+        for repeat, moved in itertools.product(range(repeats), (False, True)):
+            due = [
+                [c for c in kind.choices if wanted(c) and bool(c.offload) is moved]
+                for kind in self.shard.kinds
+            ]
             while any(due) and (most_steps is None or steps < most_steps):
                 left, layers = list(room or ()), list(self.shard.leanest().layers)
                 for kind, choices in zip(self.shard.kinds, due, strict=True):
@@ -304,9 +316,11 @@ class Measurement:
             self.points.boundaries.append((where, self._boundary_bytes(one)))
 
     def _boundary_bytes(self, one: Pass) -> int:
-        """Size of the hidden states of a pass."""
-        found = [mark.input_bytes for mark in one.marks if isinstance(mark.place, int)]
-        return max(found, default=self.boundary_bytes)
+        """Size of the hidden states of a pass, as stages send them."""
+        layers = range(self._tower_layers, self.shard.num_layers)
+        found = [mark.input_bytes for mark in one.marks if mark.place in layers]
+        ends = [mark.input_bytes for mark in one.marks if mark.place == "head"]
+        return max(found or ends, default=self.boundary_bytes)
 
     def _spans(self, one: Pass) -> Iterator[Span]:
         """The spans of a pass. In a loop of its own kind the loss runs outside the model: it is the
@@ -370,7 +384,7 @@ class Measurement:
             (choice, kind)
             for kind in self.shard.kinds
             for choice in kind.choices
-            if not seen[kind.signature, choice].complete()
+            if not seen[kind.signature, choice].complete(choice)
         ]
 
     def lacks_leanest(self) -> bool:
@@ -533,6 +547,7 @@ class Measurement:
         """
         by_rank = self.shard.all_gather(dict(self.samples))
         seen = _put_together(by_rank)
+        groups = most(*self.shard.all_gather(self._left()))
         stages: dict[int, StageRecord] = {}
         for pipeline_rank, record in self.shard.all_gather((self.shard.stage, self._stage(static))):
             known = stages.get(pipeline_rank, record)
@@ -547,7 +562,8 @@ class Measurement:
             model=model,
             parallelism=parallelism,
             kinds=tuple(
-                _layer_kind(kind, seen, by_rank, self.boundary_bytes) for kind in self.shard.kinds
+                _layer_kind(kind, seen, by_rank, self.boundary_bytes, groups)
+                for kind in self.shard.kinds
             ),
             embedding=embedding,
             head=seen["head", NONE].record(NONE, self.boundary_bytes),
@@ -627,24 +643,47 @@ def _put_together(by_rank: Sequence[SamplesByKey]) -> SamplesByKey:
 
 
 def _layer_kind(
-    kind: Kind, seen: SamplesByKey, by_rank: Sequence[SamplesByKey], boundary_bytes: int
+    kind: Kind,
+    seen: SamplesByKey,
+    by_rank: Sequence[SamplesByKey],
+    boundary_bytes: int,
+    groups: Groups,
 ) -> LayerKind:
     records: dict[LayerPolicy, ChoiceRecord] = {}
+    moves_nothing: dict[LayerPolicy, LayerPolicy] = {}
     for choice in kind.choices:
-        found = seen[kind.signature, choice]
-        if not found.complete():
+        found, plain = seen[kind.signature, choice], records.get(choice.recompute)
+        if not found.complete(choice) or (plain is None and choice.offload):
             continue
-        record = found.record(choice, boundary_bytes)
+        if plain is None:
+            record = found.record(choice, boundary_bytes)
+        else:
+            record = with_groups(_moved(found, choice, plain, boundary_bytes), kind.layers, groups)
+            if not record.offload_groups:
+                moves_nothing[choice] = choice.recompute
+                continue
         if kind.has_experts:
             own = (one.get((kind.signature, choice)) for one in by_rank)
             ranks = [samples for samples in own if samples and samples.held_bytes]
             record = replace(record, percentiles=_percentiles(record, ranks))
         records[choice] = record
-    inert = {str(larger): str(smaller) for larger, smaller in _inert(records).items()}
-    samples = [len(seen[kind.signature, choice].backward_ms) for choice in records]
+    equal = _inert(records)
+    equal |= {larger: equal.get(smaller, smaller) for larger, smaller in moves_nothing.items()}
+    inert = {str(larger): str(smaller) for larger, smaller in equal.items()}
+    samples = [len(seen[kind.signature, choice.recompute].backward_ms) for choice in records]
     ordered = in_order(list(records.values()), samples)
     planned = tuple(record for record in ordered if record.choice not in inert)
     return LayerKind(kind.name, kind.layers, planned, inert)
+
+
+def _moved(
+    found: Samples, choice: LayerPolicy, plain: ChoiceRecord, boundary_bytes: int
+) -> ChoiceRecord:
+    """The record of a choice that offloads: its backwards waited for copies, which the planner
+    replays, so its times are those of the same choice without."""
+    timed = replace(found, forward_ms=[plain.forward_ms], backward_ms=[plain.backward_ms])
+    record = timed.record(choice, boundary_bytes)
+    return replace(record, spread_ms=plain.spread_ms, runs=plain.runs)
 
 
 def _inert(records: dict[LayerPolicy, ChoiceRecord]) -> dict[LayerPolicy, LayerPolicy]:
@@ -652,7 +691,8 @@ def _inert(records: dict[LayerPolicy, ChoiceRecord]) -> dict[LayerPolicy, LayerP
     inert: dict[LayerPolicy, LayerPolicy] = {}
     for larger, smaller in itertools.product(records, repeat=2):
         if (
-            larger.granularity == "selective"
+            not (larger.offload or smaller.offload)
+            and larger.granularity == "selective"
             and smaller.granularity in ("none", "selective")
             and set(smaller.modules) < set(larger.modules)
             and larger not in inert

@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 
+from megatron_autorecompute.compat import offload_modules
 from megatron_autorecompute.profile import Profile, RankStep
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.call_guard import Guard
 from megatron_autorecompute.runtime.calls import AHEAD
+from megatron_autorecompute.runtime.copy_watch import CopyWatch
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import was_lost
 from megatron_autorecompute.runtime.measurement import Measurement
+from megatron_autorecompute.runtime.offload_counter import OffloadCounter
 from megatron_autorecompute.runtime.oom_guard import FAILED
 from megatron_autorecompute.runtime.points import Points
+from megatron_autorecompute.runtime.probe import DEVICE_CLOCK
 from megatron_autorecompute.runtime.seen_tokens import SeenTokens
 from megatron_autorecompute.runtime.static_bytes import static_bytes
 from megatron_autorecompute.runtime.whole_steps import (
@@ -71,8 +75,14 @@ class Measuring:
         """What was seen at which lengths, in a loop whose microbatches differ."""
         if self.job.calls is not None:
             self.points = Points()
+        self._left_layers = OffloadCounter(self.shard.chunks, DEVICE_CLOCK, self.shard.may_offload)
+        self._copies = CopyWatch()
         self.measurement = Measurement(
-            self.shard, applied, points=self.points, routed=lambda: seen.routed
+            self.shard,
+            applied,
+            points=self.points,
+            routed=lambda: seen.routed,
+            left=lambda: self._left_layers.found,
         )
         self._left = 0
         """The most steps still to come, as printed; 0 while this is not known."""
@@ -107,6 +117,8 @@ class Measuring:
             static_bytes(self.shard.chunks, self.optimizer),
             fingerprint=fingerprint,
         )
+        if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
+            profile = replace(profile, host_link=self._copies.link())
         if self.points is not None:
             return self.decisions.with_lengths(profile, self.points)
         return self.decisions.with_others(self._with_whole_steps(profile), lean)
@@ -188,7 +200,10 @@ class Measuring:
         """
         last = self.guard.steps + most_steps
         while (left := last - self.guard.steps) > 0:
-            for _ in self.measurement.policies(repeats, room=room, most_steps=left):
+            policies = self.measurement.policies(
+                repeats, room=room, most_steps=left, wanted=lambda c: reads_bytes or not c.offload
+            )
+            for _ in policies:
                 if self._left:
                     self._left -= 1
                     self.job.say(f"recompute auto: measuring, at most {self._left} more steps")
@@ -238,6 +253,18 @@ class Measuring:
             self.memory.note(memory, memory.peak_bytes)
 
     @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Watches what a step offloads."""
+        if not offload_modules.offloads(self.applied.policy):
+            yield
+            return
+        self._left_layers.begin()
+        with self._copies.watching(), self._left_layers.watching():
+            yield
+        if self._counts():
+            self._left_layers.keep(self.applied.policy.layers)
+
+    @contextmanager
     def _watched(self, reads_bytes: bool) -> Iterator[None]:
         slow = self.job.without_cuda  # reading bytes distorts times there
         if not reads_bytes:
@@ -248,7 +275,8 @@ class Measuring:
             return
         with self.memory.measuring() as memory:
             watched = self.measurement.watch(memory, times=not slow, counts=self._counts)
-            with running(None if slow else self.job.timers) as took_ms, watched, self.guard.step():
+            timers = running(None if slow else self.job.timers)
+            with timers as took_ms, self._copying(), watched, self.guard.step():
                 yield
             if self._counts():
                 self.memory.note(memory, self.measurement.peak_bytes)
@@ -259,7 +287,7 @@ class Measuring:
 
     def _note_whole_step(self, took_ms: Mapping[str, float]) -> None:
         """Keep Megatron's timers and torch's statistics of the step that has just run."""
-        if not self._counts():
+        if not self._counts() or offload_modules.offloads(self.applied.policy):
             return
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         number = self.guard.steps if self.job.iteration is None else self.job.iteration() + 1

@@ -58,12 +58,14 @@ def kinds(
     tower, tower_layers = model_layers.first_block(chunks)
     tower = "" if tower == ENCODER else tower  # T5's layers differ in structure
     in_front = model_layers.frozen_in_front(chunks)
+    features = model_layers.feature_layers(chunks)
     for layer, index in model_layers.numbered_layers(chunks):
         # A multi-token-prediction depth is more than the decoder layer inside it. Each depth is a
         # kind: in backward it meets the gradients of the depths that it feeds.
         # A tower's layers have tokens of their own, and those in front of all that is trained keep
         # nothing.
         place = depths.get(index, "") + tower * (index < tower_layers) + "!" * (index in in_front)
+        place += "+" * (index in features)
         members[place + layer_kinds.signature(layer)].append((layer, index))
     return [
         Kind(
@@ -72,11 +74,15 @@ def kinds(
             or (found[0][1] < tower_layers and tower)
             or layer_kinds.name(found[0][0]),
             tuple(index for _, index in found),
-            choices_of(found[0][0]),
+            _without_full(choices_of(found[0][0]), found[0][1] in features),
             layer_kinds.has_experts(found[0][0]),
         )
         for signature, found in members.items()
     ]
+
+
+def _without_full(choices: Choices, refused: bool) -> Choices:
+    return tuple(each for each in choices if not (refused and each.granularity == "full"))
 
 
 def _depth_name(config: Any, index: int) -> str:
@@ -176,6 +182,12 @@ class ModelShard:
         """Whether any layer of the model has experts."""
         return any(kind.has_experts for kind in self.kinds)
 
+    @property
+    def may_offload(self) -> frozenset[int]:
+        """Layers of this rank with choices that offload."""
+        moved = (kind for kind in self.own_kinds if any(c.offload for c in kind.choices))
+        return frozenset(index for kind in moved for index in kind.layers)
+
     @cached_property
     def layout(self) -> Layout:
         """Which layers every stage's chunks have."""
@@ -216,7 +228,8 @@ class ModelShard:
         """Every layer at full, or at its largest set of modules if Megatron refuses full."""
         layers = [NONE] * self.num_layers
         for kind in self.kinds:
-            choice = FULL if FULL in kind.choices else kind.choices[-1]
+            plain = [choice for choice in kind.choices if not choice.offload]
+            choice = FULL if FULL in plain else plain[-1]
             for index in kind.layers:
                 layers[index] = choice
         return RecomputePolicy(tuple(layers))

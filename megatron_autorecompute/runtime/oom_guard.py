@@ -47,6 +47,8 @@ class StepGuard:
         is_short: whether this rank went above its budget, or its allocator retried, in the step.
         on_end: called before an out-of-memory error ends the job, with the reason why the other
             ranks cannot go on.
+        why_not: a reason why an out-of-memory error must be raised in any case; None if there is
+            none.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class StepGuard:
         optimizer: Any,
         is_short: Callable[[], bool],
         on_end: Callable[[str], None] = lambda why: None,
+        why_not: str | None = None,
     ) -> None:
         self.outcome = self.own_outcome = FINE
         self.lost_in_a_row = 0
@@ -68,9 +71,9 @@ class StepGuard:
         self._config: Any = getattr(chunks[0], "config", None)
         self._inside = self._failed = self._agreed = self._knows = False
         self._meetings = Meetings()
-        self._why_not = (
-            lost_step.why_no_stand_in(self._config) if self._config is not None else None
-        )
+        self._why_not = why_not
+        if why_not is None and self._config is not None:
+            self._why_not = lost_step.why_no_stand_in(self._config)
         self._buffers = _MovingBuffers(chunks)
         self._loss_groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._syncs = [BucketSyncs(chunk, self._meetings.elsewhere) for chunk in chunks]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from megatron_autorecompute.compat import offload_modules
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.call_guard import CallGuard, Guard
@@ -46,8 +47,10 @@ class PlanInForce:
         """The plan that runs; None before the first."""
         self._is_read = False
         """Whether the last step's bytes were read, under this plan."""
+        moves = decisions.options.recompute_allow_offload
+        why_not = "offload keeps what it has moved to the host" if moves else None
         self.guard: Guard = (
-            StepGuard(decisions.shard.chunks, optimizer, self._is_short, self._leave_less)
+            StepGuard(decisions.shard.chunks, optimizer, self._is_short, self._leave_less, why_not)
             if decisions.job.calls is None
             else CallGuard(self._is_short, self._leave_less)
         )
@@ -83,16 +86,33 @@ class PlanInForce:
             LostStepsError: the steps before it were lost too, down to the leanest policy.
         """
         self.run(plan, what)
+        yield from self.warm_up(plan)
         yield self._step(reads_bytes=True)
         return self._step_down(plan) if self._was_lost() else None
 
-    def one_step(self, plan: Plan, *, reads_bytes: bool) -> Generator[Step, None, Plan]:
+    def warm_up(self, plan: Plan) -> Generator[Step, None, None]:
+        """Run the step that Megatron's offload needs before it keeps what it will keep."""
+        if offload_modules.offloads(plan.policy):
+            yield self._step(reads_bytes=False)
+
+    def one_step(
+        self,
+        plan: Plan,
+        *,
+        reads_bytes: bool,
+        around: Callable[[], Step] = nullcontext,
+    ) -> Generator[Step, None, Plan]:
         """Run one step under the plan; returns the next plan down if it ran short of memory.
+
+        Args:
+            plan: the one in force.
+            reads_bytes: whether the step's peak is read.
+            around: makes a context around the step.
 
         Raises:
             LostStepsError: as `try_step`.
         """
-        yield self._step(reads_bytes)
+        yield self._step(reads_bytes, around)
         if self._was_lost() or self.guard.outcome != FINE:
             return self._step_down(plan)
         return plan
@@ -118,10 +138,10 @@ class PlanInForce:
         return plan
 
     @contextmanager
-    def _step(self, reads_bytes: bool) -> Iterator[None]:
+    def _step(self, reads_bytes: bool, around: Callable[[], Step] = nullcontext) -> Iterator[None]:
         self._is_read = reads_bytes
         read = self._memory.watching() if reads_bytes else nullcontext()
-        with read, self.guard.step():
+        with read, around(), self.guard.step():
             yield
 
     def _was_lost(self) -> bool:

@@ -127,7 +127,8 @@ class Pass:
     packed: torch.Tensor | None = None
     """Forward only: where the samples of a packed microbatch begin and end, padding included."""
     tokens: int = 0
-    """Forward only: of all samples, as this rank holds them (sequence parallelism splits them)."""
+    """Forward only: of all samples, as this rank holds them (sequence parallelism splits them); of
+    a model with a tower, the decoder's."""
     after: Mark | None = None
     """Forward only: where the next pass begins. What runs until then is the loss, and after it the
     beginning of the backward, if the loss is computed outside the model."""
@@ -160,13 +161,14 @@ class Probe:
         self.peak_bytes = 0
         """The most bytes alive from the first boundary to the last."""
         self.boundary_bytes = 0
-        """Size of the largest hidden state between two layers."""
+        """Size of the largest hidden state between two layers, not those of a tower."""
         self._chunks = chunks
         self._memory = memory
         self._clock = clock
         self._hooks: list[TemporaryHook] = []
         self._forward: Pass | None = None
         self._inputs: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._tower_layers = model_layers.tower_layers(chunks)
 
     def __enter__(self) -> Probe:
         for number, chunk in enumerate(self._chunks):
@@ -224,8 +226,9 @@ class Probe:
             if self._forward is not None and not is_recomputing():
                 index = next((i for i in indices if not self._has_begun(i)), indices[-1])
                 hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-                size_bytes = hidden_states.untyped_storage().nbytes()
-                self.boundary_bytes = max(self.boundary_bytes, size_bytes)
+                if index >= self._tower_layers:
+                    size_bytes = hidden_states.untyped_storage().nbytes()
+                    self.boundary_bytes = max(self.boundary_bytes, size_bytes)
                 self._boundary(index, hidden_states)
                 self._forward.packed = _cu_seqlens(kwargs.get("packed_seq_params"))
 
@@ -282,7 +285,7 @@ class Probe:
             return
         storage = hidden_states.untyped_storage()
         size_bytes = storage.nbytes()
-        if not forward.tokens:
+        if not forward.tokens and not self._is_in_front(place):
             forward.tokens = hidden_states.numel() // hidden_states.shape[-1]
             forward.samples = hidden_states.shape[1] if hidden_states.dim() == 3 else 1
         self._mark(forward, place, size_bytes)
@@ -292,6 +295,10 @@ class Probe:
         self._on_gradient(
             hidden_states, lambda: self._mark(self._backward_of(forward), place, size_bytes)
         )
+
+    def _is_in_front(self, place: Place) -> bool:
+        """Whether the hidden state at this place has a tower's tokens, and not the decoder's."""
+        return place == "between" or (isinstance(place, int) and place < self._tower_layers)
 
     def _on_gradient(self, tensor: torch.Tensor, do: Callable[[], None]) -> None:
         if tensor.requires_grad:

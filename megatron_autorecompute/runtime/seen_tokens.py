@@ -39,7 +39,8 @@ class SeenTokens:
             model = model_layers.unwrapped(chunk)
             self._before(model, partial(self._begin, number))
         layers = model_layers.numbered_layers(chunks)
-        for layer, _ in layers[:1]:
+        tower = model_layers.tower_layers(chunks)
+        for layer, _ in [each for each in layers if each[1] >= tower][:1]:
             self._before(layer, self._see)
         for layer, index in {id(layer): (layer, index) for layer, index in layers}.values():
             for experts in layer_kinds.experts(layer):

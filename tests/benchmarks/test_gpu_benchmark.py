@@ -385,18 +385,18 @@ def test_making_pages_asks_for_a_file(capsys):
 
 
 def test_parts_and_sections_are_selected_in_the_order_they_run():
-    assert {part for part, _ in run.SECTIONS.values()} == set(range(1, 9))
+    assert {part for part, _ in run.SECTIONS.values()} == set(range(1, 10))
     assert run.selected([]) == list(run.SECTIONS)
     assert run.selected(["4", "1-gpt3-760m-48l"]) == ["1-gpt3-760m-48l", "4-plugin"]
 
 
 def test_an_unknown_part_is_refused_with_the_known_ones():
-    with pytest.raises(OptionError, match=r"--only 9: there are parts 1 to 8 .*1-gpt3-760m-48l"):
-        run.selected(["9"])
+    with pytest.raises(OptionError, match=r"--only 10: there are parts 1 to 9 .*1-gpt3-760m-48l"):
+        run.selected(["10"])
 
 
 def test_a_wrong_part_leaves_no_file_behind(tmp_path, capsys):
-    assert run.main(["--tiny", "--only", "9", "--output", str(tmp_path)]) == OptionError.exit_code
+    assert run.main(["--tiny", "--only", "10", "--output", str(tmp_path)]) == OptionError.exit_code
     assert list(tmp_path.iterdir()) == []
 
 

@@ -30,6 +30,12 @@ def test_a_setting_costs_what_was_published(one):
         assert row["predicted"] == pytest.approx(row["published"], rel=within), row
 
 
+@pytest.mark.any_version
+def test_a_setting_costs_a_layer_what_one_gpu_measured():
+    for row in ratios.layers():
+        assert row["predicted"] == pytest.approx(row["published"], rel=0.025), row
+
+
 HAS_PARSER = importlib.util.find_spec("megatron.training") is not None
 
 

@@ -58,6 +58,43 @@ def tiny_hybrid_pretrain_config():
     return cfg
 
 
+def tiny_vision_provider():
+    """Qwen2.5-VL, whose tower is of transformers."""
+    from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
+    from megatron.bridge.recipes.common import _pretrain_common
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+
+    cfg = _pretrain_common()
+    cfg.model = Qwen25VLModelProvider(
+        num_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=128,
+        mrope_section=[2, 3, 3],
+        vocab_size=128,
+        seq_length=32,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        activation_func=torch.nn.functional.silu,
+        image_token_id=100,
+        video_token_id=101,
+        vision_start_token_id=102,
+        vision_config=Qwen2_5_VLVisionConfig(
+            depth=2,
+            hidden_size=32,
+            num_heads=2,
+            intermediate_size=48,
+            out_hidden_size=64,
+            fullatt_block_indexes=[1],
+        ),
+    )
+    for_cpu(cfg)
+    cfg.model.vocab_size = 128
+    return cfg.model
+
+
 def _recipe(hf_config):
     from megatron.bridge import AutoBridge
     from megatron.bridge.recipes.common import _pretrain_common

@@ -143,59 +143,72 @@ def test_offloading_excludes_a_policy_in_megatrons_words(cfg):
 
 # --- in a process of its own: the order of imports, and life without us ---------------------------
 
+WITHOUT_US = """
+import logging, sys, traceback; logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+from tests.bridge import stand_ins; stand_ins.install(); import megatron.bridge
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.utils.config_utils import InstantiationMode
 
-def in_a_new_process(program):
+def load(path, mode):
+    print("next")
+    try:
+        model = ConfigContainer.from_yaml(path, mode=mode).model
+        print("loaded", model.recompute_granularity, model.recompute_num_layers)
+    except Exception:
+        traceback.print_exc(file=sys.stdout)
+
+load({native!r}, InstantiationMode.LENIENT)
+load({mixed!r}, InstantiationMode.LENIENT)
+load({mixed!r}, InstantiationMode.STRICT)
+assert not any(name.startswith("megatron_autorecompute") for name in sys.modules)
+print("next")
+from megatron_autorecompute.integrations import megatron_bridge
+megatron_bridge.install()
+"""
+
+
+@pytest.fixture(scope="module")
+def without_us(bridge, tmp_path_factory):
+    """What is said by each load of a config without us, and by installing after that."""
+    folder = tmp_path_factory.mktemp("configs")
+    paths = {}
+    for name, policy in (("native", "full*2,none*2"), ("mixed", MIX)):
+        config = recipes.tiny_llama_pretrain_config()
+        megatron_bridge.set_policy(config.model, policy)
+        megatron_bridge.resolve(config)
+        paths[name] = str(folder / f"{name}.yaml")
+        config.to_yaml(paths[name])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_US.format(**paths)],
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
-    return done.returncode, done.stdout + done.stderr
+    _, native, lenient, strict, installing = done.stdout.split("next\n")
+    return {
+        "native": native,
+        "lenient": lenient,
+        "strict": strict,
+        "installing": installing + done.stderr,
+        "code": done.returncode,
+    }
 
 
-def test_installing_after_bridge_was_imported_says_what_to_move_where():
-    code, said = in_a_new_process(
-        "from tests.bridge import stand_ins; stand_ins.install(); import megatron.bridge\n"
-        "from megatron_autorecompute.integrations import megatron_bridge\n"
-        "megatron_bridge.install()"
-    )
-    assert code != 0
-    assert "ApplyError: megatron.bridge was imported before" in said
-    assert "megatron_bridge.install()" in said
+def test_installing_after_bridge_was_imported_says_what_to_move_where(without_us):
+    assert without_us["code"] != 0
+    assert "ApplyError: megatron.bridge was imported before" in without_us["installing"]
+    assert "megatron_bridge.install()" in without_us["installing"]
 
 
-WITHOUT_US = """
-import logging; logging.basicConfig(level=logging.INFO)
-from tests.bridge import stand_ins; stand_ins.install(); import megatron.bridge
-from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.utils.config_utils import InstantiationMode
-cfg = ConfigContainer.from_yaml({path!r}, mode=InstantiationMode.{mode})
-print("loaded", cfg.model.recompute_granularity, cfg.model.recompute_num_layers)
-"""
+def test_a_config_in_native_fields_loads_without_us(without_us):
+    assert "loaded full 2" in without_us["native"]
 
 
-def saved(cfg, policy, path):
-    megatron_bridge.set_policy(cfg.model, policy)
-    megatron_bridge.resolve(cfg)
-    cfg.to_yaml(str(path))
-    return str(path)
-
-
-def test_a_config_in_native_fields_loads_without_us(cfg, tmp_path):
-    path = saved(cfg, "full*2,none*2", tmp_path / "run_config.yaml")
-    code, said = in_a_new_process(WITHOUT_US.format(path=path, mode="LENIENT"))
-    assert code == 0, said
-    assert "loaded full 2" in said
-
-
-@pytest.mark.parametrize("mode", ["LENIENT", "STRICT"])
-def test_loading_a_mixed_policy_without_us_says_so(cfg, tmp_path, mode):
-    path = saved(cfg, MIX, tmp_path / "run_config.yaml")
-    code, said = in_a_new_process(WITHOUT_US.format(path=path, mode=mode))
-    assert "recompute_policy" in said
-    assert (code == 0) == (mode == "LENIENT")
+@pytest.mark.parametrize("mode", ["lenient", "strict"])
+def test_loading_a_mixed_policy_without_us_says_so(without_us, mode):
+    assert "recompute_policy" in without_us[mode]
+    assert ("loaded" in without_us[mode]) == (mode == "lenient")
 
 
 def test_set_policy_on_a_class_without_the_field_is_an_error():

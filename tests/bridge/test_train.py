@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 
 from megatron_autorecompute.planner.plan import Plan
 from tests.bridge import recipes
+from tests.forks import Forks, free_port
 
 RECIPE = "tests/bridge/recipes.py:"
 LLAMA, MOE = RECIPE + "tiny_llama_pretrain_config", RECIPE + "tiny_moe_pretrain_config"
@@ -17,15 +17,13 @@ STEPS = "train.train_iters=20"
 AUTO = ("model.recompute_policy=auto", "--recompute-memory-budget-gib")
 
 LAUNCHED = "megatron_autorecompute.bridge_pretrain"
+ENVIRONMENT = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def train(recipe, *arguments, ranks=1):
-    """What the run printed; an error of the run is an error here."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    """What the run under torchrun printed; an error of the run is an error here."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    launcher += ["--master-port", str(port)]
+    launcher += ["--master-port", str(free_port())]
     command = ["-m", "tests.bridge.launch", LAUNCHED, "--recipe", recipe]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *launcher, *command, STEPS, *arguments],
@@ -33,10 +31,24 @@ def train(recipe, *arguments, ranks=1):
         text=True,
         timeout=280,
         check=False,
-        env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def fork():
+    """`train` in forks of one process that has imported Bridge."""
+    with Forks("tests.bridge.many", ENVIRONMENT) as forks:
+
+        def run(recipe, *arguments, ranks=1):
+            job = {"ranks": ranks, "arguments": ["--recipe", recipe, STEPS, *arguments]}
+            (ended,) = forks.run(job, timeout_s=200)
+            assert not any(ended.codes), ended.text[-6000:]
+            return ended.text
+
+        yield run
 
 
 def learned(output):
@@ -49,8 +61,8 @@ def learned(output):
 
 
 @pytest.fixture(scope="module")
-def without():
-    return learned(train(LLAMA))
+def without(fork):
+    return learned(fork(LLAMA))
 
 
 def test_a_mixed_policy_trains_to_the_same_bits(without):
@@ -59,10 +71,10 @@ def test_a_mixed_policy_trains_to_the_same_bits(without):
     assert "recompute_policy: ['none', 'full', 'selective[core_attn+mlp]', 'none']" in output
 
 
-def test_auto_measures_decides_and_learns_the_same_bits(without, tmp_path):
+def test_auto_measures_decides_and_learns_the_same_bits(without, fork, tmp_path):
     path = tmp_path / "plan.json"
     keep = ("--recompute-plan-path", str(path))
-    output = train(LLAMA, *AUTO, "0.0036", *keep)
+    output = fork(LLAMA, *AUTO, "0.0036", *keep)
     assert learned(output) == without
     assert "recompute auto: measuring" in output
     assert "to keep this policy without measuring" in output
@@ -74,26 +86,26 @@ def test_auto_measures_decides_and_learns_the_same_bits(without, tmp_path):
     row = output.split("rank/ forward:")[1].split("0/0")[1].split()
     assert [row[1], row[3], row[4]] == [f"{ms:,.1f}" if ms < 1000 else f"{ms:,.0f}" for ms in times]
     assert "full" in plan.policy.format() or "selective" in plan.policy.format()
-    again = train(LLAMA, *AUTO, "0.0036", *keep)
+    again = fork(LLAMA, *AUTO, "0.0036", *keep)
     assert learned(again) == without
     assert "running the plan" in again
     assert "recompute auto: measuring" not in again
-    fixed = train(LLAMA, f"model.recompute_policy=@{path}")
+    fixed = fork(LLAMA, f"model.recompute_policy=@{path}")
     assert learned(fixed) == without
 
 
-def test_plan_only_prints_the_plan_and_stops(tmp_path):
+def test_plan_only_prints_the_plan_and_stops(fork, tmp_path):
     save = f"checkpoint.save={tmp_path}"
-    output = train(LLAMA, *AUTO, "1", "--recompute-plan-only", save)
+    output = fork(LLAMA, *AUTO, "1", "--recompute-plan-only", save)
     assert "iteration       20/" not in output
     assert "ms a step" in output
     assert (tmp_path / "recompute-plan.json").exists()
 
 
-def test_auto_on_two_pipeline_stages_learns_the_same_bits():
+def test_auto_on_two_pipeline_stages_learns_the_same_bits(fork):
     two = "model.pipeline_model_parallel_size=2"
-    plain = learned(train(MOE, two, ranks=2))
-    output = train(MOE, two, *AUTO, "0.006", ranks=2)
+    plain = learned(fork(MOE, two, ranks=2))
+    output = fork(MOE, two, *AUTO, "0.006", ranks=2)
     assert learned(output) == plain
     assert "recompute auto: running a plan for all of the slack" in output
 

@@ -1,5 +1,6 @@
 """The comparison as a user runs it, in a small size, and as it ends when something goes wrong."""
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -42,12 +42,16 @@ def _at_the_root(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(forking, tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")
-    command = [sys.executable, "scripts/compare_policies.py", *SMALL, "--output", str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    return folder, result.stdout
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        forking(),
+        contextlib.redirect_stdout(StringIO()) as printed,
+    ):
+        patch.chdir(ROOT)
+        assert main([*SMALL, "--output", str(folder)]) == 0
+    return folder, printed.getvalue()
 
 
 def test_every_row_of_the_table_is_there_and_timed(finished):
@@ -113,7 +117,6 @@ def test_the_report_of_our_plan_is_written_and_named(finished):
     assert Plan.load(folder / "plan.json").policy.format() in (folder / "plan.html").read_text()
 
 
-@pytest.mark.usefixtures("forked")
 def test_the_plan_is_what_megatrons_schedule_does(finished, capsys):
     code = verify(["verify", str(finished[0] / "plan.json")])
     assert (code, capsys.readouterr().err.strip()) == (0, "")
@@ -127,7 +130,6 @@ def test_strategies_of_the_parent_need_no_megatron():
 
 
 @pytest.mark.any_version
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -174,7 +176,7 @@ def test_every_uniform_is_tried_that_megatron_itself_can_run():
     job = small_job()
     ran = []
     for count in range(1, 5):
-        with job.strategy(f"megatron:uniform/{count}"), suppress(IndexError):
+        with job.strategy(f"megatron:uniform/{count}"), contextlib.suppress(IndexError):
             job.step()
             ran.append(f"megatron:uniform/{count}")
     blocks = [f"megatron:block/{count}" for count in range(1, 4)]
@@ -310,10 +312,11 @@ def test_on_a_gpu_there_is_one_stage_however_many_gpus(monkeypatch):
 
 
 @pytest.mark.any_version
-def test_ranks_that_cannot_reach_each_other_say_so(tmp_path, capsys, monkeypatch):
+def test_ranks_that_cannot_reach_each_other_say_so(tmp_path, capfd, monkeypatch):
+    # capfd: forked ranks would have the environment of the process that they are forked from
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     assert main([*SMALL, "--output", str(tmp_path)]) == 7
-    assert "The ranks cannot reach each other" in capsys.readouterr().err
+    assert "The ranks cannot reach each other" in capfd.readouterr().err
 
 
 def in_its_rounds(path):
@@ -340,7 +343,7 @@ def running(tmp_path):
             time.sleep(0.3)
         yield process
     finally:
-        with suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
@@ -362,7 +365,6 @@ def kill_a_rank_in_its_rounds(path):
 
 
 @pytest.mark.any_version
-@pytest.mark.usefixtures("forked")
 def test_a_killed_rank_keeps_what_was_finished(tmp_path, capsys):
     words = [*SMALL, "--num-layers", "2", "--rounds", "2000", "--output", str(tmp_path)]
     path = tmp_path / "comparison.json"

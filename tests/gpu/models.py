@@ -35,10 +35,10 @@ LOCAL = {
     "dense with linear biases": lambda: small(DENSE, add_bias_linear=True),
 }
 TE = {
-    "TE dense": lambda: small(DENSE_TE),
+    "TE dense": lambda **fields: small(DENSE_TE, **fields),
     "TE dense with RMSNorm": lambda: small(DENSE_TE, normalization="RMSNorm"),
-    "TE grouped experts": lambda: small(MOE),
-    "TE multi-latent attention": lambda: small(MLA),
+    "TE grouped experts": lambda **fields: small(MOE, **fields),
+    "TE multi-latent attention": lambda **fields: small(MLA, **fields),
     "TE fp8 with current scaling": lambda: fp8(DENSE_TE, "tensorwise"),
     "TE fp8 with blocks": lambda: fp8(DENSE_TE, "blockwise"),
     "TE fp8 with delayed scaling": lambda: fp8(DENSE_TE, "delayed"),
@@ -82,11 +82,11 @@ class Run:
         return found
 
 
-def trained(case: Case, policy: str) -> Run:
+def trained(case: Case, policy: str, steps: int = STEPS) -> Run:
     """A few steps from the same seed under a policy, dropout 0.1."""
     job = built(case)
     with job.strategy(policy):
-        losses = [job.step() for _ in range(STEPS)]
+        losses = [job.step() for _ in range(steps)]
     named = dict(model_layers.unwrapped(job.chunks[0]).named_parameters())
     return Run(
         losses,

@@ -19,35 +19,10 @@ pytestmark = [
 ]
 
 
-def job(case):
-    """The case as the YAML of a job."""
-    shape = case.shape
-    fields = {name: getattr(value, "__name__", value) for name, value in case.fields.items()}
-    return {
-        "name": case.name,
-        "config": {
-            "num_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "num_attention_heads": shape.num_attention_heads,
-            "attention_dropout": 0.1,
-            "hidden_dropout": 0.1,
-            "gradient_accumulation_fusion": False,
-            **fields,
-        },
-        "num_gpus": 1,
-        "seq_length": shape.seq_length,
-        "micro_batch_size": shape.micro_batch_size,
-        "global_batch_size": shape.micro_batch_size * shape.num_microbatches,
-        "vocab_size": 256,
-        "transformer_impl": "transformer_engine" if case.needs_te() else "local",
-        "position_embedding_type": "learned_absolute",
-    }
-
-
 def profiled(case, folder):
     """By the command, in a process of its own: this one has real process groups."""
     path, output = folder / "job.yaml", folder / "p.json"
-    path.write_text(yaml.safe_dump(job(case)))
+    path.write_text(yaml.safe_dump(case.job()))
     words = ["-m", "megatron_autorecompute", "profile", "--device", "cuda", str(path)]
     done = subprocess.run(
         [sys.executable, *words, "-o", str(output)], capture_output=True, text=True

@@ -141,6 +141,22 @@ def test_mamba_under_context_parallelism_saves_all_tokens_of_a_part_of_the_heads
     )
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
+def test_packed_samples_hold_more_only_where_ranks_exchange_their_tokens():
+    fields = GDN | {"experimental_attention_variant": None}
+    asked = job("MG*", seq_length=2048, context_parallel_size=2, **fields)
+    kinds = [profile_job(replace(asked, packed_samples=p), H100).kinds for p in (False, True)]
+    more = {
+        (one.name, record.choice): packed.record(record.choice).held_bytes - record.held_bytes
+        for one, packed in zip(*kinds, strict=True)
+        for record in one.choices
+    }
+    # Places of all ranks' tokens, there and back: int32 in mamba_context_parallel.py, int64 in
+    # gated_delta_net's _build_thd_cp_a2a_perm.
+    places = {("mamba", "none"): 2 * 4 * 2048, ("gdn", "none"): 2 * 8 * 2048}
+    assert more == {**dict.fromkeys(more, 0), **places}
+
+
 def test_the_linear_layers_of_latent_experts_save_their_input_and_weight():
     latent = job("E", moe_latent_size=256)
     assert saved_in(latent, "mlp.fc1_latent_proj", 4096, 1, 2688) == listed(

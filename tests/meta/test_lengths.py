@@ -20,8 +20,8 @@ from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import LayerBytes
+from tests.hybrid_models import HAVE_HYBRID
 
-pytestmark = pytest.mark.usefixtures("forked")
 H100 = device("h100-80gb")
 JOB = {
     "name": "small",
@@ -44,21 +44,43 @@ JOB = {
         "sequence_parallel": True,
     },
 }
-PACKED = {**JOB, "max_tokens_per_microbatch": 1024, "sample_lengths": {"128": 0.9, "1024": 0.1}}
+HYBRID = {
+    **JOB["config"],
+    "hidden_size": 4096,
+    "ffn_hidden_size": 16384,
+    "hybrid_layer_pattern": "M*-G",
+    "mamba_head_dim": 32,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 8,
+    "linear_conv_kernel_dim": 4,
+}
+DSA = {
+    "hybrid_layer_pattern": "-D",
+    "multi_latent_attention": True,
+    **dict.fromkeys(["dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"], 4),
+    "num_layers": 2,
+}
+FUSED = {**JOB, "config": HYBRID} if HAVE_HYBRID else JOB
+"""A HybridModel where Megatron has it; all but its MLP take packed samples."""
+MIXED = {"max_tokens_per_microbatch": 1024, "sample_lengths": {"128": 0.9, "1024": 0.1}}
+PACKED = {**JOB, **MIXED}
 
 
-@pytest.mark.any_version
 @pytest.mark.parametrize(
-    ("transformer_impl", "above"), [("transformer_engine", 0.01), ("local", 0.08)]
+    ("asked", "above"),
+    [
+        (FUSED, 0.01),
+        pytest.param({**JOB, "transformer_impl": "local"}, 0.08, marks=pytest.mark.any_version),
+    ],
+    ids=["fused", "unfused"],
 )
-def test_lines_give_what_profiling_at_another_length_gives(
-    transformer_impl, above, tmp_path, capsys
-):
+def test_lines_give_what_profiling_at_another_length_gives(asked, above, tmp_path, capsys):
     """Unfused attention (local) has tensors of length x length, so that the highest moment of a
     layer is another one in long microbatches: the envelope lies above both."""
-    whole = profile_job(job_from({**PACKED, "transformer_impl": transformer_impl}, "job"), H100)
-    fixed = {**JOB, "transformer_impl": transformer_impl, "seq_length": 640}
-    there = profile_job(job_from(fixed, "job"), H100)
+    whole = profile_job(job_from({**asked, **MIXED}, "job"), H100)
+    there = profile_job(job_from({**asked, "seq_length": 640}, "job"), H100)
     here = profile_at(whole, Microbatch.longest(640), 0)
     assert here.boundary_bytes == there.boundary_bytes
     for moved, own in zip(here.kinds, there.kinds, strict=True):
@@ -70,7 +92,7 @@ def test_lines_give_what_profiling_at_another_length_gives(
                 size = getattr(right, figure) + right.held
                 level = getattr(found, figure) + found.held
                 assert 0.999 * size <= level <= (1 + above) * size
-    if transformer_impl == "transformer_engine":
+    if asked is FUSED:
         _buckets_save_where_calls_are_short(whole)
         _megatron_runs_calls_as_predicted(whole, tmp_path, capsys)
 
@@ -99,9 +121,9 @@ def _megatron_runs_calls_as_predicted(profile, tmp_path, capsys):
     assert list(calls_of(plan)[0]) == sorted(calls_of(plan)[0], reverse=True)
     plan.save(tmp_path / "plan.json")
     words = ["verify", str(tmp_path / "plan.json"), "--json"]
-    assert main([*words, "--lengths", "256,1024,640", "--lengths", "768,2048,128,512"]) == 10
+    assert main([*words, "--lengths", "256,1024,640", "--lengths", "768,4096,128,512"]) == 10
     printed = capsys.readouterr()
-    assert "its budget is" in printed.err  # 2048 tokens are twice what the plan is for
+    assert "its budget is" in printed.err  # 4096 tokens are four times what the plan is for
     rows = json.loads(printed.out)
     assert [(row["call"], row["stage"]) for row in rows] == [
         *((None, 0), (None, 1)),
@@ -168,6 +190,7 @@ def test_lengths_come_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
+        ({"config": {**HYBRID, **DSA}}, "'D' at position 1 of hybrid_layer_pattern, and micro"),
         ({"max_tokens_per_microbatch": 0}, "without max_tokens_per_microbatch"),
         ({"sample_lengths": [2048]}, "Raise seq_length"),
         ({"sample_lengths": {"x": 1.0}}, "no number of tokens"),

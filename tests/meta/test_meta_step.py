@@ -29,7 +29,7 @@ from tests.meta.boundary_tensors import boundary_tensors, events
 from tests.support import fresh_processes, run_ranks, start_parallel, tiny_config
 
 SHAPE = StepShape(seq_length=128, micro_batch_size=2, num_microbatches=4, vocab_size=512)
-MIXED_LENGTHS = dataclasses.replace(SHAPE, num_microbatches=6, lengths=(64, 128, 32, 96, 128, 16))
+MIXED_LENGTHS = dataclasses.replace(SHAPE, lengths=(64, 128, 16, 96))
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -83,7 +83,11 @@ def real_stage(kind: str, fields: dict, policy: str | None) -> StageStep:
 
 
 def shape_of(fields: dict) -> StepShape:
-    return MIXED_LENGTHS if fields.get("variable_seq_lengths") else SHAPE
+    """One more microbatch than there are in flight; chunks take a multiple of the stages."""
+    if fields.get("variable_seq_lengths"):
+        return MIXED_LENGTHS
+    chunks = fields.get("virtual_pipeline_model_parallel_size")
+    return SHAPE if chunks else dataclasses.replace(SHAPE, num_microbatches=3)
 
 
 def meta_stages(kind: str, fields: dict, policy: str | None) -> list[StageStep]:
@@ -222,7 +226,7 @@ def test_peak_at_70b_scale_is_the_papers_bytes_times_microbatches_in_flight(
 @pytest.mark.parametrize("fields", [PP2, VPP2], ids=["1f1b", "interleaved"])
 def test_events_come_in_the_order_of_the_schedule_replay(fresh_process, fields):
     chunks = fields.get("virtual_pipeline_model_parallel_size", 1)
-    schedule = Schedule(2, chunks, SHAPE.num_microbatches)
+    schedule = Schedule(2, chunks, shape_of(fields).num_microbatches)
     for stage, result in enumerate(fresh_process(meta_stages, "dense", fields, None)):
         seen = [Event(*event.where[:3]) for event in events(result)]
         assert tuple(seen) == schedule.events(stage)
@@ -258,7 +262,7 @@ def test_stages_in_processes_of_their_own_give_the_same(fresh_process):
 def stages_in_own_processes(stages: list[int]) -> list[StageStep]:
     config = small_config("dense", PP2)
     config.timers = lambda: None  # a running job's callbacks must not keep it from travelling
-    return list(stage_steps(config, SHAPE, stages=stages))
+    return list(stage_steps(config, shape_of(PP2), stages=stages))
 
 
 def test_process_with_a_process_group_is_told_what_to_call():

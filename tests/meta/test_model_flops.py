@@ -36,7 +36,28 @@ LATENT = {
     "v_head_dim": 64,
     "num_query_groups": None,
 }
+HYBRID = {
+    **MOE,
+    "hybrid_layer_pattern": "M*-E|MG",
+    "mamba_state_dim": 64,
+    "mamba_head_dim": 32,
+    "mamba_num_groups": 4,
+    "mamba_num_heads": 48,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_conv_kernel_dim": 4,
+}
 CASES = {
+    "hybrid": HYBRID,
+    "hybrid, prediction depths": {
+        **{name: v for name, v in HYBRID.items() if name != "gated_linear_unit"},
+        "hybrid_layer_pattern": "M*/ME/ME",
+        "mtp_num_layers": 2,
+        "mamba_num_heads": None,
+        "moe_latent_size": 256,
+    },
     "dense": DENSE,
     "without gate and groups": {
         "num_layers": 4,
@@ -68,7 +89,7 @@ def megatrons_own():
         if isinstance(node, ast.FunctionDef) and node.name == "num_floating_point_operations"
     )
     names = {
-        "is_hybrid_model": lambda args: False,
+        "is_hybrid_model": lambda args: args.hybrid_layer_pattern is not None,
         "is_linear_attention_variant": lambda variant: variant is not None,
     }
     exec(compile(ast.Module([function], []), "training.py", "exec"), names)
@@ -78,6 +99,8 @@ def megatrons_own():
 @pytest.mark.parametrize("case", CASES)
 def test_operations_are_those_that_megatron_logs(megatrons_own, case):
     config = CASES[case]
+    if "hybrid_layer_pattern" in config:
+        pytest.importorskip("megatron.core.models.hybrid")
     args = Namespace(
         **{
             "ffn_hidden_size": 4 * config["hidden_size"],
@@ -118,7 +141,8 @@ def test_six_operations_per_weight_and_token_and_causal_attention():
     [
         {"num_layers": 1, "hidden_size": 8},
         {**DENSE, "experimental_attention_variant": "gated_delta_net"},
-        {**DENSE, "hybrid_layer_pattern": "M*-"},
+        {**HYBRID, "hybrid_layer_pattern": "M+-"},
+        {**DENSE, "is_hybrid_model": True},
     ],
 )
 def test_layers_that_are_not_counted_are_refused(config):

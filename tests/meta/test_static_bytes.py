@@ -16,10 +16,12 @@ from megatron.core.optimizer import (
 )
 
 from megatron_autorecompute.meta import kernels
+from megatron_autorecompute.meta.blocks import StaticBlocks
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.model import shard
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
 from megatron_autorecompute.meta.profiling import counted_weights, profile_job
+from megatron_autorecompute.meta.shared_buffers import shared_buffers
 from megatron_autorecompute.meta.stage_runs import run_stage
 from megatron_autorecompute.meta.static_bytes import (
     Parameters,
@@ -174,6 +176,11 @@ def test_megatrons_distributed_optimizer_makes_as_many_bytes(fields, config):
         assert static == pytest.approx(counted, rel=2e-3)  # ends of buckets are padded
         made = optimizer_step_bytes(the_job, weights)
         assert live.peak_bytes - static == pytest.approx(made, rel=2e-3)
+        if the_job.precision == "bf16":
+            with_padding = StaticBlocks(the_job, H100, [built.model], first_stage=True, rank=0)
+            with_padding.allocate_moments()
+            shared = shared_buffers(the_job, H100, built.model)
+            assert static == with_padding.allocator.requested_bytes - sum(shared.values())
 
 
 @contextlib.contextmanager

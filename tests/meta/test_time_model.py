@@ -78,12 +78,18 @@ class TestRoofline:
         assert clock.seconds == pytest.approx(4e-3 + 1e-3 + 3e-3, rel=1e-2)
 
     def test_a_span_takes_at_least_as_long_as_its_launches(self):
-        clock = Roofline(H100, replace(PEAKS, module_us=5000, host_us=100))
+        clock = Roofline(H100, replace(PEAKS, module_us=5000, host_us=100, backward_us=30))
         begin = clock.now()
         self.product(clock)
         with clock:
             torch.empty(4, device="meta").add_(1)
         assert clock.ms_between(begin, clock.now()) == pytest.approx(5.1)
+        x = torch.empty(4, device="meta", requires_grad=True)
+        with clock:
+            loss = x.exp().sum()
+            begin = clock.now()
+            loss.backward(torch.empty((), device="meta"))
+        assert clock.ms_between(begin, clock.now()) == pytest.approx(0.03)  # expand is a view
 
     def test_grouped_products_reach_half_at_half_rows(self):
         x = torch.empty(8 * 128, 4096, dtype=torch.bfloat16, device="meta")

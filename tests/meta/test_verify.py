@@ -35,10 +35,9 @@ from megatron_autorecompute.profile import (
 from megatron_autorecompute.units import GIB, MIB, unit_for
 from tests.support import fresh_processes, run_ranks, tiny_config
 
-pytestmark = pytest.mark.usefixtures("forked")
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(
-    num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=128, num_microbatches=4
+    num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=128, num_microbatches=2
 )
 CASE = replace(CASES[0], num_layers=8, pp=2, num_microbatches=4)
 
@@ -95,12 +94,17 @@ def run(plan, tmp_path, capsys):
     return code, capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    ("pp", "vp"), [(2, 2), pytest.param(4, None, marks=pytest.mark.any_version)]
-)
-def test_a_plan_is_what_megatrons_schedule_does_in_any_pipeline(profile, tmp_path, capfd, pp, vp):
-    # capfd: the processes of the stages say nothing either
-    code, printed = run(plan_of(profile, pp=pp, vp=vp), tmp_path, capfd)
+@pytest.mark.any_version
+def test_the_processes_of_the_stages_say_nothing(profile, tmp_path, capfd):
+    verified(profile, tmp_path, capfd, 4, None)
+
+
+def test_a_plan_is_what_megatrons_schedule_does_with_chunks(profile, tmp_path, capsys):
+    verified(profile, tmp_path, capsys, 2, 2)
+
+
+def verified(profile, tmp_path, captured, pp, vp):
+    code, printed = run(plan_of(profile, pp=pp, vp=vp), tmp_path, captured)
     assert (code, printed.err.strip()) == (0, "")
     *rows, verdict = printed.out.splitlines()[1:]
     assert [row.split()[0] for row in rows] == [str(stage) for stage in range(pp)]

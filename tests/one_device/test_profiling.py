@@ -1,17 +1,31 @@
-"""What one device says of a job of two ranks, against these two ranks themselves."""
+"""What one device says of a job of two ranks, against these two ranks themselves.
 
+A HybridModel with every family of layers where Megatron has it, and GPTs before. Megatron's local
+layers then stand for Transformer Engine's, in the job, on the device and on meta tensors.
+"""
+
+import contextlib
+import functools
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.compare.comparison import Shape
+from megatron_autorecompute.meta import hybrid
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.profiling import longest_end_ms, stage_parameters
-from megatron_autorecompute.profile import MEASURED_ON_ONE_DEVICE, Profile
+from megatron_autorecompute.meta.profiling import longest_end_ms, replace_mtp, stage_parameters
+from megatron_autorecompute.one_device import build, profiling
+from megatron_autorecompute.one_device.profiling import measure
+from megatron_autorecompute.patched import patched
+from megatron_autorecompute.profile import MEASURED_ON_ONE_DEVICE, LayerBytes, Profile
+from megatron_autorecompute.runtime.model_shard import choices
+from tests import hybrid_models
 from tests.support import run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
@@ -36,12 +50,71 @@ EXPERT = {
     "expert_model_parallel_size": 2,
     "add_bias_linear": False,
 }
+GPT = {**TENSOR, **EXPERT, "expert_tensor_parallel_size": 1, "moe_layer_freq": [0, 1] * 5}
+PATTERN = "M*-GE"
+HYBRID = {
+    **TENSOR,
+    **EXPERT,
+    "expert_tensor_parallel_size": 1,
+    "moe_grouped_gemm": False,
+    "is_hybrid_model": True,
+    **hybrid_models.mamba_kernels.SIZES,
+    **hybrid_models.GDN,
+}
 
 
-def measured_in_the_job(fields):
+@contextlib.contextmanager
+def local_layers():
+    """In this block the command builds HybridModels of local layers, on CPU and on meta tensors."""
+    on_device = build.megatron_on
+
+    @contextlib.contextmanager
+    def megatron_on(where):
+        with on_device(where), hybrid_models.runnable():
+            yield
+
+    with (
+        patched(build, "refuse", lambda *_: None),
+        patched(build, "hybrid_spec", hybrid_models.local_spec),
+        patched(hybrid, "_spec", hybrid_models.local_spec),
+        patched(build, "megatron_on", megatron_on),
+    ):
+        yield
+
+
+def hybrid_model(shape, config, _):
+    """In place of the job's GPT."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    model = HybridModel(
+        config,
+        hybrid_models.local_spec(),
+        vocab_size=256,
+        max_sequence_length=shape.seq_length,
+        hybrid_layer_pattern=PATTERN,
+        position_embedding_type="learned_absolute",
+    )
+    model.register_forward_pre_hook(without_mask, with_kwargs=True)
+    return model
+
+
+def without_mask(_, args, kwargs):
+    """Transformer Engine's layers make their own."""
+    return args, {**kwargs, "attention_mask": None}
+
+
+def hybrid_in_the_job():
+    from megatron_autorecompute.compare import workload
+
+    shape = replace(SHAPE, num_layers=len(PATTERN))
+    with patched(workload, "_model", hybrid_model), hybrid_models.runnable():
+        return measured_in_the_job(HYBRID, shape)
+
+
+def measured_in_the_job(fields, shape=SHAPE):
     """The profile of two real ranks, in which routing is forced as on one device."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     from megatron_autorecompute.compare.workload import TrainingJob, Variant
     from megatron_autorecompute.compat import model_layers
@@ -54,14 +127,15 @@ def measured_in_the_job(fields):
 
     sizes = {name: size for name, size in fields.items() if name.endswith("parallel_size")}
     parallel_state.initialize_model_parallel(**sizes)
-    spec = get_gpt_layer_local_spec(fields.get("num_moe_experts"))
-    job = TrainingJob(SHAPE, TEXT, Variant(fields, lambda config: spec))
+    spec = functools.partial(get_gpt_decoder_block_spec, use_transformer_engine=False)
+    job = TrainingJob(shape, TEXT, Variant(fields, spec))
     model = model_layers.unwrapped(job.chunks[0])
-    leanest = RecomputePolicy.parse("full", num_layers=SHAPE.num_layers)
+    norm = model_layers.final_norm(model.decoder)
+    leanest = RecomputePolicy.parse("full", num_layers=shape.num_layers)
     with even_routing(), apply(leanest, job.chunks) as applied, job.memory() as memory:
         job.step()
         measurement = Measurement(ModelShard(job.chunks), applied)
-        for place in (model.embedding, *model.decoder.layers, model.decoder.final_layernorm):
+        for place in (model.embedding, *model.decoder.layers, norm):
             # A thread of gloo's lets go of a tensor some time after the collective.
             place.register_forward_pre_hook(lambda *_: time.sleep(0.02))
         model.register_forward_hook(lambda *_: time.sleep(0.02))
@@ -69,8 +143,8 @@ def measured_in_the_job(fields):
             with measurement.watch(memory):
                 job.step()
         return measurement.profile(
-            Model("GPT", SHAPE.num_layers),
-            Parallelism(SHAPE.micro_batch_size, SHAPE.seq_length),
+            Model("GPT", shape.num_layers),
+            Parallelism(shape.micro_batch_size, shape.seq_length),
             job.static(),
         )
 
@@ -102,35 +176,46 @@ def job_file(path, fields, **changed):
 COMMAND = ["profile", "--device", "cpu", "--gpu", "h100-80gb", "--repeats", "2"]
 
 
-@pytest.fixture(scope="module", params=[TENSOR, EXPERT], ids=["tp2", "ep2"])
-def profiles(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory):
     """Of one device, and of two real ranks."""
     folder = tmp_path_factory.mktemp("one_device")
-    output = folder / "p.json"
-    assert main([*COMMAND, job_file(folder / "job.yaml", request.param), "-o", str(output)]) == 0
-    return Profile.load(output), run_ranks(measured_in_the_job, 2, request.param)[0]
+    output, text = str(folder / "p.json"), folder / "job.yaml"
+    if not hybrid_models.HAVE_HYBRID:
+        assert main([*COMMAND, job_file(text, GPT), "-o", output]) == 0
+        return Profile.load(output), run_ranks(measured_in_the_job, 2, GPT)[0]
+    fields = {**HYBRID, "activation_func": "silu", "hybrid_layer_pattern": PATTERN}
+    layers = {"num_layers": len(PATTERN)}
+    with local_layers():
+        path = job_file(text, fields | layers, transformer_impl="transformer_engine")
+        assert main([*COMMAND, path, "-o", output]) == 0
+    return Profile.load(output), run_ranks(hybrid_in_the_job, 2)[0]
 
 
 def test_every_choice_holds_what_it_holds_on_two_real_ranks(profiles):
     one, two = profiles
-    held, real = ({r.choice: r.held_bytes for r in each.kinds[0].choices} for each in profiles)
-    # Of MoE's dispatcher, small tensors of the step before remain, by what the layer did in it.
-    loose = 256 if one.kinds[0].name == "moe" else 0
-    assert held == pytest.approx(real, abs=loose, rel=0)
+    for kind, same in zip(one.kinds, two.kinds, strict=True):
+        held, real = ({r.choice: r.held_bytes for r in each.choices} for each in (kind, same))
+        # Of MoE's dispatcher, small tensors of the step before remain, by what the layer did in it.
+        loose = 256 if kind.name == "moe" else 0
+        assert held == pytest.approx(real, abs=loose, rel=0)
+        assert kind.layers == same.layers
     assert one.head.held_bytes == two.head.held_bytes
-    assert one.kinds[0].layers == two.kinds[0].layers
     assert one.boundary_bytes == two.boundary_bytes
 
 
 def test_no_transient_is_above_that_of_two_real_ranks_whose_gloo_copies_what_it_sends(profiles):
     one, two = profiles
-    for record in (*one.kinds[0].choices, one.head):
-        real = two.head if record is one.head else two.kinds[0].record(record.choice)
+    pairs = [(one.head, two.head)]
+    for kind, same in zip(one.kinds, two.kinds, strict=True):
+        pairs += [(record, same.record(record.choice)) for record in kind.choices]
+    for record, real in pairs:
         held = record.held_bytes - real.held_bytes
         assert record.forward_transient_bytes + held <= real.forward_transient_bytes + 256
         assert record.backward_transient_bytes + held <= real.backward_transient_bytes + 256
 
 
+@pytest.mark.filterwarnings("ignore:`sequence_parallel` is set to:UserWarning")
 def test_a_record_says_what_was_measured_and_what_modelled(profiles):
     one = profiles[0]
     full, none = (one.kinds[0].record(choice) for choice in ("full", "none"))
@@ -140,16 +225,18 @@ def test_a_record_says_what_was_measured_and_what_modelled(profiles):
     assert full.communication_ms > none.communication_ms > 0  # it gathers once more
     # Gradients are reduced behind layers as measured, and not behind their communication.
     job, gpu = job_from(one.model.facts["job"], "the job"), device("h100-80gb")
-    parameters = stage_parameters(job, gpu)
+    with local_layers():
+        parameters = stage_parameters(job, gpu)
     assert one.step_end_ms == longest_end_ms(job, gpu, gpu.reaches, parameters, one.kinds)
     said = " ".join(one.assumptions)
     assert "Measured on one CPU" in said
     assert "Modelled: communication" in said
-    assert ("routing is forced" in said) == bool(one.kinds[0].name == "moe")
+    assert ("routing is forced" in said) == any(kind.name == "moe" for kind in one.kinds)
     assert one.fingerprint["device"] == "CPU"
     assert one.fingerprint["links"] == "h100-80gb"
 
 
+@pytest.mark.any_version
 def test_a_plan_of_it_is_no_modelled_one(profiles, tmp_path, capsys):
     path = tmp_path / "p.json"
     profiles[0].save(path)
@@ -158,3 +245,18 @@ def test_a_plan_of_it_is_no_modelled_one(profiles, tmp_path, capsys):
     assert "times are modelled" not in said
     assert "communication is modelled" in said
     assert main(["verify", str(path)]) == 4
+
+
+@pytest.mark.any_version
+def test_layers_hold_the_same_in_front_of_an_mtp_depth_on_another_stage(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiling, "every_choice", lambda layer: choices(layer, ["core_attn"]))
+    fields = {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "num_layers": 2}
+    path = job_file(tmp_path / "job.yaml", fields)
+    job = job_from(yaml.safe_load(Path(path).read_text()), path)
+    without = measure(replace_mtp(job, 0), torch.device("cpu"), 1, lambda _: None)
+    whole = measure(job, torch.device("cpu"), 1, lambda _: None)
+    assert [kind.name for kind in whole.kinds] == ["dense", "mtp"]
+    for record, other in zip(without.kinds[0].choices, whole.kinds[0].choices, strict=True):
+        assert record.choice == other.choice
+        assert LayerBytes.of(record) == LayerBytes.of(other)
+    assert LayerBytes.of(without.embedding) == LayerBytes.of(whole.embedding)

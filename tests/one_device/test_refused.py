@@ -1,10 +1,13 @@
 """What `profile --device` refuses, and with which exit code."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 
 from megatron_autorecompute.cli import main
-from megatron_autorecompute.one_device import profiling
+from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.one_device import build, profiling
 from tests.one_device.test_profiling import COMMAND, EXPERT, TENSOR, job_file
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="cpu is refused beside CUDA")
@@ -22,7 +25,6 @@ def answer(words, capsys):
     [
         (TE, 7, "Transformer Engine runs on CUDA only"),
         ({"config": {**SIZES, "masked_softmax_fusion": True}}, 7, "masked_softmax_fusion"),
-        ({"config": {**SIZES, "hybrid_layer_pattern": "*-"}}, 9, "layers of a HybridModel"),
         ({"lora_rank": 4}, 9, "adapters are Megatron Bridge's"),
         ({"precision": "fp8"}, 9, "needs Transformer Engine"),
     ],
@@ -78,6 +80,18 @@ def test_a_step_that_is_broken_off_says_which(raised, code, said, tmp_path, caps
     assert said in error
     assert not torch.distributed.is_initialized()
     assert not (tmp_path / "p.json").exists()
+
+
+def test_kernels_of_hybrid_layers_that_are_missing_are_named(monkeypatch):
+    job = Namespace(name="hybrid", lora_rank=0, transformer_impl="transformer_engine")
+    found = {"transformer_engine", "einops"}
+    monkeypatch.setattr(build.util, "find_spec", lambda name: name if name in found else None)
+    for pattern, lacks in (("*M", "mamba-ssm, causal-conv1d"), ("*G", "flash-linear-attention")):
+        job.config = {"hybrid_layer_pattern": pattern}
+        with pytest.raises(MachineError, match=f"'{pattern[1]}' in .* Install {lacks};"):
+            build.refuse(job, torch.device("cuda"))
+    job.config = {"hybrid_layer_pattern": "*-E"}
+    build.refuse(job, torch.device("cuda"))
 
 
 def test_a_router_that_cannot_be_even_is_refused(tmp_path, capsys, monkeypatch):

@@ -1,23 +1,18 @@
 """Training jobs of the tests: a Megatron-LM script under torchrun on CPU, and what it printed."""
 
-import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.forks import LIMITED, Forks, free_port
+
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ("-m", "megatron_autorecompute.pretrain")
 WITHOUT_US = (str(Path(__file__).with_name("without_us.py")),)
-MEMORY_BYTES = 16 << 30
-LIMITED = ("sh", "-c", f'ulimit -v {MEMORY_BYTES >> 10} && exec "$@"', "sh")
-"""Goes before a command. Not `preexec_fn`: that runs Python in a fork, which may wait for ever for
-a lock that another thread of this process held, and no timeout of `subprocess` covers it."""
-
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 "
@@ -72,7 +67,7 @@ def logged_ms(text: str, iteration: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Job:
-    """One of `run_many`'s jobs."""
+    """A job of `Launched`."""
 
     flags: str
     ranks: int = 1
@@ -104,20 +99,30 @@ def run(
     return Output(job.returncode, job.stdout)
 
 
-def run_many(script: Path, jobs: Sequence[Job], timeout_s: float = 60) -> list[Output]:
-    """Run jobs one after another from one start of Python (`many`), `timeout_s` for each."""
-    told = [{**asdict(job), "script": str(script), "timeout_s": timeout_s} for job in jobs]
-    process = subprocess.run(
-        [*LIMITED, sys.executable, str(Path(__file__).with_name("many.py"))],
-        input=json.dumps(told),
-        env=_environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=timeout_s * (1 + len(jobs)),
-    )
-    lines = [json.loads(line) for line in process.stdout.splitlines()]
-    assert len(lines) == len(jobs)
-    return [Output(max(map(abs, line["codes"])), line["text"]) for line in lines]
+class Launched:
+    """One start of Python (`many`) that runs jobs of the launcher in forks of itself."""
+
+    def __init__(self):
+        self._forks = Forks("tests.pretrain.many", _environment())
+
+    def __enter__(self):
+        self._forks.__enter__()
+        return self
+
+    def __exit__(self, *raised):
+        self._forks.__exit__(*raised)
+
+    def run(self, script: Path, jobs: Sequence[Job], timeout_s: float = 60) -> list[Output]:
+        """Run jobs one after another, `timeout_s` for each."""
+        return [self.run_together(script, [job], timeout_s)[0] for job in jobs]
+
+    def run_together(
+        self, script: Path, jobs: Sequence[Job], timeout_s: float = 60
+    ) -> list[Output]:
+        """Run jobs at the same time, `timeout_s` for all."""
+        told = [{**asdict(job), "script": str(script)} for job in jobs]
+        ended = self._forks.run(*told, timeout_s=timeout_s)
+        return [Output(max(map(abs, each.codes)), each.text) for each in ended]
 
 
 def _environment(python_path: Sequence[str] = ()) -> dict[str, str]:
@@ -129,11 +134,5 @@ def _environment(python_path: Sequence[str] = ()) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
+        "NO_VCS_VERSION": "1",  # or megatron-core's version has the commit of our own checkout
     }
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

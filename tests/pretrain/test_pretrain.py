@@ -21,11 +21,10 @@ from tests.pretrain.jobs import (
     FOUR_RANKS,
     MODEL,
     ROOT,
-    WITHOUT_US,
     Job,
+    Launched,
     logged_ms,
     run,
-    run_many,
 )
 
 if importlib.util.find_spec("megatron.training") is None:
@@ -38,9 +37,9 @@ MIXED = "full*1,selective[core_attn]*1,none*1,selective[core_attn+layernorm]*1"
 
 
 @pytest.fixture(scope="module")
-def plain():
-    """The same job without this package in it."""
-    return run(SCRIPT, FLAGS, way_in=WITHOUT_US)
+def launched():
+    with Launched() as launched:
+        yield launched
 
 
 def test_a_fixed_policy_leaves_losses_and_weights_bit_identical_on_four_ranks(jobs):
@@ -51,29 +50,30 @@ def test_a_fixed_policy_leaves_losses_and_weights_bit_identical_on_four_ranks(jo
     assert with_policy.weights == without.weights
 
 
-def test_auto_trains_like_no_recompute_and_a_restart_measures_nothing(plain, tmp_path):
+def test_auto_trains_like_no_recompute_and_a_restart_measures_nothing(launched, tmp_path):
     path = tmp_path / "plan.json"
     auto = f"--recompute-policy auto --recompute-memory-budget-gib 1 --recompute-plan-path {path} "
     # argparse takes the last one.
     first = run(SCRIPT, FLAGS + auto + "--train-iters 20 ")
+    again, plain = launched.run(SCRIPT, [Job(FLAGS + auto), Job(FLAGS, with_us=False)])
     assert first.losses[:4] == plain.losses, first.text
     assert json.loads(path.read_text())["recompute_policy"] == ["none"] * 4
-    again = run(SCRIPT, FLAGS + auto)
     assert again.weights == plain.weights, again.text
     assert "measuring" in first.text
     assert "measuring" not in again.text
 
 
-def test_plan_only_ends_well_before_the_training_does(tmp_path):
+def test_plan_only_ends_well_before_the_training_does(launched):
     auto = "--recompute-policy auto --recompute-memory-budget-gib 1 --recompute-plan-only "
-    job = run(SCRIPT, FLAGS + auto + "--train-iters 500 ")
+    (job,) = launched.run(SCRIPT, [Job(FLAGS + auto + "--train-iters 500 ")])
     assert job.returncode == 0, job.text
     assert 0 < len(job.losses) < 30
     assert not job.weights  # the script's last line was not reached
 
 
-def test_the_users_own_selective_flags_are_refused_once_with_the_translation():
-    job = run(SCRIPT, FLAGS + "--recompute-policy full --recompute-granularity selective", ranks=2)
+def test_the_users_own_selective_flags_are_refused_once_with_the_translation(launched):
+    flags = FLAGS + "--recompute-policy full --recompute-granularity selective"
+    (job,) = launched.run(SCRIPT, [Job(flags, 2)])
     assert job.returncode != 0
     assert len(job.said) == 1, job.text
     assert "'megatron:selective[core_attn]'" in job.said[0]
@@ -109,8 +109,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def jobs(folder):
-    """What the jobs of the tests below printed, by name; one start of Python for all."""
+def jobs(launched, folder):
+    """What the jobs of the tests below printed, by name."""
     auto = FLAGS + AUTO.format(budget=0.006)
     saved = auto + SAVED.format(folder=folder / "saved")
     cut = auto + SAVED.format(folder=folder / "cut")
@@ -136,7 +136,7 @@ def jobs(folder):
         "grown plain": Job(grown, ranks=2, with_us=False),
         "grown": Job(grown + AUTO.format(budget=0.006), ranks=2),
         "four plain": Job(FLAGS + FOUR_RANKS, ranks=4, with_us=False),
-        "four": Job(FLAGS + FOUR_RANKS + f"--recompute-policy {MIXED}", ranks=4),
+        "four": Job(FLAGS + FOUR_RANKS + f"--recompute-policy decoder:{MIXED}", ranks=4),
     }
     pair = FLAGS + "--tensor-model-parallel-size 2 --sequence-parallel "
     planned = pair + AUTO.format(budget=0.0045) + "--recompute-plan-path " + str(folder)
@@ -150,7 +150,7 @@ def jobs(folder):
         plan = f"--recompute-plan-path {folder / name} "
         by_name[f"{name} plain"] = Job(FLAGS + flags, ranks, with_us=False)
         by_name[name] = Job(FLAGS + flags + AUTO.format(budget=budget) + plan, ranks)
-    outputs = run_many(SCRIPT, list(by_name.values()))
+    outputs = launched.run(SCRIPT, list(by_name.values()))
     return dict(zip(by_name, outputs, strict=True))
 
 
@@ -297,7 +297,7 @@ def test_out_of_memory_inside_a_tensor_parallel_group_ends_the_job_and_the_next_
     assert "measuring" not in again.text
 
 
-def test_two_jobs_that_share_a_plan_path_each_run_a_whole_plan_of_their_own(tmp_path):
+def test_two_jobs_that_share_a_plan_path_each_run_a_whole_plan_of_their_own(launched, tmp_path):
     path, ended = tmp_path / "plan.json", threading.Event()
     auto = AUTO.format(budget=0.006) + f"--recompute-plan-path {path} --train-iters 18 "
     jobs = [Job(FLAGS + auto), Job(FLAGS + auto + "--hidden-size 32 ")]
@@ -309,50 +309,50 @@ def test_two_jobs_that_share_a_plan_path_each_run_a_whole_plan_of_their_own(tmp_
                 seen.append(Plan.load(path).fingerprint["hidden_size"])  # raises at half a file
             ended.wait(0.01)
 
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(1) as pool:
         reader = pool.submit(read_all_the_time)
-        # Two sizes at a time: each job finds nothing, its own plan, or the other's.
+        # The first two find nothing; of the next two, each finds its own plan, or the other's.
         try:
-            outputs = list(pool.map(lambda order: run_many(SCRIPT, order), (jobs, jobs[::-1])))
+            wide, narrow = launched.run_together(SCRIPT, jobs)
+            wide_too, narrow_too = launched.run_together(SCRIPT, jobs)
         finally:
             ended.set()
         reader.result()
-    (wide, narrow), (narrow_too, wide_too) = outputs
     for one, other in ((wide, wide_too), (narrow, narrow_too)):
         assert one.returncode == other.returncode == 0, one.text + other.text
         assert one.weights == other.weights
     # Whichever wrote last, the other size found it to be of another job and said so.
-    assert "Changed: " in narrow.text + wide_too.text
+    assert "Changed: " in wide_too.text + narrow_too.text
     assert set(seen) == {"32", "64"}
 
 
-def test_a_policy_that_some_ranks_do_not_have_is_an_error_on_all_of_them_at_once():
+def test_a_policy_that_some_ranks_do_not_have_is_an_error_on_all_of_them_at_once(launched):
     pair = FLAGS + "--tensor-model-parallel-size 2 --recompute-policy "
     auto = AUTO.format(budget=1).removeprefix("--recompute-policy ")
     given = [Job(pair + policy, 2, before="uneven_flags.py") for policy in ("full ", auto)]
     full, none = (RecomputePolicy.parse(text, num_layers=4).digest() for text in ("full", "none"))
     held = f"rank 0: policy {full}; rank 1: policy {none}", "rank 0: auto; rank 1: nothing"
-    for job, said in zip(run_many(SCRIPT, given), held, strict=True):
+    for job, said in zip(launched.run(SCRIPT, given), held, strict=True):
         assert job.returncode != 0
         assert len(job.said) == 2, job.text
         assert all(said in line for line in job.said)
 
 
-T5_MIXED = "full*2,none*1,selective[core_attn]*2,full*2,selective[mlp]*1"
+T5_BY_NAME = "decoder:selective[core_attn],full*2,selective[mlp];encoder:full*2,none,selective[mlp]"
 
 
-def test_a_t5_trains_alike_under_a_text_under_auto_and_under_the_plan_it_leaves(tmp_path):
+def test_a_t5_trains_alike_under_a_text_under_auto_and_under_the_plan_it_leaves(launched, tmp_path):
     flags = FLAGS + "--decoder-seq-length 16 --train-iters 18 "
     plan = tmp_path / "plan.json"
     auto = AUTO.format(budget=0.009) + f"--recompute-plan-path {plan}"
-    plain, *ours, refused, in_stages = run_many(
+    plain, *ours, refused, in_stages = launched.run(
         SCRIPT.with_name("pretrain_tiny_t5.py"),
         [
             Job(flags, with_us=False),
-            Job(flags + f"--recompute-policy {T5_MIXED}"),
+            Job(flags + f"--recompute-policy {T5_BY_NAME}"),
             Job(flags + auto),
             Job(flags + f"--recompute-policy @{plan}"),
-            Job(flags + "--recompute-policy full*4"),
+            Job(FLAGS + "--recompute-policy vision:full;decoder:none"),
             Job(flags + "--recompute-policy full --pipeline-model-parallel-size 2", 2),
         ],
     )
@@ -361,7 +361,7 @@ def test_a_t5_trains_alike_under_a_text_under_auto_and_under_the_plan_it_leaves(
         assert job.losses == plain.losses
         assert job.weights == plain.weights
     assert [kind.layers for kind in Plan.load(plan).profile.kinds] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert "the model has 8" in refused.said[0], refused.text
+    assert "names vision; this model's blocks are" in refused.said[0], refused.text
     assert "A T5Model on 2 pipeline stages" in in_stages.said[0], in_stages.text
 
 
@@ -397,7 +397,8 @@ for number, flags in enumerate(sys.stdin.read().splitlines()):
 """
 
 REFUSED_BEFORE_A_MODEL_IS_BUILT = {
-    "--recompute-policy full*3": (2, "the model has 4"),
+    "--recompute-policy decoder:full*3": (2, "the model has 4"),
+    "--recompute-policy full*4 --decoder-seq-length 16": (2, "the model has 8"),
     "--recompute-policy selective[nothing]": (2, "Unknown module nothing"),
     "--recompute-policy full --hybrid-layer-pattern *-[*-]": (8, "'[' at position 2: groups of"),
     "--recompute-policy full,,": (2, "Cannot read"),
@@ -441,6 +442,7 @@ ACCEPTED = (
     "--recompute-policy megatron:uniform/2",
     "--recompute-policy megatron:selective[core_attn+layernorm]",
     "--recompute-policy full/2*2,none*2",
+    "--recompute-policy vision:full;decoder:full/2*2,none*2",
     "--recompute-policy none --cuda-graph-impl local",
 )
 
@@ -470,10 +472,12 @@ def test_help_lists_the_grammar_megatrons_strategies_and_every_option():
 HYBRID = "--hybrid-layer-pattern *-*|-/*- --pipeline-model-parallel-size 2 --train-iters 20 "
 
 
-def test_a_hybrid_model_of_uneven_segments_trains_alike_under_a_text_and_under_auto(tmp_path):
+def test_a_hybrid_model_of_uneven_segments_trains_alike_under_a_text_and_under_auto(
+    launched, tmp_path
+):
     plan = tmp_path / "plan.json"
     auto = AUTO.format(budget=0.01) + f"--recompute-plan-path {plan}"
-    plain, text, tuned, refused = run_many(
+    plain, text, tuned, refused = launched.run(
         SCRIPT.with_name("pretrain_tiny_hybrid.py"),
         [
             Job(FLAGS.replace("--num-layers 4 ", "") + HYBRID + more, 2, with_us=us)

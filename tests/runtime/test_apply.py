@@ -1,6 +1,7 @@
 """Applying, switching and undoing a policy: what runs, what is held, what comes back."""
 
 import copy
+import functools
 import gc
 import types
 from dataclasses import dataclass
@@ -467,7 +468,7 @@ def test_mlp_recompute_with_linear_biases_returns_and_is_exact():
 @pytest.mark.any_version
 def test_mlp_recompute_with_linear_biases_never_returns_in_megatrons_own_form():
     with pytest.raises(RankError):
-        run_ranks(step_with_megatrons_own_mlp_recompute, 1, timeout_s=10, memory_bytes=5 << 30)
+        run_ranks(step_with_megatrons_own_mlp_recompute, 1, timeout_s=4, memory_bytes=5 << 30)
 
 
 @pytest.mark.parametrize("text", ["full,none*3", "none,full/2*2,none", "selective[moe]*2,full*2"])
@@ -675,6 +676,74 @@ def test_three_blocks_that_number_alike_are_refused_with_the_way_out():
         apply("full", model)
     with apply("full", model["decoder"]):
         pass
+
+
+# --------------------------------------------- classes that bring their own checkpointed forward
+
+
+def bring_their_own(block):
+    """Make a block of a class like those of Qwen3-VL in Megatron Bridge, which return features."""
+    from megatron.core import tensor_parallel
+
+    def forward(self, hidden_states, attention_mask, **_):
+        if self.config.recompute_granularity == "full":
+            output = self._checkpointed_forward(
+                hidden_states=hidden_states, attention_mask=attention_mask
+            )
+        else:
+            output = through(self, hidden_states, attention_mask, plain)
+        hidden_states, self.features = output
+        return self.final_layernorm(hidden_states)
+
+    def plain(layer, hidden_states, attention_mask):
+        return layer(hidden_states=hidden_states, attention_mask=attention_mask)
+
+    def through(self, hidden_states, attention_mask, run):
+        features = []
+        for layer in self.layers:
+            hidden_states, _ = run(layer, hidden_states, attention_mask)
+            features.append(layer.layer_number)
+        return hidden_states, features
+
+    def checkpointed(self, hidden_states, attention_mask):
+        kept = self.config.recompute_method == "block"
+
+        def run(layer, *x):
+            one = functools.partial(plain, layer)
+            return one(*x) if kept else tensor_parallel.checkpoint(one, False, *x)
+
+        return through(self, hidden_states, attention_mask, run)
+
+    body = {"forward": forward, "_checkpointed_forward": checkpointed}
+    block.__class__ = type("OwnBlock", (type(block),), body)
+
+
+def test_a_class_with_its_own_checkpointed_forward_runs_the_policy_too():
+    model = tiny_gpt(tiny_config(dropout=0.0))[0]
+    bring_their_own(model.decoder)
+    runs = [0] * 4
+    for index, layer in enumerate(model.decoder.layers):
+
+        def count(*_, index=index):
+            runs[index] += 1
+
+        layer.register_forward_pre_hook(count)
+    plain = one_step([model], num_microbatches=1)
+    runs[:] = [0] * 4
+    with apply("full*1,none*2,full*1", model):
+        assert one_step([model], num_microbatches=1).same_bits(plain)
+    assert runs == [2, 1, 1, 2]
+    assert model.decoder.features == [1, 2, 3, 4]
+    assert "_checkpointed_forward" not in vars(model.decoder)
+
+    from megatron_autorecompute.runtime.model_shard import ModelShard, alone
+
+    model.decoder.deepstack_visual_indexes = [1]  # the checkpoint returns features in a list
+    with pytest.raises(PolicyError, match="full on layer 1, whose output the model also takes as"):
+        apply("full", model)
+    leanest = "full*1,selective[core_attn+layernorm+mlp]*1,full*2"
+    assert ModelShard([model], all_gather=alone).leanest().format() == leanest
+    apply(leanest, model).undo()
 
 
 @pytest.mark.parametrize("found", ["0.15.3", "0.21.0", "1.0.0"])

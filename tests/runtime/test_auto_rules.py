@@ -9,8 +9,8 @@ from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
     as_field,
     as_flag,
-    refuse_plan_only_without_auto,
     refuse_unmeasurable,
+    refuse_without_auto,
 )
 
 pytestmark = pytest.mark.any_version
@@ -70,8 +70,12 @@ def test_a_step_that_cannot_be_measured_is_refused_with_what_to_give_instead(
     ],
 )
 def test_a_plan_alone_is_asked_of_auto_only(policy, spelled, said):
-    refuse_plan_only_without_auto(AutoOptions(), policy, spelled)
+    refuse_without_auto(AutoOptions(), policy, spelled)
     only = AutoOptions(recompute_plan_only=True)
-    refuse_plan_only_without_auto(only, "auto", spelled)
+    refuse_without_auto(only, "auto", spelled)
     with pytest.raises(OptionError, match=said):
-        refuse_plan_only_without_auto(only, policy, spelled)
+        refuse_without_auto(only, policy, spelled)
+    moves = AutoOptions(recompute_allow_offload=True)
+    refuse_without_auto(moves, "auto", spelled)
+    with pytest.raises(OptionError, match="a policy that offloads needs no leave"):
+        refuse_without_auto(moves, policy, spelled)

@@ -331,3 +331,22 @@ def test_a_model_built_with_the_field_names_the_field_as_holder(field):
     model = tiny_gpt(tiny_config(recompute_policy="full"))[0]
     with pytest.raises(ApplyError, match="applied by the config field recompute_policy"):
         apply(RecomputePolicy.parse("none", num_layers=4), model)
+
+
+def test_a_policy_by_names_is_the_decoders_own_or_waits_for_the_whole_model(field):
+    from megatron_autorecompute.apply import apply, blocks, in_force
+
+    model = tiny_gpt(tiny_config(recompute_policy=f"decoder:{MIX}"))[0]
+    assert in_force(model).policy == RecomputePolicy.parse(MIX, num_layers=4)
+    with pytest.raises(PolicyError, match="covers 3 layers, the model has 4"):
+        tiny_config(recompute_policy={"decoder": "full*3"})
+    with pytest.raises(PolicyError, match="write NAME:POLICY for every block"):
+        tiny_config(recompute_policy="vision:full;none")
+    for value in ("vision:full*2;decoder:none", {"vision": ["full"] * 2, "decoder": "none"}):
+        model = tiny_gpt(tiny_config(recompute_policy=value))[0]
+        with pytest.raises(ApplyError, match="names several blocks, and nothing has put it in fo"):
+            one_step([model])
+        with pytest.raises(PolicyError, match="names vision; this model's blocks are decoder"):
+            RecomputePolicy.from_config(value, num_layers=4, blocks=blocks(model))
+        with apply(RecomputePolicy.parse("full", num_layers=4), model):
+            one_step([model])

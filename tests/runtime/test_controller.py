@@ -18,7 +18,7 @@ from tests.support import RankError, fresh_processes, run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(
-    num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=64, num_microbatches=4
+    num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=64, num_microbatches=2
 )
 STEPS = 20
 BUDGET_GIB = 0.0075
@@ -218,7 +218,7 @@ def test_of_a_job_without_megatrons_timers_no_time_of_a_step_is_made_up(auto, ca
 @pytest.mark.any_version
 def test_a_restart_uses_the_plan_at_once_and_measures_nothing(auto):
     path, ranks = auto
-    again = run_ranks(trained, 2, SHAPE, str(path))
+    again = run_ranks(restarted, 2, SHAPE, str(path))
     assert set(again[0]["policies"]) == {ranks[0]["policies"][-1]}
     assert not any("measuring" in line for line in again[0]["said"])
 
@@ -242,14 +242,14 @@ def test_a_restart_with_another_percentile_solves_again_and_measures_nothing(aut
 def test_a_restart_with_a_plan_changed_by_hand_solves_again_and_measures_nothing(auto, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({**json.loads(auto[0].read_text()), "notes": ["mine"]}))
-    again = run_ranks(trained, 2, SHAPE, str(path))
+    again = run_ranks(restarted, 2, SHAPE, str(path))
     assert not any("measuring" in line for line in again[0]["said"])
     assert "was changed, or another version" in again[0]["said"][0]
     assert Plan.load(path).proven
 
 
 def rerouted(shape, path):
-    return trained(shape, path, percentile=50.0)
+    return trained(shape, path, percentile=50.0, steps=2)
 
 
 @pytest.mark.any_version
@@ -259,15 +259,15 @@ def test_a_restart_with_more_microbatches_is_planned_before_its_first_step(auto,
     noted.save(path)
     fewer = run_ranks(restarted, 2, SHAPE, str(path), 1)[0]
     assert Plan.load(path).notes[: len(noted.notes)] == noted.notes
-    assert "microbatches 4, now 1" in fewer["said"][0]
+    assert "microbatches 2, now 1" in fewer["said"][0]
     assert fewer["policies"][0] != auto[1][0]["policies"][-1]
-    ranks = run_ranks(restarted, 2, SHAPE, str(path), 4)
-    assert "microbatches 1, now 4" in ranks[0]["said"][0]
+    ranks = run_ranks(restarted, 2, SHAPE, str(path))
+    assert "microbatches 1, now 2" in ranks[0]["said"][0]
     assert ranks[0]["policies"][0] == auto[1][0]["policies"][-1]
     assert max(peak for rank in ranks for peak in rank["peaks"]) <= BUDGET_GIB * (1 << 30)
 
 
-def restarted(shape, path, microbatches):
+def restarted(shape, path, microbatches=SHAPE.num_microbatches):
     return trained(shape, path, microbatches=lambda step: microbatches, steps=2)
 
 
@@ -426,7 +426,7 @@ class Failing(torch.nn.Module):
 
 
 def ramp_up(step):
-    return 1 if step < 17 else 4
+    return 1 if step < 17 else 2
 
 
 @pytest.mark.any_version
@@ -434,7 +434,7 @@ def test_more_microbatches_in_flight_are_planned_for_before_they_come(tmp_path):
     ranks = run_ranks(ramped, 2, SHAPE, str(tmp_path / "plan.json"))
     policies, peaks = ranks[0]["policies"], ranks[0]["peaks"]
     assert policies[16] != policies[17]
-    assert any("4 microbatches" in line for line in ranks[0]["said"])
+    assert any("2 microbatches" in line for line in ranks[0]["said"])
     assert max(peaks) <= BUDGET_GIB * (1 << 30)
 
 
@@ -518,9 +518,8 @@ def test_ranks_that_start_with_different_plan_files_follow_the_first(auto, tmp_p
     other = tmp_path / "plan.json"
     other.write_text(json.dumps({**json.loads(auto[0].read_text()), "recompute_policy": ["x"]}))
     first, second = run_ranks(with_own_path, 2, str(auto[0]), str(other))
-    assert first["policies"] == second["policies"] == auto[1][0]["policies"][-1:] * STEPS
+    assert first["policies"] == second["policies"] == auto[1][0]["policies"][-1:] * 2
 
 
 def with_own_path(first, second):
-
-    return trained(SHAPE, (first, second)[torch.distributed.get_rank()])
+    return restarted(SHAPE, (first, second)[torch.distributed.get_rank()])

@@ -171,13 +171,13 @@ def test_recompute_holds_less_and_has_more_in_transit(measured):
 
 @pytest.mark.any_version
 def test_measured_profile_predicts_the_peaks_of_policies_it_never_saw():
-    shape = replace(SHAPE, num_layers=12, pipeline_stages=2, num_microbatches=4)
+    shape = replace(SHAPE, num_layers=12, pipeline_stages=2, num_microbatches=2)
     chooser = random.Random(0)
     chosen = ["none", "selective[core_attn]", "selective[mlp]", "selective[layernorm]", "full"]
     mixes = [",".join(chooser.choices(chosen, k=12)) for _ in range(3)]
     policies = ("none", "full/3*6,none*6", "full/2*2,none*4,full/6*6", *mixes)
     ranks = run_ranks(profiled, 2, shape, False, policies)
-    layout, schedule = Layout.from_flags(12, 2), Schedule(2, 1, 4)
+    layout, schedule = Layout.from_flags(12, 2), Schedule(2, 1, 2)
     for number, text in enumerate(policies):
         policy = RecomputePolicy.parse(text, num_layers=12)
         cost = evaluate(ranks[0][0], layout, schedule, policy)

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_autorecompute.compat import offload_modules
 from megatron_autorecompute.errors import ApplyError, MachineError, PolicyError
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.apply import apply, in_force
@@ -213,3 +214,27 @@ def test_what_cannot_be_run_is_refused_with_the_way_out(monkeypatch):
             apply(late, model("mla"))
         with apply(moved, models), pytest.raises(ApplyError, match="does not begin Megatron's"):
             models[0].decoder(torch.zeros(32, 2, 64), attention_mask=None)
+
+
+def test_what_attention_reads_as_one_tensor_is_copied_apart_and_other_attention_is_left_alone():
+    class TEDotProductAttention(torch.nn.Module):
+        def forward(self, query, key, value, attention_mask):
+            self.storages = {t.untyped_storage()._cdata for t in (query, key, value)}
+            return query + 2 * key + 3 * value
+
+    layer = torch.nn.Module()
+    layer.self_attention = torch.nn.Module()
+    layer.self_attention.core_attention = attention = TEDotProductAttention()
+    packed = torch.randn(4, 2, 3, 3 * 8, requires_grad=True)
+    three = packed.split(8, dim=-1)
+    [handle] = offload_modules.keep_apart(layer)
+    summed = attention(*three, None)
+    assert len(attention.storages) == 3
+    assert torch.equal(summed, three[0] + 2 * three[1] + 3 * three[2])
+    summed.sum().backward()
+    assert packed.grad[..., ::8].unique().tolist() == [1, 2, 3]
+    handle.remove()
+    attention(*three, None)
+    assert len(attention.storages) == 1
+    layer.self_attention.core_attention = torch.nn.Identity()
+    assert offload_modules.keep_apart(layer) == []

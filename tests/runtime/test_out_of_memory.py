@@ -203,7 +203,8 @@ def survived(cases):
     from megatron_autorecompute.runtime.oom_guard import StepGuard
 
     start_parallel(**cases[0].sizes)
-    found = []
+    found: list[Any] = []
+    states: dict[str, str] = {}  # without step LOST, by all of a case but where it fails
     for case in cases:
         job = Job(case)
         guard = StepGuard(job.chunks, job.optimizer, lambda: False)
@@ -213,13 +214,16 @@ def survived(cases):
             with guard.step():
                 taken.append(job.step())
             outcomes.append(guard.outcome)
-        without = Job(case)
-        for step in range(STEPS):
-            if step == LOST:
-                without.step_number += 1
-            else:
-                without.step()
-        found.append((outcomes, taken, job.state(), without.state()))
+        alike = repr(replace(case, name="", failure=cases[0].failure))
+        if alike not in states:
+            without = Job(case)
+            for step in range(STEPS):
+                if step == LOST:
+                    without.step_number += 1
+                else:
+                    without.step()
+            states[alike] = without.state()
+        found.append((outcomes, taken, job.state(), states[alike]))
     return found
 
 

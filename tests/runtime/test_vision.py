@@ -11,6 +11,10 @@ from megatron_autorecompute.policy import FULL, LayerPolicy, RecomputePolicy
 from tests.support import VOCAB, run_ranks, start_parallel, tiny_config
 
 TOWER, DECODER = 3, 4
+LENGTH = 23
+"""Of text and images together: to this length LLaVAModel pads on several stages."""
+MICROBATCHES = 3
+TWO_STAGES = {"pipeline_model_parallel_size": 2}
 BLOCKS = {"vision": TOWER, "decoder": DECODER}
 POLICIES = (
     "vision:full;decoder:none",
@@ -36,24 +40,27 @@ FROZEN = {
 """What is frozen, and what inside it is not."""
 
 
-def llava(frozen=(), adapters=()):
-    """A LLaVAModel with a ViT, and its weights from a fixed seed."""
+def llava(frozen=(), adapters=(), **pipeline):
+    """This stage's part of a LLaVAModel with a ViT, and its weights from a fixed seed."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.multimodal.llava_model import LLaVAModel
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
 
-    language, vision = tiny_config(num_layers=DECODER), tiny_config(num_layers=TOWER)
+    language = tiny_config(num_layers=DECODER, **pipeline)
+    vision = tiny_config(num_layers=TOWER, hidden_size=32)
     vision.vision_model_type = "internvit"  # without norms that need Transformer Engine
     language.language_model_type = "gpt"
     projection = tiny_config(num_layers=1, ffn_hidden_size=32)
     spec = get_gpt_layer_local_spec()
     torch.manual_seed(1)
+    is_first = parallel_state.is_pipeline_first_stage()
     model = LLaVAModel(
         language_transformer_config=language,
         language_transformer_layer_spec=spec,
         language_vocab_size=VOCAB,
-        language_max_sequence_length=64,
+        language_max_sequence_length=LENGTH,
         vision_transformer_config=vision,
         vision_transformer_layer_spec=copy.deepcopy(spec),
         drop_vision_class_token=True,
@@ -64,6 +71,9 @@ def llava(frozen=(), adapters=()):
         img_h=28,
         img_w=28,
         patch_dim=14,
+        pre_process=is_first,
+        post_process=parallel_state.is_pipeline_last_stage(),
+        add_encoder=is_first,
     ).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(adapters) or not name.startswith(frozen))
@@ -80,7 +90,7 @@ def batch():
         "images": torch.randn(2, 3, 28, 28, generator=generator),
         "input_ids": ids,
         "position_ids": torch.arange(20).repeat(2, 1),
-        "attention_mask": torch.ones(1, 1, 23, 23, dtype=torch.bool).triu(1),
+        "attention_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1),
         "labels": torch.randint(0, VOCAB, (2, 20), generator=generator),
         "loss_mask": torch.ones(2, 20),
         "num_image_tiles": torch.ones(2, dtype=torch.int),
@@ -153,7 +163,6 @@ def test_a_policy_by_blocks_changes_no_bit_and_frozen_layers_run_once(frozen):
 
 def refusals():
     from megatron_autorecompute.apply import apply, blocks, in_force
-    from megatron_autorecompute.compat import parallel
     from megatron_autorecompute.integrations.megatron_bridge import named_hook
 
     start_parallel()
@@ -173,58 +182,95 @@ def refusals():
     except PolicyError as error:
         said["across"] = str(error)
     assert blocks(model.language_model) == {"decoder": DECODER}
-    parallel.pipeline_size = lambda: 2
-    try:
-        blocks(model)
-    except PolicyError as error:
-        said["two stages"] = str(error)
     return list(said.values())
 
 
 def test_what_cannot_run_is_refused():
-    unknown, module, across, stages = run_ranks(refusals, 1)[0]
+    unknown, module, across = run_ranks(refusals, 1)[0]
     assert "names audio; this model's blocks are vision (3 layers) and decoder (4" in unknown
     assert "moon" in module
     assert "cannot span two chunks" in across
-    assert "2 pipeline stages" in stages
 
 
-def under_auto(frozen):
-    """What `attach` measured of the model, and what it then ran."""
+# --- several stages: the tower is on the first, in front of its part of the decoder ---------------
+
+
+def one_call(model, forward_backward):
+    """A call of Megatron's schedule, dropout on: its losses on the last stage, and gradients."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    def step(_, chunk):
+        losses, mask = chunk(**data)
+        return losses, lambda output: (
+            (output.float() * mask).sum(),
+            {"loss": output.float().sum().item()},
+        )
+
+    model.zero_grad(set_to_none=True)
+    model_parallel_cuda_manual_seed(9, force_reset_rng=True)
+    data = batch()
+    reduced = forward_backward(
+        forward_step_func=step,
+        data_iterator=iter(range(MICROBATCHES)),
+        model=[model],
+        num_microbatches=MICROBATCHES,
+        seq_length=LENGTH,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return [each["loss"] for each in reduced], gradients
+
+
+def on_two_stages(frozen):
+    """Which bits the policies change, and what `attach` measured, planned and needed."""
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_autorecompute import attach
+    from megatron_autorecompute.apply import apply, blocks
+    from tests.runtime.test_t5 import t5
 
-    start_parallel()
-    model, data = llava(*FROZEN[frozen]), batch()
+    start_parallel(**TWO_STAGES)
+    rank, forward_backward = torch.distributed.get_rank(), get_forward_backward_func()
+    with pytest.raises(PolicyError, match="A T5Model on 2 pipeline stages"):
+        blocks(t5(**TWO_STAGES))
+    model = llava(*FROZEN[frozen], **TWO_STAGES)
     model.model_type = ModelType.encoder_or_decoder
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-    auto = attach(model, optimizer, budget_gib=1, say=lambda _: None)
-    forward_backward = auto.schedule(get_forward_backward_func())
+    assert blocks(model) == BLOCKS
+    with pytest.raises(PolicyError, match="covers 6 layers, the model has 7"):
+        apply(RecomputePolicy.parse("none", num_layers=6), model)
+    losses, gradients = one_call(model, forward_backward)
+    changed = []
+    for text in POLICIES[2:4]:
+        with apply(parsed(text), model):
+            again, theirs = one_call(model, forward_backward)
+        assert theirs.keys() == gradients.keys()
+        changed += ["loss"] * (again != losses)
+        changed += [name for name in gradients if not torch.equal(gradients[name], theirs[name])]
+    del again, theirs, gradients
 
-    def step(_, chunk):
-        losses, mask = chunk(**data)
-        return losses, lambda output: ((output.float() * mask).sum(), {})
-
+    trained = [p for p in model.parameters() if p.requires_grad]
+    auto = attach(model, torch.optim.SGD(trained), budget_gib=1, say=lambda _: None)
+    scheduled, lengths = auto.schedule(forward_backward), [2 * LENGTH] * MICROBATCHES
     while auto.plan is None:
-        model.zero_grad(set_to_none=True)
-        forward_backward(
-            forward_step_func=step,
-            data_iterator=iter(range(2)),
-            model=[model],
-            num_microbatches=2,
-            seq_length=20,
-            micro_batch_size=2,
-            forward_only=False,
-        )
-    return auto.plan
+        auto.tokens(lengths)
+        one_call(model, scheduled)
+    auto.tokens(lengths)
+    one_call(model, scheduled)
+    predicted_bytes = auto.predicted_peaks(lengths)[rank]
+    return changed, auto.plan, auto.peak_bytes / predicted_bytes
 
 
-def test_auto_measures_each_block_and_nothing_kept_of_a_frozen_tower():
-    plan = run_ranks(under_auto, 1, "the tower")[0]
+def test_a_tower_on_the_first_of_two_stages_is_run_measured_and_planned_there():
+    (changed, plan, first), (changed_last, _, last) = run_ranks(on_two_stages, 2, "the tower")
+    assert changed == changed_last == []
     assert plan.policy.format(plan.profile.model.blocks) == "vision:none*3;decoder:none*4"
+    assert plan.layout.chunk_layers() == ((0, 1, 2, 3, 4), (5, 6))
     tower, decoder = sorted(plan.profile.kinds, key=lambda kind: kind.layers)
     assert (tower.layers, decoder.layers) == ((0, 1, 2), (3, 4, 5, 6))
-    assert {record.held_bytes for record in tower.choices} == {0}
+    assert {record.held_bytes for record in tower.choices} == {0}  # nothing is kept of it
     assert decoder.record(LayerPolicy()).held_bytes > 4 * decoder.record(FULL).held_bytes > 0
+    assert plan.profile.boundary_bytes == 2 * LENGTH * 64 * 4  # the decoder's tokens and width
+    assert first == pytest.approx(1, abs=0.01)
+    assert last == pytest.approx(1, abs=0.01)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
+from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.layout_search.flags import (
@@ -104,8 +105,16 @@ def best_layout(planner: Planner, budget: Budget, below_ms: float = math.inf) ->
     Several chunks: all that the numbers of layers of the first and the last stage can give, see
     `uneven_layouts`; no others are searched. One stage: its own layout. Static bytes of stages that
     were not measured are added up from the profile's per-kind figures.
-    Raises: ProfileError without per-kind static bytes.
+    Raises: ProfileError without per-kind static bytes, or for a model with a tower or an encoder on
+    several stages.
     """
+    model = planner.profile.model
+    if model.encoder_layers and planner.layout.num_stages > 1:
+        raise ProfileError(
+            f"Layouts of a model with a block in front of its decoder ({model.encoder_name}, "
+            f"{model.encoder_layers} layers) are not searched. Give the decoder's layers per stage "
+            "by Megatron's flags, and leave --search-layout out."
+        )
     asked = None
     if (
         math.isinf(below_ms)

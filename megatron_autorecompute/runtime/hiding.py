@@ -1,0 +1,80 @@
+"""Whether copies hide behind compute as a plan says; where not, a plan without offload runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+
+from megatron_autorecompute.compat import offload_modules
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.runtime.climb import climb
+from megatron_autorecompute.runtime.copy_watch import CopyWatch
+from megatron_autorecompute.runtime.decisions import Decisions
+from megatron_autorecompute.runtime.offload_choices import without_offload
+from megatron_autorecompute.runtime.plan_in_force import PlanInForce, Step
+
+STEPS = 3
+"""Steps whose waits are measured; their median counts."""
+NOTICED = 0.01
+"""Share of a step; copies that are late by less hide as predicted."""
+
+
+def that_hides(
+    plan: Plan, profile: Profile, decisions: Decisions, in_force: PlanInForce
+) -> Generator[Step, None, Plan]:
+    """Watch the copies of the plan in force for some steps, if it has any.
+
+    Args:
+        plan: in force, past Megatron's warm-up.
+        profile: that it was solved from.
+        decisions: of the job.
+        in_force: runs plans.
+
+    Returns the plan in force: this one, or one without offload if that is faster than this one is
+    with the waits that were measured.
+
+    Raises:
+        LostStepsError: as `climb`.
+    """
+    copies, waits = CopyWatch(), list[float]()
+    while offload_modules.offloads(plan.policy) and len(waits) < STEPS:
+        around = copies.watching
+        next_plan = yield from in_force.one_step(plan, reads_bytes=False, around=around)
+        if next_plan is plan:
+            waits.append(copies.waited_ms())
+            continue
+        plan = next_plan
+        waits.clear()
+        yield from in_force.warm_up(plan)
+    if not waits:
+        return plan
+    waited_ms = decisions.shard.by_stage(statistics.median(waits), max)
+    late_ms, said = _late(plan, waited_ms)
+    if late_ms <= NOTICED * plan.cost.step_ms:
+        decisions.job.say(f"recompute auto: {said} Offload stays.")
+        return plan
+    plain = decisions.solved(without_offload(profile), plan.budget_bytes)
+    took_ms = plan.cost.step_ms + late_ms
+    if plain.cost.step_ms > took_ms:
+        note = f"{said} Offload stays: without it {plain.cost.step_ms:,.1f} ms a step."
+        decisions.job.say(f"recompute auto: COPIES DO NOT HIDE: {note}")
+        plan = replace(plan, notes=(*plan.notes, note))
+        in_force.switch(plan)
+        return plan
+    note = f"{said} Offload was given up: without it {plain.cost.step_ms:,.1f} ms a step."
+    decisions.job.say(f"recompute auto: COPIES DO NOT HIDE: {note}")
+    return (yield from climb(without_offload(profile), decisions, in_force, (note,)))
+
+
+def _late(plan: Plan, waited_ms: Sequence[float]) -> tuple[float, str]:
+    """By how much the copies are late on the stage where that is most, and a sentence."""
+    predicted_ms = [stage.stall_ms for stage in plan.cost.stages]
+    late_ms = [waited - own for waited, own in zip(waited_ms, predicted_ms, strict=True)]
+    stage = max(range(len(late_ms)), key=late_ms.__getitem__)
+    return late_ms[stage], (
+        f"Backwards of stage {stage} waited {waited_ms[stage]:,.1f} ms a step for copies, "
+        f"{predicted_ms[stage]:,.1f} ms predicted; the step takes "
+        f"{plan.cost.step_ms + max(0.0, late_ms[stage]):,.1f} ms."
+    )

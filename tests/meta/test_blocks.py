@@ -1,0 +1,86 @@
+"""Blocks of torch's allocator: a recording of one on an H100, and a stage that rounds up."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_autorecompute.meta.blocks import rounding
+from megatron_autorecompute.meta.caching_allocator import SMALLEST, CachingAllocator
+from megatron_autorecompute.meta.devices import device
+from megatron_autorecompute.meta.grad_buffers import laid_out
+from megatron_autorecompute.policy import RecomputePolicy
+from tests.meta.test_no_device import job
+
+RECORDING = Path(__file__).with_name("allocator_h100.json")
+
+
+class Placed(CachingAllocator):
+    """With its segments where CUDA put them."""
+
+    def __init__(self, addresses):
+        super().__init__()
+        self._addresses = iter(addresses)
+
+    def _address(self, size):
+        return SMALLEST * next(self._addresses)
+
+
+def drawn(rng, allocator, live):
+    """One tensor more or less, as in the recording: of 512 bytes to 64 MiB, in two streams."""
+    if live and rng.random() < 0.3 + 0.4 * (len(live) / 120):
+        allocator.free(live.pop(int(rng.random() * len(live))))
+        return
+    size, stream = int(2 ** (9 + 17 * rng.random())), int(rng.random() < 0.1)
+    if rng.random() < 0.3:
+        size = int(1 + rng.random() * 24) * (1 << 19)
+    live.append(allocator.allocate(size, stream))
+
+
+def test_after_each_of_1500_operations_as_much_is_allocated_as_on_an_h100():
+    # There `torch.empty(size, dtype=torch.uint8)` and `memory_stats()["allocated_bytes..."]`.
+    recorded = json.loads(RECORDING.read_text())
+    rng, live, allocator = random.Random(7), [], Placed(recorded["segments"])
+    found = []
+    for _ in recorded["allocated"]:
+        drawn(rng, allocator, live)
+        found.append(allocator.allocated_bytes // SMALLEST)
+    assert found == recorded["allocated"]
+    assert allocator.peak_bytes == SMALLEST * recorded["peak"]
+    assert allocator.allocated_bytes > 1.01 * allocator.requested_bytes
+    while live:
+        allocator.free(live.pop())
+    assert allocator.allocated_bytes == allocator.requested_bytes == 0
+
+
+def test_with_expandable_segments_nothing_but_512_bytes_is_rounded_up():
+    rng, live, allocator = random.Random(7), [], CachingAllocator(expandable=True)
+    for _ in range(500):
+        drawn(rng, allocator, live)
+        more_bytes = allocator.allocated_bytes - allocator.requested_bytes
+        assert 0 <= more_bytes < SMALLEST * max(1, len(live))
+
+
+def test_a_stage_takes_more_in_blocks_and_without_them_hardly_more():
+    # Masters and moments of 1.5 MiB, of which a segment of 20 MiB holds 13; the last gets 2.
+    sizes = {"num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 768}
+    small = job(sizes, use_distributed_optimizer=False, num_gpus=1, global_batch_size=2)
+    nothing = RecomputePolicy.parse("none*4", num_layers=4)
+    whole, split = (
+        rounding(replace(small, expandable_segments=each), device("h100-80gb"), nothing, 0)
+        for each in (False, True)
+    )
+    assert 0 <= split.static_bytes <= split.peak_bytes < 1 << 20
+    assert split.peak_bytes + (1 << 20) < whole.peak_bytes < 64 << 20
+    assert whole.static_bytes > split.static_bytes
+
+
+@pytest.mark.parametrize(("high_busbw", "end"), [(False, 128 * 3), (True, 3 << 16)])
+def test_shards_of_all_ranks_are_the_parameters(high_busbw, end):
+    counts, tied = [100, 7, 6000, 64, 9], [True, False, False, False, False]
+    found = [laid_out(counts, 3, 5000, tied, rank=r, high_busbw=high_busbw) for r in range(3)]
+    assert [sum(own) for own in zip(*(one.shards for one in found), strict=True)] == counts
+    # Buckets, from the last parameter on: 9 + 64 + 6000, 7, and the tied 100.
+    assert {one.numel for one in found} == {sum(-(-n // end) * end for n in (6128, 7, 100))}

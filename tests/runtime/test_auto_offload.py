@@ -1,0 +1,148 @@
+"""`auto` that may offload: it measures what leaves and how fast, plans with that, and gives it up
+where copies do not hide as predicted."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_autorecompute.compare.comparison import Shape
+from megatron_autorecompute.errors import AutorecomputeError
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.policy import FULL, NONE
+from megatron_autorecompute.runtime import offload_choices
+from megatron_autorecompute.runtime.copy_watch import available_bytes
+from tests.support import run_ranks
+
+TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
+SHAPE = Shape(
+    num_layers=6, hidden_size=64, num_attention_heads=8, seq_length=64, num_microbatches=2
+)
+BUDGET_GIB = 0.0075
+
+
+class Work(TorchDispatchMode):
+    """A clock that counts operations, so that recompute takes what it takes."""
+
+    seconds = 0.0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.seconds += 1e-4
+        return operation(*args, **(kwargs or {}))
+
+
+def trained(path, waited_ms, steps):
+    """Train with auto where backwards wait as given for copies over a fast link."""
+    from unittest import mock
+
+    from megatron.core import parallel_state
+
+    from megatron_autorecompute.compare.workload import TrainingJob, Variant
+    from megatron_autorecompute.meta import offloading
+    from megatron_autorecompute.profile import HostLink, Parallelism
+    from megatron_autorecompute.runtime.auto_options import AutoOptions
+    from megatron_autorecompute.runtime.controller import Auto, JobFacts
+    from megatron_autorecompute.runtime.copy_watch import CopyWatch
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=SHAPE.pipeline_stages)
+    job = TrainingJob(SHAPE, TEXT, Variant({"min_offloaded_tensor_size": 1}))
+    options = AutoOptions(
+        recompute_memory_budget_gib=BUDGET_GIB,
+        recompute_plan_path=path,
+        recompute_measure_steps=6,
+        recompute_allow_offload=True,
+    )
+    said, losses, peaks = [], [], []
+    facts = JobFacts(
+        Parallelism(SHAPE.micro_batch_size, SHAPE.seq_length, dtype="float32"),
+        lambda: SHAPE.num_microbatches,
+        said.append,
+        without_cuda=True,
+    )
+    links, usual = [], CopyWatch.link
+
+    def link(copies):
+        links.append(usual(copies))
+        return HostLink(1000.0, 1000.0, 1 << 30)
+
+    watch = mock.patch.multiple(CopyWatch, link=link, waited_ms=lambda _: waited_ms)
+    work = Work()
+    clock = mock.patch("time.thread_time", side_effect=lambda: work.seconds)
+    few = mock.patch.object(offload_choices, "choices", return_value=(NONE, FULL))
+    with offloading.without_cuda(), watch, work, clock, few:
+        auto = Auto(job.chunks, job.optimizer, options, facts)
+        for _ in range(steps):
+            with auto.step():
+                losses.append(job.step())
+            peaks.append(auto.peak_bytes)
+        policy = auto.policy.format()
+        auto.close()
+    return {"said": said, "losses": losses, "peaks": peaks, "policy": policy, "links": links}
+
+
+@pytest.fixture(scope="module")
+def auto(tmp_path_factory):
+    path = tmp_path_factory.mktemp("auto") / "plan.json"
+    ranks = run_ranks(trained, 2, str(path), 0.0, 16)
+    return path, Plan.load(path), ranks
+
+
+def test_a_plan_that_offloads_runs_after_its_warm_up_within_its_budget(auto):
+    _, plan, ranks = auto
+    for stage, rank in enumerate(ranks):
+        assert rank["policy"] == plan.policy.format()
+        assert max(rank["peaks"]) <= plan.budget_bytes[stage]
+        # Copies take no time here, so what leaves is free earlier than predicted.
+        assert 0.9 < rank["peaks"][-1] / plan.cost.stages[stage].peak.bytes < 1.001
+        assert rank["links"][0] == ranks[0]["links"][0] != plan.profile.host_link
+    assert "+offload[" in plan.policy.format()
+    assert any("Offload stays" in line for line in ranks[0]["said"])
+
+
+def test_what_leaves_is_what_is_held_less(auto):
+    """Held bytes are those that `LiveBytes` counts, what leaves is counted by storage."""
+    (kind,) = auto[1].profile.kinds
+    moved = [record for record in kind.choices if record.policy.offload]
+    assert moved
+    for record in moved:
+        same = kind.record(record.policy.recompute)
+        leaves = sum(group.device_bytes for group in record.offload_groups)
+        assert record.held_bytes + leaves == same.held_bytes
+        assert record.host_bytes >= leaves
+        assert record.forward_ms == pytest.approx(same.forward_ms)
+
+
+def test_a_restart_whose_copies_do_not_hide_says_so_and_gives_offload_up(auto, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(auto[0].read_text())
+    ranks = run_ranks(trained, 2, str(path), 1e6, 9)
+    said = "\n".join(ranks[0]["said"])
+    for rank, other in zip(ranks, auto[2], strict=True):  # the same job under other policies
+        assert rank["losses"] == other["losses"][: len(rank["losses"])]
+    assert "measuring" not in said
+    assert "COPIES DO NOT HIDE: Backwards of stage 0 waited 1,000,000.0 ms a step" in said
+    plan = Plan.load(path)
+    assert "Offload was given up" in plan.notes[0]
+    assert {rank["policy"] for rank in ranks} == {plan.policy.format()}
+    assert "offload" not in plan.policy.format()
+    assert not any(record.policy.offload for kind in plan.profile.kinds for record in kind.choices)
+
+
+def test_linux_says_what_memory_is_free():
+    text = "MemTotal:       100 kB\nMemFree:  5 kB\nMemAvailable:      64 kB\n"
+    assert available_bytes(text) == 64 << 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "blocks", "varies", "said"),
+    [
+        ({"cpu_offloading": True, "cpu_offloading_num_layers": 2}, 1, False, "offloads on its own"),
+        ({}, 2, False, "a model of two stacks of layers"),
+        ({}, 1, True, r"In a loop whose calls are all alike say so: attach\(\.\.\., program="),
+        ({}, 1, False, "needs Transformer Engine, and it is not installed"),
+    ],
+)
+def test_where_nothing_can_be_offloaded_auto_refuses_leave_to_do_so(fields, blocks, varies, said):
+    with pytest.raises(AutorecomputeError, match=said):
+        offload_choices.refuse(SimpleNamespace(**fields), blocks=blocks, varies=varies)
