@@ -250,7 +250,13 @@ class StaticBlocks:
             if job.precision == "bf16":
                 for index in own:
                     self._free(blocks[index])
-            self._shards += zip(weights, buffer.shards, strict=True)
+            shards = buffer.shards
+            if job.optimizer == "muon":  # as `static_bytes` divides them
+                whole = not job.use_layer_wise_param_layout
+                shards = tuple(
+                    w.count if whole and not w.of_muon else -(-w.count // ranks) for w in weights
+                )
+            self._shards += zip(weights, shards, strict=True)
 
     def _add_master_weights(self) -> None:
         main, *_ = state_parts(self._job)
