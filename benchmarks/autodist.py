@@ -306,7 +306,7 @@ to Megatron's selective setting.
 more than full. Its own selective row takes 10.1 GB more for 48 layers, so 25 of them could take
 5.3. Its "selective" must keep more than Megatron's `core_attn` does, and it is faster than 25
 such layers would be; the document does not say which operations. "Single" mixes operations within
-a layer in a way that is not published.
+a layer in a way that is not published, and neither is Alpa's plan: these two are not predicted.
 """
 
 

@@ -48,10 +48,10 @@ _SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 JOBS = {
     "Nemotron-H, 11 layers, full": f"{_HYBRID} {_UNIFORM}",
-    "7B, 4 layers, offload": (f"{_DENSE} {_UNFUSED_GRADIENTS} {_OFFLOAD}"),
     # Attention's queries, keys and values are one tensor here: see keep_apart in offload_modules.
     "7B, 4 layers, a key per query": f"{_PACKED} {_UNFUSED_GRADIENTS}",
     "7B, 4 layers, a key per query, offload": f"{_PACKED} {_UNFUSED_GRADIENTS} {_OFFLOAD}",
+    "7B, 4 layers, offload": f"{_DENSE} {_UNFUSED_GRADIENTS} {_OFFLOAD}",
     "Qwen3-30B-A3B, 3 layers": _MOE,
     "Qwen3-30B-A3B, 3 layers, moe_act": f"{_MOE} {_SELECTIVE} moe_act",
     "7B, 4 layers, fp8 tensorwise, fp8 weights": (

@@ -32,6 +32,8 @@ from megatron_autorecompute.profile import Profile
 
 GPUS = {"NVIDIA H100 80GB HBM3": "h100-80gb", "NVIDIA H200": "h200"}
 """Torch's name of a device, and ours."""
+WITHOUT_MASKS = ("--no-create-attention-mask-in-dataloader",)
+"""What part 8's script does: its batches have no masks, which Megatron's own loader makes."""
 
 
 def main() -> None:
@@ -53,7 +55,8 @@ def _predict(results: Results) -> None:
             if section.part != 8 or not name.startswith("job/"):
                 continue
             gpu = GPUS.get(results.machine["device"], results.machine["device"])
-            found = prediction.predicted(prediction.Case(tuple(job["flags"].split()), (1,), gpu))
+            flags = (*job["flags"].split(), *WITHOUT_MASKS)
+            found = prediction.predicted(prediction.Case(flags, (1,), gpu))
             [*stages] = found.stages
             item = {"uncovered": found.uncovered}
             if stages:

@@ -10,7 +10,8 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ UPSTREAM = {
     "tensor_parallel/test_random.py": "",
 }
 """Upstream's tests of recompute below tests/unit_tests, each with the -k that picks them."""
+WAYS = {
+    "without us": None,
+    "idle": "benchmarks.gpu.idle",
+    "through ours": "benchmarks.gpu.through_ours",
+}
+"""How part 7 runs them, with the pytest plugin that makes it so."""
+FIRST_PORT = 29500
 
 
 # --- 4: equality ----------------------------------------------------------------------------------
@@ -104,6 +112,7 @@ def _pytest(
     plugin: str | None,
     path: Sequence[str],
     seconds: float,
+    env: Mapping[str, str],
 ) -> dict[str, Any]:
     """Outcome of every test (passed, skipped or failed), and the forwards that went through us.
 
@@ -113,7 +122,7 @@ def _pytest(
         report = Path(folder, "report.xml")
         command = [*PYTEST, "-q", f"--junitxml={report}", *arguments]
         command += ["-p", plugin] if plugin else []
-        said = "".join(lines(command, seconds, cwd=cwd, env=_environment(path)))
+        said = "".join(lines(command, seconds, cwd=cwd, env={**_environment(path), **env}))
         if not report.exists():
             raise MachineError(f"pytest wrote no report: {said[-2000:]}")
         counted = re.search(r"forwards through our policies: (\d+)", said)
@@ -251,33 +260,40 @@ def upstream(ledger: Ledger, options: Namespace) -> None:
     present = {name: k for name, k in UPSTREAM.items() if (tests / name).exists()}
     if not present:
         raise OptionError(f"{checkout} has none of {', '.join(UPSTREAM)} in tests/unit_tests.")
-    ways = {
-        "without us": None,
-        "idle": "benchmarks.gpu.idle",
-        "through ours": "benchmarks.gpu.through_ours",
-    }
-    for way, plugin in ways.items():
-        every: dict[str, str] = {}
-        forwards = 0
-        for name, picked in present.items():
-            ran = ledger.item(
-                f"{way}: {name}",
-                lambda name=name, picked=picked, plugin=plugin: _pytest(
-                    [
-                        str(tests / name),
-                        *(["-k", picked] if picked else []),
-                    ],
-                    cwd=checkout,
-                    plugin=plugin,
-                    path=[str(checkout)],
-                    seconds=ledger.seconds_left(),
-                ),
-            )
-            every |= ran["outcomes"]
-            forwards += ran["forwards"]
-        ledger.item(way, lambda every=every: every)
+    for name, picked in present.items():
+        asked = [str(tests / name), *(["-k", picked] if picked else [])]
+        _in_every_way(ledger, name, asked, checkout)
+    for way, plugin in WAYS.items():
+        ran = [ledger.section.items[f"{way}: {name}"] for name in present]
+        ledger.item(way, lambda ran=ran: {k: v for one in ran for k, v in one["outcomes"].items()})
         if plugin:
-            ledger.item(f"forwards, {way}", lambda forwards=forwards: forwards)
+            ledger.item(f"forwards, {way}", lambda ran=ran: sum(one["forwards"] for one in ran))
+
+
+def _in_every_way(ledger: Ledger, name: str, asked: Sequence[str], checkout: Path) -> None:
+    """One file's tests in the ways that are not known yet, beside each other."""
+    left = {w: plugin for w, plugin in WAYS.items() if f"{w}: {name}" not in ledger.section.items}
+    if not left:
+        return
+    ledger.check(name)
+    print(f"  {name}: {', '.join(left)}", flush=True)
+    seconds = ledger.seconds_left()
+    with ThreadPoolExecutor(len(left)) as pool:
+        running = {
+            way: pool.submit(
+                _pytest,
+                asked,
+                cwd=checkout,
+                plugin=plugin,
+                path=[str(checkout)],
+                seconds=seconds,
+                # Upstream's tests meet on this port.
+                env={"MASTER_PORT": str(FIRST_PORT + [*WAYS].index(way))},
+            )
+            for way, plugin in left.items()
+        }
+    for way, ran in running.items():
+        ledger.note(f"{way}: {name}", ran.result())
 
 
 # --- 8: jobs by their flags -----------------------------------------------------------------------

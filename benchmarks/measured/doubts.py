@@ -17,6 +17,10 @@ MOST_OF_UNSAID = 0.05
 """The same, where the number of GPUs that comes nearest was taken because the row has none."""
 
 
+EP_OVERLAP, EP_OVERLAP_RELEASES = "--overlap-moe-expert-parallel-comm", "2026-01-06"
+"""Megatron-LM a56a0b001 `release_state`: "this helps avoid memory leak"."""
+
+
 def doubts(pairs: Sequence[tuple[Run, Prediction | None]]) -> list[str]:
     """For each run why its row does not suffice; empty if it does.
 
@@ -54,6 +58,11 @@ def _by_another(run: Run, newest: Run) -> str:
 
 
 def _by_itself(run: Run, found: Prediction | None) -> str:
+    if EP_OVERLAP in run.flags and "" < run.date < EP_OVERLAP_RELEASES:
+        return (
+            f"of {run.date}: until {EP_OVERLAP_RELEASES} the parts of layers under EP overlap kept "
+            "their tensors until Python collected garbage (Megatron-LM a56a0b001, #2236)"
+        )
     if run.between_steps_bytes is None or found is None or not found.stages:
         return ""
     static, between = found.stages[run.measured[0].stage].parts["static"], run.between_steps_bytes

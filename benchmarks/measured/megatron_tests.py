@@ -97,6 +97,7 @@ def run(row: Mapping[str, str]) -> Run:
         worlds=worlds(row),
         measured=(Measured(-1, peak_bytes),),
         between_steps_bytes=whole(row, "mem_allocated_first") if between else None,
+        first_step_bytes=first_step(row),
         step_ms=milliseconds(row, "iter_s_median_2nd_half", 1e3),
         encoder_decoder=sizes,
         environment=environment(row, given),
@@ -105,6 +106,12 @@ def run(row: Mapping[str, str]) -> Run:
         family=family(given),
         uncovered=reason,
     )
+
+
+def first_step(row: Mapping[str, str]) -> int | None:
+    """The peak of the first step, unless the run goes on from a checkpoint."""
+    known = row.get("mem_max_first") and not (row.get("variant") or "").endswith("_2nd")
+    return whole(row, "mem_max_first") if known else None
 
 
 def environment(row: Mapping[str, str], given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -185,7 +192,7 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
     if "te-precision-config-file" in given:
         return "which layers are quantised is in a file that is not public"
     if "fine-grained-activation-offloading" in given:
-        return "fine-grained activation offloading is not modelled"
+        return "fine-grained activation offloading beside EP overlap or recompute is not predicted"
     if "export-kd-cfg" in given:
         return "distillation: the teacher's weights and activations are not modelled"
     return ""

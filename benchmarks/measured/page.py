@@ -56,9 +56,19 @@ def _all_statistics(data: Data) -> list[list[str]]:
     without = [p for name, own in rows.items() for p in own if name.startswith(WITHOUT_EXPERTS)]
     if large := [point for point in without if point["measured_bytes"] > LARGE_BYTES]:
         rows["dense and context parallel above 4 GB"] = large
+    if first := [point for p in judged(data) if (point := _first_step(p))]:
+        rows["MoE, first step"] = first
     if data["points"]:
         rows["all, with rows that do not suffice"] = data["points"]
     return [_statistics(*of) for of in rows.items()]
+
+
+def _first_step(point: Data) -> Data | None:
+    """A MoE point by the peak of its first step, when the router has learned nothing."""
+    measured, found = point.get("first_step_bytes"), point.get("predicted_first_step_bytes")
+    if point["family"] != "MoE" or not measured or not found:
+        return None
+    return {**point, "error": found / measured - 1}
 
 
 def _statistics(name: str, rows: Sequence[Data]) -> list[str]:
@@ -171,7 +181,8 @@ estimator of ISEEKYAN/mbridge for these runs were found.
 OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
 
 - Routing: no MoE row of Megatron's tests forces it to be even
-  (`--moe-router-force-load-balancing`), and predictions are of even routing.
+  (`--moe-router-force-load-balancing`), and predictions are of even routing. In a run's first step
+  the router has learned nothing; "MoE, first step" compares that peak, before Adam's moments.
 - Blocks: runs of equal flags differ by up to 10 MB, by which holes tensors fell into
   ([what is followed](decisions/blocks.md)).
 - Nemotron 3.5 Lightning between steps: 347 MB more. 292 MB of it would be the fp32 main gradients

@@ -51,6 +51,8 @@ class Stage:
 
     peak_bytes: int
     moment: str
+    first_step_bytes: int | None
+    """The peak of a job's first step, before Adam's moments; None if not predicted."""
     parts: dict[str, int]
     """Bytes at that moment, by the parts of `planner.Breakdown`."""
 
@@ -170,16 +172,19 @@ def _of_encoder_decoder(case: Case, sizes: tuple[int, int, int]) -> Prediction:
     parts["blocks"] = need.rounding_bytes
     late = need.optimizer_step_bytes > need.activation_bytes
     moment = "optimizer step" if late else "Megatron's schedule on meta tensors"
-    return Prediction((Stage(need.peak_bytes, moment, parts),), case.worlds[0])
+    return Prediction((Stage(need.peak_bytes, moment, None, parts),), case.worlds[0])
 
 
 def _stage(cost: StageCost, blocks: Rounding | None) -> Stage:
     parts = cost.peak.breakdown
-    more_bytes = blocks.peak_bytes if blocks else 0
+    more_bytes, first_bytes = 0, None
+    if blocks:
+        more_bytes = blocks.peak_bytes
+        first_bytes = cost.peak_high_bytes - blocks.moments_bytes + blocks.first_peak_bytes
     names = ("static", "in_flight", "running", "transient", "embedding_head", "overhead")
     by_name = {name: int(getattr(parts, f"{name}_bytes")) for name in names}
     by_name["blocks"] = more_bytes
-    return Stage(cost.peak_high_bytes + more_bytes, cost.peak.moment, by_name)
+    return Stage(cost.peak_high_bytes + more_bytes, cost.peak.moment, first_bytes, by_name)
 
 
 def setting(config: dict[str, Any]) -> str:

@@ -199,7 +199,8 @@ def _record(profile: Profile, choice: str) -> ChoiceRecord:
 
 def ratios(one: Published) -> Iterator[dict[str, Any]]:
     """Of one job."""
-    base_ms = step_ms(one.job, one.base)
+    models = _models(one)
+    base_ms = _step_ms(models[one.base], one.base)
     for setting, step in one.steps.items():
         if setting != one.base:
             yield {
@@ -208,15 +209,23 @@ def ratios(one: Published) -> Iterator[dict[str, Any]]:
                 "base": one.base,
                 "setting": setting,
                 "published": round(step / one.steps[one.base], 4),
-                "predicted": round(step_ms(one.job, setting) / base_ms, 4),
+                "predicted": round(_step_ms(models[setting], setting) / base_ms, 4),
             }
 
 
-def step_ms(job: Job, setting: str) -> float:
+def _models(one: Published) -> dict[str, Planner]:
+    """By setting. Every profile has none and full beside its own set of modules."""
+    modules = {name: LayerPolicy.parse(name).modules for name in one.steps if "[" in name}
+    found = {}
+    for name, own in (modules or {one.base: ()}).items():
+        profile = profile_job(one.job, device(GPU), only=own)
+        found[name] = Planner(profile, one.job.layout(), one.job.schedule())
+    return {name: found.get(name, next(iter(found.values()))) for name in one.steps}
+
+
+def _step_ms(model: Planner, setting: str) -> float:
     """A whole step under one of Megatron's settings."""
-    modules = LayerPolicy.parse(setting).modules if setting.startswith("selective") else ()
-    profile = profile_job(job, device(GPU), only=modules)
-    model = Planner(profile, job.layout(), job.schedule())
+    profile = model.profile
     layers = profile.model.num_layers
     chunks = [[i for i in chunk if i < layers] for chunk in model.layout.chunk_layers()]
     policy = RecomputePolicy.parse(

@@ -61,6 +61,8 @@ def _point(run: Run, prediction: Prediction, measured: Measured, doubt: str) -> 
         "between_steps_bytes": run.between_steps_bytes,
         "predicted_bytes": stage.peak_bytes,
         "error": round(stage.peak_bytes / measured.peak_bytes - 1, 6),
+        "first_step_bytes": run.first_step_bytes,
+        "predicted_first_step_bytes": stage.first_step_bytes,
         "moment": stage.moment,
         "doubt": doubt,
         "parts": stage.parts,

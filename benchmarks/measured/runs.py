@@ -40,6 +40,8 @@ class Run:
     measured: tuple[Measured, ...]
     between_steps_bytes: int | None = None
     """Allocated between steps; chooses among `worlds`."""
+    first_step_bytes: int | None = None
+    """The last stage's peak in the run's first step; None if unknown or not from scratch."""
     step_ms: float | None = None
     """Of the settled run; None if the source does not say."""
     other_step_ms: Mapping[str, float] = field(default_factory=dict)

@@ -5,9 +5,10 @@ them (`caching_allocator`). In a job of a few GB that is 1 to 3%, of a hundred G
 stage's tensors are made here in Megatron's order: weights, buffers of DistributedDataParallel,
 master weights, a step by Megatron's schedule on meta tensors, Adam's moments, another step.
 
-Which hole a tensor falls into depends on all that came before, so runs of equal flags differ by a
-few MiB, and so does this from each of them. Temporaries inside kernels are not followed, nor is
-what lies in other streams, but for DistributedDataParallel's buffers.
+In the jobs tried a third step adds nothing. Which hole a tensor falls into depends on all that came
+before, so runs of equal flags differ by a few MiB, and so does this from each of them. Temporaries
+inside kernels are not followed, nor is what lies in other streams, but for
+DistributedDataParallel's buffers.
 """
 
 from __future__ import annotations
@@ -44,8 +45,6 @@ from megatron_autorecompute.meta.static_bytes import (
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import Entry, LiveBytes, storage_bytes
 
-STEPS = 2
-"""The second is the first with Adam's moments; in the jobs tried a third adds nothing."""
 DDP_STREAM = 1
 BUCKET, BUCKET_OF_RANK = 40_000_000, 1_000_000
 """Elements of a bucket where gradients are reduced while backward runs, in the first chunk of the
@@ -60,6 +59,10 @@ class Rounding:
     """Between steps."""
     peak_bytes: int
     """At the fullest moment: what to add to a peak of tensors."""
+    first_peak_bytes: int
+    """The same of a job's first step, before Adam's moments."""
+    moments_bytes: int
+    """Of Adam's moments, which static bytes count."""
 
 
 class LiveBlocks(LiveBytes):
@@ -123,14 +126,20 @@ def rounding_of(static: StaticBlocks, shape: StepShape, step: Any) -> Rounding:
         LiveBlocks(allocator, [*static.tensors, *step.static]) as live,
         kept_between_steps(models, live) as kept,
     ):
-        for number in range(STEPS):
-            run_step(models, shape, step)
-            if number == 0:
-                static.allocate_moments()
+        run_step(models, shape, step)
+        first_bytes, without_moments = allocator.peak_bytes, allocator.requested_bytes
+        static.allocate_moments()
+        moments_bytes = allocator.requested_bytes - without_moments
+        run_step(models, shape, step)
     tensor_bytes = static.counted_bytes() + storage_bytes([*kept, *step.static])
     between_bytes = allocator.allocated_bytes - live.current_bytes
-    most_bytes = allocator.peak_bytes - live.peak_bytes
-    return Rounding(between_bytes - tensor_bytes, most_bytes - tensor_bytes)
+    all_bytes = tensor_bytes + live.peak_bytes
+    return Rounding(
+        between_bytes - tensor_bytes,
+        allocator.peak_bytes - all_bytes,
+        first_bytes - (all_bytes - moments_bytes),
+        moments_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +250,13 @@ class StaticBlocks:
             if job.precision == "bf16":
                 for index in own:
                     self._free(blocks[index])
-            self._shards += zip(weights, buffer.shards, strict=True)
+            shards = buffer.shards
+            if job.optimizer == "muon":  # as `static_bytes` divides them
+                whole = not job.use_layer_wise_param_layout
+                shards = tuple(
+                    w.count if whole and not w.of_muon else -(-w.count // ranks) for w in weights
+                )
+            self._shards += zip(weights, shards, strict=True)
 
     def _add_master_weights(self) -> None:
         main, *_ = state_parts(self._job)

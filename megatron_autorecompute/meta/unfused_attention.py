@@ -59,7 +59,6 @@ def attend(
     scores = queries.new_empty(batch * heads, length, keys.shape[1])
     scores = torch.baddbmm(scores, queries, keys.transpose(1, 2), beta=0.0)
     probabilities = _Softmax.apply(scores)
-    del scores
     if padded:
         mask = queries.new_empty(batch, 1, *probabilities.shape[1:], dtype=torch.bool)
         by_sample = probabilities.view(batch, heads, *probabilities.shape[1:])

@@ -27,6 +27,7 @@ def even_routing() -> Iterator[None]:
     Logits are changed in place and out of autograd's sight, so that nothing else is kept than in a
     job. Scores, losses and permutation are Megatron's own.
     """
+    from megatron.core.transformer.moe import router
     from megatron.core.transformer.moe.router import Router
 
     original = Router.gating
@@ -50,7 +51,11 @@ def even_routing() -> Iterator[None]:
             )
         return made[key]
 
-    with patched(Router, "gating", gating):
+    def forced(logits: torch.Tensor) -> torch.Tensor:
+        """In place of random ones, which balance in the mean only; as large."""
+        return logits.clone()
+
+    with patched(Router, "gating", gating), patched(router, "apply_random_logits", forced):
         yield
 
 

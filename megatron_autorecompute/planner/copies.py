@@ -25,7 +25,7 @@ from megatron_autorecompute.profile import HostLink
 
 Changes = dict[int, int]
 """Bytes more (fewer) from a time on, in picoseconds."""
-_PS_PER_NS = 1000
+PS_PER_NS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +232,13 @@ class StageCopies:
         own = self._alive[chunk, microbatch] = _Microbatch()
         for number, group in enumerate(self.chunks[chunk].groups):
             now = begin_ps + group.commit_ps
-            _add(self.device, now, group.device_bytes)
+            add(self.device, now, group.device_bytes)
             if self._stays(chunk, microbatch, number):
                 continue
             self._out_free = max(self._out_free, now) + self._out_ps(group)
             own.waiting.append(number)
             own.out_until[number] = self._out_free
-            _add(self.device, self._out_free, -group.device_bytes)
+            add(self.device, self._out_free, -group.device_bytes)
             self._add_host(now, group, group.host_bytes)
 
     def _stays(self, chunk: int, microbatch: int, number: int) -> bool:
@@ -315,19 +315,19 @@ class StageCopies:
         for number, group in enumerate(work.groups):
             layer = layers[group.unit_ps]
             if number not in own.out_until:
-                _add(self.device, layer, -group.device_bytes)
+                add(self.device, layer, -group.device_bytes)
             elif own.asked_at.get(number, layer) < layer:
-                _add(self.device, own.asked_at[number], group.device_bytes)
-                _add(self.device, layer, -group.device_bytes)
+                add(self.device, own.asked_at[number], group.device_bytes)
+                add(self.device, layer, -group.device_bytes)
 
     def _out_ps(self, group: CopyGroup) -> int:
-        return round(group.host_bytes * _PS_PER_NS / self._link.to_host_gb_per_s)
+        return round(group.host_bytes * PS_PER_NS / self._link.to_host_gb_per_s)
 
     def _back_ps(self, group: CopyGroup) -> int:
-        return round(group.host_bytes * _PS_PER_NS / self._link.to_device_gb_per_s)
+        return round(group.host_bytes * PS_PER_NS / self._link.to_device_gb_per_s)
 
     def _add_host(self, now: int, group: CopyGroup, size: int) -> None:
-        _add(self.host.setdefault((group.name, group.host_bytes), {}), now, size)
+        add(self.host.setdefault((group.name, group.host_bytes), {}), now, size)
 
     @property
     def host_bytes(self) -> int:
@@ -335,7 +335,8 @@ class StageCopies:
         return sum(max(level for _, level in levels(changes)) for changes in self.host.values())
 
 
-def _add(changes: Changes, now: int, size: int) -> None:
+def add(changes: Changes, now: int, size: int) -> None:
+    """Note so many bytes more from a time on."""
     changes[now] = changes.get(now, 0) + size
 
 

@@ -7,18 +7,22 @@ need what the last ones needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.copied_bytes import StageBytes
 from megatron_autorecompute.planner.copies import ChunkWork, Kept, StageCopies
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.slots import block, num_slots
 from megatron_autorecompute.planner.stage_times import Times
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS, Unit
+from megatron_autorecompute.planner.whole_layers import WholeLayerCopies, moves_whole_layers
+from megatron_autorecompute.policy import WHOLE_LAYER
 from megatron_autorecompute.profile import HostLink, Profile
 
+Copies = StageCopies | WholeLayerCopies
 MOST_EVENTS = 1 << 12
 """Of all stages together in a replay."""
 StageUnits = Sequence[Sequence[tuple[Unit, ...]]]
@@ -47,7 +51,7 @@ class OffloadedStep:
     schedule: Schedule
     """That was replayed; of fewer microbatches where the step is long."""
     step_ms: float
-    stages: tuple[StageCopies, ...]
+    stages: tuple[Copies, ...]
     units: StageUnits
 
     def bytes_of(self, stage: int) -> StageBytes:
@@ -73,17 +77,21 @@ def offloaded_step(
         kept: which groups stay; by default as Megatron keeps them.
     """
     rest = residual.forward.tolist(), residual.backward.tolist()
-    works = [
-        [ChunkWork.of(*own) for own in zip(of_stage, *each, strict=True)]
-        for of_stage, *each in zip(units, *rest, strict=True)
-    ]
+    if any(moves_whole_layers(chunk) for stage in units for chunk in stage):
+        make = _of_whole_layers(units, rest, link)
+    else:
+        works = [
+            [ChunkWork.of(*own) for own in zip(of_stage, *each, strict=True)]
+            for of_stage, *each in zip(units, *rest, strict=True)
+        ]
+        make = _of_groups(works, link, kept or Kept())
     short = _short(schedule)
-    stages, finish_ps = _replay(short, works, link, kept or Kept())
+    stages, finish_ps = _replay(short, make)
     more = schedule.num_microbatches - short.num_microbatches
     if more:
         fewer = _period(schedule)
         shorter = replace(short, num_microbatches=short.num_microbatches - fewer)
-        before_ps = _replay(shorter, works, link, kept or Kept())[1]
+        before_ps = _replay(shorter, make)[1]
         return OffloadedStep(
             short,
             (finish_ps + (finish_ps - before_ps) * more / fewer) / PS_PER_MS,
@@ -108,16 +116,32 @@ def _short(schedule: Schedule) -> Schedule:
     return replace(schedule, num_microbatches=most - (most - m) % period)
 
 
-def _replay(
-    schedule: Schedule, works: Sequence[Sequence[ChunkWork]], link: HostLink, kept: Kept
-) -> tuple[tuple[StageCopies, ...], int]:
+Events = Sequence[tuple[bool, int, int]]
+Make = Callable[[int, Events], Copies]
+"""Makes the copies of a stage, from its number and its events."""
+
+
+def _of_groups(works: Sequence[Sequence[ChunkWork]], link: HostLink, kept: Kept) -> Make:
+    return lambda stage, events: StageCopies(stage, works[stage], events, link, kept)
+
+
+def _of_whole_layers(units: StageUnits, rest: Sequence[Any], link: HostLink) -> Make:
+    if len(units) > 1 or len(units[0]) > 1:
+        raise PolicyError(f"Megatron refuses {WHOLE_LAYER} with several pipeline stages.")
+    (forward_ps,), (backward_ps,) = (each[0] for each in rest)
+    return lambda _, events: WholeLayerCopies(
+        units[0][0], events, link, int(forward_ps), int(backward_ps)
+    )
+
+
+def _replay(schedule: Schedule, make: Make) -> tuple[tuple[Copies, ...], int]:
     """Every stage with all its events, and when the last one ends."""
     stages = []
-    for stage, own in enumerate(works):
+    for stage in range(schedule.num_stages):
         order = zip(*(part.tolist() for part in schedule.order(stage)), strict=True)
-        stages.append(StageCopies(stage, own, list(order), link, kept))
+        stages.append(make(stage, list(order)))
     slots = block(schedule, 0, num_slots(schedule))
-    finish = [[0] * len(works) for _ in range(slots.lookback + slots.shape[0])]
+    finish = [[0] * len(stages) for _ in range(slots.lookback + slots.shape[0])]
     for number in range(slots.shape[0]):
         row = slots.lookback + number
         for stage, copies in enumerate(stages):

@@ -15,6 +15,7 @@ from benchmarks.measured.prediction import Prediction, Stage
 from benchmarks.measured.results import results
 from benchmarks.measured.runs import Run, Unread, read
 
+MOE_CASE = "moe/gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel"
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 GOLDEN, B200 = DATA / "megatron_golden_memory.csv", DATA / "b200_measured.csv"
 
@@ -99,6 +100,18 @@ def test_the_container_of_a_run_says_what_its_flags_do_not():
     assert environment(row | {"golden_date": "2026-08-19"}, muon) == ()
 
 
+def test_a_first_step_is_compared_where_a_run_begins_there(tmp_path):
+    row = next(row for row in rows(GOLDEN) if row["mem_max_first"] and row["case"] in MOE_CASE)
+    changed = [row, {**row, "variant": "dev_2nd"}]
+    fresh, resumed = read(written(tmp_path / "rows.csv", changed))
+    assert fresh.first_step_bytes == int(row["mem_max_first"])
+    assert resumed.first_step_bytes is None
+    found = Stage(10**10, "m", 2 * fresh.first_step_bytes, {"static": fresh.between_steps_bytes})
+    data = results([(run, Prediction((found,), 8)) for run in (fresh, resumed)], [])
+    line = next(x for x in page.text(data).splitlines() if x.startswith("| MoE, first step"))
+    assert "| 1 | 100.00% |" in line
+
+
 def test_what_is_not_covered_stands_on_the_page_with_its_reason():
     runs = [row for row in read(GOLDEN) if isinstance(row, Run) and row.uncovered][:1]
     unread = Unread("broken row", "B", "tp: a whole number is needed")
@@ -111,16 +124,18 @@ def test_of_runs_of_equal_flags_the_newest_is_judged_and_a_run_of_another_model_
     found = [row for row in read(GOLDEN) if isinstance(row, Run) and not row.uncovered]
     why = doubts([(run, None) for run in found])
     assert 1 <= sum(map(bool, why)) <= len(found) // 100
-    assert all("container" in reason for reason in why if reason)
+    leaked = [run.name for run, reason in zip(found, why, strict=True) if "#2236" in reason]
+    assert leaked == ["gpt3_mcore_te_tp2_pp1_te_a2a_ovlp_8experts_etp1_ep4 (a100)"]
+    assert all("container" in reason or "#2236" in reason for reason in why if reason)
     run = next(run for run in found if run.between_steps_bytes and len(run.worlds) == 1)
     for factor, expected in ((1, ""), (3, "another model")):
         static = factor * run.between_steps_bytes
-        (reason,) = doubts([(run, Prediction((Stage(static, "m", {"static": static}),), 8))])
+        (reason,) = doubts([(run, Prediction((Stage(static, "m", None, {"static": static}),), 8))])
         assert reason.endswith(expected)
         assert bool(reason) == bool(expected)
     unsaid = next(run for run in found if len(run.worlds) > 1 and run.between_steps_bytes)
     static = unsaid.between_steps_bytes * 11 // 10
-    (reason,) = doubts([(unsaid, Prediction((Stage(static, "m", {"static": static}),), 8))])
+    (reason,) = doubts([(unsaid, Prediction((Stage(static, "m", None, {"static": static}),), 8))])
     assert "is not in the row" in reason
 
 

@@ -3,7 +3,6 @@
 import os
 
 import pytest
-import torch
 
 from tests.gpu.models import TE, trained
 
@@ -56,13 +55,3 @@ def test_megatrons_own_setting_keeps_the_bits_where_queries_share_keys():
     )
     reference = trained(case, "megatron:none", steps=3)
     assert trained(own, "megatron:none", steps=3).differences(reference) == []
-
-
-def test_what_leaves_is_off_the_device_before_the_backward():
-    from benchmarks.gpu.contest import Contest
-
-    contest = Contest(TE["TE dense"](min_offloaded_tensor_size=1))
-    kept, moved = (contest.settled(text, 0) for text in ("none", f"none+offload[{ATTENTION}]"))
-    assert moved["pinned_bytes"] > 0
-    assert moved["peak_bytes"] < kept["peak_bytes"]
-    assert torch.cuda.memory_allocated() <= kept["at_rest_bytes"] + (1 << 20)

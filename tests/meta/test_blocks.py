@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_autorecompute.meta.blocks import rounding
+from megatron_autorecompute.meta.blocks import StaticBlocks, rounding
 from megatron_autorecompute.meta.caching_allocator import SMALLEST, CachingAllocator
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.grad_buffers import laid_out
+from megatron_autorecompute.meta.model import shard
 from megatron_autorecompute.policy import RecomputePolicy
-from tests.meta.test_no_device import job
+from tests.meta.test_no_device import MOE, job
 
 RECORDING = Path(__file__).with_name("allocator_h100.json")
 
@@ -75,6 +76,17 @@ def test_a_stage_takes_more_in_blocks_and_without_them_hardly_more():
     assert 0 <= split.static_bytes <= split.peak_bytes < 1 << 20
     assert split.peak_bytes + (1 << 20) < whole.peak_bytes < 64 << 20
     assert whole.static_bytes > split.static_bytes
+
+
+@pytest.mark.parametrize("layer_wise", [True, False])
+def test_what_muon_divides_is_counted_as_static_bytes_count_it(layer_wise):
+    sizes = {"expert_model_parallel_size": 4}
+    asked = job({**MOE, **sizes}, optimizer="muon", use_layer_wise_param_layout=layer_wise)
+    with shard(asked, [1, 1]) as built:
+        blocks = StaticBlocks(asked, device("h100-80gb"), [built.model], first_stage=True)
+        blocks.allocate_moments()
+        counted = blocks.counted_bytes()
+        assert blocks.allocator.requested_bytes == pytest.approx(counted, abs=8192)
 
 
 @pytest.mark.parametrize(("high_busbw", "end"), [(False, 128 * 3), (True, 3 << 16)])

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.errors import OptionError, PolicyError
+from megatron_autorecompute.meta import whole_layer_records
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import verify
@@ -15,7 +16,7 @@ from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.unit_costs import CostTable
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from tests.meta.test_no_device import GROUPS, HEADS, MOE, SEQUENCE, UNIT, job
 
@@ -75,6 +76,23 @@ def test_peaks_of_stages_that_offload_are_those_of_megatrons_schedule(profile, s
     for check in checks:
         assert check.agrees, (policy.format(), check)
         assert check.error > -1e-5
+
+
+def test_of_a_dense_layer_that_leaves_as_a_whole_nothing_is_left(profile, monkeypatch):
+    """What LiveBytes counts as held, and what autograd saves, are the same storages."""
+    monkeypatch.setattr(whole_layer_records, "LEAST_ELEMENTS", 1)
+    asked = job({**EVERY_TENSOR, **MOE})
+    dense, experts = whole_layer_records.with_whole_layers(asked, profile).kinds
+    for kind in (dense, experts):
+        plain, record = kind.record(NONE), kind.record(whole_layer_records.WHOLE)
+        (group,) = record.offload_groups
+        assert record.held_bytes + group.device_bytes == plain.held_bytes
+        assert group.host_bytes >= group.device_bytes
+        level = record.held_bytes + record.backward_transient_bytes
+        assert level == plain.held_bytes + plain.backward_transient_bytes
+    assert dense.record(whole_layer_records.WHOLE).held_bytes == 0
+    # What a router and a dispatcher keep otherwise than for autograd.
+    assert experts.record(whole_layer_records.WHOLE).held_bytes < 0.02 * plain.held_bytes
 
 
 def test_a_setting_for_all_layers_is_known_on_layers_that_lack_its_modules(profile):

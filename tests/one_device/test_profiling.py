@@ -50,7 +50,8 @@ EXPERT = {
     "expert_model_parallel_size": 2,
     "add_bias_linear": False,
 }
-GPT = {**TENSOR, **EXPERT, "expert_tensor_parallel_size": 1, "moe_layer_freq": [0, 1] * 5}
+FORCED = {"moe_router_force_load_balancing": True}
+GPT = {**TENSOR, **EXPERT, **FORCED, "expert_tensor_parallel_size": 1, "moe_layer_freq": [0, 1] * 5}
 PATTERN = "M*-GE"
 HYBRID = {
     **TENSOR,

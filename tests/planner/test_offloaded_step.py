@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.offloaded_step import MOST_EVENTS
 from megatron_autorecompute.planner.policy_cost import evaluate
@@ -47,6 +47,35 @@ def test_a_slow_link_delays_backwards_and_the_stages_that_wait_for_them():
     # Layer 2's group stays; layer 0's copy of 25 ms begins when layer 2's backward ends, and
     # layer 1's takes 20.
     assert spread.stall_ms == pytest.approx(6 * 5)
+
+
+WHOLE = OffloadGroup("cpu_offloading", 100, 100, 1.0, 0.0, 1.0)
+LEFT = ChoiceRecord(
+    "none+offload[cpu_offloading]", 0, 110, 130, 10.0, 20.0, offload_groups=(WHOLE,)
+)
+
+
+@pytest.mark.parametrize(("number", "layers"), [(3, 8), (6, 8), (7, 8)])
+def test_of_whole_layers_as_many_are_there_at_once_as_do_not_leave(number, layers):
+    """As Transformer Engine says of its default: (num_layers - num_offloaded_layers) * T."""
+    profile = replace(uniform_profile(layers, NONE, LEFT), host_link=FAST)
+    text = f"megatron:cpu_offloading/{number}"
+    policy = RecomputePolicy.parse(text, num_layers=layers)
+    pipeline = Layout.from_flags(layers, 1), Schedule(1, 1, 3)
+    cost = evaluate(profile, *pipeline, policy)
+    plain = evaluate(profile, *pipeline, RecomputePolicy.parse("none", num_layers=layers))
+    assert cost.stages[0].peak.bytes == (layers - number) * 100 + 30
+    assert cost.stages[0].host_bytes == number * 100
+    assert (cost.step_ms, cost.stall_ms) == (plain.step_ms, 0)
+    # One copy of 250 ms takes longer than all computing: 3 microbatches, all out and back.
+    slow = HostLink(100 / 250e6, 100 / 250e6, 1 << 40)
+    late = evaluate(replace(profile, host_link=slow), *pipeline, policy)
+    assert late.step_ms > 3 * 2 * number * 250
+    assert late.step_ms == pytest.approx(plain.step_ms + late.stall_ms)
+    for wrong, sizes in ((f"none*1,{policy.layers[0]}*1,none*6", 1), (text, 2)):
+        other = RecomputePolicy.parse(wrong, num_layers=layers)
+        with pytest.raises(PolicyError, match=r"first layers of a model|several pipeline stages"):
+            evaluate(profile, Layout.from_flags(layers, sizes), Schedule(sizes, 1, 3), other)
 
 
 def test_long_steps_repeat():

@@ -30,7 +30,7 @@ STEPS = 18
 class Job:
     """A small GPT that trains under auto on one device."""
 
-    def __init__(self, options, num_microbatches=2):
+    def __init__(self, options, num_microbatches=1):
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
