@@ -148,7 +148,7 @@ class Auto:
 
         Args:
             tokens: of each microbatch on this rank, as the model is given it: after padding, and
-                after context parallelism has split it.
+                after context parallelism has split it; with a vision tower, as its decoder is.
 
         Raises:
             OptionError: not a positive number for each microbatch; or this auto knows no lengths,

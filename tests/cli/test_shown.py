@@ -18,8 +18,9 @@ from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, Profile, StageRecord, StaticBytes
-from tests.planner.uniform_profiles import uniform_profile
+from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
 
 PROFILES = Path(__file__).parents[2] / "examples" / "profiles"
 LLAMA, MOE = str(PROFILES / "llama3-70b.json"), str(PROFILES / "moe-16b.json")
@@ -264,3 +265,27 @@ def test_the_help_of_a_command_needs_no_scipy(name):
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert command_of(name).name == name
+
+
+# ------------------------------------------------------------------------------ blocks by name
+
+
+def test_plan_and_show_name_a_towers_layers_which_are_on_the_first_stage(tmp_path, capsys):
+    plain, path, plan = uniform_profile(7, NONE, FULL), tmp_path / "p.json", tmp_path / "plan.json"
+    model = replace(plain.model, encoder_layers=3, encoder_name="vision")
+    replace(plain, model=model).save(path)
+    words = ["--profile", str(path), "--pp", "2", "--num-microbatches", "4"]
+    said = out(["plan", *words, "--budget-gib", str(900 / GIB), "-o", str(plan)], capsys)
+    made = json.loads(plan.read_text())
+    layers = [[chunk["layers"] for chunk in stage] for stage in made["layout"]["stages"]]
+    assert layers == [[[0, 1, 2, 3, 4]], [[5, 6]]]  # two of the decoder's four on each
+    # Two microbatches hold 100 bytes a layer on stage 0: with five layers 1,000, with four 808.
+    policy = RecomputePolicy.from_config(made["recompute_policy"], num_layers=7)
+    assert [str(choice) for choice in policy.layers].count("full") == 1
+    assert all(str(choice) == "none" for choice in policy.layers[5:])
+    text = policy.format({"vision": 3, "decoder": 4})
+    assert text.startswith("vision:")
+    assert f"--recompute-policy '{text}'" in said.replace("\n", "")
+    assert f"--recompute-policy '{text}'" in out(["show", str(plan)], capsys).replace("\n", "")
+    assert main(["plan", *words, "--budget-gib", "1", "--search-layout"]) != 0
+    assert "(vision, 3 layers) are not searched" in " ".join(capsys.readouterr().err.split())

@@ -14,9 +14,11 @@ from examples.loops.small_gpt import (
     forward_step,
     get_forward_backward_func,
 )
+from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
+from tests.fake_cuda import fake_cuda
 from tests.hybrid_models import make_runnable, runnable, small_model
 from tests.support import run_ranks
 
@@ -65,25 +67,50 @@ def breaks(iterator, model):
     raise RuntimeError("no batch")
 
 
-def faulty():
-    """Data-parallel ranks with other numbers and lengths of microbatches than each other."""
+def runs_out(iterator, model):
+    step(iterator, model)
+    raise torch.OutOfMemoryError("out of memory, as a device says it")
+
+
+def new_world(store):
+    """End this process's world and begin another, as loops do that give its memory away."""
     from megatron.core import parallel_state
 
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+    )
+    parallel_state.initialize_model_parallel()
+
+
+def faulty(folder):
+    """Data-parallel ranks with other numbers and lengths of microbatches than each other."""
     from megatron_autorecompute.errors import ApplyError, OptionError
 
     make_runnable()
     gpt, said, policies = small_model(), [], []
     returning_objects(gpt.chunks[0])
     rank = torch.distributed.get_rank()
-    auto = attached(gpt, said)
+    auto = attached(gpt, said, plan_path=f"{folder}/plan.json")
     with pytest.raises(ApplyError, match="already in force"):
         attached(gpt, said)
-    forward_backward = auto.schedule(get_forward_backward_func())
+    plain = get_forward_backward_func()
+    forward_backward = auto.schedule(plain)
     assert auto.schedule(forward_backward) is forward_backward
+    assert auto.report() == "recompute auto: measuring, 0 steps done"
 
     def train(lengths, says=None, by=step):
-        auto.tokens(says or lengths)
-        call(gpt, lengths, forward_backward, len(policies), forward_step=by)
+        if len(policies) % 2 and says is None:
+            with auto.step(lengths):
+                call(gpt, lengths, plain, len(policies), forward_step=by)
+        else:
+            auto.tokens(says or lengths)
+            call(gpt, lengths, forward_backward, len(policies), forward_step=by)
         policies.append(auto.policy.format())
 
     draw = random.Random(rank)
@@ -91,10 +118,13 @@ def faulty():
         if number in (1, 4, 14):  # settling, measuring, under a plan
             with pytest.raises(RuntimeError, match="no batch"):
                 train([64], by=breaks)
-        if number == 6:  # as slime does while it generates
-            parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel()
+            with pytest.raises(torch.OutOfMemoryError, match="as a device says it"):
+                train([64], by=runs_out)
+        if number in (6, 14):  # as slime does while it generates
+            new_world(f"{folder}/world-{number}")
         train([8 * draw.randint(3, 32) for _ in range(2 + rank)])
+    assert f"predicted step {auto.plan.cost.step_ms:,.0f} ms" in auto.report()
+    assert "this rank's last peak 0.0" in auto.report()
     # An engine beside rank 1 grows, and sleeps again.
     train([256, 64])
     for taken in (20_000_000, 0):
@@ -118,12 +148,13 @@ def faulty():
     assert again.steps == 1
     again.close()
     held = any("_autorecompute_holder" in vars(module) for module in gpt.chunks[0].modules())
-    return {"policies": policies, "shapes": shapes, "said": said, "held": held}
+    notes = Plan.load(f"{folder}/plan.json").notes
+    return {"policies": policies, "shapes": shapes, "said": said, "held": held, "notes": notes}
 
 
 @pytest.fixture(scope="module")
-def faults():
-    return run_ranks(faulty, 2)
+def faults(tmp_path_factory):
+    return run_ranks(faulty, 2, tmp_path_factory.mktemp("faults"))
 
 
 def test_ranks_of_other_lengths_agree_whatever_fails_on_them(faults):
@@ -131,6 +162,12 @@ def test_ranks_of_other_lengths_agree_whatever_fails_on_them(faults):
     assert ours == theirs
     assert len(set(ours)) > 4
     assert not any(rank["held"] for rank in faults)
+
+
+def test_running_out_of_memory_is_raised_and_leaves_a_smaller_plan_for_a_restart(faults):
+    for rank in faults:
+        assert rank["policies"][13] == rank["policies"][14]  # the loop that catches it goes on
+        assert "stage 0 short of memory, went down" in rank["notes"][-1]
 
 
 def test_a_microbatch_longer_than_said_is_noticed_on_all_ranks(faults):
@@ -227,6 +264,32 @@ def test_what_others_hold_in_the_process_counts(one_rank):
     assert auto.plan is not None
     assert max(peaks) <= 13_000 * 1024
     assert auto.predicted_peaks(lengths)[0] == pytest.approx(peaks[-1], rel=0.002)
+    auto.close()
+
+
+@pytest.mark.parametrize(("lost_mib", "advised"), [(2, 0), (8, 1)])
+def test_holes_in_what_the_allocator_reserved_are_followed_by_advice_once(
+    one_rank, lost_mib, advised
+):
+    from unittest import mock
+
+    from megatron_autorecompute.runtime.job_facts import JobFacts
+
+    def on_a_device(**named):
+        return JobFacts(**{**named, "without_cuda": False})
+
+    gpt, said = small_model(), []
+    with (
+        fake_cuda(64 << 20, lost_mib << 20),
+        mock.patch("megatron_autorecompute.runtime.attach.JobFacts", on_a_device),
+    ):
+        auto = attached(gpt, said, budget_gib=None)
+        forward_backward = auto.schedule(get_forward_backward_func())
+        while auto.plan is None:
+            call(gpt, [64, 128], forward_backward)
+        call(gpt, [256], forward_backward)
+    assert sum("expandable_segments:True, and the longest" in line for line in said) == advised
+    assert auto.plan.budget_bytes == ((64 - lost_mib) << 20,)
     auto.close()
 
 
