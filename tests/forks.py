@@ -62,7 +62,7 @@ class Forks:
     def __exit__(self, *raised):
         self._process.__exit__(*raised)  # its stdin is closed, and so it ends
 
-    def run(self, *jobs: Mapping[str, Any], timeout_s: float = 60) -> list[Ended]:
+    def run(self, *jobs: Mapping[str, Any], timeout_s: float = 240) -> list[Ended]:
         """Run jobs at the same time, each on its "ranks" many ranks, and wait for all of them."""
         print(json.dumps({"jobs": jobs, "timeout_s": timeout_s}), file=self._process.stdin)
         self._process.stdin.flush()

@@ -44,7 +44,7 @@ def fork():
 
         def run(recipe, *arguments, ranks=1):
             job = {"ranks": ranks, "arguments": ["--recipe", recipe, STEPS, *arguments]}
-            (ended,) = forks.run(job, timeout_s=200)
+            (ended,) = forks.run(job, timeout_s=400)
             assert not any(ended.codes), ended.text[-6000:]
             return ended.text
 

@@ -112,12 +112,12 @@ class Launched:
     def __exit__(self, *raised):
         self._forks.__exit__(*raised)
 
-    def run(self, script: Path, jobs: Sequence[Job], timeout_s: float = 60) -> list[Output]:
+    def run(self, script: Path, jobs: Sequence[Job], timeout_s: float = 240) -> list[Output]:
         """Run jobs one after another, `timeout_s` for each."""
         return [self.run_together(script, [job], timeout_s)[0] for job in jobs]
 
     def run_together(
-        self, script: Path, jobs: Sequence[Job], timeout_s: float = 60
+        self, script: Path, jobs: Sequence[Job], timeout_s: float = 240
     ) -> list[Output]:
         """Run jobs at the same time, `timeout_s` for all."""
         told = [{**asdict(job), "script": str(script)} for job in jobs]
