@@ -18,7 +18,9 @@ from megatron_autorecompute import json_records
 from megatron_autorecompute.cli.output import without_effect
 from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta.job import job_from
+from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.layout import Chunk, Layout
+from megatron_autorecompute.planner.layout_search.flags import layout_flags
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.profile import SCHEMA_VERSION, Profile
 
@@ -157,6 +159,9 @@ def asked_pipeline(args: Namespace, profile: Profile, known: Known) -> Asked:
         or as_known.overlap_moe_expert_parallel_comm,
     )
     kept = {n: v for n, v in known.megatron_flags.items() if same or n == MICRO_BATCH_SIZE}
+    pattern = pattern_of_job(profile.model.facts)
+    if pattern is not None and not same:
+        kept |= layout_flags(layout, pattern)
     return Asked(layout, schedule, tuple(_contradictions(known, layout, schedule)), kept)
 
 
@@ -165,6 +170,13 @@ def _layout(args: Namespace, profile: Profile, known: Known) -> Layout:
     split = {
         name: value for name, value in given.items() if value is not None and value is not False
     }
+    refused = [name for name in split if name.startswith(("account", "pipeline"))]
+    refused += ["overlap_moe_expert_parallel_comm"] * args.overlap_moe_expert_parallel_comm
+    if refused and pattern_of_job(profile.model.facts) is not None:
+        raise OptionError(
+            f"{_flag(refused[0])}: Megatron does not run it with a HybridModel, whose chunks are "
+            "those of its pattern. Leave it out; --pp, --vp and --search-layout place layers."
+        )
     pp = args.pp
     if pp is None and known.layout is not None:
         if not split:

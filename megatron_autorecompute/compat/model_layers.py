@@ -159,7 +159,12 @@ def first_block(chunks: Iterable[Chunk]) -> tuple[str, int]:
 
 
 def _is_one_block(model: Chunk) -> bool:
-    """Whether nothing can be in front of the only block: it is the model itself, or part of it."""
+    """Whether nothing can be in front of the only block: it is the model itself, or part of it.
+
+    What is given at construction is always one, for a constructor must not wait for other ranks.
+    """
+    if isinstance(model, MultiTokenPredictionLayer):
+        return True
     paths = [path for path, _ in _blocks([model])]
     return len(paths) == 1 and "." not in paths[0] and not _is_t5(model)
 

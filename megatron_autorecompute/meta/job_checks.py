@@ -177,6 +177,11 @@ def _lacks_of_families(config: Mapping[str, Any]) -> Iterator[str]:
     for name in _NOT_WITH_PATTERN:
         if config.get(name):
             yield f"{name} beside hybrid_layer_pattern, which says it already; leave it out"
+    if config.get("overlap_moe_expert_parallel_comm"):
+        yield (
+            "overlap_moe_expert_parallel_comm beside hybrid_layer_pattern: HybridModel has no "
+            "build_schedule_plan, which Megatron calls then; leave it out"
+        )
     for symbol, names in _NEEDS_OF_SYMBOLS.items():
         lacking = [name for name in names if not config.get(name)]
         if symbol in pattern and lacking:

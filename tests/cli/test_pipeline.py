@@ -90,6 +90,19 @@ def test_other_layers_on_as_many_stages_are_said(estimated, capsys):
     assert found.notes == ("The profile is of other layers on these stages than the flags say.",)
 
 
+def test_another_layout_of_a_hybrid_model_is_a_pattern_and_flags_it_lacks_are_refused(
+    tmp_path, capsys
+):
+    config = {**CONFIG, "hybrid_layer_pattern": "|".join(["*-" * 5] * 8)}
+    profile = saved(tmp_path / "hybrid.json", job={**JOB, "config": config})
+    found = plan(profile, *BUDGET, "--vp", "4", capsys=capsys).megatron_flags
+    assert found["--hybrid-layer-pattern"] == "|".join(["*-*-*", "-*-*-"] * 8)
+    for words in (["--account-for-loss-in-pipeline-split"], ["--overlap-moe-expert-parallel-comm"]):
+        code, said = refusal(profile, *BUDGET, *words, capsys=capsys)
+        assert code == 9
+        assert f"{words[0]}: Megatron does not run it with a HybridModel" in said
+
+
 def test_with_pp_the_layout_is_what_the_flags_alone_say(estimated, capsys):
     found = plan(estimated, "--pp", "4", *BUDGET, capsys=capsys)
     assert found.layout == Layout.from_flags(80, 4)

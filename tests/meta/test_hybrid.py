@@ -236,6 +236,11 @@ def test_plans_are_what_megatrons_schedule_does(monkeypatch, pattern, fields):
         ("-+", {}, "'+' at position 1 of hybrid_layer_pattern needs multi_latent_attention"),
         ("-M", {"use_mamba_mem_eff_path": False}, "'M' at position 1 of hybrid_layer_pattern with"),
         ("-M", {"tensor_model_parallel_size": 3, "num_gpus": 3}, "'M' at position 1 of hybrid_la"),
+        (
+            "*E",
+            {"overlap_moe_expert_parallel_comm": True},
+            "HybridModel has no build_schedule_plan",
+        ),
         ("-*|*", {"num_layers_in_first_pipeline_stage": 1}, "places layers by |"),
     ],
 )
