@@ -91,8 +91,9 @@ def test_of_a_dense_layer_that_leaves_as_a_whole_nothing_is_left(profile, monkey
         level = record.held_bytes + record.backward_transient_bytes
         assert level == plain.held_bytes + plain.backward_transient_bytes
     assert dense.record(whole_layer_records.WHOLE).held_bytes == 0
-    # What a router and a dispatcher keep otherwise than for autograd.
-    assert experts.record(whole_layer_records.WHOLE).held_bytes < 0.02 * plain.held_bytes
+    # What a router and a dispatcher keep otherwise than for autograd; 0.19 one [s, b, h] more.
+    left = experts.record(whole_layer_records.WHOLE).held_bytes
+    assert left < 0.02 * plain.held_bytes + 2 * UNIT
 
 
 def test_a_setting_for_all_layers_is_known_on_layers_that_lack_its_modules(profile):
