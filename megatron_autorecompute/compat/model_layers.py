@@ -5,7 +5,7 @@ Indices are 0-based here as everywhere. Only this file converts Megatron's 1-bas
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,18 +140,29 @@ def first_block(chunks: Iterable[Chunk]) -> tuple[str, int]:
     have one, all ranks ask for the first time together; from then on the chunks know.
 
     Raises:
-        PolicyError: a model with an encoder, or a stage with a tower and no decoder, on several
-            stages; the same error on all of them.
+        PolicyError: on several stages a model with an encoder, with a stage that has a tower and no
+            decoder, or with two blocks on a stage that is not the first, or three on the first;
+            the same error on all of them.
     """
     models = [unwrapped(chunk) for chunk in chunks]
     if parallel.pipeline_size() == 1 or all(map(_is_one_block, models)):
         return _seen_in_front(models)
     if not all(_FIRST_BLOCK in vars(model) for model in models):
-        reasons, found = zip(
-            *parallel.over_stages((_cannot_be_split(models), _seen_in_front(models))), strict=True
+        names = [[_name(path) for path, _ in _blocks([model])] for model in models]
+        t5 = any(map(_is_t5, models))
+        stages, encoders, found = zip(
+            *parallel.over_stages((names, t5, _seen_in_front(models))), strict=True
         )
-        if any(reasons):
-            raise PolicyError(next(filter(None, reasons)))
+        if any(encoders) or not _can_be_split(stages):
+            shown = "; ".join(
+                ", ".join(name for chunk in stage for name in chunk) or "none" for stage in stages
+            )
+            raise PolicyError(
+                f"A {type(models[0]).__name__} on {len(stages)} pipeline stages, whose blocks are "
+                f"by stage: {shown}. A policy needs a decoder on every stage, at most a vision "
+                "tower on the first one beside it, and an encoder (T5) with its decoder on one "
+                "stage, pipeline_model_parallel_size=1, as does Megatron's pretrain_t5.py."
+            )
         for model in models:
             vars(model)[_FIRST_BLOCK] = max(found, key=lambda each: each[1])
     known: tuple[str, int] = vars(models[0])[_FIRST_BLOCK]
@@ -183,19 +194,16 @@ def _seen_in_front(models: Iterable[Chunk]) -> tuple[str, int]:
     return "", 0
 
 
-def _cannot_be_split(models: Iterable[Chunk]) -> str | None:
-    """Why a policy cannot run on this stage of several; None if it can."""
-    for model in models:
-        names = [_name(path) for path, _ in _blocks([model])]
-        if _is_t5(model) or (names and DECODER not in names):
-            return (
-                f"A {type(model).__name__} on {parallel.pipeline_size()} pipeline stages: one of "
-                f"them has the blocks {', '.join(names)}. A policy needs a decoder on "
-                "every stage, a vision tower on the first one beside it, and an encoder (T5) with "
-                "its decoder on one stage, pipeline_model_parallel_size=1, as does Megatron's "
-                "pretrain_t5.py."
-            )
-    return None
+def _can_be_split(stages: Sequence[Sequence[Sequence[str]]]) -> bool:
+    """Whether a policy can run on several stages whose chunks have blocks of these names: one block
+    on each, or a decoder on each and one more on the first stage."""
+    (first, *others), later = stages[0], [chunk for stage in stages[1:] for chunk in stage]
+    every = [chunk for chunk in (first, *others, *later) if chunk]
+    if any(len(chunk) > 1 for chunk in (*others, *later)) or len(first) > 2:
+        return False
+    return len({name for chunk in every for name in chunk}) < 2 or all(
+        DECODER in chunk for chunk in every
+    )
 
 
 def encoder_layers(chunks: Iterable[Chunk]) -> int:
@@ -214,22 +222,25 @@ def mtp_sites(modules: Iterable[Chunk]) -> list[MtpSite]:
     """Every multi-token-prediction layer below `modules`.
 
     The inner layer is `transformer_layer` in 0.16 and `mtp_model_layer` since 0.17, where it is
-    numbered from 1 again: the outer layer's number is the depth in both.
+    numbered from 1 again: the outer layer's number is the depth in both. Depths come after the
+    decoder's layers, as a policy counts them.
     """
+    chunks = list(modules)
+    in_front = first_block(chunks)[1]
     return [
         MtpSite(
             module,
             getattr(module, "mtp_model_layer", None) or module.transformer_layer,
-            _depths(module),
+            _depths(module, in_front),
         )
-        for chunk in modules
+        for chunk in chunks
         for module in chunk.modules()
         if isinstance(module, MultiTokenPredictionLayer)
     ]
 
 
-def _depths(mtp: Layer) -> tuple[int, ...]:
-    first = mtp.config.num_layers + mtp.layer_number - 1
+def _depths(mtp: Layer, in_front: int) -> tuple[int, ...]:
+    first = in_front + mtp.config.num_layers + mtp.layer_number - 1
     return tuple(
         range(first, first + (mtp.config.mtp_num_layers if repeats_depths(mtp.config) else 1))
     )

@@ -184,7 +184,7 @@ def apply(
 
 def blocks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, int]:
     """The blocks of a model by the names that a policy may use, with their layers, in the policy's
-    order: `{"vision": 24, "decoder": 32}`.
+    order: `{"vision": 24, "decoder": 32}`. On several pipeline stages all ranks ask together.
 
     Raises:
         PolicyError: the model has no block, or blocks that cannot be told apart.
@@ -211,7 +211,8 @@ def in_force(model: torch.nn.Module | Sequence[torch.nn.Module]) -> AppliedPolic
     """The policy in force on a model, whoever applied it, or None.
 
     For models that already have one: a deep copy, an unpickled model, a model built from a config
-    with the field. It is what `apply` would have returned.
+    with the field. It is what `apply` would have returned. On several pipeline stages all ranks ask
+    together.
 
     Raises:
         ApplyError: the model's blocks have different policies, or only some have one.
@@ -262,9 +263,11 @@ class _Sites:
     def _policy_of(self, config: Any, policy: RecomputePolicy) -> RecomputePolicy:
         """The choices of the layers that are built from a config, each once: a tower has its own
         config."""
-        if len(self.configs) == 1 or not self.encoder_layers:
+        cut = self.encoder_layers
+        has_first = any(index < cut for indices in self.indices for index in indices)
+        if not cut or (len(self.configs) == 1 and has_first):
             return policy
-        cut, first = self.encoder_layers, config is self.configs[0]
+        first = has_first and config is self.configs[0]
         own = dict.fromkeys(policy.layers[:cut] if first else policy.layers[cut:])
         return RecomputePolicy(tuple(choice for choice in own for _ in range(choice.group)))
 

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute.block_names import parts_of_field
@@ -286,7 +287,7 @@ def applying_init(original: Callable[..., None]) -> Callable[..., None]:
 
 def _refuse_without_policy(block: Any, _: Any) -> None:
     """Before a block's forward, if its config names several blocks: it cannot know which it is."""
-    if HOLDER_KEY not in vars(block):
+    if HOLDER_KEY not in vars(block) and block.training and torch.is_grad_enabled():
         raise ApplyError(
             f"recompute_policy={getattr(block.config, POLICY_FIELD)!r:.80} names several blocks, "
             "and nothing has put it in force on the built model. Our launchers do; elsewhere call "

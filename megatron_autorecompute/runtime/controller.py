@@ -285,13 +285,13 @@ class Auto:
             ended_before = self._store.ended_measuring()
             profile = yield from self._measuring.run(self.fingerprint, ended_before)
             plan = yield from climb(profile, self.decisions, self._in_force)
-            plan = yield from that_hides(plan, profile, self.decisions, self._in_force)
+            plan = yield from that_hides(plan, self.decisions, self._in_force)
             self._store.save(plan)
         elif not self.options.recompute_plan_only:
             self._in_force.run(plan, f"the plan in {self._store.path}")
             yield from self._in_force.warm_up(plan)
             kept = yield from self._in_force.one_step(plan, reads_bytes=True)
-            plan = yield from that_hides(kept, kept.profile, self.decisions, self._in_force)
+            plan = yield from that_hides(kept, self.decisions, self._in_force)
             if plan is not kept:
                 self._store.save(plan)
         tell(plan, self.decisions, self.steps)

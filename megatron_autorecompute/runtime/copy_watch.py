@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import socket
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -78,8 +78,8 @@ class CopyWatch:
         """What the slowest rank reached, as the median of its copies without the first step's; the
         same on every rank. None if no rank copied anything."""
         first_out, first_back = self._first
-        mine = self._rate(self.out, first_out), self._rate(self.back, first_back), host_bytes()
-        by_rank = all_gather(mine)
+        mine = self._rate(self.out, first_out), self._rate(self.back, first_back)
+        by_rank = all_gather((*mine, host_bytes()))
         to_host = [out for out, _, _ in by_rank if out is not None]
         to_device = [back for _, back, _ in by_rank if back is not None]
         if not to_host or not to_device:
@@ -139,9 +139,10 @@ class CopyWatch:
 
 
 def host_bytes() -> int:
-    """Host memory for this rank's copies: its share of half of what its node has free."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return int(available_bytes(Path("/proc/meminfo").read_text()) * USABLE) // max(1, ranks)
+    """Host memory for this rank's copies: its share of half of what its node has free. All ranks
+    ask together."""
+    ranks = all_gather(socket.gethostname()).count(socket.gethostname())
+    return int(available_bytes(Path("/proc/meminfo").read_text()) * USABLE) // ranks
 
 
 def available_bytes(meminfo: str) -> int:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from megatron_autorecompute.compat import offload_modules
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.runtime.climb import climb
 from megatron_autorecompute.runtime.copy_watch import CopyWatch
 from megatron_autorecompute.runtime.decisions import Decisions
@@ -19,16 +18,16 @@ STEPS = 3
 """Steps whose waits are measured; their median counts."""
 NOTICED = 0.01
 """Share of a step; copies that are late by less hide as predicted."""
+_STAYS = "Offload stays"
 
 
 def that_hides(
-    plan: Plan, profile: Profile, decisions: Decisions, in_force: PlanInForce
+    plan: Plan, decisions: Decisions, in_force: PlanInForce
 ) -> Generator[Step, None, Plan]:
     """Watch the copies of the plan in force for some steps, if it has any.
 
     Args:
         plan: in force, past Megatron's warm-up.
-        profile: that it was solved from.
         decisions: of the job.
         in_force: runs plans.
 
@@ -53,19 +52,21 @@ def that_hides(
     waited_ms = decisions.shard.by_stage(statistics.median(waits), max)
     late_ms, said = _late(plan, waited_ms)
     if late_ms <= NOTICED * plan.cost.step_ms:
-        decisions.job.say(f"recompute auto: {said} Offload stays.")
+        decisions.job.say(f"recompute auto: {said} {_STAYS}.")
         return plan
-    plain = decisions.solved(without_offload(profile), plan.budget_bytes)
+    profile = without_offload(plan.profile)  # with all that was corrected on the way
+    plain = decisions.solved(profile, plan.budget_bytes)
     took_ms = plan.cost.step_ms + late_ms
     if plain.cost.step_ms > took_ms:
-        note = f"{said} Offload stays: without it {plain.cost.step_ms:,.1f} ms a step."
+        note = f"{said} {_STAYS}: without it {plain.cost.step_ms:,.1f} ms a step."
         decisions.job.say(f"recompute auto: COPIES DO NOT HIDE: {note}")
-        plan = replace(plan, notes=(*plan.notes, note))
+        notes = (own for own in plan.notes if _STAYS not in own)
+        plan = replace(plan, notes=(*notes, note))
         in_force.switch(plan)
         return plan
     note = f"{said} Offload was given up: without it {plain.cost.step_ms:,.1f} ms a step."
     decisions.job.say(f"recompute auto: COPIES DO NOT HIDE: {note}")
-    return (yield from climb(without_offload(profile), decisions, in_force, (note,)))
+    return (yield from climb(profile, decisions, in_force, (note,)))
 
 
 def _late(plan: Plan, waited_ms: Sequence[float]) -> tuple[float, str]:

@@ -50,12 +50,12 @@ def kinds(
 ) -> list[Kind]:
     """The kinds of layers in a rank's chunks, each with the choices that `choices_of` returns."""
     members: dict[str, list[tuple[torch.nn.Module, int]]] = defaultdict(list)
+    tower, tower_layers = model_layers.first_block(chunks)
     depths = {
-        index: _depth_name(site.mtp.config, index)
+        index: _depth_name(site.mtp.config, index - tower_layers)
         for site in model_layers.mtp_sites(chunks)
         for index in site.indices
     }
-    tower, tower_layers = model_layers.first_block(chunks)
     tower = "" if tower == ENCODER else tower  # T5's layers differ in structure
     in_front = model_layers.frozen_in_front(chunks)
     features = model_layers.feature_layers(chunks)

@@ -200,11 +200,12 @@ class OffloadCounter:
         """Count in this block, in Megatron's code as it is but for prefetches, and for the table
         that ends its warm-up."""
         with contextlib.ExitStack() as undo:
+            # The table is gathered from all ranks, also from those that have nothing to offload.
+            table = patched(megatron_offload, "print_offload_summary_table", lambda _: None)
+            undo.enter_context(table)
             if not self.is_needed:
                 yield self
                 return
-            table = patched(megatron_offload, "print_offload_summary_table", lambda _: None)
-            undo.enter_context(table)
             for name, method in self.methods().items():
                 undo.enter_context(patched(megatron_offload.ChunkOffloadHandler, name, method))
             for layer, index in self._pairs:
