@@ -32,6 +32,8 @@ class _Saved:
     """Bytes by storage and offset."""
     storages: dict[int, int] = field(default_factory=dict)
     """Bytes by storage."""
+    alive: list[torch.UntypedStorage] = field(default_factory=list)
+    """So that none has the address of another."""
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """As autograd's hook is called."""
@@ -42,6 +44,7 @@ class _Saved:
             size_bytes = whole.numel() * whole.element_size()
             self.tensors[storage._cdata, int(whole.storage_offset())] = size_bytes
             self.storages[storage._cdata] = storage.nbytes()
+            self.alive.append(storage)
         return tensor
 
 
