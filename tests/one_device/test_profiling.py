@@ -138,8 +138,8 @@ def measured_in_the_job(fields, shape=SHAPE):
         measurement = Measurement(ModelShard(job.chunks), applied)
         for place in (model.embedding, *model.decoder.layers, norm):
             # A thread of gloo's lets go of a tensor some time after the collective.
-            place.register_forward_pre_hook(lambda *_: time.sleep(0.02))
-        model.register_forward_hook(lambda *_: time.sleep(0.02))
+            place.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+        model.register_forward_hook(lambda *_: time.sleep(0.05))
         for _ in measurement.policies():
             with measurement.watch(memory):
                 job.step()
