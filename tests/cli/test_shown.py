@@ -180,7 +180,6 @@ def test_without_a_known_device_there_is_no_mfu():
     [
         {},
         {"transformer_config": {"num_layers": 80}, "vocab_size": 128256},
-        {"transformer_config": {**CONFIG, "hybrid_layer_pattern": "M*"}, "vocab_size": 128256},
         {"transformer_config": CONFIG},
         {"job": {"of": "another version"}},
     ],
