@@ -324,10 +324,13 @@ class _Sites:
             return
         for site in self.blocks:
             for layer, index in zip(site.block.layers, site.layers, strict=True):
+                if index < self.encoder_layers:  # a tower's, which the pattern does not describe
+                    continue
                 asked = policy.layers[index].modules
                 has = [m for m in layer_modules.MODULE_FLAGS if layer_modules.flags(layer, m)]
                 if asked and not set(asked) & set(has):
-                    symbol, kind = self.pattern.symbols[index], layer_kinds.name(layer)
+                    symbol = self.pattern.symbols[index - self.encoder_layers]
+                    kind = layer_kinds.name(layer)
                     raise PolicyError(
                         f"{policy.layers[index]} on layer {index}, {symbol!r} in "
                         f"{str(self.pattern)!r:.80} ({kind}): Megatron has "
@@ -539,10 +542,29 @@ class _HeldBlock(_Held):
             segments = tuple(_segment(self.config, run) for run in _without_modules(runs))
             owner.config = _full_config(self.config)
             seam.redirect(owner, seam.Runner(_run_by_segments, segments))
+            self.ran = False
+            self.hooks.append(owner.register_forward_hook(_check_that_it_ran))
 
     def clear(self, owner: torch.nn.Module) -> None:
         seam.restore(owner)
         super().clear(owner)
+
+
+def _check_that_it_ran(block: torch.nn.Module, _: Any, __: Any) -> None:
+    """After a block's training forward: a policy with full layers ran in it.
+
+    Raises:
+        ApplyError: it did not, because somebody else replaced Megatron's checkpointed forward.
+    """
+    held = block.__dict__[HOLDER_KEY]
+    if block.training and torch.is_grad_enabled() and not held.ran:
+        raise ApplyError(
+            f"The forward of a {type(block).__name__} did not run the policy in force on it "
+            f"({held.policy.format():.80}): something replaced Megatron's checkpointed forward "
+            "after the policy was applied, and would recompute every layer. Apply the policy "
+            "after that, or choose one without full layers."
+        )
+    held.ran = False
 
 
 def _works_inside(choice: LayerPolicy) -> bool:
@@ -714,6 +736,7 @@ def _run_by_segments(
     **kwargs: Any,
 ) -> Any:
     """Megatron's checkpointed forward of a block, one run of equal layers after the other."""
+    block.__dict__[HOLDER_KEY].ran = True
     megatron_forward = seam.checkpointed_forward(block)
     features: list[torch.Tensor] = []
     returns_features = bool(kwargs.get("extract_layer_indices"))

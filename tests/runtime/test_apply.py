@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from megatron.core.transformer import transformer_block
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_autorecompute.compat.seam import is_method
 from megatron_autorecompute.errors import ApplyError, PolicyError, UnsupportedVersionError
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
@@ -744,6 +746,21 @@ def test_a_class_with_its_own_checkpointed_forward_runs_the_policy_too():
     leanest = "full*1,selective[core_attn+layernorm+mlp]*1,full*2"
     assert ModelShard([model], all_gather=alone).leanest().format() == leanest
     apply(leanest, model).undo()
+
+
+def test_a_policy_that_somebody_else_bypasses_is_an_error_and_not_another_training(monkeypatch):
+    model = tiny_gpt(tiny_config())[0]
+    with apply("full*1,none*3", model):
+        if is_method():
+            megatrons = functools.partial(type(model.decoder)._checkpointed_forward, model.decoder)
+            monkeypatch.setattr(model.decoder, "_checkpointed_forward", megatrons)
+        else:
+            from megatron.core.recompute import checkpointed_forward
+
+            monkeypatch.setattr(transformer_block, "checkpointed_forward", checkpointed_forward)
+        with pytest.raises(ApplyError, match="did not run the policy in force"):
+            one_step([model], num_microbatches=1)
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("found", ["0.15.3", "0.21.0", "1.0.0"])
