@@ -88,8 +88,8 @@ class Samples:
     def complete(self, choice: LayerPolicy = NONE) -> bool:
         """Whether there is enough for a record. A choice that offloads takes its times from the
         same choice without."""
-        needed = self.__slots__[2:4] if choice.offload else self.__slots__[2:]
-        return bool(self.held_bytes) and all(getattr(self, name) for name in needed)
+        counted = self.held_bytes and self.forward_level_bytes and self.backward_level_bytes
+        return bool(counted and (choice.offload or (self.forward_ms and self.backward_ms)))
 
     def at(self, percentile: float) -> tuple[int, int, int]:
         """Held bytes without the input, and both levels, at a percentile."""

@@ -164,7 +164,7 @@ class OffloadCounter:
     Args:
         chunks: the shard's; their layers offload as the policy in force says.
         clock: of the layers' work.
-        layers: indices of those that may offload; without any, nothing is watched.
+        layers: indices of those that may offload; without any, no layer is watched.
     """
 
     def __init__(
