@@ -178,24 +178,39 @@ def vocabulary(given: Mapping[str, Any]) -> int:
     )
 
 
+MULTIMODAL = "multimodal models are no models of this package"
+FSDP = "FSDP shards weights and gradients, which is not modelled"
+TEACHER = "distillation: the teacher's weights and activations are not modelled"
+BY_FOLDER = {
+    "bert": "BERT is no model of this package",
+    "gpt-nemo": "a recipe of NeMo, by its name: the model's sizes are not in the row",
+    "mimo": MULTIMODAL,
+    "multimodal-llava": MULTIMODAL,
+}
+BY_FLAG = {
+    "model-provider": MULTIMODAL,
+    "use-megatron-fsdp": FSDP,
+    "use-torch-fsdp2": FSDP,
+    "perform-rl-step": "reinforcement learning: inference and training share the GPU",
+    "enable-router": "flextron: elastic widths are no model of this package",
+    "te-precision-config-file": "which layers are quantised is in a file that is not public",
+    "export-kd-cfg": TEACHER,
+    "export-kd-teacher-load": TEACHER,
+}
+"""Why runs are not predicted."""
+
+
 def uncovered(given: Mapping[str, Any], case: str) -> str:
     """Why a run is not predicted, by its flags; empty if it is."""
-    begin = case.partition("/")[0]
-    if begin == "bert":
-        return "BERT is no model of this package"
-    if begin == "mimo" or "model-provider" in given:
-        return "multimodal models are no models of this package"
-    if "use-megatron-fsdp" in given:
-        return "Megatron FSDP shards weights and gradients, which is not modelled"
-    if "perform-rl-step" in given:
-        return "reinforcement learning: inference and training share the GPU"
-    if "te-precision-config-file" in given:
-        return "which layers are quantised is in a file that is not public"
-    if "fine-grained-activation-offloading" in given:
-        return "fine-grained activation offloading beside EP overlap or recompute is not predicted"
-    if "export-kd-cfg" in given:
-        return "distillation: the teacher's weights and activations are not modelled"
-    return ""
+    if "inference" in case:
+        return "inference: nothing is trained"
+    folder = case.partition("/")[0]
+    if folder in BY_FOLDER:
+        return BY_FOLDER[folder]
+    both = ("recompute-modules", "mla_up_proj"), ("offload-modules", "qkv_linear")
+    if all(module in str(given.get(name)) for name, module in both):
+        return "recompute of mla_up_proj reads what qkv_linear offloads before it is back"
+    return next((reason for flag, reason in BY_FLAG.items() if flag in given), "")
 
 
 def batch(given: Mapping[str, Any]) -> dict[str, Any]:

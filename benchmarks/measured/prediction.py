@@ -120,7 +120,8 @@ def _planner(case: Case, world: int) -> tuple[Planner, Job]:
     job = replace(job_of(case.flags, world), **dict(case.environment))
     modules = job.config.get("recompute_modules") or ()
     selective = job.config.get("recompute_granularity") == "selective"
-    profile = profile_job(job, device(case.gpu), only=modules if selective else ())
+    offload = [each] if (each := _offloaded(job.config)) else []
+    profile = profile_job(job, device(case.gpu), only=modules if selective else (), offload=offload)
     return Planner(profile, job.layout(), job.schedule()), job
 
 
@@ -190,6 +191,9 @@ def _stage(cost: StageCost, blocks: Rounding | None) -> Stage:
 def setting(config: dict[str, Any]) -> str:
     """The run's own recompute setting in the policy grammar."""
     granularity = config.get("recompute_granularity")
+    if config.get("cpu_offloading"):
+        return f"megatron:cpu_offloading/{config['cpu_offloading_num_layers']}"
+    offload = f"offload[{'+'.join(modules)}]" if (modules := _offloaded(config)) else ""
     if granularity == "full":
         number = config.get("recompute_num_layers")
         method = config.get("recompute_method")
@@ -197,5 +201,13 @@ def setting(config: dict[str, Any]) -> str:
             return "megatron:none"
         return f"megatron:{method}/{number}"
     if granularity == "selective":
-        return f"megatron:selective[{'+'.join(config['recompute_modules'])}]"
-    return "megatron:none"
+        chosen = f"megatron:selective[{'+'.join(config['recompute_modules'])}]"
+        return f"{chosen}+{offload}" if offload else chosen
+    return f"megatron:{offload or 'none'}"
+
+
+def _offloaded(config: dict[str, Any]) -> tuple[str, ...]:
+    """The run's own `offload_modules`."""
+    if not config.get("fine_grained_activation_offloading"):
+        return ()
+    return tuple(sorted(config["offload_modules"]))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.compat.untyped import Layer
@@ -66,9 +68,25 @@ def set_modules(layer: Layer, modules: Sequence[str]) -> None:
     for name in MODULE_FLAGS:
         for owner, attribute in flags(layer, name):
             setattr(owner, attribute, name in modules)
-    if layer.config.fp8 or layer.config.fp4:
+    if layer.config.fp8 or layer.config.fp4 or hasattr(layer.config, _QUANTISES):
         for one in model_layers.nested_layers(layer):
             _set_saved_inputs(one, modules)
+
+
+_QUANTISES = "linear_layers_quantise_without_fp8"
+
+
+def note_quantised(config: Any, model: Any) -> None:
+    """Let a model whose linear layers quantise, though its config has no fp8, save inputs as
+    Megatron's constructors do under fp8 with other scales than delayed ones, and under fp4: what
+    attention and the router save anyway is saved by no linear layer once more (Attention.__init__,
+    SharedExpertMLP.__init__)."""
+    setattr(config, _QUANTISES, True)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.linear_proj.save_original_input = True
+        elif isinstance(module, SharedExpertMLP):
+            module.linear_fc1.save_original_input = True
 
 
 def _set_saved_inputs(layer: Layer, modules: Sequence[str]) -> None:

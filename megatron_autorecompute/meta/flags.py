@@ -85,6 +85,7 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
     from megatron_autorecompute.meta import kernels, without_cuda
 
     world = {"WORLD_SIZE": str(num_gpus), "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    world["NVTE_CPU_OFFLOAD_V1"] = "1"  # Megatron asks for it where activations are offloaded
     try:
         with (
             without_cuda.activate(training=True),

@@ -277,6 +277,28 @@ class Job:
             )
         return tuple(bool(one) for one in freq)
 
+    @property
+    def saves_original_inputs(self) -> bool:
+        """Whether Megatron tells quantising linear layers to save the input that others save too:
+        not with delayed scales. Without `fp8_recipe` in the config, fp8 means current ones."""
+        recipe = self.config.get("fp8_recipe")
+        return self.precision != "bf16" and (self.precision, recipe) != ("fp8", "delayed")
+
+    def linear_pattern(self) -> tuple[bool, ...]:
+        """Which of a GPTModel's decoder layers have linear attention, by `linear_attention_freq`:
+        all but every N-th, or those of a list."""
+        freq = self.config.get("linear_attention_freq")
+        if self.pattern is not None or not freq:
+            return (False,) * self.num_layers
+        if isinstance(freq, int):
+            return tuple((index + 1) % freq != 0 for index in range(self.num_layers))
+        if len(freq) != self.num_layers:
+            raise OptionError(
+                f"{self.name}: linear_attention_freq has {len(freq)} entries for "
+                f"{self.num_layers} layers. Give one for each."
+            )
+        return tuple(bool(one) for one in freq)
+
     def layout(self) -> Layout:
         """Which stage holds which layers."""
         pattern = self.pattern

@@ -94,7 +94,7 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"config.{name}: {value!r:.80}; give one of {known} for all layers"
         elif name == "pipeline_model_parallel_layout" and not _is_layout(value):
             yield f"config.{name}: {value!r:.80}; give a text such as Et*3|(tt|)*6mL"
-    for name in ("moe_layer_freq", "window_attn_skip_freq"):
+    for name in ("moe_layer_freq", "window_attn_skip_freq", "linear_attention_freq"):
         if name in given and not _is_pattern(given[name], config["num_layers"]):
             yield (
                 f"config.{name}: {given[name]!r:.80}; give a whole number from 1 on, or a list "

@@ -72,20 +72,31 @@ _settings = Settings()
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm or LayerNorm. Saves: input, copied if it is a view of parts of a tensor, and one fp32
-    per token (`rsigma`; LayerNorm's `mu`, another four bytes per token, is left out). TE
-    pytorch/ops/basic/rmsnorm.py and layer_norm.py, `op_forward`."""
+    """RMSNorm or, with a bias, LayerNorm. Saves: input, copied if it is a view of parts of one,
+    and one fp32 per token (`rsigma`; of LayerNorm `mu`, too). TE pytorch/ops/basic/rmsnorm.py and
+    layer_norm.py, `op_forward`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         x = x.contiguous()
-        y, statistics = ops.norm(x, weight)
-        ctx.save_for_backward(x, statistics)
+        y, *statistics = _normed(x, weight, bias)
+        ctx.save_for_backward(x, *statistics)
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ops.norm_backward(gradient, *ctx.saved_tensors), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        x, statistics, *_ = ctx.saved_tensors
+        return ops.norm_backward(gradient, x, statistics), None, None
+
+
+def _normed(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """The normalised input, and what else of a norm is saved beside its input."""
+    y, statistics = ops.norm(x, weight)
+    return (y, statistics) if bias is None else (y, statistics, torch.empty_like(statistics))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +116,12 @@ class _Split:
 
 class _Linear(torch.autograd.Function):
     """y = norm(x) W^T. Saves: with a norm its input, its statistics and the normalised input;
-    without a norm the input. The tensor that the weight gradient reads is quantised under fp8 and
-    fp4, and not saved if the weight is frozen. Under sequence parallelism only this rank's part is
-    saved; it is gathered again in backward. A quantised copy of the weight is saved too if it is
-    not cached (`Job.copies_weights`). TE pytorch/module/layernorm_linear.py and linear.py
-    (`_LayerNormLinear`, `_Linear`, their `save_for_backward` lists)."""
+    without a norm the input. The tensor that the weight gradient reads is quantised under fp8
+    and fp4, unless the module has `save_original_input`, and not saved if the weight is frozen.
+    Under sequence parallelism only this rank's part is saved; it is gathered again in backward.
+    A quantised copy of the weight is saved too if it is not cached (`Job.copies_weights`). TE
+    pytorch/module/layernorm_linear.py and linear.py (`_LayerNormLinear`, `_Linear`, their
+    `save_for_backward` lists)."""
 
     @staticmethod
     def forward(
@@ -119,6 +131,8 @@ class _Linear(torch.autograd.Function):
         norm_weight: torch.Tensor | None,
         split: _Split,
         precision: Precision,
+        norm_bias: torch.Tensor | None = None,
+        saves_input: bool = False,
     ) -> torch.Tensor:
         ctx.split, ctx.precision, ctx.normed = split, precision, norm_weight is not None
         grouped = weight.dim() == 3
@@ -129,11 +143,11 @@ class _Linear(torch.autograd.Function):
             kept.append(ops.quantize(weight, _settings.weight_copy_bytes))
         normed = x
         if norm_weight is not None:
-            normed, statistics = ops.norm(x, norm_weight)
-            kept += [x, statistics]
+            normed, *statistics = _normed(x, norm_weight, norm_bias)
+            kept += [x, *statistics]
         ctx.input_shape, ctx.frozen = x.shape, not weight.requires_grad
         saved = normed
-        if precision.saved_element_bytes < normed.element_size():
+        if precision.saved_element_bytes < normed.element_size() and not saves_input:
             saved = ops.quantize(normed, precision.saved_element_bytes)
         if not ctx.frozen:
             kept.append(saved)
@@ -169,7 +183,7 @@ class _Linear(torch.autograd.Function):
             del total, saved
         if ctx.normed:
             dx = ops.norm_backward(dx, kept[0], kept[1])
-        return dx, weight_gradient, None, None, None
+        return dx, weight_gradient, None, None, None, None, None
 
 
 class _Attention(torch.autograd.Function):
@@ -308,11 +322,14 @@ class Norm(torch.nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        self.weight.requires_grad_(not _settings.lora_rank)
+        biased = config.normalization == "LayerNorm"
+        self.bias = torch.nn.Parameter(torch.empty_like(self.weight)) if biased else None
+        for parameter in self.parameters():
+            parameter.requires_grad_(not _settings.lora_rank)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as x."""
-        return _Norm.apply(x, self.weight)
+        return _Norm.apply(x, self.weight, self.bias)
 
 
 class _LinearModule(torch.nn.Module):
@@ -326,6 +343,8 @@ class _LinearModule(torch.nn.Module):
 
     parallel = "none"
     normed = False
+    save_original_input = False
+    """Transformer Engine's: as an attribute, which Megatron sets under fp8 and fp4."""
 
     def __init__(
         self,
@@ -372,6 +391,8 @@ class _LinearModule(torch.nn.Module):
         self.weight = made(outputs, inputs).requires_grad_(not rank)
         self.bias = made(outputs).requires_grad_(not rank) if bias else None
         self.layer_norm_weight = made(inputs).requires_grad_(not rank) if self.normed else None
+        biased = self.normed and config.normalization == "LayerNorm"
+        self.layer_norm_bias = made(inputs).requires_grad_(not rank) if biased else None
         if rank:
             self.adapter_in, self.adapter_out = made(rank, inputs), made(outputs, rank)
 
@@ -379,7 +400,9 @@ class _LinearModule(torch.nn.Module):
         """x [..., in] to ([..., out], bias or None)."""
         if hasattr(self, "adapter_in"):
             return self._adapted(x), None
-        y = _Linear.apply(x, self.weight, self.layer_norm_weight, self.split, self.precision)
+        norm = self.layer_norm_weight, self.layer_norm_bias
+        kept = self.save_original_input
+        y = _Linear.apply(x, self.weight, norm[0], self.split, self.precision, norm[1], kept)
         if self.bias is not None and not self.skip_bias_add:
             y = y.add_(self.bias)  # in the product's own epilogue
         return y, self.bias if self.te_return_bias else None
@@ -390,7 +413,7 @@ class _LinearModule(torch.nn.Module):
         parallelism the communication of the frozen product counts; that of the adapter, of only
         `lora_rank` columns, does not."""
         if self.layer_norm_weight is not None:
-            x = _Norm.apply(x, self.layer_norm_weight)
+            x = _Norm.apply(x, self.layer_norm_weight, self.layer_norm_bias)
         y = _Linear.apply(x, self.weight, None, self.split, self.precision)
         bf16 = PRECISIONS["bf16"]
         alone = _Split(self.group)
@@ -433,6 +456,7 @@ class _GroupedLinear(torch.nn.Module):
     """Experts of one rank: weight [experts, out, in]. TE pytorch/module/grouped_linear.py."""
 
     parallel = "column"
+    save_original_input = False
 
     def __init__(
         self,
@@ -469,7 +493,8 @@ class _GroupedLinear(torch.nn.Module):
         """x [tokens, in], sorted by expert, to [tokens, out]. Biases are added in the product, or
         returned, one [out] for each expert, if the caller adds them."""
         split = _Split(self.group)
-        y = _Linear.apply(x, self.weight, None, split, self.precision)
+        kept = self.save_original_input
+        y = _Linear.apply(x, self.weight, None, split, self.precision, None, kept)
         if self.bias is None or not self.te_return_bias:
             return y, None
         return y, list(self.bias)
@@ -695,6 +720,8 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         },
     )
     yield module("transformer.multi_token_prediction"), {"TESpecProvider": StandIns}
+    variants = module("models.gpt.experimental_attention_variant_module_specs")
+    yield variants, {"TESpecProvider": StandIns}
     yield (
         module("transformer.multi_latent_attention"),
         {

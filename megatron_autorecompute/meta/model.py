@@ -22,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_autorecompute import megatron_fields
-from megatron_autorecompute.compat import stage_layout
+from megatron_autorecompute.compat import layer_modules, stage_layout
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.meta import hybrid, job_checks, kernels, without_cuda
 from megatron_autorecompute.meta.determinism import deterministic
@@ -39,10 +39,15 @@ MAX_CHOICES = 96
 LEFT_OUT = {
     **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_scope", "cuda_graph_impl")},
     **{name: False for name in ("moe_router_fusion", "tp_comm_overlap")},
-    **{name: False for name in ("moe_shared_expert_overlap", "cpu_offloading")},
+    "moe_shared_expert_overlap": False,
     **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
+    "test_mode": False,  # ranks compare weights while they build the model
+    # The fused operators save what the single ones do (TE pytorch/ops/basic/grouped_linear.py,
+    # swiglu.py `ScaledSwiGLU`, basic_linear.py).
+    "use_transformer_engine_op_fuser": False,
     **{name: False for name in ("delay_wgrad_compute", "ep_overlap_early_attn_memory_release")},
     **megatron_fields.NO_RECOMPUTE,
+    **megatron_fields.NO_OFFLOAD,
     **{name: False for name in ("fp8_param", "fp4_param")},
     megatron_fields.POLICY_FIELD: None,
     **{name: "alltoall" for name in ("moe_token_dispatcher_type",)},
@@ -63,6 +68,8 @@ class JobKind:
 
     is_moe: bool
     windowed: bool
+    linear: bool
+    """Whether a GPTModel's layer has linear attention (`experimental_attention_variant`)."""
     symbol: str
     """Of a HybridModel's pattern; empty for a GPTModel."""
     layers: tuple[int, ...]
@@ -70,12 +77,14 @@ class JobKind:
 
 def job_kinds(job: Job) -> tuple[JobKind, ...]:
     """Every kind of decoder layer, in the order of its first layer."""
-    found: dict[tuple[bool, bool, str], list[int]] = {}
+    found: dict[tuple[bool, bool, bool, str], list[int]] = {}
     pattern = job.pattern
-    for index, is_moe in enumerate(job.moe_pattern()):
+    for index, (is_moe, linear) in enumerate(
+        zip(job.moe_pattern(), job.linear_pattern(), strict=True)
+    ):
         symbol = "" if pattern is None else pattern.symbols[index]
-        windowed = symbol in "*" and _windowed(job, index)
-        found.setdefault((is_moe, windowed, symbol), []).append(index)
+        windowed = symbol in "*" and not linear and _windowed(job, index)
+        found.setdefault((is_moe, windowed, linear, symbol), []).append(index)
     return tuple(JobKind(*key, tuple(layers)) for key, layers in found.items())
 
 
@@ -322,6 +331,8 @@ def build_chunk(
     else:
         build = functools.partial(build_hybrid, pattern=str(pattern), spec=spec)
     model = build(config, pre, post, vp_stage, shape, **ends)
+    if job.saves_original_inputs:
+        layer_modules.note_quantised(config, model)
     if job.lora_rank:
         _freeze_ends(model)
     return model
@@ -436,6 +447,8 @@ def _pattern(job: Job, kind_of: dict[int, JobKind]) -> dict[str, Any]:
         fields["hybrid_layer_pattern"] = str(replace(pattern, segments=(symbols,)))
     elif job.config.get("num_moe_experts"):
         fields["moe_layer_freq"] = [int(kind.is_moe) for kind in kind_of.values()]
+    if job.config.get("linear_attention_freq"):
+        fields["linear_attention_freq"] = [int(kind.linear) for kind in kind_of.values()]
     if job.config.get("window_size"):
         fields["window_attn_skip_freq"] = [int(kind.windowed) for kind in kind_of.values()]
     return fields

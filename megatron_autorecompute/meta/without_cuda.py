@@ -485,6 +485,9 @@ def _kept_by_the_process(device: torch.device) -> Iterator[Patch]:
     yield utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None
     yield depths.MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0)
     yield depths.MTPLossLoggingHelper, "tracker", {}
+    sparse = _module("megatron.core.transformer.experimental_attention_variant.dsa")
+    yield sparse.DSAIndexerLossAutoScaler, "main_loss_backward_scale", None
+    yield sparse.DSAIndexerLossLoggingHelper, "tracker", {}
     yield versions.auxiliary_loss_log()
 
 

@@ -96,13 +96,11 @@ def dense_held_bytes(linear_input=2.0, tensor=1):
         2 * linear_input * UNIT,  # both norms' outputs, for the weight gradients
         2 * UNIT,  # q
         2 * 2 * keys,  # k, v
-        2 * UNIT,  # attention's output
+        2 * UNIT,  # attention's output, which under fp8 the projection keeps as it is, too
         4 * HEADS * SEQUENCE,  # log-sum-exp
         2 * 2 * SEQUENCE * FFN,  # SwiGLU's input
         linear_input * SEQUENCE * FFN,  # its output
     ]
-    if linear_input < 2:
-        split.append(linear_input * UNIT)  # the projection's input is no longer attention's output
     return sum(split) / tensor + 2 * token_bytes  # both norms' statistics
 
 
@@ -135,12 +133,14 @@ RANDOM_STATES = 8
 """Bytes that a checkpoint keeps besides its inputs, where random states are stood in for."""
 
 
-@pytest.mark.parametrize(("precision", "shared"), [("bf16", True), ("fp8", False)])
-def test_core_attn_under_fused_attention_holds_the_whole_projection_instead(precision, shared):
+@pytest.mark.parametrize(
+    ("recipe", "shared"), [({}, True), ({"fp8_recipe": "delayed"}, False), (None, True)]
+)
+def test_core_attn_under_fused_attention_holds_the_whole_projection_instead(recipe, shared):
     # q and k in place of log-sum-exp, and of the output where the projection keeps it quantised.
     keys = UNIT * GROUPS / HEADS
     more = 2 * UNIT + 2 * keys - 4 * HEADS * SEQUENCE - (0 if shared else 2 * UNIT)
-    found = records(precision=precision)
+    found = records(recipe, precision="bf16" if recipe is None else "fp8")
     cost = found["selective[core_attn]"].held_bytes - found["none"].held_bytes
     assert more <= cost <= more + RANDOM_STATES
     assert found["selective[core_attn]"].backward_ms > found["none"].backward_ms
@@ -176,6 +176,23 @@ def test_experts_hold_their_tokens_as_stated():
     saved = found["none"].held_bytes - found["selective[moe_act]"].held_bytes
     # The first layer to run also shows the aux losses' tracker, 4 bytes for each layer built.
     assert saved - 2 * rows * MOE["moe_ffn_hidden_size"] in (0, 4 * 96)
+
+
+def test_recompute_of_an_activation_gives_back_all_of_it_under_fp8_too():
+    found = records(MOE, kind=1, precision="fp8")
+    saved = found["none"].held_bytes - found["selective[moe_act]"].held_bytes
+    assert saved - 2 * SEQUENCE * MOE["moe_ffn_hidden_size"] in (0, 4 * 96)
+
+
+def test_layers_of_linear_attention_are_a_kind_of_their_own():
+    fields = {f"linear_{of}_head_dim": HIDDEN // HEADS for of in ("key", "value")}
+    fields |= {f"linear_num_{of}_heads": HEADS for of in ("key", "value")}
+    linear = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 3}
+    linear |= {"linear_conv_kernel_dim": 4, "deterministic_mode": True}
+    kinds = profile_job(job({**fields, **linear}), H100, only=()).kinds
+    layers = DENSE["num_layers"]
+    whole = tuple(range(2, layers, 3))
+    assert [k.layers for k in kinds] == [tuple(i for i in range(layers) if i not in whole), whole]
 
 
 def test_capacity_pads_every_expert_to_its_factor():
