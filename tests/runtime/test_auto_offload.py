@@ -12,7 +12,6 @@ from megatron_autorecompute.errors import AutorecomputeError
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import FULL, NONE
 from megatron_autorecompute.runtime import offload_choices
-from megatron_autorecompute.runtime.copy_watch import available_bytes
 from tests.support import run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
@@ -127,11 +126,6 @@ def test_a_restart_whose_copies_do_not_hide_says_so_and_gives_offload_up(auto, t
     assert {rank["policy"] for rank in ranks} == {plan.policy.format()}
     assert "offload" not in plan.policy.format()
     assert not any(record.policy.offload for kind in plan.profile.kinds for record in kind.choices)
-
-
-def test_linux_says_what_memory_is_free():
-    text = "MemTotal:       100 kB\nMemFree:  5 kB\nMemAvailable:      64 kB\n"
-    assert available_bytes(text) == 64 << 10
 
 
 @pytest.mark.parametrize(
