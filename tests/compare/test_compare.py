@@ -268,7 +268,7 @@ class RunsOut:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-@pytest.mark.any_version
+@pytest.mark.newest_version
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("when", [1, 2])
 def test_a_strategy_that_runs_out_of_memory_is_a_row_and_the_next_one_runs(when):
@@ -283,7 +283,7 @@ def test_a_strategy_that_runs_out_of_memory_is_a_row_and_the_next_one_runs(when)
             assert job.peak_bytes()[0] == pytest.approx(peak_under(policy, untouched), rel=0.01)
 
 
-@pytest.mark.any_version
+@pytest.mark.newest_version
 @pytest.mark.usefixtures("one_rank")
 def test_where_no_setting_fits_the_table_says_so_and_the_comparison_is_infeasible():
     told, job = [], small_job()
@@ -311,7 +311,7 @@ def peak_under(policy, job):
         return job.peak_bytes()[0]
 
 
-@pytest.mark.any_version
+@pytest.mark.newest_version
 @pytest.mark.usefixtures("one_rank")
 def test_out_of_memory_on_one_of_two_stages_says_what_to_give():
     job = small_job()
