@@ -7,7 +7,8 @@ GPTModel is deprecated since megatron-core 0.19. So a new test takes its model f
 
 and gets on megatron-core 0.16 a GPTModel of as many layers. The layers are attention and MLP in
 turns: policies of `full` and `none` fit both, and one set of modules for all layers does, too.
-Tests about other layers take `tests.hybrid_models`.
+Tests about other layers take `tests.hybrid_models`; who may build a GPTModel is listed in
+tests/rules/test_default_model.py.
 """
 
 from typing import Any

@@ -736,7 +736,8 @@ def _run_by_segments(
     **kwargs: Any,
 ) -> Any:
     """Megatron's checkpointed forward of a block, one run of equal layers after the other."""
-    block.__dict__[HOLDER_KEY].ran = True
+    if HOLDER_KEY in block.__dict__:  # a shallow copy lacks it once the original is undone
+        block.__dict__[HOLDER_KEY].ran = True
     megatron_forward = seam.checkpointed_forward(block)
     features: list[torch.Tensor] = []
     returns_features = bool(kwargs.get("extract_layer_indices"))
