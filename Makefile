@@ -79,7 +79,8 @@ OF = 2>&1 | tee build/$@.log | sed --unbuffered 's/^/$(1): /'
 MEETS_MEGATRON := $(addprefix tests/, compat runtime meta compare pretrain)
 
 test-core-016: $(INSTALLED)
-	$(BIN)/python -m pytest $(MEETS_MEGATRON) $(ARGS) $(call OF,core 0.16.1)
+	$(BIN)/python -m pytest $(MEETS_MEGATRON) -m "not newest_version" $(ARGS) \
+	    $(call OF,core 0.16.1)
 
 test-core-019: $(INSTALLED) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m pytest $(MEETS_MEGATRON) \
