@@ -101,7 +101,7 @@ def hybrid_chunks(config, pattern, **options):
     return chunks
 
 
-def small_model(pp=1, vpp=None, ep=1, **named):
+def small_model(pp=1, vpp=None, ep=1, pattern="*-*-*-", **named):
     """The model of the loops' examples: six layers of a HybridModel where Megatron has one, and of
     a GPT before."""
     from examples.loops import small_gpt
@@ -116,15 +116,18 @@ def small_model(pp=1, vpp=None, ep=1, **named):
             spec = local_spec()
             attention = spec.submodules.attention_layer.submodules.self_attention
             attention.submodules.core_attention = self.attention
+            # These lengths are few chunks of the usual 128, and a part of one costs as much as all.
+            spec.submodules.mamba_layer.submodules.mixer.params["chunk_size"] = 16
             model = HybridModel(
                 self.config,
                 spec,
                 vocab_size=small_gpt.VOCABULARY,
                 max_sequence_length=small_gpt.MAX_TOKENS,
-                hybrid_layer_pattern="*-*-*-",
+                hybrid_layer_pattern=pattern,
                 position_embedding_type="learned_absolute",
             )
             ddp = DistributedDataParallelConfig()
             return DistributedDataParallel(self.config, ddp, model).train()
 
-    return SmallHybrid(pp, vpp, ep, fields={"is_hybrid_model": True}, **named)
+    fields = {"is_hybrid_model": True, **(mamba_kernels.SIZES if "M" in pattern else {})}
+    return SmallHybrid(pp, vpp, ep, fields=fields, **named)
