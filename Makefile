@@ -67,16 +67,20 @@ measured: $(INSTALLED) $(CORE_019)
 
 ## Run all tests: both supported versions of megatron-core, Megatron Bridge, lint, types and rules.
 test: $(INSTALLED) $(CORE_019) $(BRIDGE_SITE)
-	$(MAKE) --jobs=2 --keep-going test-core-016 test-core-019 test-once test-bridge lint
+	@rm -f build/test-*.log
+	$(MAKE) --jobs=2 --keep-going test-core-016 test-core-019 test-once test-bridge lint || \
+	    { grep -E '^(FAILED|ERROR) ' build/test-*.log || echo 'No test failed: see lint above.'; exit 1; }
 
-# Two suites at a time, the longest first: every line says whose it is.
-OF = | sed --unbuffered 's/^/$(1): /'
+# Two suites at a time, the longest first: every line says whose it is, and what failed is said
+# again at the end.
+OF = 2>&1 | tee build/$@.log | sed --unbuffered 's/^/$(1): /'
 
 # What meets Megatron, and asks something of its version.
 MEETS_MEGATRON := $(addprefix tests/, compat runtime meta compare pretrain)
 
 test-core-016: $(INSTALLED)
-	$(BIN)/python -m pytest $(MEETS_MEGATRON) $(ARGS) $(call OF,core 0.16.1)
+	$(BIN)/python -m pytest $(MEETS_MEGATRON) -m "not newest_version" $(ARGS) \
+	    $(call OF,core 0.16.1)
 
 test-core-019: $(INSTALLED) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m pytest $(MEETS_MEGATRON) \

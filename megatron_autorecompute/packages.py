@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import util
 
 from megatron_autorecompute.errors import MachineError
 
@@ -15,6 +16,23 @@ INSTALL = {
     "triton": "pip install triton (torch's wheels without CUDA come without it)",
 }
 """What to run, by package. A module belongs to the innermost package listed here."""
+KERNELS_OF_SYMBOLS = {
+    "M": {
+        "mamba_ssm": "mamba-ssm",
+        "causal_conv1d": "causal-conv1d",
+        "einops": "einops",
+    },
+    "G": {"fla": "flash-linear-attention"},
+    "D": {"fast_hadamard_transform": "fast-hadamard-transform"},
+}
+"""Symbols of a HybridModel's pattern, and modules and packages of the kernels that they run; G asks
+for its package even in deterministic_mode."""
+
+
+def lacking_kernels(symbol: str) -> list[str]:
+    """The packages that a layer of this symbol runs and that are not installed."""
+    kernels = KERNELS_OF_SYMBOLS.get(symbol, {})
+    return [name for module, name in kernels.items() if util.find_spec(module) is None]
 
 
 @contextmanager

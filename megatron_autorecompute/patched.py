@@ -38,3 +38,15 @@ def patched_environ(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def unchanged_environ() -> Iterator[None]:
+    """Whatever the block does to the environment's variables, afterwards they are as before."""
+    held = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - held.keys():
+            del os.environ[name]
+        os.environ.update(held)

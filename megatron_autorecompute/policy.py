@@ -146,6 +146,8 @@ class LayerPolicy:
 
 NONE = LayerPolicy()
 FULL = LayerPolicy("full")
+WHOLE = LayerPolicy(offload=(WHOLE_LAYER,))
+"""Of a layer that leaves as a whole: one of the first ones under `megatron:cpu_offloading/N`."""
 
 
 @dataclass(frozen=True, slots=True)

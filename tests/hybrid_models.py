@@ -5,11 +5,11 @@ wants fla even in deterministic_mode: `runnable` puts torch's own in their place
 """
 
 import contextlib
-import functools
 import importlib.util
 
 import torch
 
+from megatron_autorecompute.compat.hybrid_spec import local_spec, torch_norm
 from megatron_autorecompute.patched import patched
 from tests import mamba_kernels
 from tests.support import SEQ_LENGTH, VOCAB, set_weights, tiny_config
@@ -32,10 +32,8 @@ def runnable():
     if not HAVE_HYBRID:
         yield
         return
-    from megatron.core.models.hybrid import hybrid_block
     from megatron.core.ssm.gated_delta_net import common
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     def l2norm(x, **_):
         return torch.nn.functional.normalize(x, dim=-1)
@@ -43,7 +41,7 @@ def runnable():
     MTPLossLoggingHelper.tracker.clear()  # has a place for each depth of the process's first model
 
     with (
-        patched(hybrid_block, "TENorm", WrappedTorchNorm),
+        torch_norm(),
         patched(common, "HAVE_FLA", True),
         patched(common, "l2norm", l2norm),
         mamba_kernels.stand_ins(),
@@ -57,88 +55,6 @@ def make_runnable():
 
 
 _kept = contextlib.ExitStack()
-
-
-def local_spec():
-    """Megatron's hybrid_stack_spec with its local modules."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add as bda
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm as Norm
-    from megatron.core.transformer.transformer_layer import (
-        MoETransformerLayer,
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
-
-    def part(module, submodules, **params):
-        return ModuleSpec(module=module, submodules=submodules, params=params)
-
-    def layer(module=TransformerLayer, **submodules):
-        return part(module, TransformerLayerSubmodules(**submodules))
-
-    normed = functools.partial(layer, input_layernorm=Norm, self_attn_bda=bda)
-    mamba = functools.partial(MambaLayerSubmodules, norm=Norm, mamba_bda=bda)
-
-    column, row = ColumnParallelLinear, RowParallelLinear
-    attention = part(
-        SelfAttention,
-        SelfAttentionSubmodules(
-            linear_qkv=column, core_attention=DotProductAttention, linear_proj=row
-        ),
-        attn_mask_type=AttnMaskType.causal,
-    )
-    gdn = part(GatedDeltaNet, GatedDeltaNetSubmodules(in_proj=column, out_norm=Norm, out_proj=row))
-    mixer = part(MambaMixer, MambaMixerSubmodules(in_proj=column, out_proj=row))
-    mlp = functools.partial(
-        MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)
-    )
-    moe = get_moe_module_spec_for_backend(
-        backend=LocalSpecProvider(), num_experts=8, moe_grouped_gemm=False
-    )
-    return part(
-        HybridStack,
-        HybridStackSubmodules(
-            mamba_layer=part(MambaLayer, mamba(mixer=mixer)),
-            attention_layer=normed(self_attention=attention),
-            gdn_layer=normed(self_attention=gdn),
-            mlp_layer=layer(MLPLayer, pre_mlp_layernorm=Norm, mlp=mlp, mlp_bda=bda),
-            moe_layer=layer(MoETransformerLayer, pre_mlp_layernorm=Norm, mlp=moe, mlp_bda=bda),
-            mtp_block_spec=_depth_spec(column, Norm),
-        ),
-    )
-
-
-def _depth_spec(column, norm):
-    from megatron.core.transformer.multi_token_prediction import (
-        MultiTokenPredictionBlock,
-        MultiTokenPredictionBlockSubmodules,
-        MultiTokenPredictionLayer,
-        MultiTokenPredictionLayerSubmodules,
-    )
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    depth = ModuleSpec(
-        module=MultiTokenPredictionLayer,
-        submodules=MultiTokenPredictionLayerSubmodules(
-            enorm=norm, hnorm=norm, eh_proj=column, mtp_model_layer=None, layer_norm=norm
-        ),
-    )
-    return ModuleSpec(
-        module=MultiTokenPredictionBlock,
-        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[depth]),
-    )
 
 
 def hybrid_config(pattern, **fields):
@@ -185,7 +101,7 @@ def hybrid_chunks(config, pattern, **options):
     return chunks
 
 
-def small_model(pp=1, vpp=None, ep=1, **named):
+def small_model(pp=1, vpp=None, ep=1, pattern="*-*-*-", **named):
     """The model of the loops' examples: six layers of a HybridModel where Megatron has one, and of
     a GPT before."""
     from examples.loops import small_gpt
@@ -200,15 +116,18 @@ def small_model(pp=1, vpp=None, ep=1, **named):
             spec = local_spec()
             attention = spec.submodules.attention_layer.submodules.self_attention
             attention.submodules.core_attention = self.attention
+            # These lengths are few chunks of the usual 128, and a part of one costs as much as all.
+            spec.submodules.mamba_layer.submodules.mixer.params["chunk_size"] = 16
             model = HybridModel(
                 self.config,
                 spec,
                 vocab_size=small_gpt.VOCABULARY,
                 max_sequence_length=small_gpt.MAX_TOKENS,
-                hybrid_layer_pattern="*-*-*-",
+                hybrid_layer_pattern=pattern,
                 position_embedding_type="learned_absolute",
             )
             ddp = DistributedDataParallelConfig()
             return DistributedDataParallel(self.config, ddp, model).train()
 
-    return SmallHybrid(pp, vpp, ep, fields={"is_hybrid_model": True}, **named)
+    fields = {"is_hybrid_model": True, **(mamba_kernels.SIZES if "M" in pattern else {})}
+    return SmallHybrid(pp, vpp, ep, fields=fields, **named)

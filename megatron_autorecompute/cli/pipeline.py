@@ -13,12 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.cli.output import without_effect
 from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
+from megatron_autorecompute.planner.hybrid_pattern import HybridPattern, pattern_of_job
 from megatron_autorecompute.planner.layout import Chunk, Layout
 from megatron_autorecompute.planner.layout_search.flags import layout_flags
 from megatron_autorecompute.planner.schedule import Schedule
@@ -184,6 +185,8 @@ def _layout(args: Namespace, profile: Profile, known: Known) -> Layout:
         pp = known.layout.num_stages
         if "pipeline_model_parallel_layout" not in split:
             split.setdefault("vp", known.layout.num_chunks)
+    if (pattern := pattern_of_job(profile.model.facts)) is not None:
+        return _layout_of_pattern(pattern, 1 if pp is None else pp, split)
     in_front = profile.model.encoder_layers  # the flags are of the decoder
     return Layout.from_flags(
         profile.model.num_layers - in_front,
@@ -191,6 +194,24 @@ def _layout(args: Namespace, profile: Profile, known: Known) -> Layout:
         mtp_num_layers=profile.model.mtp_num_layers,
         **split,
     ).behind(in_front)
+
+
+def _layout_of_pattern(pattern: HybridPattern, pp: int, split: dict[str, Any]) -> Layout:
+    """A hybrid model's layers in other stages: as many in each, or as Megatron's two numbers say.
+
+    Raises PipelineError for numbers that do not fit.
+    """
+    vp = split.pop("vp", None) or 1
+    if vp == 1:
+        whole = pattern.placed([range(pattern.num_layers)])
+        return Layout.from_pattern(whole, pp, **split)
+    if pattern.num_layers % (pp * vp) or split:
+        raise PipelineError(
+            f"hybrid_layer_pattern {str(pattern)!r:.200}: its {pattern.num_layers} layers cannot "
+            f"be divided evenly among {pp} stages of {vp} chunks. Place | in the pattern of the "
+            "job, or let --search-layout place it."
+        )
+    return Layout.from_flags(pattern.num_layers, pp, vp, mtp_num_layers=pattern.mtp_num_layers)
 
 
 def _num_microbatches(args: Namespace, layout: Layout, known: Known) -> int:

@@ -107,7 +107,8 @@ def _model(profile: Profile) -> _Model | None:
         vocab = facts.get("vocab_size")
         if not isinstance(config, dict) or not isinstance(vocab, int):
             return None
-        whole = {"num_layers": profile.model.num_layers, **config}
+        pattern = facts.get("hybrid_layer_pattern")
+        whole = {"num_layers": profile.model.num_layers, **config, "hybrid_layer_pattern": pattern}
         return _Model(whole, vocab, _precision(config))
     try:
         job = job_from(facts["job"], "model.facts.job")

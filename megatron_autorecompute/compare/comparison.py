@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from megatron_autorecompute import json_records
 from megatron_autorecompute.compare.manual_search import NotTried
 from megatron_autorecompute.options import option
+from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 
 SCHEMA_VERSION = 1
 
@@ -32,6 +33,21 @@ class Shape:
     pipeline_stages: int = option(2, "pipeline-parallel size, and the number of processes")
     bf16: bool = option(False, "train in bfloat16 with fp32 master weights; fp32 otherwise")
     seed: int = option(1234, "of weights and dropout")
+    hybrid_layer_pattern: str | None = option(
+        None, "train a HybridModel of these layers, a symbol for each, | between stages"
+    )
+
+    def __post_init__(self) -> None:
+        """As in Megatron, a pattern says how many layers there are. Raises PipelineError for one
+        that Megatron does not build."""
+        if self.pattern is not None:
+            object.__setattr__(self, "num_layers", self.pattern.num_layers)
+
+    @property
+    def pattern(self) -> HybridPattern | None:
+        """Of a HybridModel, read; None for a GPTModel."""
+        text = self.hybrid_layer_pattern
+        return None if text is None else HybridPattern.parse(text)
 
 
 ON_A_GPU = Shape(

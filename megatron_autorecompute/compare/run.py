@@ -43,7 +43,8 @@ from megatron_autorecompute.errors import (
 )
 from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.options import add_flags, from_flags, option
-from megatron_autorecompute.packages import needed
+from megatron_autorecompute.packages import lacking_kernels, needed
+from megatron_autorecompute.planner.hybrid_pattern import FAMILIES
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner
@@ -93,8 +94,7 @@ class Settings:
             for name in names:
                 if getattr(options, name) < 1:
                     raise _refused(options, name, "it must be at least 1")
-        if shape.num_layers % shape.pipeline_stages:
-            raise _refused(shape, "num_layers", f"{shape.pipeline_stages} stages share them evenly")
+        _check_layers(shape)
         if shape.hidden_size % shape.num_attention_heads:
             raise _refused(
                 shape, "hidden_size", f"{shape.num_attention_heads} heads share it evenly"
@@ -107,6 +107,28 @@ class Settings:
             raise _refused(self, "timeout_s", f"it must be above 0, and {LONGEST_S} at most")
         if not 0 <= shape.seed < 1 << 32:
             raise _refused(shape, "seed", "it must be from 0 to 2^32 - 1")
+
+
+def _check_layers(shape: Shape) -> None:
+    """Raise an AutorecomputeError for layers that cannot be trained here, or in these stages."""
+    if shape.pattern is None:
+        if shape.num_layers % shape.pipeline_stages:
+            raise _refused(shape, "num_layers", f"{shape.pipeline_stages} stages share them evenly")
+        return
+    Layout.from_pattern(shape.pattern, shape.pipeline_stages, 1)
+    text = str(shape.pattern)
+    for position, symbol in enumerate(text):
+        shown = f"--hybrid-layer-pattern {text!r:.200}: {symbol!r} at position {position}"
+        if symbol in "GD+":
+            raise OptionError(
+                f"{shown}: the comparison has no sizes for {FAMILIES[symbol]} layers. Give "
+                "attention (*), MLP (-), MoE (E) and Mamba (M)."
+            )
+        if lacking := lacking_kernels(symbol):
+            raise MachineError(
+                f"{shown} ({FAMILIES[symbol]}) runs kernels that are not installed here. Install "
+                f"{', '.join(lacking)}, or leave the layer out."
+            )
 
 
 def _refused(options: Any, name: str, rule: str) -> OptionError:
@@ -470,8 +492,8 @@ class Contest:
 
     def _profile(self) -> Any:
         """A profile with every choice measured; bytes and times are read in separate steps."""
-        from megatron_autorecompute.compat import model_facts, stage_layout
-        from megatron_autorecompute.profile import Model, Parallelism
+        from megatron_autorecompute.compat import stage_layout
+        from megatron_autorecompute.profile import Parallelism
         from megatron_autorecompute.runtime.apply import apply
         from megatron_autorecompute.runtime.measurement import Measurement
         from megatron_autorecompute.runtime.model_shard import ModelShard
@@ -481,7 +503,8 @@ class Contest:
             "full", num_layers=stage_layout.num_policy_layers(job.config)
         )
         with apply(leanest, job.chunks, holder="the comparison's measuring") as applied:
-            measurement = Measurement(ModelShard(job.chunks), applied)
+            shard = ModelShard(job.chunks)
+            measurement = Measurement(shard, applied)
             for _ in measurement.policies():
                 self._step("ours: measuring memory")
                 with job.memory() as memory, measurement.watch(memory, times=job.on_cuda):
@@ -490,10 +513,9 @@ class Contest:
                 self._step("ours: measuring time")
                 with measurement.watch(None):
                     job.step()
+            model = shard.model()
             return measurement.profile(
-                Model(
-                    "GPT", shape.num_layers, facts=asdict(shape) | model_facts.of_model(job.chunks)
-                ),
+                replace(model, facts=asdict(shape) | model.facts),
                 Parallelism(
                     shape.micro_batch_size,
                     shape.seq_length,
@@ -505,10 +527,11 @@ class Contest:
 
     def _planned(self, profile: Any) -> tuple[StrategyResult, tuple[int, ...]]:
         """The best plan for this profile, run, and its measured peaks."""
+        from megatron_autorecompute.compat import stage_layout
         from megatron_autorecompute.runtime.ranks import on_rank_0
 
         shape = self.settings.shape
-        layout = Layout.from_flags(shape.num_layers, shape.pipeline_stages)
+        layout = stage_layout.pipeline_layout(self.job.config)
         schedule = Schedule(shape.pipeline_stages, 1, shape.num_microbatches)
         plan = on_rank_0(
             lambda: make_plan(Planner(profile, layout, schedule), self.comparison.budget_bytes or 0)

@@ -1,4 +1,4 @@
-"""A real Megatron training job of a given size: GPTModel, DDP, optimizer, its own schedule.
+"""A real Megatron training job of a given size: its model, DDP, optimizer, its own schedule.
 
 The comparison and the benchmarks run it. Strategies are switched on one model: recompute changes no
 result, and several models would not fit in memory.
@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -32,6 +32,7 @@ from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.compare.text import check_length
 from megatron_autorecompute.compat import (
+    hybrid_spec,
     layer_modules,
     lost_step,
     model_layers,
@@ -40,6 +41,7 @@ from megatron_autorecompute.compat import (
     versions,
 )
 from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.meta.hybrid import check_supported
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import StaticBytes
@@ -49,18 +51,33 @@ from megatron_autorecompute.runtime.probe import CudaBytes, Memory
 from megatron_autorecompute.runtime.ranks import all_gather
 from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
 
+if TYPE_CHECKING:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
 VOCABULARY = 256
 """The text is read as bytes."""
+EXPERTS: Mapping[str, Any] = {
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+}
+"""Of a HybridModel with E layers; each expert is as wide as an MLP."""
+
+
+def _local_layers(config: TransformerConfig) -> ModuleSpec:
+    pattern = stage_layout.pattern_of(config)
+    spec: ModuleSpec = get_gpt_layer_local_spec() if pattern is None else hybrid_spec.local_spec()
+    return spec
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Which GPT is trained; by default the plain one with unfused layers."""
+    """Which model is trained; by default a plain one with unfused layers."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the TransformerConfig, in place of those from the shape."""
 
-    spec: Callable[[TransformerConfig], ModuleSpec] = lambda config: get_gpt_layer_local_spec()
+    spec: Callable[[TransformerConfig], ModuleSpec] = _local_layers
     """Makes the spec of its layers from the config."""
 
 
@@ -70,7 +87,9 @@ class TrainingJob:
     Args:
         shape: the size of the job.
         text: training text, whose bytes are the tokens.
-        variant: another model than the plain GPT.
+        variant: another model than the plain one.
+
+    Raises: OptionError for a HybridModel that is not installed or cannot run here.
     """
 
     def __init__(self, shape: Shape, text: bytes, variant: Variant | None = None) -> None:
@@ -173,6 +192,8 @@ class TrainingJob:
         counts: Sequence[int] = range(1, max(chunks) + 1)
         if versions.uniform_needs_whole_groups():
             counts = [n for n in counts if all(length % n == 0 for length in chunks)]
+        if self.config.mtp_num_layers:  # with which Megatron allows no other
+            counts = [1]
         blocks = [f"megatron:block/{n}" for n in range(1, max(chunks))]
         return blocks + [f"megatron:uniform/{n}" for n in counts]
 
@@ -244,6 +265,7 @@ class TrainingJob:
 def _config(shape: Shape, variant: Variant) -> TransformerConfig:
     dtype = torch.bfloat16 if shape.bf16 else torch.float32
     on_cuda = torch.cuda.is_available()
+    pattern = shape.pattern
     values: dict[str, Any] = {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -259,26 +281,42 @@ def _config(shape: Shape, variant: Variant) -> TransformerConfig:
         "deallocate_pipeline_outputs": True,
         "use_cpu_initialization": not on_cuda,
     }
+    if pattern is not None:
+        check_supported("the comparison's job")
+        values |= {"is_hybrid_model": True, "mtp_num_layers": pattern.mtp_num_layers or None}
+        if "E" in str(pattern):
+            values |= {**EXPERTS, "moe_ffn_hidden_size": 4 * shape.hidden_size}
+        values |= {"mamba_num_groups": 1} if "M" in str(pattern) else {}
     mla = variant.fields.get("multi_latent_attention")
     config_class = MLATransformerConfig if mla else TransformerConfig
-    return config_class(**(values | dict(variant.fields)))
+    config = config_class(**(values | dict(variant.fields)))
+    stage_layout.note_pattern(config, shape.hybrid_layer_pattern)
+    return config
 
 
-def _model(shape: Shape, config: TransformerConfig, variant: Variant) -> GPTModel:
-    return GPTModel(
-        config,
-        variant.spec(config),
-        vocab_size=VOCABULARY,
-        max_sequence_length=shape.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+def _model(shape: Shape, config: TransformerConfig, variant: Variant) -> GPTModel | HybridModel:
+    ends: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "max_sequence_length": shape.seq_length,
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
         # Multi-latent attention rotates part of every head itself.
-        position_embedding_type="rope" if config.multi_latent_attention else "learned_absolute",
-        share_embeddings_and_output_weights=False,
-    )
+        "position_embedding_type": (
+            "rope" if config.multi_latent_attention else "learned_absolute"
+        ),
+        "share_embeddings_and_output_weights": False,
+    }
+    if shape.hybrid_layer_pattern is None:
+        return GPTModel(config, variant.spec(config), **ends)
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    with hybrid_spec.torch_norm():
+        return HybridModel(
+            config, variant.spec(config), hybrid_layer_pattern=shape.hybrid_layer_pattern, **ends
+        )
 
 
-def _wrapped(config: TransformerConfig, model: GPTModel) -> DistributedDataParallel:
+def _wrapped(config: TransformerConfig, model: GPTModel | HybridModel) -> DistributedDataParallel:
     if torch.cuda.is_available():
         model.cuda()
     inner = Float16Module(config, model) if config.bf16 else model

@@ -10,7 +10,7 @@ import torch
 from megatron.core.activations import squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_autorecompute.compat import model_layers, versions
+from megatron_autorecompute.compat import model_layers, stage_layout, versions
 from megatron_autorecompute.compat.untyped import Chunk
 from megatron_autorecompute.errors import ProfileError
 
@@ -31,7 +31,8 @@ _FUNCTIONS = {
 
 
 def of_model(chunks: Sequence[Chunk]) -> dict[str, Any]:
-    """How a GPTModel is built, as JSON values for `Model.facts` of a profile; see NAMES.
+    """How a GPTModel or a HybridModel is built, as JSON values for `Model.facts` of a profile; see
+    NAMES. A HybridModel has its hybrid_layer_pattern, too.
 
     All ranks return the same, but a rank without layers lacks transformer_impl. Empty for other
     models, which `verify` cannot build.
@@ -39,18 +40,22 @@ def of_model(chunks: Sequence[Chunk]) -> dict[str, Any]:
     # Not at the top: if Megatron's sources are patched, its modules import `compat`.
     from megatron.core.models.gpt import GPTModel
 
-    model = model_layers.unwrapped(chunks[0])
-    if not isinstance(model, GPTModel):
+    model: Any = model_layers.unwrapped(chunks[0])
+    known: tuple[type, ...] = (GPTModel, *model_layers.pattern_types())
+    if not issubclass(type(model), known):
         return {}
-    facts = {
+    facts: dict[str, Any] = {
         "transformer_config": of_config(model.config),
         "vocab_size": model.vocab_size,
         "position_embedding_type": model.position_embedding_type,
         "share_embeddings_and_output_weights": model.share_embeddings_and_output_weights,
     }
+    pattern = stage_layout.pattern_of(model)
+    if pattern is not None:
+        facts["hybrid_layer_pattern"] = str(pattern)
     for layer, _ in model_layers.numbered_layers(chunks)[:1]:
-        attention = type(getattr(layer.self_attention, "core_attention", None)).__module__
-        fused = attention.startswith("megatron.core.extensions")
+        parts = (type(part).__module__ for part in layer.modules())
+        fused = any(part.startswith("megatron.core.extensions") for part in parts)
         facts["transformer_impl"] = "transformer_engine" if fused else "local"
     return facts
 

@@ -68,19 +68,19 @@ class Runner:
     """What a block runs in Megatron's full-recompute branch; a copy of the block has a copy of it.
 
     Args:
-        run: takes the block, `segments`, and what Megatron's checkpointed forward takes.
-        segments: further arguments of `run`; they may refer to the block only through objects that
-            are copied and pickled with it.
+        run: takes the block, `held`, and what Megatron's checkpointed forward takes.
+        held: what `run` needs besides; it may refer to the block only through objects that are
+            copied and pickled with it.
     """
 
-    def __init__(self, run: Callable[..., Any], segments: Any) -> None:
-        self.run, self.segments = run, segments
+    def __init__(self, run: Callable[..., Any], held: Any) -> None:
+        self.run, self.held = run, held
         if not is_method():
             _ask_for_runners()
             _runners.add(weakref.ref(self, _let_go))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Runner, (self.run, self.segments)
+        return Runner, (self.run, self.held)
 
 
 class _OfBlock:
@@ -93,7 +93,7 @@ class _OfBlock:
         block = self.block()
         if block is None:
             raise ApplyError("A copy.copy of a block outlived the block: use copy.deepcopy.")
-        return self.runner.run(block, self.runner.segments, *args, **kwargs)
+        return self.runner.run(block, self.runner.held, *args, **kwargs)
 
     def __getstate__(self) -> Any:
         return self.block(), self.runner
@@ -139,7 +139,7 @@ def dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
         runner = block.__dict__.get(_RUNNER)
         if runner is None:
             return original(block, *args, **kwargs)
-        return runner.run(block, runner.segments, *args, **kwargs)
+        return runner.run(block, runner.held, *args, **kwargs)
 
     return checkpointed_forward
 

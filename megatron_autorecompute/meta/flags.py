@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.meta.determinism import deterministic
 from megatron_autorecompute.meta.job import TE_VERSION, Job, job_from
 from megatron_autorecompute.patched import patched, patched_environ
 from megatron_autorecompute.planner.hybrid_pattern import check_flags
@@ -87,6 +88,7 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
     try:
         with (
             without_cuda.activate(training=True),
+            deterministic(False),  # the parser turns torch's own on, and leaves it so
             kernels.stand_ins(kernels.Settings()),  # the config asks for some of them
             _engine(),
             contextlib.redirect_stdout(io.StringIO()),  # Megatron prints every argument

@@ -64,6 +64,12 @@ def build_hybrid(
     )
 
 
+def build_local(config: Any, *where: Any, pattern: str, **ends: Any) -> torch.nn.Module:
+    """`build_hybrid` of Megatron's local layers."""
+    with hybrid_spec.torch_norm():
+        return build_hybrid(config, *where, pattern=pattern, spec=hybrid_spec.local_spec(), **ends)
+
+
 @functools.cache
 def _spec() -> Any:
     """Megatron's hybrid_stack_spec, of stand-ins."""

@@ -25,6 +25,7 @@ from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import stage_layout
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.meta import hybrid, job_checks, kernels, without_cuda
+from megatron_autorecompute.meta.determinism import deterministic
 from megatron_autorecompute.meta.hybrid import build_hybrid
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
@@ -130,6 +131,7 @@ def meta_megatron(job: Job) -> Iterator[None]:
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     with (
         without_cuda.activate(meta=True),
+        deterministic(bool(job.config.get("deterministic_mode"))),
         kernels.stand_ins(settings),
         hybrid.stand_ins(),
         quiet,

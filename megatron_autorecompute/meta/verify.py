@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_autorecompute.compat import model_facts
+from megatron_autorecompute.compat import model_facts, stage_layout
 from megatron_autorecompute.errors import OptionError, ProfileError, VerificationError
+from megatron_autorecompute.meta.hybrid import build_local
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
     StepShape,
@@ -23,7 +24,7 @@ from megatron_autorecompute.meta.meta_step import (
     stage_steps,
     workers,
 )
-from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
+from megatron_autorecompute.planner.hybrid_pattern import FAMILIES, pattern_of_job
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import Peak
 from megatron_autorecompute.planner.plan import Plan
@@ -381,8 +382,9 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
     if lacking:
         raise ProfileError(
             f"To verify a plan its model is built again, but the profile's model.facts lack "
-            f"{', '.join(lacking)}. Profiles that `auto` or `compare` measured of a GPTModel have "
-            "them: measure again, or write them into the profile (docs/plan.md, verify)."
+            f"{', '.join(lacking)}. Profiles that `auto` or `compare` measured of a GPTModel or a "
+            "HybridModel have them: measure again, or write them into the profile (docs/plan.md, "
+            "verify)."
         )
     if facts["transformer_impl"] != "local":
         raise ProfileError(
@@ -390,13 +392,25 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
             "device only Megatron's local layers run, whose bytes differ. Verify on the "
             "device with --recompute-policy @PLAN, or profile with --transformer-impl local."
         )
-    config = model_facts.rebuilt_config(facts["transformer_config"], _pipeline_fields(plan))
-    build = functools.partial(
-        build_gpt,
-        position_embedding_type=facts["position_embedding_type"],
-        share_embeddings_and_output_weights=facts["share_embeddings_and_output_weights"],
-    )
-    return config, build
+    fields = _pipeline_fields(plan)
+    pattern = fields.pop("hybrid_layer_pattern", None)
+    config = model_facts.rebuilt_config(facts["transformer_config"], fields)
+    stage_layout.note_pattern(config, pattern)
+    ends = {name: facts[name] for name in model_facts.NAMES[-2:]}
+    if pattern is None:
+        return config, functools.partial(build_gpt, **ends)
+    _refuse_kernels(pattern)
+    return config, functools.partial(build_local, pattern=pattern, **ends)
+
+
+def _refuse_kernels(pattern: str) -> None:
+    """Raise ProfileError for layers whose kernels, of packages of their own, do not run here."""
+    for symbol in sorted(set(pattern) & set("MGD+")):
+        raise ProfileError(
+            f"The profile was measured of {symbol!r} layers ({FAMILIES[symbol]}) in hybrid_layer_"
+            f"pattern {pattern!r:.200}, whose kernels need a device. Verify on the device with "
+            "--recompute-policy @PLAN, or the plan of a profile made by estimate."
+        )
 
 
 def _pipeline_fields(plan: Plan) -> dict[str, Any]:

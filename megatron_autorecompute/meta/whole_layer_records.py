@@ -17,11 +17,10 @@ import torch
 from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.model import JobStep, job_kinds, shard
-from megatron_autorecompute.policy import NONE, WHOLE_LAYER, LayerPolicy
+from megatron_autorecompute.policy import NONE, WHOLE, WHOLE_LAYER
 from megatron_autorecompute.profile import LayerKind, OffloadGroup, Profile
 
 LEAST_ELEMENTS = 256 << 10
-WHOLE = LayerPolicy(offload=(WHOLE_LAYER,))
 
 
 @dataclass

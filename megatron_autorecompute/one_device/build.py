@@ -27,6 +27,7 @@ from megatron_autorecompute.meta.model import (
     step_shape,
 )
 from megatron_autorecompute.one_device.even_routing import even_routing
+from megatron_autorecompute.packages import lacking_kernels
 from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.planner.hybrid_pattern import FAMILIES
 
@@ -38,17 +39,6 @@ PRECISIONS = {
     "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
 }
 """Megatron's fields for a job's precision; those that the job's config has come first."""
-KERNELS_OF_SYMBOLS = {
-    "M": {
-        "mamba_ssm": "mamba-ssm",
-        "causal_conv1d": "causal-conv1d",
-        "einops": "einops",
-    },
-    "G": {"fla": "flash-linear-attention"},
-    "D": {"fast_hadamard_transform": "fast-hadamard-transform"},
-}
-"""Symbols of a HybridModel's pattern, and modules and packages of the kernels that they run; G asks
-for its package even in deterministic_mode."""
 RUN_HERE = ("fp8", "fp4", "fp8_recipe", "moe_permute_fusion", "moe_router_fusion")
 """Fields that the model on meta tensors is built without, and the one on a device is not."""
 
@@ -100,9 +90,8 @@ def refuse(job: Job, device: torch.device) -> None:
             "installed here. Install transformer-engine; transformer_impl local is another model "
             "with other bytes and times."
         )
-    for symbol, packages in KERNELS_OF_SYMBOLS.items():
-        lacking = [name for module, name in packages.items() if util.find_spec(module) is None]
-        if lacking and symbol in job.config.get("hybrid_layer_pattern", ""):
+    for symbol in dict.fromkeys(job.config.get("hybrid_layer_pattern", "")):
+        if lacking := lacking_kernels(symbol):
             raise MachineError(
                 f"{job.name}: {symbol!r} in hybrid_layer_pattern ({FAMILIES[symbol]}) runs kernels "
                 f"that are not installed here. Install {', '.join(lacking)}; estimate needs none."

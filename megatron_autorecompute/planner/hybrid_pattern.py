@@ -124,9 +124,10 @@ class HybridPattern:
 
 
 def pattern_of_job(facts: Mapping[str, Any]) -> HybridPattern | None:
-    """The pattern of the job in `Model.facts` of a profile; None if it is no hybrid model's."""
+    """The pattern in `Model.facts` of a profile, of the model that was measured or the job that was
+    described; None if it is no hybrid model's."""
     job = facts.get("job")
-    config = job.get("config") if isinstance(job, dict) else None
+    config = job.get("config") if isinstance(job, dict) else facts
     text = config.get("hybrid_layer_pattern") if isinstance(config, dict) else None
     return HybridPattern.parse(text) if isinstance(text, str) else None
 

@@ -25,7 +25,8 @@ from megatron_autorecompute.planner.copy_bounds import CopyBounds, mixed
 from megatron_autorecompute.planner.offloaded_step import MOST_EVENTS, host_link
 from megatron_autorecompute.planner.policy_cost import PolicyCost
 from megatron_autorecompute.planner.stage_search.problem import OnlyChoices
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.planner.whole_layer_search import WholeLayerSearch
+from megatron_autorecompute.policy import WHOLE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.units import gib
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class OffloadSearch:
     def __init__(self, planner: Planner) -> None:
         self.planner, self.link = planner, host_link(planner.profile)
         self._costs: dict[RecomputePolicy, PolicyCost] = {}
+        self.whole_layers = WholeLayerSearch(planner, self.link, self.cost)
         self._bounds = CopyBounds(planner.profile, planner.layout, planner.schedule, self.link)
 
     @cached_property
@@ -81,11 +83,42 @@ class OffloadSearch:
 
     def solve(self, budgets: Sequence[int]) -> Solution | None:
         """The best policy found under every stage's budget, and what is proven of it; None if
-        nothing fits, even if copies took no time."""
+        nothing fits, even if copies took no time.
+
+        It is never slower than any of Megatron's `cpu_offloading/N` that fits.
+        """
+        found = self._solved_by_groups(budgets) if self._has_groups else self._plain(budgets)
+        whole = self.whole_layers.fastest(budgets)
+        if whole is None:
+            return found
+        policy, cost = whole
+        bounds_ms = [cost.step_ms]
+        if found is not None:
+            bounds_ms.append(found.step_evidence.bound_ms or 0.0)
+            if found.cost.step_ms <= cost.step_ms:
+                policy, cost = found.policy, found.cost
+        return self.planner.proven(policy, cost, budgets, min(bounds_ms))
+
+    def _plain(self, budgets: Sequence[int]) -> Solution | None:
+        return None if self.without is None else self.without.try_solve(budgets)
+
+    @cached_property
+    def _has_groups(self) -> bool:
+        """Whether a layer may offload otherwise than as a whole."""
+        kinds = [kind for kind in self.planner.profile.kinds if kind.layers]
+        return any(
+            record.offload_groups
+            and record.policy != WHOLE
+            and self.planner.allows(kind.layers[0], record.policy)
+            for kind in kinds
+            for record in kind.choices
+        )
+
+    def _solved_by_groups(self, budgets: Sequence[int]) -> Solution | None:
         relaxed = self.relaxed.try_solve(budgets)
         if relaxed is None:
             return None
-        plain = None if self.without is None else self.without.try_solve(budgets)
+        plain = self._plain(budgets)
         bound_ms = relaxed.step_evidence.bound_ms or 0.0
         starts = [relaxed.policy] if plain is None else [plain.policy, relaxed.policy]
         for share, planner in self._mixed.items():
@@ -102,7 +135,7 @@ class OffloadSearch:
 
     def bought(self, cost: PolicyCost, budgets: Sequence[int]) -> str:
         """The sentence that says what offload gains at these budgets."""
-        plain = None if self.without is None else self.without.try_solve(budgets)
+        plain = self._plain(budgets)
         host = gib(max(stage.host_bytes for stage in cost.stages))
         if not any(stage.host_bytes for stage in cost.stages):
             return f"{WITH_OFFLOAD} nothing faster was found at these budgets: the plan has none."
@@ -125,6 +158,7 @@ class OffloadSearch:
         policies = dict.fromkeys(point.policy for point in (*relaxed, *plain))
         spread = [self.spread(policy, late=late) for policy in policies for late in (False, True)]
         replayed = []
+        spread += self.whole_layers.policies
         for number, policy in enumerate(dict.fromkeys((*policies, *spread))):
             cost = self.cost(policy)
             if self.host_over(cost) == 0:
@@ -301,7 +335,8 @@ class _Replays:
     def _choices(self, layer: int) -> Sequence[LayerPolicy]:
         kind = self.planner.profile.kind_of(layer)
         records = sorted(kind.choices, key=lambda record: record.forward_ms + record.backward_ms)
-        single = (record.policy for record in records if record.policy.group == 1)
+        singles = (record.policy for record in records if record.policy.group == 1)
+        single = (choice for choice in singles if choice != WHOLE)
         return [choice for choice in single if self.planner.allows(layer, choice)]
 
 

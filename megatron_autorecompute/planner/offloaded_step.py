@@ -25,6 +25,8 @@ from megatron_autorecompute.profile import HostLink, Profile
 Copies = StageCopies | WholeLayerCopies
 MOST_EVENTS = 1 << 12
 """Of all stages together in a replay."""
+_FEW = 3
+"""Microbatches that show all there is where each is like the one before."""
 StageUnits = Sequence[Sequence[tuple[Unit, ...]]]
 """`[stage][chunk]`"""
 
@@ -77,15 +79,17 @@ def offloaded_step(
         kept: which groups stay; by default as Megatron keeps them.
     """
     rest = residual.forward.tolist(), residual.backward.tolist()
+    short = _short(schedule)
     if any(moves_whole_layers(chunk) for stage in units for chunk in stage):
         make = _of_whole_layers(units, rest, link)
+        # No copy outlives its microbatch, so that each takes as long as the one before.
+        short = replace(schedule, num_microbatches=min(schedule.num_microbatches, _FEW))
     else:
         works = [
             [ChunkWork.of(*own) for own in zip(of_stage, *each, strict=True)]
             for of_stage, *each in zip(units, *rest, strict=True)
         ]
         make = _of_groups(works, link, kept or Kept())
-    short = _short(schedule)
     stages, finish_ps = _replay(short, make)
     more = schedule.num_microbatches - short.num_microbatches
     if more:

@@ -52,7 +52,14 @@ from megatron_autorecompute.planner.stage_search.problem import (
 from megatron_autorecompute.planner.stage_search.search import Effort, StageSearch
 from megatron_autorecompute.planner.stage_search.side_by_side import true_peak
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
-from megatron_autorecompute.policy import FULL, LayerPolicy, MegatronStrategy, RecomputePolicy
+from megatron_autorecompute.policy import (
+    FULL,
+    NONE,
+    WHOLE,
+    LayerPolicy,
+    MegatronStrategy,
+    RecomputePolicy,
+)
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import gib
 
@@ -341,10 +348,14 @@ class Planner:
     ) -> Solution:
         """A policy that fits, with what is proven of its step and of its stages."""
         evidence = []
+        whole = None if self.offload is None else self.offload.whole_layers.fastest(budgets)
         for stage, budget_bytes in enumerate(budgets):
             choice = self.choose(stage, budget_bytes)
-            assert choice is not None, "something fits"
-            evidence.append(self._evidence(stage, budget_bytes, choice, policy, cost))
+            bounds_ps = [] if choice is None else [choice.bound_ps]
+            if whole is not None:
+                bounds_ps.append(self._busy_ps(stage, whole[0]))
+            least_ps = min(bounds_ps)
+            evidence.append(self._evidence(stage, budget_bytes, least_ps, policy, cost))
         step_evidence = StepEvidence.of(cost.step_ms, bound_ms)
         return Solution(policy, cost, tuple(evidence), step_evidence)
 
@@ -437,23 +448,26 @@ class Planner:
         self,
         stage: int,
         budget: int,
-        choice: StageChoice,
+        bound_ps: int,
         policy: RecomputePolicy,
         cost: PolicyCost,
     ) -> StageEvidence:
-        chunks = self.layout.stages[stage]
-        units = (unit for chunk in chunks for unit in self.table.chunk_units(chunk, policy))
-        time_ps = sum(unit.time_ps for unit in units)
+        time_ps = self._busy_ps(stage, policy)
         free = time_ps <= self.searches[stage].least_ps
         return StageEvidence(
             stage,
             budget,
             time_ps / PS_PER_MS,
-            choice.bound_ps / PS_PER_MS,
-            (time_ps - choice.bound_ps) / time_ps if time_ps else 0.0,
+            bound_ps / PS_PER_MS,
+            (time_ps - bound_ps) / time_ps if time_ps else 0.0,
             cost.stages[stage].peak_high_bytes,
             NOTHING_BINDS if free else cost.stages[stage].peak.moment,
         )
+
+    def _busy_ps(self, stage: int, policy: RecomputePolicy) -> int:
+        chunks = self.layout.stages[stage]
+        units = (unit for chunk in chunks for unit in self.table.chunk_units(chunk, policy))
+        return sum(unit.time_ps for unit in units)
 
     def _infeasible(self, budgets: Sequence[int]) -> InfeasibleError:
         needs = [choice.peak_bytes for choice in self.leanest]
@@ -494,14 +508,15 @@ class Planner:
         fitting: list[tuple[MegatronStrategy, Ints]] = []
         for setting, times in self._manual_times:
             slower = any((times >= faster).all() for _, faster in fitting)
-            if not slower and self._fits(self.manual_policy(setting), budgets):
+            if not slower and self.may_fit(self.manual_policy(setting), budgets):
                 fitting.append((setting, times))
         found = [self._manual(setting, budgets) for setting, _ in fitting]
         steps = [(manual.cost.step_ms, manual) for manual in found if manual.cost is not None]
         return min(steps, key=itemgetter(0))[1] if steps else None
 
-    def _fits(self, policy: RecomputePolicy, budgets: Sequence[int]) -> bool:
-        """Whether the high end of every stage's peak is within its budget."""
+    def may_fit(self, policy: RecomputePolicy, budgets: Sequence[int]) -> bool:
+        """Whether the high end of every stage's peak is within its budget, without bytes of copies
+        that are under way."""
         for stage, (chunks, budget) in enumerate(zip(self.layout.stages, budgets, strict=True)):
             columns = [ChunkColumns(c, self.table.chunk_units(c, policy)) for c in chunks]
             moments = stage_moments(self.profile, self.schedule, stage)
@@ -629,13 +644,19 @@ def changed_at(
 ) -> list[tuple[LayerPolicy, RecomputePolicy]]:
     """Every other choice of one layer, with the policy in which only that layer changes.
 
-    If the layer is in a group, it leaves the group, and each other member gets its own checkpoint.
+    Where layers leave as a whole, Megatron's `cpu_offloading` with the number that changes it. If
+    the layer is in a group, it leaves the group, and each other member gets its own checkpoint.
     Raises: PolicyError for a layer that does not exist.
     """
     if not 0 <= layer < len(policy.layers):
         raise PolicyError(
             f"Layer {layer} does not exist: layers are 0 to {len(policy.layers) - 1}."
         )
+    number = policy.layers.count(WHOLE)
+    if number:  # the first ones leave: this layer is the first that stays, or the last that leaves
+        others = planner.offload.whole_layers.policies if planner.offload else ()
+        fewer, more = others[layer - 1 : layer] if layer else (), others[layer : layer + 1]
+        return [(NONE, one) for one in fewer] if layer < number else [(WHOLE, one) for one in more]
     table = CostTable(planner.profile)
     alone = list(policy.layers)
     for index in _group_members(planner.layout, policy, layer):

@@ -20,7 +20,7 @@ from megatron_autorecompute.block_names import ENCODER
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.arrays import Bools, Ints
 from megatron_autorecompute.planner.layout import Chunk
-from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy, Run
+from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy, Run
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerBytes,
@@ -166,9 +166,12 @@ class CostTable:
         return self._records[self._kinds[layer].name].get(choice)
 
     def choices(self, layer: int) -> tuple[LayerPolicy, ...]:
-        """The choices of one layer that have records, without groups, in the profile's order."""
+        """The choices of one layer that have records, without groups, in the profile's order.
+
+        Whether a layer leaves as a whole is no choice of its own: Megatron moves the first N.
+        """
         planned = self._planned[self._kinds[layer].name]
-        return tuple(policy for policy in planned if policy.group == 1)
+        return tuple(policy for policy in planned if policy.group == 1 and policy != WHOLE)
 
     @cached_property
     def depth_layers(self) -> int:

@@ -109,7 +109,7 @@ class WholeLayerCopies:
 
     def _leave(self, layer: int, now: int) -> None:
         group = self._group(layer)
-        self._stream = max(self._stream, now) + self._ps(group, self._link.to_host_gb_per_s)
+        self._stream = max(self._stream, now) + copy_ps(group, self._link.to_host_gb_per_s)
         self._out[layer] = self._stream
         add(self.device, now, group.device_bytes)
         add(self.host, now, group.host_bytes)
@@ -132,7 +132,7 @@ class WholeLayerCopies:
 
     def _return(self, layer: int, now: int) -> None:
         group = self._group(layer)
-        self._stream = max(self._stream, now) + self._ps(group, self._link.to_device_gb_per_s)
+        self._stream = max(self._stream, now) + copy_ps(group, self._link.to_device_gb_per_s)
         self._back[layer] = self._stream
         add(self.device, now, group.device_bytes)
 
@@ -140,6 +140,7 @@ class WholeLayerCopies:
         (group,) = self._moved[layer]
         return group
 
-    @staticmethod
-    def _ps(group: OffloadGroup, gb_per_s: float) -> int:
-        return round(group.host_bytes * PS_PER_NS / gb_per_s)
+
+def copy_ps(group: OffloadGroup, gb_per_s: float) -> int:
+    """How long one way takes a layer's group, in picoseconds."""
+    return round(group.host_bytes * PS_PER_NS / gb_per_s)

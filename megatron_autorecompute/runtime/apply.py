@@ -531,6 +531,11 @@ class _HeldDepths(_Held):
 class _HeldBlock(_Held):
     """A policy in force on one block."""
 
+    segments: Sequence[_Segment] = ()
+    """What its checkpointed forward runs, one after the other."""
+    ran: bool = False
+    """Whether this forward did."""
+
     def set_full(self, owner: torch.nn.Module) -> None:
         if any(_works_inside(choice) for _, choice in self.choices()):
             self.watch = owner.register_forward_pre_hook(_look_at_input, with_kwargs=True)
@@ -539,9 +544,9 @@ class _HeldBlock(_Held):
         if any(run.policy.granularity == "full" for run in runs):
             if any(map(layer_kinds.attends_to_context, self.layers)):
                 runs = _layer_by_layer(runs)
-            segments = tuple(_segment(self.config, run) for run in _without_modules(runs))
+            self.segments = tuple(_segment(self.config, run) for run in _without_modules(runs))
             owner.config = _full_config(self.config)
-            seam.redirect(owner, seam.Runner(_run_by_segments, segments))
+            seam.redirect(owner, seam.Runner(_run_by_segments, self))
             self.ran = False
             self.hooks.append(owner.register_forward_hook(_check_that_it_ran))
 
@@ -694,7 +699,7 @@ def _segment(config: Any, run: Run) -> _Segment:
 
 
 def _behind_frozen(
-    block: Block, segments: Sequence[_Segment], hidden_states: torch.Tensor, context: Any
+    block: Block, held: _HeldBlock, hidden_states: torch.Tensor, context: Any
 ) -> Sequence[_Segment]:
     """The segments of a block, the first ones without a checkpoint around layers whose parameters
     are all frozen, if no input requires grad.
@@ -703,11 +708,11 @@ def _behind_frozen(
     to require grad, for other layers inside it, and be kept and run again for nothing.
     """
     if any(getattr(each, "requires_grad", False) for each in (hidden_states, context)):
-        return segments
+        return held.segments
     trains = [_trains(layer) for layer in block.layers]
     frozen = trains.index(True) if True in trains else len(trains)
-    config, cut = block.__dict__[HOLDER_KEY].config, []
-    for segment in segments:
+    config, cut = held.config, []
+    for segment in held.segments:
         inside = min(max(0, frozen - segment.start), segment.count)
         if not inside or not segment.recomputes:
             cut.append(segment)
@@ -731,18 +736,18 @@ def _trains(layer: torch.nn.Module) -> bool:
 
 def _run_by_segments(
     block: Block,
-    segments: Sequence[_Segment],
+    held: _HeldBlock,
     hidden_states: torch.Tensor,
     **kwargs: Any,
 ) -> Any:
     """Megatron's checkpointed forward of a block, one run of equal layers after the other."""
-    block.__dict__[HOLDER_KEY].ran = True
+    held.ran = True
     megatron_forward = seam.checkpointed_forward(block)
     features: list[torch.Tensor] = []
     returns_features = bool(kwargs.get("extract_layer_indices"))
     offset = kwargs.get("layer_offset", 0)
     block_layers = list(block.layers)
-    for segment in _behind_frozen(block, segments, hidden_states, kwargs.get("context")):
+    for segment in _behind_frozen(block, held, hidden_states, kwargs.get("context")):
         layers: Any = block_layers[segment.start : segment.start + segment.count]
         if segment.recomputes:
             hidden_states = _with_gradient(hidden_states, layers)

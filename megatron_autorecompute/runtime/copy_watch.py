@@ -7,7 +7,6 @@ import socket
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from megatron.core.pipeline_parallel import fine_grained_activation_offload as m
 
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.profile import HostLink
+from megatron_autorecompute.runtime.host_memory import free_bytes
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, Clock
 from megatron_autorecompute.runtime.ranks import all_gather
 
@@ -139,13 +139,7 @@ class CopyWatch:
 
 
 def host_bytes() -> int:
-    """Host memory for this rank's copies: its share of half of what its node has free. All ranks
-    ask together."""
+    """Host memory for this rank's copies: its share of half of what its node or container has
+    free. All ranks ask together."""
     ranks = all_gather(socket.gethostname()).count(socket.gethostname())
-    return int(available_bytes(Path("/proc/meminfo").read_text()) * USABLE) // ranks
-
-
-def available_bytes(meminfo: str) -> int:
-    """What Linux says that programs may take."""
-    (kib,) = (line.split()[1] for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
-    return int(kib) << 10
+    return int(free_bytes() * USABLE) // ranks

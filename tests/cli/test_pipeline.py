@@ -101,6 +101,11 @@ def test_another_layout_of_a_hybrid_model_is_a_pattern_and_flags_it_lacks_are_re
         code, said = refusal(profile, *BUDGET, *words, capsys=capsys)
         assert code == 9
         assert f"{words[0]}: Megatron does not run it with a HybridModel" in said
+    for words in (["--pp", "7", "--num-microbatches", "8"], ["--vp", "3"]):
+        code, said = refusal(profile, *BUDGET, *words, capsys=capsys)
+        assert code == 8
+        assert "cannot be divided evenly" in said
+        assert "account_for" not in said
 
 
 def test_with_pp_the_layout_is_what_the_flags_alone_say(estimated, capsys):

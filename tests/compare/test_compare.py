@@ -26,14 +26,18 @@ from megatron_autorecompute.compare.run import Contest, Settings, main, parse
 from megatron_autorecompute.compat import lost_step, model_layers
 from megatron_autorecompute.errors import InfeasibleError, MachineError
 from megatron_autorecompute.planner.plan import Plan
+from tests.default_model import flags, layers
+from tests.hybrid_models import HAVE_HYBRID, runnable
 
 # Importing megatron-core 0.19 warns of a model that nobody here uses.
 pytestmark = pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning")
 ROOT = Path(__file__).parents[2]
-SMALL = [
-    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
+PATTERN = "--hybrid-layer-pattern"
+SIZES = [
+    *("--hidden-size", "64", "--num-attention-heads", "4"),
     *("--seq-length", "64", "--num-microbatches", "2", "--rounds", "2", "--tries", "1"),
 ]
+SMALL = [*SIZES, *flags(4)]
 
 
 @pytest.fixture(autouse=True)
@@ -146,10 +150,16 @@ def test_strategies_of_the_parent_need_no_megatron():
         (["--timeout-s", "inf"], 9, "--timeout-s inf: it must be above 0, and"),
         (["--seed", "-1"], 9, "--seed -1: it must be from 0 to"),
         (["--output", "LICENSE/x"], 7, "Cannot make the output folder LICENSE/x"),
+        ([f"{PATTERN}=-*-"], 8, "3 of its 3 layers cannot be divided evenly"),
+        ([f"{PATTERN}=*-|X"], 8, "'X' at position 3 is no layer"),
+        ([f"{PATTERN}=*|-|*|-"], 8, "do not make 2 stages of 1 chunks"),
+        ([f"{PATTERN}=*-|M"], 7, "'M' at position 3 (mamba) runs kernels that are not installed"),
+        ([f"{PATTERN}=*-|G"], 9, "'G' at position 3: the comparison has no sizes for gdn layers"),
     ],
 )
 def test_bad_input_says_what_to_do(arguments, code, message, tmp_path, capsys):
-    assert main([*SMALL, "--output", str(tmp_path), *arguments]) == code
+    small = [*SIZES, "--num-layers", "4", "--output", str(tmp_path)]
+    assert main([*small, *arguments]) == code
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -158,7 +168,7 @@ def small_job(variant=None, **fields):
 
     shape = Shape(
         **{
-            "num_layers": 4,
+            **layers(4),
             "hidden_size": 64,
             "num_attention_heads": 4,
             "seq_length": 32,
@@ -204,6 +214,9 @@ MLA = {
 }
 
 
+HYBRID = pytest.mark.skipif(not HAVE_HYBRID, reason="this megatron-core has no HybridModel")
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("fields", "modules"),
@@ -211,17 +224,28 @@ MLA = {
         (MOE, ("core_attn", "layernorm", "mlp", "moe", "shared_experts")),
         (MLA, ("core_attn", "layernorm", "mla_up_proj", "mlp")),
         ({}, ("core_attn", "layernorm")),  # with biases Megatron's mlp would never end
+        pytest.param("EM*-", ("core_attn", "layernorm", "mlp", "moe"), marks=HYBRID),
     ],
 )
 def test_every_set_of_modules_that_some_layer_has_is_a_setting_that_megatron_runs(fields, modules):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
     from megatron_autorecompute.compare.workload import Variant
 
-    def spec(config):
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    with runnable():
+        if isinstance(fields, str):
+            variant = Variant({"add_bias_linear": False})
+            job = small_job(variant, hybrid_layer_pattern=fields)
+        else:
+            job = small_job(Variant(fields, gpt_layers), num_layers=4, hybrid_layer_pattern=None)
+        every_set_is_a_setting(job, fields, modules)
 
-    job = small_job(Variant(fields, spec))
+
+def gpt_layers(config):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+
+
+def every_set_is_a_setting(job, fields, modules):
     settings = [text for text in job.own_settings() if text.startswith("megatron:selective")]
     sizes = range(1, len(modules) + 1)
     sets = (chosen for size in sizes for chosen in itertools.combinations(modules, size))
@@ -244,7 +268,7 @@ class RunsOut:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-@pytest.mark.any_version
+@pytest.mark.newest_version
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("when", [1, 2])
 def test_a_strategy_that_runs_out_of_memory_is_a_row_and_the_next_one_runs(when):
@@ -259,7 +283,7 @@ def test_a_strategy_that_runs_out_of_memory_is_a_row_and_the_next_one_runs(when)
             assert job.peak_bytes()[0] == pytest.approx(peak_under(policy, untouched), rel=0.01)
 
 
-@pytest.mark.any_version
+@pytest.mark.newest_version
 @pytest.mark.usefixtures("one_rank")
 def test_where_no_setting_fits_the_table_says_so_and_the_comparison_is_infeasible():
     told, job = [], small_job()
@@ -287,7 +311,7 @@ def peak_under(policy, job):
         return job.peak_bytes()[0]
 
 
-@pytest.mark.any_version
+@pytest.mark.newest_version
 @pytest.mark.usefixtures("one_rank")
 def test_out_of_memory_on_one_of_two_stages_says_what_to_give():
     job = small_job()

@@ -1,8 +1,10 @@
 """Flags of searched layouts, read by the parser of Megatron's own pretrain_gpt.py."""
 
 import importlib.util
+import os
 
 import pytest
+import torch
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.meta.flags import job_from_flags
@@ -47,6 +49,14 @@ def test_megatrons_parser_accepts_them_and_reads_the_planned_layout(sizes, chunk
     words += f"--global-batch-size {4 * stages}" + f" --mtp-num-layers {depths}" * bool(depths)
     flags = [word for pair in layout_flags(layout).items() for word in pair]
     assert job_from_flags([*words.split(), *flags], stages).layout() == layout
+
+
+def test_a_deterministic_job_leaves_no_trace_in_the_process_that_reads_its_flags():
+    words = f"{SMALL_JOB} --num-layers 1 --global-batch-size 1 --deterministic-mode".split()
+    before = dict(os.environ)
+    assert job_from_flags(words, 1).config["deterministic_mode"]
+    assert dict(os.environ) == before
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_bad_pattern_among_flags_is_refused_by_position_and_symbol():

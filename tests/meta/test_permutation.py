@@ -51,6 +51,15 @@ def test_without_fusion_megatrons_own_permutation_runs():
     assert indices
 
 
+def test_deterministic_jobs_keep_the_experts_outputs_and_leave_torch_as_it_was():
+    asked, plain = (
+        sum(tensor.shape == (ROWS, HIDDEN) for tensor in saved_by({**MOE, **more}))
+        for more in ({"deterministic_mode": True}, {})
+    )
+    assert asked == plain + 1
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_every_choice_of_a_fused_moe_layer_is_profiled():
     fused, plain = (profile_job(job(config), H100).kinds[1] for config in (FUSED, MOE))
     assert [r.choice for r in fused.choices] == [r.choice for r in plain.choices]

@@ -6,7 +6,6 @@ layers then stand for Transformer Engine's, in the job, on the device and on met
 
 import contextlib
 import functools
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from megatron_autorecompute.patched import patched
 from megatron_autorecompute.profile import MEASURED_ON_ONE_DEVICE, LayerBytes, Profile
 from megatron_autorecompute.runtime.model_shard import choices
 from tests import hybrid_models
+from tests.gloo import collectives_on_copies
 from tests.support import run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
@@ -118,7 +118,6 @@ def measured_in_the_job(fields, shape=SHAPE):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     from megatron_autorecompute.compare.workload import TrainingJob, Variant
-    from megatron_autorecompute.compat import model_layers
     from megatron_autorecompute.one_device.even_routing import even_routing
     from megatron_autorecompute.policy import RecomputePolicy
     from megatron_autorecompute.profile import Model, Parallelism
@@ -130,16 +129,15 @@ def measured_in_the_job(fields, shape=SHAPE):
     parallel_state.initialize_model_parallel(**sizes)
     spec = functools.partial(get_gpt_decoder_block_spec, use_transformer_engine=False)
     job = TrainingJob(shape, TEXT, Variant(fields, spec))
-    model = model_layers.unwrapped(job.chunks[0])
-    norm = model_layers.final_norm(model.decoder)
     leanest = RecomputePolicy.parse("full", num_layers=shape.num_layers)
-    with even_routing(), apply(leanest, job.chunks) as applied, job.memory() as memory:
+    with (
+        even_routing(),
+        collectives_on_copies(),
+        apply(leanest, job.chunks) as applied,
+        job.memory() as memory,
+    ):
         job.step()
         measurement = Measurement(ModelShard(job.chunks), applied)
-        for place in (model.embedding, *model.decoder.layers, norm):
-            # A thread of gloo's lets go of a tensor some time after the collective.
-            place.register_forward_pre_hook(lambda *_: time.sleep(0.05))
-        model.register_forward_hook(lambda *_: time.sleep(0.05))
         for _ in measurement.policies():
             with measurement.watch(memory):
                 job.step()

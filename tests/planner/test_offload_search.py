@@ -7,7 +7,7 @@ import pytest
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.planner import Planner, changed_at
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup
@@ -130,3 +130,33 @@ def test_the_curve_with_offload_is_nowhere_above_the_one_without(planner):
     for point in plain:
         best = min(p.step_ms for p in curve if p.budget_bytes <= point.peak_high_bytes)
         assert best <= point.step_ms
+
+
+def test_megatrons_whole_layer_offload_is_taken_where_it_is_the_fastest():
+    whole = OffloadGroup("cpu_offloading", 80, 80, 1.0, 0.0, 1.0)
+    none = ChoiceRecord("none", 100, 10, 30, 10.0, 20.0)
+    again = ChoiceRecord("selective[mlp]", 50, 10, 80, 10.0, 30.0)
+    moved = ChoiceRecord(
+        "none+offload[cpu_offloading]", 20, 90, 110, 10.0, 20.0, offload_groups=(whole,)
+    )
+    taken = set()
+    for rate in (8e6, 20e6):  # a copy takes 10 or 4 ms
+        link = HostLink(80 / 80e6 * rate / 1e7, 80 / 80e6 * rate / 1e7, 1 << 40)
+        profile = replace(uniform_profile(8, none, again, moved), host_link=link)
+        planner = Planner(profile, Layout.from_flags(8, 1), Schedule(1, 1, 4))
+        texts = [f"megatron:cpu_offloading/{n}" for n in range(1, 8)]
+        own = [planner.evaluate(RecomputePolicy.parse(text, num_layers=8)) for text in texts]
+        for budget in range(500, 1000, 40):
+            fits = [cost.step_ms for cost in own if cost.peak_high_bytes <= budget]
+            plain = planner.offload.without.try_solve(budget)
+            fits += [] if plain is None else [plain.cost.step_ms]
+            found = planner.try_solve(budget)
+            assert (found and found.cost.step_ms) == min(fits, default=None)
+            if found is not None:
+                assert found.step_evidence.gap == 0
+                taken.add(str(found.policy.layers[0]))
+                plan = make_plan(planner, budget)
+                assert Plan.from_json(plan.to_json()) == plan
+    assert {"none+offload[cpu_offloading]", "selective[mlp]"} <= taken
+    changes = [planner.evaluate(other) for _, other in changed_at(planner, found.policy, 2)]
+    assert changes

@@ -9,8 +9,9 @@ import torch
 from megatron_autorecompute.errors import ApplyError
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.oom_guard import StepGuard
+from tests.default_model import tiny_model
 from tests.runtime.test_copies import groups_are_shared, in_force, pickled  # noqa: F401
-from tests.support import microbatch, one_step, tiny_config, tiny_gpt
+from tests.support import microbatch, one_step, tiny_config
 
 pytestmark = [
     # TransformerConfig warns of its own default (0.16), and of core_attn without fused attention.
@@ -28,10 +29,10 @@ class Models:
 
     def __init__(self, seed):
         self.random = random.Random(seed)
-        self.plain = tiny_gpt(tiny_config())[0]
+        self.plain = tiny_model(tiny_config())[0]
         self.states = [copy.deepcopy(self.plain.state_dict())]
         self.expected = {}
-        self.alive = [(tiny_gpt(tiny_config())[0], 0)]
+        self.alive = [(tiny_model(tiny_config())[0], 0)]
 
     # ------------------------------------------------------------------------------ what is done
 

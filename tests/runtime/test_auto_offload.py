@@ -12,14 +12,14 @@ from megatron_autorecompute.errors import AutorecomputeError
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import FULL, NONE
 from megatron_autorecompute.runtime import offload_choices
-from megatron_autorecompute.runtime.copy_watch import available_bytes
+from tests.default_model import layers
+from tests.hybrid_models import HAVE_HYBRID
 from tests.support import run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
-SHAPE = Shape(
-    num_layers=6, hidden_size=64, num_attention_heads=8, seq_length=64, num_microbatches=2
-)
-BUDGET_GIB = 0.0075
+SHAPE = Shape(**layers(6), hidden_size=64, num_attention_heads=8, seq_length=64, num_microbatches=2)
+BUDGET_GIB = 0.0045 if HAVE_HYBRID else 0.0075
+MEASURE_STEPS = 8 if HAVE_HYBRID else 6  # of two kinds of layers, or of one
 
 
 class Work(TorchDispatchMode):
@@ -50,7 +50,7 @@ def trained(path, waited_ms, steps):
     options = AutoOptions(
         recompute_memory_budget_gib=BUDGET_GIB,
         recompute_plan_path=path,
-        recompute_measure_steps=6,
+        recompute_measure_steps=MEASURE_STEPS,
         recompute_allow_offload=True,
     )
     said, losses, peaks = [], [], []
@@ -84,7 +84,7 @@ def trained(path, waited_ms, steps):
 @pytest.fixture(scope="module")
 def auto(tmp_path_factory):
     path = tmp_path_factory.mktemp("auto") / "plan.json"
-    ranks = run_ranks(trained, 2, str(path), 0.0, 16)
+    ranks = run_ranks(trained, 2, str(path), 0.0, 10 + MEASURE_STEPS)
     return path, Plan.load(path), ranks
 
 
@@ -94,7 +94,8 @@ def test_a_plan_that_offloads_runs_after_its_warm_up_within_its_budget(auto):
         assert rank["policy"] == plan.policy.format()
         assert max(rank["peaks"]) <= plan.budget_bytes[stage]
         # Copies take no time here, so what leaves is free earlier than predicted.
-        assert 0.9 < rank["peaks"][-1] / plan.cost.stages[stage].peak.bytes < 1.001
+        peak = plan.cost.stages[stage].peak
+        assert peak.bytes - peak.breakdown.copy_bytes <= rank["peaks"][-1] < 1.001 * peak.bytes
         assert rank["links"][0] == ranks[0]["links"][0] != plan.profile.host_link
     assert "+offload[" in plan.policy.format()
     assert any("Offload stays" in line for line in ranks[0]["said"])
@@ -102,10 +103,10 @@ def test_a_plan_that_offloads_runs_after_its_warm_up_within_its_budget(auto):
 
 def test_what_leaves_is_what_is_held_less(auto):
     """Held bytes are those that `LiveBytes` counts, what leaves is counted by storage."""
-    (kind,) = auto[1].profile.kinds
-    moved = [record for record in kind.choices if record.policy.offload]
+    kinds = auto[1].profile.kinds
+    moved = [(kind, record) for kind in kinds for record in kind.choices if record.policy.offload]
     assert moved
-    for record in moved:
+    for kind, record in moved:
         same = kind.record(record.policy.recompute)
         leaves = sum(group.device_bytes for group in record.offload_groups)
         assert record.held_bytes + leaves == same.held_bytes
@@ -127,11 +128,6 @@ def test_a_restart_whose_copies_do_not_hide_says_so_and_gives_offload_up(auto, t
     assert {rank["policy"] for rank in ranks} == {plan.policy.format()}
     assert "offload" not in plan.policy.format()
     assert not any(record.policy.offload for kind in plan.profile.kinds for record in kind.choices)
-
-
-def test_linux_says_what_memory_is_free():
-    text = "MemTotal:       100 kB\nMemFree:  5 kB\nMemAvailable:      64 kB\n"
-    assert available_bytes(text) == 64 << 10
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from megatron_autorecompute.errors import ApplyError
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.oom_guard import FAILED, StepGuard
-from tests.support import microbatch, one_step, run_ranks, start_parallel, tiny_config, tiny_gpt
+from tests.default_model import tiny_model
+from tests.support import microbatch, one_step, run_ranks, start_parallel, tiny_config
 
 pytestmark = [
     # TransformerConfig warns of its own default (0.16), and of core_attn without fused attention.
@@ -115,7 +116,11 @@ def seam():
 MODELS = {
     "full": ("dense", {}, "full"),
     "a mix": ("dense", {}, "full/2*2,selective[core_attn+layernorm+mlp],none"),
-    "selective with linear biases": ("dense", {"add_bias_linear": True}, "selective[mlp],none*3"),
+    "selective with linear biases": (
+        "dense",
+        {"add_bias_linear": True},
+        "none,selective[mlp],none*2",
+    ),
     "MoE": ("moe", {}, "full,selective[moe],full,none"),
     "prediction depths": ("dense", {"mtp_num_layers": 2}, "none*3,full,selective[mlp],full"),
 }
@@ -123,7 +128,7 @@ MODELS = {
 
 def built(name):
     kind, fields, text = MODELS[name]
-    (model,) = tiny_gpt(tiny_config(kind, **fields))
+    (model,) = tiny_model(tiny_config(kind, **fields))
     return model, text, 4 + fields.get("mtp_num_layers", 0)
 
 
@@ -147,10 +152,10 @@ def test_a_copy_runs_its_own_layers_under_the_same_choices(name, way):
 def test_a_copy_of_a_model_built_with_the_field_runs_its_own_layers():
     from megatron_autorecompute.runtime import config_field
 
-    without = one_step(tiny_gpt(tiny_config()))
+    without = one_step(tiny_model(tiny_config()))
     config_field.install()
     try:
-        (model,) = tiny_gpt(tiny_config(recompute_policy="full,none*2,selective[mlp]"))
+        (model,) = tiny_model(tiny_config(recompute_policy="full,none*2,selective[mlp]"))
         twin, before_training = copy.deepcopy(model), one_step([model])
         late_twin = copy.deepcopy(model)
         for parameter in model.parameters():
@@ -164,7 +169,7 @@ def test_a_copy_of_a_model_built_with_the_field_runs_its_own_layers():
 
 
 def test_parts_of_a_model_can_be_copied_alone():
-    (model,) = tiny_gpt(tiny_config(dropout=0.0))
+    (model,) = tiny_model(tiny_config(dropout=0.0))
     inputs = torch.randn(32, 2, 64, requires_grad=True)
     mask = microbatch()["attention_mask"]
 
@@ -175,21 +180,21 @@ def test_parts_of_a_model_can_be_copied_alone():
         return output, inputs.grad
 
     without = run(model.decoder)
-    apply("full*2,selective[mlp]*2", model)
-    block, layer = copy.deepcopy(model.decoder), copy.deepcopy(model.decoder.layers[2])
+    apply("full*3,selective[mlp]", model)
+    block, layer = copy.deepcopy(model.decoder), copy.deepcopy(model.decoder.layers[3])
     in_force(model).undo()
     for parameter in model.parameters():
         parameter.data.zero_()
     assert all(map(torch.equal, run(block), without))
-    assert in_force(block).policy == policy_of("full*2,selective[mlp]*2")
+    assert in_force(block).policy == policy_of("full*3,selective[mlp]")
     assert layer.recompute_mlp
     layer(inputs, mask)[0].sum().backward()
     assert all(p.grad is not None for p in layer.parameters())
 
 
-@pytest.mark.parametrize("text", ["selective[layernorm]", "selective[mlp]*2,full/2*2"])
+@pytest.mark.parametrize("text", ["selective[layernorm]", "none,selective[mlp],full/2*2"])
 def test_every_parameter_of_a_copy_gets_its_gradient_behind_a_frozen_embedding(text):
-    (model,) = tiny_gpt(tiny_config())
+    (model,) = tiny_model(tiny_config())
     model.embedding.requires_grad_(False)
     without = one_step([model])
     apply(text, model)
@@ -201,7 +206,7 @@ def test_every_parameter_of_a_copy_gets_its_gradient_behind_a_frozen_embedding(t
 
 
 def test_a_copy_shares_its_own_config_between_its_parts():
-    (model,) = tiny_gpt(tiny_config())
+    (model,) = tiny_model(tiny_config())
     apply("full", model)
     twin = copy.deepcopy(model)
     twin.config.hidden_dropout = 0.75
@@ -210,7 +215,7 @@ def test_a_copy_shares_its_own_config_between_its_parts():
 
 
 def test_a_shallow_copy_runs_the_layers_it_shares():
-    (model,) = tiny_gpt(tiny_config())
+    (model,) = tiny_model(tiny_config())
     without = one_step([model])
     applied = apply("full,none*3", model)
     shallow = copy.copy(model)
@@ -224,7 +229,7 @@ def test_a_shallow_copy_runs_the_layers_it_shares():
 
 
 def test_switching_and_undoing_the_original_leave_the_copy_as_it_is():
-    model, functions = tiny_gpt(tiny_config())[0], seam()
+    model, functions = tiny_model(tiny_config())[0], seam()
     plain = cost(model)
     applied = apply("full", model)
     full = cost(model)
@@ -239,9 +244,9 @@ def test_switching_and_undoing_the_original_leave_the_copy_as_it_is():
 
 
 def test_switching_and_undoing_the_copy_leave_the_original_as_it_is():
-    (model,) = tiny_gpt(tiny_config())
+    (model,) = tiny_model(tiny_config())
     plain = cost(model)
-    applied = apply("full,selective[mlp]*3", model)
+    applied = apply("full,selective[mlp],none,selective[mlp]", model)
     mixed = cost(model)
     twin = copy.deepcopy(model)
     in_force(twin).switch(policy_of("full"))
@@ -253,7 +258,7 @@ def test_switching_and_undoing_the_copy_leave_the_original_as_it_is():
 
 
 def test_undoing_a_copy_leaves_what_a_copy_without_a_policy_has():
-    (model,) = tiny_gpt(tiny_config())
+    (model,) = tiny_model(tiny_config())
     untouched = attributes(copy.deepcopy(model))
     apply("full/2*2,selective[core_attn+layernorm+mlp],none", model)
     twin = copy.deepcopy(model)
@@ -273,7 +278,7 @@ def attributes(model):
 
 
 def test_a_copy_outlives_its_original():
-    (model,) = tiny_gpt(tiny_config())
+    (model,) = tiny_model(tiny_config())
     without = one_step([model])
     apply("full,none,full,none", model)
     expected = cost(model)
@@ -285,7 +290,7 @@ def test_a_copy_outlives_its_original():
 
 
 def test_a_pickle_loaded_when_no_other_model_has_a_policy_runs_its_own():
-    (model,) = tiny_gpt(tiny_config())
+    (model,) = tiny_model(tiny_config())
     without = one_step([model])
     applied = apply("full,none,full,none", model)
     expected = cost(model)
@@ -296,7 +301,7 @@ def test_a_pickle_loaded_when_no_other_model_has_a_policy_runs_its_own():
 
 
 def test_applying_to_a_copy_is_refused_with_the_holder_and_the_way_out():
-    (model,) = tiny_gpt(tiny_config())
+    (model,) = tiny_model(tiny_config())
     apply("full", model)
     twin = copy.deepcopy(model)
     with pytest.raises(ApplyError, match=r"applied by the trainer.*copy does, in_force\(model\)"):
@@ -309,7 +314,7 @@ def test_applying_to_a_copy_is_refused_with_the_holder_and_the_way_out():
 def test_what_is_in_force_is_found_on_any_model():
     from megatron_autorecompute.runtime import config_field
 
-    (model,) = tiny_gpt(tiny_config())
+    (model,) = tiny_model(tiny_config())
     assert in_force(model) is None
     applied = apply("full", model)
     assert in_force([model]).policy == applied.policy
@@ -319,7 +324,7 @@ def test_what_is_in_force_is_found_on_any_model():
         applied.switch(policy_of("none"))
     config_field.install()
     try:
-        (built_with_it,) = tiny_gpt(tiny_config(mtp_num_layers=1, recompute_policy="full"))
+        (built_with_it,) = tiny_model(tiny_config(mtp_num_layers=1, recompute_policy="full"))
         in_force(built_with_it).switch(policy_of("none", 5))
         assert in_force(built_with_it).policy == policy_of("none", 5)
     finally:
@@ -327,7 +332,7 @@ def test_what_is_in_force_is_found_on_any_model():
 
 
 def test_a_policy_on_some_blocks_only_is_not_the_models():
-    (model,) = tiny_gpt(tiny_config(mtp_num_layers=1))
+    (model,) = tiny_model(tiny_config(mtp_num_layers=1))
     apply("full", model, 5)
     in_force(model.decoder).undo()
     with pytest.raises(ApplyError, match=r"in_force\(model.decoder\)"):
@@ -342,7 +347,7 @@ def test_a_policy_on_some_blocks_only_is_not_the_models():
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_made_in_a_guarded_step_trains_its_own_parameters_and_is_not_guarded(way):
 
-    (model,) = tiny_gpt(tiny_config())
+    (model,) = tiny_model(tiny_config())
     model.config.finalize_model_grads_func = finalized
     without = one_step([model])
     before = vars(COPIES[way](model)).keys()
@@ -389,7 +394,7 @@ def out_of_memory(*_):
 def test_a_copy_made_in_a_measured_step_is_not_measured(way):
     from megatron_autorecompute.runtime.probe import Probe
 
-    (model,) = tiny_gpt(tiny_config(mtp_num_layers=1))
+    (model,) = tiny_model(tiny_config(mtp_num_layers=1))
     without = one_step([model])
     before = attributes(COPIES[way](model))
     apply("full,none*4", model, 5)
@@ -409,7 +414,7 @@ def test_a_copy_made_in_a_measured_step_is_not_measured(way):
     for each in (twin, late_twin, model):
         in_force(each).undo()
         assert attributes(each) == before
-    held = weakref.ref(model.decoder.layers[0].mlp.linear_fc1.weight)
+    held = weakref.ref(model.decoder.layers[1].mlp.linear_fc1.weight)
     del model, probe, each
     gc.collect()
     assert held() is None
@@ -420,13 +425,13 @@ def test_a_copy_made_in_a_measured_step_is_not_measured(way):
 
 @pytest.mark.parametrize("text", ["none", "selective[mlp]", "full", "full,none*3"])
 def test_a_model_that_is_let_go_of_is_freed_as_without_a_policy(text):
-    (model,) = tiny_gpt(tiny_config())
+    (model,) = tiny_model(tiny_config())
     functions = seam()
     apply(text, model)
     gc.collect()
     gc.disable()
     try:
-        weight = weakref.ref(model.decoder.layers[0].mlp.linear_fc1.weight)
+        weight = weakref.ref(model.decoder.layers[1].mlp.linear_fc1.weight)
         model(**microbatch()).mean().backward()
         del model
         assert weight() is None
@@ -436,7 +441,7 @@ def test_a_model_that_is_let_go_of_is_freed_as_without_a_policy(text):
 
 
 def test_the_config_a_block_shows_is_copied_like_any_other():
-    (model,) = tiny_gpt(tiny_config())
+    (model,) = tiny_model(tiny_config())
     apply("full", model)
     shown = model.decoder.config
     plain = [copy.copy(shown), dataclasses.replace(shown)]

@@ -17,7 +17,8 @@ from megatron_autorecompute.integrations import megatron_bridge
 from megatron_autorecompute.integrations.megatron_lm import shapes_of
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.runtime.fingerprint import rendered
-from tests.support import run_ranks, start_parallel, tiny_config, tiny_gpt
+from tests.default_model import tiny_model
+from tests.support import run_ranks, start_parallel, tiny_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +68,7 @@ def job(distributed=False, **fields):
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed, overlap_grad_reduce=True
     )
-    chunks = [DistributedDataParallel(config, ddp, chunk) for chunk in tiny_gpt(config)]
+    chunks = [DistributedDataParallel(config, ddp, chunk) for chunk in tiny_model(config)]
     settings = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=distributed)
     optimizer = get_megatron_optimizer(settings, chunks)
     config.no_sync_func = [chunk.no_sync for chunk in chunks]

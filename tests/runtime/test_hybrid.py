@@ -1,5 +1,7 @@
 """A policy on a HybridModel: the bits of no recompute, and Megatron's own layers and choices."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -403,7 +405,8 @@ def test_a_pattern_of_other_numbers_than_the_config_is_refused(one_rank):
 def test_a_loop_of_many_lengths_has_the_results_of_one_without_us(one_rank, monkeypatch):
     from benchmarks import any_loop
 
-    monkeypatch.setattr(any_loop, "SmallGPT", small_model)
+    with_mamba = functools.partial(small_model, pattern="M-*-M-")
+    monkeypatch.setattr(any_loop, "SmallGPT", with_mamba)
     job = any_loop.Job("hybrid", 1, None, 1, 8_400)
     with runnable():
         ours, theirs = (any_loop.trained(job, 18, with_auto) for with_auto in (True, False))
