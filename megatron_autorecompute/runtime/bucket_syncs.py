@@ -37,18 +37,25 @@ class BucketSyncs:
         groups = _groups(chunk)
         # Until a step shows another order: that of a model whose modules run as registered.
         self._reduces, self._gathers = _Order(groups), _Order(groups[::-1])
-        self._orders = [self._reduces, self._gathers] if groups else []
+        self._ready: dict[Any, None] = {}
+        """Groups in the order in which the last of their gradients arrived in this step."""
 
     def note(self, replace: Replace) -> None:
         """Replace, by `replace`, the methods that start collectives, to note what a step starts."""
         for group in _groups(self._chunk):
             replace(group, "start_grad_sync", functools.partial(self._noted, self._reduces, group))
             replace(group, "start_param_sync", functools.partial(self._noted, self._gathers, group))
+            replace(group, "register_grad_ready", functools.partial(self._arriving, group))
+
+    @property
+    def lacks_order(self) -> bool:
+        """Whether forwards gather parameters, and none has shown yet in which order."""
+        return self._gathers_now() and not self._gathers.is_seen
 
     def gather_owed(self) -> None:
         """Gather the parameters that a forward of this chunk has not gathered yet."""
-        if not getattr(self._chunk, "remove_forward_pre_hook_handles", None):
-            return  # Megatron's forward does not gather now
+        if not self._gathers_now():
+            return
         for group in self._gathers.known:
             if not group.param_gather_dispatched or group.param_gather_handle is not None:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
@@ -62,14 +69,32 @@ class BucketSyncs:
 
     def finished(self) -> None:
         """End a complete step, in which all entered collectives have been waited for."""
-        for order in self._orders:
-            order.close()
+        # In a first step Megatron reduces at the end, in another order than in the steps to come:
+        # as gradients arrive.
+        if len(self._ready) == len(self._reduces.known):
+            self._reduces.now = dict(self._ready)
+        self._ready.clear()
+        self._reduces.close()
+        self._gathers.close()
 
     def abandon(self) -> None:
         """Leave a lost step, on every rank: the failed one has not counted its gradients."""
-        self._reduces.now.clear()
-        self._gathers.now.clear()
+        for begun in (self._reduces.now, self._gathers.now, self._ready):
+            begun.clear()
         count_again(self._chunk)
+
+    def _gathers_now(self) -> bool:
+        """Whether Megatron's forward gathers parameters now."""
+        return bool(getattr(self._chunk, "remove_forward_pre_hook_handles", None))
+
+    def _arriving(self, group: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def register(*args: Any, **kwargs: Any) -> Any:
+            if group.is_last_microbatch:
+                self._ready.pop(group, None)
+                self._ready[group] = None
+            return original(*args, **kwargs)
+
+        return register
 
     def _noted(self, order: _Order, group: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def start(*args: Any, **kwargs: Any) -> Any:
@@ -105,10 +130,12 @@ class _Order:
 
     def __init__(self, usual: list[Any]) -> None:
         self.known = usual
+        self.is_seen = False
+        """Whether a complete step has shown `known`."""
         self.now: dict[Any, None] = {}
 
     def close(self) -> None:
         """End a complete step: its order is the known one from now on."""
-        if len(self.now) == len(self.known):
-            self.known = list(self.now)
+        if self.now and len(self.now) == len(self.known):
+            self.known, self.is_seen = list(self.now), True
         self.now.clear()

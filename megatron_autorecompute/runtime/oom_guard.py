@@ -127,6 +127,8 @@ class StepGuard:
         """Whether this rank may go on with zeros; otherwise the error is raised."""
         if not self._knows:
             self._why_not = "in the first step it is not known yet where ranks communicate"
+        elif self._why_not is None and any(syncs.lacks_order for syncs in self._syncs):
+            self._why_not = "no step has shown yet in which order parameters are gathered"
         return self._why_not is None
 
     def _fail(self) -> None:

@@ -31,7 +31,7 @@ STEPS, LOST = 5, 2
 
 @dataclass(frozen=True)
 class Failure:
-    """Where a rank runs out of memory, in step LOST."""
+    """Where a rank runs out of memory, in the step that is lost."""
 
     rank: int
     where: str
@@ -58,6 +58,7 @@ class Case:
     """Of the sequences, one microbatch after the other."""
     aligned: bool = False
     """Whether the schedule says when gradients are reduced and parameters gathered."""
+    lost: int = LOST
     changed: Callable[[Any], None] = nothing
     """What is done to a model before it is wrapped."""
     before: Callable[["Job"], None] = nothing
@@ -199,18 +200,18 @@ def _tensors(state: Any) -> list[torch.Tensor]:
 
 
 def survived(cases):
-    """(outcomes, steps that Megatron took, state, state of the run without step LOST) of each."""
+    """(outcomes, steps taken, state, state of the run without the lost step) of each."""
     from megatron_autorecompute.runtime.oom_guard import StepGuard
 
     start_parallel(**cases[0].sizes)
     found: list[Any] = []
-    states: dict[str, str] = {}  # without step LOST, by all of a case but where it fails
+    states: dict[str, str] = {}  # without the lost step, by all of a case but where it fails
     for case in cases:
         job = Job(case)
         guard = StepGuard(job.chunks, job.optimizer, lambda: False)
         outcomes, taken = [], []
         for step in range(STEPS):
-            job.armed = step == LOST
+            job.armed = step == case.lost
             with guard.step():
                 taken.append(job.step())
             outcomes.append(guard.outcome)
@@ -218,7 +219,7 @@ def survived(cases):
         if alike not in states:
             without = Job(case)
             for step in range(STEPS):
-                if step == LOST:
+                if step == case.lost:
                     without.step_number += 1
                 else:
                     without.step()
@@ -231,8 +232,8 @@ def check_survived(cases, world_size, **options):
     ranks = run_ranks(survived, world_size, cases, timeout_s=60 + 10 * len(cases), **options)
     for number, case in enumerate(cases):
         for outcomes, taken, state, without in (found[number] for found in ranks):
-            assert outcomes == [FAILED if s == LOST else FINE for s in range(STEPS)], case.name
-            assert taken == [s != LOST for s in range(STEPS)], case.name
+            assert outcomes == [FAILED if s == case.lost else FINE for s in range(STEPS)], case.name
+            assert taken == [s != case.lost for s in range(STEPS)], case.name
             assert state == without, case.name
 
 
@@ -301,9 +302,9 @@ def embedding_listed_last(model):
 def test_gradients_are_reduced_in_the_order_in_which_the_model_runs_and_not_is_listed():
     ddp = OVERLAPS["gradients and parameters, distributed optimizer"]
     places = [replace(place, microbatch=2) for place in PLACES]
-    check_survived(
-        [Case(str(place), place, ddp=ddp, changed=embedding_listed_last) for place in places], 2
-    )
+    changed = embedding_listed_last
+    # Step 1: the step before it, Megatron's first, has reduced in the order of the list.
+    check_survived([Case(str(at), at, ddp=ddp, changed=changed, lost=1) for at in places], 2)
 
 
 EXPERT_BIAS = {
@@ -397,7 +398,7 @@ def ended(case, path):
     job = Job(case)
     guard = StepGuard(job.chunks, job.optimizer, lambda: False, path.write_text)
     for step in range(STEPS):
-        job.armed = step == (0 if case.name == "first step" else LOST)
+        job.armed = step == case.lost
         with guard.step():
             job.step()
 
@@ -406,13 +407,32 @@ MET = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff"
 INSIDE = Failure(rank=1, where="forward", microbatch=1, layer=1)
 
 
+def gathers_from_the_second_step_on(job):
+    """As Megatron's training loop does."""
+    for chunk in job.chunks:
+        if job.step_number == 0:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        elif job.step_number == 1:
+            chunk.enable_forward_pre_hook()
+
+
+GATHERS = Case(
+    "in which order parameters are gathered",
+    replace(INSIDE, microbatch=0),
+    ddp=OVERLAPS["gradients and parameters, distributed optimizer"],
+    before=gathers_from_the_second_step_on,
+    lost=1,
+)
+
+
 @pytest.mark.any_version
 @pytest.mark.parametrize(
     "case",
     [
         Case("expert tensor", INSIDE, "moe", sizes={"expert_tensor_parallel_size": 2}),
         Case("inside layers: allreduce of 2 ranks", INSIDE, "moe", config=MET),
-        Case("first step", INSIDE),
+        Case("first step", INSIDE, lost=0),
+        GATHERS,
         Case("outside forward and backward", replace(INSIDE, where="data")),
     ],
     ids=lambda case: case.name,
