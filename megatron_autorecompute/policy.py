@@ -175,6 +175,11 @@ class RecomputePolicy:
                     f"for example {_with_rest(run)}."
                 )
 
+    @property
+    def offloads(self) -> bool:
+        """Whether any layer does."""
+        return any(choice.offload for choice in self.layers)
+
     @classmethod
     def parse(
         cls,

@@ -95,7 +95,7 @@ def check_can_run(policy: RecomputePolicy) -> None:
             "Megatron decides on cpu_offloading when it builds a model: set cpu_offloading and "
             "cpu_offloading_num_layers there, and leave the recompute policy out."
         )
-    if offloads(policy):
+    if policy.offloads:
         check_machine()
 
 
@@ -112,12 +112,6 @@ def check_machine() -> None:
             "Offload with Transformer Engine 2.10 or newer would move weights, too: set "
             "NVTE_CPU_OFFLOAD_V1=1 in the environment before Python starts."
         )
-
-
-def offloads(policy: RecomputePolicy) -> bool:
-    """Whether any layer of the whole model does. Then all ranks take part, as Megatron's table of
-    what was offloaded is gathered from all of them."""
-    return any(choice.offload for choice in policy.layers)
 
 
 def switch(layer: Layer, module: str) -> tuple[Any, str] | None:

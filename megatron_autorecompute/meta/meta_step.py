@@ -369,11 +369,10 @@ def applied(policy: RecomputePolicy | None, models: list[torch.nn.Module]) -> It
     if policy is None:
         yield
         return
-    from megatron_autorecompute.compat import offload_modules
     from megatron_autorecompute.meta import offloading
     from megatron_autorecompute.runtime.apply import apply
 
-    offloads = offload_modules.offloads(policy)
+    offloads = policy.offloads
     with offloading.on_meta() if offloads else contextlib.nullcontext(), apply(policy, models):
         yield
 

@@ -71,8 +71,23 @@ class Outcomes:
     ) -> list[Outcome]:
         """One outcome for each policy; calls `progress` with the share that is done, 0 to 1.
 
+        Policies that offload are evaluated one by one, with their copies.
+
         Raises: ProfileError if the profile lacks a record, PolicyError if a group spans two chunks.
         """
+        copying = [index for index, policy in enumerate(policies) if policy.offloads]
+        by_index = {}
+        for done, index in enumerate(copying, start=1):
+            by_index[index] = _evaluated(self._planner, policies[index])
+            progress(done / len(policies))
+        rest = [policy for policy in policies if not policy.offloads]
+        share = len(copying) / len(policies) if policies else 0.0
+        others = iter(self._without_copies(rest, lambda part: progress(share + (1 - share) * part)))
+        return [by_index[i] if i in by_index else next(others) for i in range(len(policies))]
+
+    def _without_copies(
+        self, policies: Sequence[RecomputePolicy], progress: Callable[[float], None]
+    ) -> list[Outcome]:
         if not policies:
             return []
         costs = [[self._stage(stage, p) for stage in range(len(self._moments))] for p in policies]
@@ -151,6 +166,15 @@ class Outcomes:
     @cached_property
     def _moments(self) -> list[_Moments]:
         return [_moments(self._planner, s) for s in range(self._planner.layout.num_stages)]
+
+
+def _evaluated(planner: Planner, policy: RecomputePolicy) -> Outcome:
+    cost = planner.evaluate(policy)
+    return Outcome(
+        cost.step_ms,
+        tuple(stage.busy_ms for stage in cost.stages),
+        tuple(stage.peak_high_bytes for stage in cost.stages),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -389,7 +389,7 @@ class _Held:
 
     def set(self, owner: torch.nn.Module, policy: RecomputePolicy) -> None:
         """Put the policy in force; none may be in force at the moment."""
-        self.policy, self.offloads = policy, offload_modules.offloads(policy)
+        self.policy, self.offloads = policy, policy.offloads
         if self.offloads:
             offload_modules.forget()
             setattr(self.config, offload_modules.SWITCH_OF_ALL, True)

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
-from megatron_autorecompute.compat import offload_modules
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.climb import climb
 from megatron_autorecompute.runtime.copy_watch import CopyWatch
@@ -38,7 +37,7 @@ def that_hides(
         LostStepsError: as `climb`.
     """
     copies, waits = CopyWatch(), list[float]()
-    while offload_modules.offloads(plan.policy) and len(waits) < STEPS:
+    while plan.policy.offloads and len(waits) < STEPS:
         around = copies.watching
         next_plan = yield from in_force.one_step(plan, reads_bytes=False, around=around)
         if next_plan is plan:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute.compat import offload_modules
 from megatron_autorecompute.profile import Profile, RankStep
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.call_guard import Guard
@@ -255,7 +254,7 @@ class Measuring:
     @contextmanager
     def _copying(self) -> Iterator[None]:
         """Watches what a step offloads."""
-        if not offload_modules.offloads(self.applied.policy):
+        if not self.applied.policy.offloads:
             yield
             return
         self._left_layers.begin()
@@ -287,7 +286,7 @@ class Measuring:
 
     def _note_whole_step(self, took_ms: Mapping[str, float]) -> None:
         """Keep Megatron's timers and torch's statistics of the step that has just run."""
-        if not self._counts() or offload_modules.offloads(self.applied.policy):
+        if not self._counts() or self.applied.policy.offloads:
             return
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         number = self.guard.steps if self.job.iteration is None else self.job.iteration() + 1

@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from megatron_autorecompute.compat import offload_modules
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.call_guard import CallGuard, Guard
@@ -92,7 +91,7 @@ class PlanInForce:
 
     def warm_up(self, plan: Plan) -> Generator[Step, None, None]:
         """Run the step that Megatron's offload needs before it keeps what it will keep."""
-        if offload_modules.offloads(plan.policy):
+        if plan.policy.offloads:
             yield self._step(reads_bytes=False)
 
     def one_step(

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.outcomes import Outcomes
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner, changed_at
 from megatron_autorecompute.planner.schedule import Schedule
@@ -109,6 +110,19 @@ def test_offload_that_hides_is_as_fast_as_keeping_and_the_plan_says_what_it_buys
 
 def test_where_everything_may_stay_the_plan_has_no_copies_and_says_so(planner):
     assert make_plan(planner, 1 << 40).notes[-1].startswith("With offload nothing faster was found")
+
+
+def test_many_policies_at_once_cost_what_each_costs_with_its_copies(planner):
+    moved, kept = "none+offload[core_attn]", "selective[mlp]"
+    texts = [moved, kept, f"{moved}*8,{kept}*8", f"{kept}*4,none*4,{moved}*8"]
+    policies = [RecomputePolicy.parse(text, num_layers=16) for text in texts]
+    told = []
+    for policy, outcome in zip(policies, Outcomes(planner).of(policies, told.append), strict=True):
+        cost = planner.evaluate(policy)
+        assert outcome.step_ms == pytest.approx(cost.step_ms)
+        assert outcome.peak_high_bytes == tuple(s.peak_high_bytes for s in cost.stages)
+    assert told == sorted(told)
+    assert told[-1] == 1
 
 
 def test_less_memory_than_recompute_alone_needs(planner):
