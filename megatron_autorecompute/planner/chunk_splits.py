@@ -31,7 +31,6 @@ from megatron_autorecompute.planner.stage_times import residual_times
 from megatron_autorecompute.planner.step_time import finished, step_unit
 from megatron_autorecompute.planner.unit_costs import CostTable
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
-from megatron_autorecompute.profile import Profile
 
 Split = tuple[tuple[LayerPolicy, ...], ...]
 """A stage's choices, `[chunk][position]`."""
@@ -48,26 +47,24 @@ _EVENTS_OF_A_PEAK = 1 << 14
 
 
 def with_exchanges(
-    profile: Profile,
+    table: CostTable,
     layout: Layout,
     schedule: Schedule,
     policy: RecomputePolicy,
     budgets: Sequence[int],
-    percentile: float | None = None,
 ) -> RecomputePolicy:
     """Exchange choices between chunks within stages; returns `policy` itself if nothing is gained.
 
     Args:
-        profile: what every choice costs.
+        table: what every choice costs, at the high end of every uncertain figure.
         layout: which stage and chunk holds which layers.
         schedule: the order of forwards and backwards.
         policy: the policy to begin with; every stage's busy time stays the same.
-        budgets: bytes by stage, met by the high end of every uncertain figure.
-        percentile: MoE imbalance to budget for, in percent.
+        budgets: bytes by stage.
     """
     if layout.num_chunks == 1:
         return policy
-    search = _Search(profile, layout, schedule, policy, budgets, percentile)
+    search = _Search(table, layout, schedule, policy, budgets)
     before = search.whole_step()
     stages, unchanged = itertools.cycle(range(layout.num_stages)), 0
     while unchanged < layout.num_stages:
@@ -113,16 +110,14 @@ def _at(
 class _Search:
     def __init__(
         self,
-        profile: Profile,
+        table: CostTable,
         layout: Layout,
         schedule: Schedule,
         policy: RecomputePolicy,
         budgets: Sequence[int],
-        percentile: float | None,
     ) -> None:
-        self.profile, self.layout, self.schedule, self.budgets = profile, layout, schedule, budgets
-        self.table = CostTable(profile, percentile)
-        self.high = CostTable(profile, percentile, "high")
+        self.table, self.profile = table, table.profile
+        self.layout, self.schedule, self.budgets = layout, schedule, budgets
         group, number = schedule.group_size, schedule.num_microbatches
         self.short = replace(schedule, num_microbatches=min(number, 4 * group + number % group))
         self.events = 2 * self.short.num_microbatches * layout.num_chunks * layout.num_stages
@@ -240,7 +235,7 @@ class _Search:
         return [
             self._columns[stage, c]
             if own is self.splits[stage][c] and (stage, c) in self._columns
-            else ChunkColumns(chunk, self.high.chunk_units(chunk, self._policy(chunk, own)))
+            else ChunkColumns(chunk, self.table.chunk_units(chunk, self._policy(chunk, own)))
             for c, (chunk, own) in enumerate(zip(self.layout.stages[stage], split, strict=True))
         ]
 

@@ -9,9 +9,7 @@ import numpy as np
 
 from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.chunk_splits import put_together, with_exchanges
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.policy_cost import PolicyCost, PolicyCosts
 from megatron_autorecompute.planner.stage_search.problem import StageChoice
 from megatron_autorecompute.planner.stage_search.search import StageSearch
 from megatron_autorecompute.planner.stage_times import residual_times
@@ -35,8 +33,7 @@ class FastestStep:
 
 def fastest_step(
     table: CostTable,
-    layout: Layout,
-    schedule: Schedule,
+    costs: PolicyCosts,
     searches: Sequence[StageSearch],
     budgets: Sequence[int],
     choices: Sequence[StageChoice],
@@ -45,60 +42,46 @@ def fastest_step(
     """The shortest step found, never longer than with any of the others, and a bound on it.
 
     Args:
-        table: what every choice costs.
-        layout: which stage and chunk holds which layers.
-        schedule: the order of events.
+        table: what every choice costs, at the high end of every uncertain figure.
+        costs: of policies, in the layout and schedule that are planned.
         searches: of every stage.
         budgets: bytes, of every stage.
         choices: of every stage those of the least busy time that fit.
         others: policies that fit and are made of what may be chosen, such as Megatron's own.
     """
-    answer = _Answer(table, layout, schedule, budgets)
+    layout, schedule = costs.layout, costs.schedule
+    all_stages = _Stages(table, costs, budgets)
     busy = put_together(layout, [choice.policies for choice in choices])
-    exchanged = with_exchanges(table.profile, layout, schedule, busy, budgets, table.percentile)
-    stages = answer.stages(searches, choices)
+    exchanged = with_exchanges(table, layout, schedule, busy, budgets)
+    stages = all_stages.stages(searches, choices)
     search = StepSearch(schedule, stages)
-    policies = {answer.combination(policy, stages): policy for policy in (exchanged, *others)}
+    policies = {all_stages.combination(policy, stages): policy for policy in (exchanged, *others)}
     if aligned := search.aligned():
         splits = [own.found[option].split for own, option in zip(stages, aligned, strict=True)]
         start = put_together(layout, splits)
-        start = with_exchanges(table.profile, layout, schedule, start, budgets, table.percentile)
-        policies.setdefault(answer.combination(start, stages), start)
+        start = with_exchanges(table, layout, schedule, start, budgets)
+        policies.setdefault(all_stages.combination(start, stages), start)
     found = search.shortest(list(policies))
     policy = policies.get(found.chosen)
     if policy is None:
         pairs = zip(stages, found.chosen, strict=True)
         policy = put_together(layout, [own.found[option].split for own, option in pairs])
-    cost = answer.cost(policy)
+    cost = costs.of(policy)
     if found.bound == found.step:
         return FastestStep(policy, cost, cost.step_ms)
     if policy != exchanged:
-        policy = with_exchanges(table.profile, layout, schedule, policy, budgets, table.percentile)
-        cost = answer.cost(policy)
+        policy = with_exchanges(table, layout, schedule, policy, budgets)
+        cost = costs.of(policy)
     bound_ms = found.bound * stages[0].unit / PS_PER_MS
     return FastestStep(policy, cost, min(bound_ms, cost.step_ms))
 
 
-class _Answer:
-    """What policies cost, each worked out once."""
+class _Stages:
+    """Policies as the choices of stages."""
 
-    def __init__(
-        self, table: CostTable, layout: Layout, schedule: Schedule, budgets: Sequence[int]
-    ) -> None:
-        self.table, self.layout, self.schedule, self.budgets = table, layout, schedule, budgets
-        self._costs: dict[RecomputePolicy, PolicyCost] = {}
-
-    def cost(self, policy: RecomputePolicy) -> PolicyCost:
-        """Of a policy."""
-        if policy not in self._costs:
-            self._costs[policy] = evaluate(
-                self.table.profile,
-                self.layout,
-                self.schedule,
-                policy,
-                percentile=self.table.percentile,
-            )
-        return self._costs[policy]
+    def __init__(self, table: CostTable, costs: PolicyCosts, budgets: Sequence[int]) -> None:
+        self.table, self.costs, self.budgets = table, costs, budgets
+        self.layout, self.schedule = costs.layout, costs.schedule
 
     def stages(
         self, searches: Sequence[StageSearch], choices: Sequence[StageChoice]
@@ -134,7 +117,7 @@ class _Answer:
                 np.int64,
             )
             runs = sum(_runs(policies) for policies in split)
-            yield own.add(split, own_ps, self.cost(policy).stages[stage].peak_high_bytes, runs)
+            yield own.add(split, own_ps, self.costs.of(policy).stages[stage].peak_high_bytes, runs)
 
 
 def _runs(policies: Sequence[object]) -> int:

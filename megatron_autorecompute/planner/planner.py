@@ -40,7 +40,7 @@ from megatron_autorecompute.planner.peak_memory import (
     stage_moments,
     stage_peak,
 )
-from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
+from megatron_autorecompute.planner.policy_cost import PolicyCost, PolicyCosts
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.stage_search.problem import (
     ChunkProblem,
@@ -195,7 +195,9 @@ class Planner:
             allowed = OnlyChoices.parse(allowed)
         self.only = allowed
         self._effort = effort or Effort()
-        self._table = CostTable(profile, self.percentile, "high")
+        self.table = CostTable(profile, self.percentile, "high")
+        """Of what choices cost, as budgets are met."""
+        self.costs = PolicyCosts(profile, layout, schedule, self.percentile)
         self._searches: dict[int, StageSearch] = {}
         self._solved: dict[int, dict[int, StageChoice]] = {}
         self._known: list[_Known] = []
@@ -226,7 +228,7 @@ class Planner:
 
     def allows(self, layer: int, choice: LayerPolicy) -> bool:
         """Whether a layer may have a choice."""
-        return self.only is None or self.only.allow(self._table, layer, choice)
+        return self.only is None or self.only.allow(self.table, layer, choice)
 
     @cached_property
     def offload(self) -> OffloadSearch | None:
@@ -254,7 +256,7 @@ class Planner:
         base = self._base(stage)
         moments = stage_moments(self.profile, self.schedule, stage)
         chunks = [self._chunk(stage, c, base) for c in range(self.layout.num_chunks)]
-        peak = true_peak(self._table, self.layout.stages[stage], base, moments)
+        peak = true_peak(self.table, self.layout.stages[stage], base, moments)
         problem = stage_problem(chunks, moments, base, peak)
         # With several chunks as much again is left for the search of the step.
         shares = self.layout.num_stages * (1 if self.layout.num_chunks == 1 else 2)
@@ -266,7 +268,7 @@ class Planner:
         return self._bases[stage]
 
     def _chunk(self, stage: int, index: int, base: StageBase) -> ChunkProblem:
-        return chunk_problem(self._table, self.layout.stages[stage][index], base, self.only)
+        return chunk_problem(self.table, self.layout.stages[stage][index], base, self.only)
 
     @cached_property
     def leanest(self) -> tuple[StageChoice, ...]:
@@ -330,7 +332,7 @@ class Planner:
         manual = self.best_manual(budgets)
         others = [manual.policy] if manual is not None and self.may_be(manual.policy) else []
         others += [found.policy for found in self._fastest_known(budgets)]
-        problem = self._table, self.layout, self.schedule, self.searches
+        problem = self.table, self.costs, self.searches
         found = fastest_step(*problem, budgets, choices, [p for p in others if p is not None])
         bound_ms = min(max(bound_ms, found.bound_ms), found.cost.step_ms)
         found = replace(found, bound_ms=bound_ms)
@@ -379,9 +381,7 @@ class Planner:
 
     def evaluate(self, policy: RecomputePolicy) -> PolicyCost:
         """Cost of any policy in the same model."""
-        return evaluate(
-            self.profile, self.layout, self.schedule, policy, percentile=self.percentile
-        )
+        return self.costs.of(policy)
 
     def pareto(
         self, points: int = 64, progress: Callable[[float], None] = lambda _: None
@@ -466,7 +466,7 @@ class Planner:
 
     def _busy_ps(self, stage: int, policy: RecomputePolicy) -> int:
         chunks = self.layout.stages[stage]
-        units = (unit for chunk in chunks for unit in self._table.chunk_units(chunk, policy))
+        units = (unit for chunk in chunks for unit in self.table.chunk_units(chunk, policy))
         return sum(unit.time_ps for unit in units)
 
     def _infeasible(self, budgets: Sequence[int]) -> InfeasibleError:
@@ -518,7 +518,7 @@ class Planner:
         """Whether the high end of every stage's peak is within its budget, without bytes of copies
         that are under way."""
         for stage, (chunks, budget) in enumerate(zip(self.layout.stages, budgets, strict=True)):
-            columns = [ChunkColumns(c, self._table.chunk_units(c, policy)) for c in chunks]
+            columns = [ChunkColumns(c, self.table.chunk_units(c, policy)) for c in chunks]
             moments = stage_moments(self.profile, self.schedule, stage)
             if stage_peak(self._base(stage), stage, columns, moments).bytes > budget:
                 return False
@@ -537,7 +537,7 @@ class Planner:
                 if runs in seen:
                     continue
                 seen.add(runs)
-                times = [self._table.chunk_times_ps(chunk, policy) for chunk in chunks]
+                times = [self.table.chunk_times_ps(chunk, policy) for chunk in chunks]
             except (PolicyError, ProfileError):
                 continue  # `manual_strategies` says why
             found.append((setting, np.array(times, np.int64)))
@@ -555,7 +555,7 @@ class Planner:
         sets = dict.fromkeys(choice.modules for choice in recorded if choice.modules)
         for size in sizes:
             sets |= dict.fromkeys(itertools.combinations(modules, size))
-        most = max(*map(len, self._counted_chunks), self._table.depth_layers)
+        most = max(*map(len, self._counted_chunks), self.table.depth_layers)
         numbers = range(1, most + 1)
         return [
             MegatronStrategy("none"),
@@ -580,11 +580,11 @@ class Planner:
 
     def manual_policy(self, setting: MegatronStrategy) -> RecomputePolicy:
         """One of Megatron's own settings as a policy; raises PolicyError if Megatron refuses it."""
-        chunks, depth = self._counted_chunks, self._table.depth_layers
+        chunks, depth = self._counted_chunks, self.table.depth_layers
         policy = setting.policy(self.profile.num_layers, chunks, depth)
         if setting.modules:
             choices = enumerate(policy.layers)
-            policy = RecomputePolicy(tuple(self._table.what_runs(*pair) for pair in choices))
+            policy = RecomputePolicy(tuple(self.table.what_runs(*pair) for pair in choices))
         if any(
             runs_forever(c, has_linear_bias(self.profile))
             for c in {run.policy for run in policy.runs()}

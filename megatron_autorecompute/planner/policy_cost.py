@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.offloaded_step import (
@@ -16,6 +17,7 @@ from megatron_autorecompute.planner.offloaded_step import (
 from megatron_autorecompute.planner.peak_memory import (
     ChunkColumns,
     Peak,
+    StageBase,
     check_layout,
     every_moment,
     stage_base,
@@ -102,44 +104,132 @@ def evaluate(
     Raises: ProfileError if the profile lacks a record, or layout and profile disagree; PolicyError
     if a group spans two chunks.
     """
-    check_layout(profile, layout, schedule)
-    policy.checked_length(profile.num_layers, "The policy")
-    tables = {bound: CostTable(profile, percentile, bound) for bound in SIGN}
-    units = {
-        bound: [[table.chunk_units(chunk, policy) for chunk in chunks] for chunks in layout.stages]
-        for bound, table in tables.items()
-    }
-    step = _offloaded(profile, layout, schedule, units["nominal"])
-    stages = range(layout.num_stages)
-    if step is None:
-        moments = [stage_moments(profile, schedule, stage) for stage in stages]
-    else:
-        moments = [tuple(every_moment(profile, step.schedule, stage)) for stage in stages]
-    copied = [None if step is None else step.bytes_of(stage) for stage in stages]
-    peaks = {
-        bound: [
-            stage_peak(
-                stage_base(profile, layout, stage, bound),
-                stage,
-                columns,
-                moments[stage],
-                copied[stage],
+    return PolicyCosts(profile, layout, schedule, percentile).of(policy)
+
+
+class PolicyCosts:
+    """Costs of policies in one model; what they have in common is worked out once.
+
+    Args:
+        profile: what every choice costs.
+        layout: which stage and chunk holds which layers.
+        schedule: the order of forwards and backwards.
+        percentile: of imbalance, in percent; None takes the records as they are.
+
+    Raises: ProfileError if layout and profile disagree.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        layout: Layout,
+        schedule: Schedule,
+        percentile: float | None = None,
+    ) -> None:
+        check_layout(profile, layout, schedule)
+        self.profile, self.layout, self.schedule = profile, layout, schedule
+        bounds: tuple[Bound, ...] = tuple(SIGN) if _is_uncertain(profile) else ("nominal",)
+        self._tables = {bound: CostTable(profile, percentile, bound) for bound in bounds}
+        self._bases: dict[tuple[int, Bound], StageBase] = {}
+        self._known: dict[RecomputePolicy, PolicyCost] = {}
+
+    def of(self, policy: RecomputePolicy) -> PolicyCost:
+        """Peak of every stage and time of the step. Raises: as `evaluate`."""
+        if policy not in self._known:
+            self._known[policy] = self._of(policy)
+        return self._known[policy]
+
+    def _of(self, policy: RecomputePolicy) -> PolicyCost:
+        policy.checked_length(self.profile.num_layers, "The policy")
+        units = {
+            bound: [[table.chunk_units(c, policy) for c in chunks] for chunks in self.layout.stages]
+            for bound, table in self._tables.items()
+        }
+        step = self._offloaded(units["nominal"])
+        peaks = {bound: self._peaks(bound, own, step) for bound, own in units.items()}
+        return self._with_times(units["nominal"], peaks, step)
+
+    def _offloaded(self, units: StageUnits) -> OffloadedStep | None:
+        """The step replayed with its copies; None where nothing is copied."""
+        if not offloads(units):
+            return None
+        return offloaded_step(self.schedule, units, self._residual, host_link(self.profile))
+
+    def _peaks(
+        self, bound: Bound, units: Sequence[Sequence[tuple[Unit, ...]]], step: OffloadedStep | None
+    ) -> list[Peak]:
+        peaks = []
+        for stage, columns in enumerate(_all_columns(self.layout, units)):
+            if step is None:
+                moments = stage_moments(self.profile, self.schedule, stage)
+            else:
+                moments = tuple(every_moment(self.profile, step.schedule, stage))
+            copied = None if step is None else step.bytes_of(stage)
+            base = self._base(stage, bound)
+            peaks.append(stage_peak(base, stage, columns, moments, copied))
+        return peaks
+
+    def _base(self, stage: int, bound: Bound) -> StageBase:
+        if (stage, bound) not in self._bases:
+            self._bases[stage, bound] = stage_base(self.profile, self.layout, stage, bound)
+        return self._bases[stage, bound]
+
+    @cached_property
+    def _residual(self) -> Times:
+        return residual_times(self._table, self.layout)
+
+    @cached_property
+    def _table(self) -> CostTable:
+        """Of the times."""
+        return CostTable(self.profile)
+
+    @cached_property
+    def _plain(self) -> tuple[Times, float]:
+        """Times with every layer at `none`, or at its fastest choice if `none` has no record; and
+        the step."""
+        layers = range(self.profile.num_layers)
+        policy = RecomputePolicy(tuple(fastest_choice(self._table, layer) for layer in layers))
+        units = [[self._table.chunk_units(c, policy) for c in cs] for cs in self.layout.stages]
+        times = times_of(units).plus(self._residual)
+        return times, _step_ms(self.schedule, times)
+
+    def _with_times(
+        self,
+        units: Sequence[Sequence[tuple[Unit, ...]]],
+        peaks: dict[Bound, list[Peak]],
+        step: OffloadedStep | None,
+    ) -> PolicyCost:
+        times = times_of(units).plus(self._residual)
+        plain, plain_ms = self._plain
+        m = self.schedule.num_microbatches
+        busy_ms, work_ms = ((part.busy / PS_PER_MS * m).tolist() for part in (times, plain))
+        mean_ms = sum(work_ms) / len(work_ms)
+        nominal = peaks["nominal"]
+        low, high = peaks.get("low", nominal), peaks.get("high", nominal)
+        stages = tuple(
+            StageCost(
+                stage=stage,
+                peak=nominal[stage],
+                peak_low_bytes=low[stage].bytes,
+                peak_high_bytes=high[stage].bytes,
+                forward_ms=tuple((times.forward[stage] / PS_PER_MS).tolist()),
+                backward_ms=tuple((times.backward[stage] / PS_PER_MS).tolist()),
+                ideal_ms=mean_ms,
+                imbalance_ms=work_ms[stage] - mean_ms,
+                recompute_ms=busy_ms[stage] - work_ms[stage],
             )
-            for stage, columns in enumerate(_all_columns(layout, units[bound]))
-        ]
-        for bound in SIGN
-    }
-    return _with_times(profile, layout, schedule, units["nominal"], peaks, step)
+            for stage in range(self.layout.num_stages)
+        )
+        step_ms = _step_ms(self.schedule, times)
+        cost = PolicyCost(stages, step_ms, step_ms - max(busy_ms), step_ms - plain_ms)
+        return cost if step is None else _with_copies(cost, step, m)
 
 
-def _offloaded(
-    profile: Profile, layout: Layout, schedule: Schedule, units: StageUnits
-) -> OffloadedStep | None:
-    """The step replayed with its copies; None where nothing is copied."""
-    if not offloads(units):
-        return None
-    residual = residual_times(CostTable(profile), layout)
-    return offloaded_step(schedule, units, residual, host_link(profile))
+def _is_uncertain(profile: Profile) -> bool:
+    """Whether any bytes have an interval."""
+    records = [profile.embedding, profile.head, profile.final_norm, *profile.stages]
+    records += [record for kind in profile.kinds for record in kind.choices]
+    return any(record is not None and record.uncertainty_bytes for record in records)
 
 
 def _all_columns(
@@ -149,41 +239,6 @@ def _all_columns(
         [ChunkColumns(chunk, u) for chunk, u in zip(chunks, stage_units, strict=True)]
         for chunks, stage_units in zip(layout.stages, units, strict=True)
     ]
-
-
-def _with_times(
-    profile: Profile,
-    layout: Layout,
-    schedule: Schedule,
-    units: Sequence[Sequence[tuple[Unit, ...]]],
-    peaks: dict[Bound, list[Peak]],
-    step: OffloadedStep | None,
-) -> PolicyCost:
-    table = CostTable(profile)
-    residual = residual_times(table, layout)
-    times = times_of(units).plus(residual)
-    plain = times_of(_without_recompute(table, layout)).plus(residual)
-    m = schedule.num_microbatches
-    busy_ms, work_ms = ((part.busy / PS_PER_MS * m).tolist() for part in (times, plain))
-    mean_ms = sum(work_ms) / len(work_ms)
-    stages = tuple(
-        StageCost(
-            stage=stage,
-            peak=peaks["nominal"][stage],
-            peak_low_bytes=peaks["low"][stage].bytes,
-            peak_high_bytes=peaks["high"][stage].bytes,
-            forward_ms=tuple((times.forward[stage] / PS_PER_MS).tolist()),
-            backward_ms=tuple((times.backward[stage] / PS_PER_MS).tolist()),
-            ideal_ms=mean_ms,
-            imbalance_ms=work_ms[stage] - mean_ms,
-            recompute_ms=busy_ms[stage] - work_ms[stage],
-        )
-        for stage in range(layout.num_stages)
-    )
-    step_ms = _step_ms(schedule, times)
-    recompute_ms = step_ms - _step_ms(schedule, plain)
-    cost = PolicyCost(stages, step_ms, step_ms - max(busy_ms), recompute_ms)
-    return cost if step is None else _with_copies(cost, step, m)
 
 
 def _with_copies(cost: PolicyCost, step: OffloadedStep, num_microbatches: int) -> PolicyCost:
@@ -198,11 +253,3 @@ def _with_copies(cost: PolicyCost, step: OffloadedStep, num_microbatches: int) -
 
 def _step_ms(schedule: Schedule, times: Times) -> float:
     return replay_ms(schedule, times.forward / PS_PER_MS, times.backward / PS_PER_MS)
-
-
-def _without_recompute(table: CostTable, layout: Layout) -> list[list[tuple[Unit, ...]]]:
-    """Units with every layer at `none`, or at its fastest choice if `none` has no record."""
-    policy = RecomputePolicy(
-        tuple(fastest_choice(table, layer) for layer in range(table.profile.num_layers))
-    )
-    return [[table.chunk_units(chunk, policy) for chunk in chunks] for chunks in layout.stages]

@@ -203,8 +203,8 @@ def _best(planner: Planner, budget: int) -> RecomputePolicy:
     stages = range(planner.layout.num_stages)
     choices = [choice for s in stages if (choice := planner.choose(s, budget)) is not None]
     policy = put_together(planner.layout, [choice.policies for choice in choices])
-    context = planner.profile, planner.layout, planner.schedule
-    return with_exchanges(*context, policy, [budget] * len(stages), planner.percentile)
+    context = planner.table, planner.layout, planner.schedule
+    return with_exchanges(*context, policy, [budget] * len(stages))
 
 
 def _never_slower(points: Sequence[CurvePoint]) -> list[CurvePoint]:

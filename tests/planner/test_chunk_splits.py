@@ -22,8 +22,8 @@ def before_and_after(planner, budget):
     if None in choices:
         return None
     found = put_together(planner.layout, [choice.policies for choice in choices])
-    problem = planner.profile, planner.layout, planner.schedule
-    exchanged = with_exchanges(*problem, found, planner.budgets(budget), planner.percentile)
+    problem = planner.table, planner.layout, planner.schedule
+    exchanged = with_exchanges(*problem, found, planner.budgets(budget))
     return planner.evaluate(found), planner.evaluate(exchanged)
 
 

@@ -21,7 +21,7 @@ from megatron_autorecompute.planner.planner import Planner, fastest_step, solve
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.step_search import search
 from megatron_autorecompute.planner.step_search.mixtures import PARTS, played
-from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
+from megatron_autorecompute.planner.unit_costs import PS_PER_MS
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerKind,
@@ -243,8 +243,7 @@ def test_nothing_is_proven_of_a_step_whose_stages_were_searched_in_part():
     planner = Planner(*problem_of_many()[:3])
     choice = planner.choose(0, 700)
     known = replace(choice, bound_ps=choice.bound_ps - 10**9)
-    table = CostTable(planner.profile, planner.percentile, "high")
-    parts = table, planner.layout, planner.schedule, planner.searches
+    parts = planner.table, planner.costs, planner.searches
     found = fastest_step(*parts, [700], [known])
     assert found.bound_ms == pytest.approx(found.cost.step_ms - planner.schedule.num_microbatches)
 
