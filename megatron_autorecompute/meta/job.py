@@ -7,6 +7,7 @@ YAML and imports neither torch nor Megatron.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -378,11 +379,11 @@ def job_from(data: Any, source: str) -> Job:
             "tokens of a microbatch on a rank, or leave the lengths out."
         )
     packs = job.packed_samples or job.max_tokens_per_microbatch
-    if packs and (position := job.config.get("hybrid_layer_pattern", "").find("D")) >= 0:
+    if packs and (sparse := _sparse_attention(job.config)):
         raise OptionError(
-            f"{source}: 'D' at position {position} of hybrid_layer_pattern, and microbatches of "
-            "packed samples: DSAIndexer reads from the device where samples end, and tensors "
-            "without a device have no values. Use auto in the job, or leave packing out."
+            f"{source}: {sparse}, and microbatches of packed samples: DSAIndexer reads from the "
+            "device where samples end, and tensors without a device have no values. Use auto in "
+            "the job, or leave packing out."
         )
     if job.moe_imbalance and not job.config.get("num_moe_experts"):
         raise OptionError(
@@ -390,6 +391,16 @@ def job_from(data: Any, source: str) -> Job:
             "number, or leave moe_imbalance out."
         )
     return job
+
+
+def _sparse_attention(config: Mapping[str, Any]) -> str:
+    """What of a config asks for DeepSeek's sparse attention; empty if nothing does."""
+    pattern = config.get("hybrid_layer_pattern")
+    if pattern is None:
+        variant = config.get("experimental_attention_variant")
+        return f"experimental_attention_variant is {variant!r}" if variant == "dsa" else ""
+    position = pattern.find("D")
+    return f"'D' at position {position} of hybrid_layer_pattern" if position >= 0 else ""
 
 
 def with_pattern(data: Any, source: str) -> Any:

@@ -62,6 +62,9 @@ DSA = {
     **dict.fromkeys(["dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"], 4),
     "num_layers": 2,
 }
+VARIANT = {name: value for name, value in DSA.items() if name != "hybrid_layer_pattern"} | {
+    "experimental_attention_variant": "dsa"
+}
 FUSED = {**JOB, "config": HYBRID} if HAVE_HYBRID else JOB
 """A HybridModel where Megatron has it; all but its MLP take packed samples."""
 MIXED = {"max_tokens_per_microbatch": 1024, "sample_lengths": {"128": 0.9, "1024": 0.1}}
@@ -191,6 +194,7 @@ def test_lengths_come_from_a_file(tmp_path):
     ("changed", "says"),
     [
         ({"config": {**HYBRID, **DSA}}, "'D' at position 1 of hybrid_layer_pattern, and micro"),
+        ({"config": {**JOB["config"], **VARIANT}}, "experimental_attention_variant is 'dsa', and"),
         ({"max_tokens_per_microbatch": 0}, "without max_tokens_per_microbatch"),
         ({"sample_lengths": [2048]}, "Raise seq_length"),
         ({"sample_lengths": {"x": 1.0}}, "no number of tokens"),
