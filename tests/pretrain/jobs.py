@@ -83,7 +83,7 @@ def run(
     ranks: int = 1,
     way_in: tuple[str, ...] = LAUNCHER,
     python_path: tuple[str, ...] = (),
-    timeout_s: float = 120,
+    timeout_s: float = 600,
 ) -> Output:
     """Start a job on CPU with torchrun and wait for it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
@@ -112,12 +112,12 @@ class Launched:
     def __exit__(self, *raised):
         self._forks.__exit__(*raised)
 
-    def run(self, script: Path, jobs: Sequence[Job], timeout_s: float = 240) -> list[Output]:
+    def run(self, script: Path, jobs: Sequence[Job], timeout_s: float = 600) -> list[Output]:
         """Run jobs one after another, `timeout_s` for each."""
         return [self.run_together(script, [job], timeout_s)[0] for job in jobs]
 
     def run_together(
-        self, script: Path, jobs: Sequence[Job], timeout_s: float = 240
+        self, script: Path, jobs: Sequence[Job], timeout_s: float = 600
     ) -> list[Output]:
         """Run jobs at the same time, `timeout_s` for all."""
         told = [{**asdict(job), "script": str(script)} for job in jobs]
