@@ -43,6 +43,7 @@ class WholeLayerSearch:
         recorded = all(
             kind.record(choice) is not None and self.planner.allows(kind.layers[0], choice)
             for kind in profile.kinds
+            if kind.layers
             for choice in (NONE, WHOLE)
         )
         blocks = profile.model.mtp_num_layers or profile.model.encoder_layers
@@ -56,7 +57,7 @@ class WholeLayerSearch:
     def fastest(self, budgets: Sequence[int]) -> tuple[RecomputePolicy, PolicyCost] | None:
         """The one with the shortest step that fits; None where none does."""
         best: tuple[RecomputePolicy, PolicyCost] | None = None
-        for policy, least_ms in zip(self.policies, self._least_ms(), strict=False):
+        for policy, least_ms in zip(self.policies, self._least_ms(), strict=True):
             if best is not None and least_ms >= best[1].step_ms:
                 continue
             if not self.planner.may_fit(policy, budgets):
