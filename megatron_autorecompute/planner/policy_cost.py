@@ -141,16 +141,20 @@ class PolicyCosts:
 
     def _of(self, policy: RecomputePolicy) -> PolicyCost:
         policy.checked_length(self.profile.num_layers, "The policy")
-        units = {
-            bound: [[table.chunk_units(c, policy) for c in chunks] for chunks in self.layout.stages]
-            for bound, table in self._tables.items()
-        }
+        units = {bound: self._units(bound, policy) for bound in self._tables}
         step = self._offloaded(units["nominal"])
         peaks = {bound: self._peaks(bound, own, step) for bound, own in units.items()}
         return self._with_times(units["nominal"], peaks, step)
 
-    def _offloaded(self, units: StageUnits) -> OffloadedStep | None:
+    def _units(self, bound: Bound, policy: RecomputePolicy) -> StageUnits:
+        table = self._tables[bound]
+        return [[table.chunk_units(c, policy) for c in chunks] for chunks in self.layout.stages]
+
+    def copies(self, policy: RecomputePolicy) -> OffloadedStep | None:
         """The step replayed with its copies; None where nothing is copied."""
+        return self._offloaded(self._units("nominal", policy))
+
+    def _offloaded(self, units: StageUnits) -> OffloadedStep | None:
         if not offloads(units):
             return None
         return offloaded_step(self.schedule, units, self._residual, host_link(self.profile))
