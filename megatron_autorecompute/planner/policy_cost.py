@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.offloaded_step import (
     OffloadedStep,
@@ -15,7 +16,6 @@ from megatron_autorecompute.planner.offloaded_step import (
     offloads,
 )
 from megatron_autorecompute.planner.peak_memory import (
-    ChunkColumns,
     Peak,
     StageBase,
     check_layout,

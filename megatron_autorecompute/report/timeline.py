@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.offloaded_step import OffloadedStep
 from megatron_autorecompute.planner.p2p_tensors import Moment as PlannedMoment
 from megatron_autorecompute.planner.peak_memory import (
     Breakdown,
-    ChunkColumns,
     StageBase,
     constant_bytes,
     every_moment,
