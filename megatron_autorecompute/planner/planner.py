@@ -27,12 +27,12 @@ from megatron_autorecompute.megatron_fields import (
     runs_forever,
 )
 from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.chunk_splits import put_together
 from megatron_autorecompute.planner.fastest_step import FastestStep, fastest_step
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.offload_search import OffloadSearch
 from megatron_autorecompute.planner.peak_memory import (
-    ChunkColumns,
     StageBase,
     check_figures,
     check_layout,
