@@ -163,7 +163,7 @@ def test_a_policy_by_blocks_changes_no_bit_and_frozen_layers_run_once(frozen):
 
 def refusals():
     from megatron_autorecompute.apply import apply, blocks, in_force
-    from megatron_autorecompute.integrations.megatron_bridge import named_hook
+    from megatron_autorecompute.integrations.megatron_bridge import named_hook, one_block_hook
 
     start_parallel()
     model, said = llava(), {}
@@ -181,6 +181,9 @@ def refusals():
         apply(RecomputePolicy.parse("full/2*4,none*3", num_layers=7), model)
     except PolicyError as error:
         said["across"] = str(error)
+    for text in ("full", "decoder:none"):
+        with pytest.raises(PolicyError, match=r"several blocks: name each, as in vision:"):
+            one_block_hook(text)([model])
     assert blocks(model.language_model) == {"decoder": DECODER}
     return list(said.values())
 
