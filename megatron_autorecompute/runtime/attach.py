@@ -11,6 +11,7 @@ moving states to the host) is outside.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from megatron_autorecompute.runtime.apply import HOLDER_KEY
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.controller import Auto
-from megatron_autorecompute.runtime.job_facts import JobFacts, Program
+from megatron_autorecompute.runtime.job_facts import FixedCalls, JobFacts, Program
 
 
 def attach(
@@ -38,6 +39,7 @@ def attach(
     reserve_gib: float | None = None,
     plan_path: str | None = None,
     replace_recompute: bool = False,
+    allow_offload: FixedCalls | None = None,
     say: Callable[[str], None] = print,
     program: Program | None = None,
 ) -> Auto:
@@ -54,6 +56,9 @@ def attach(
         plan_path: file that the plan is written to, and read from at a restart.
         replace_recompute: whether recompute that the model's config sets is replaced until
             `close`. If False, such a config is refused.
+        allow_offload: also measure and plan Megatron's fine-grained activation offloading, in a
+            loop whose training calls are all alike, as this says. A step is then the whole training
+            step with its update: put `with auto.step():` around it.
         say: prints a text; called on rank 0.
         program: facts of a program whose microbatches have one length, with all of the user's
             options: then none of the others is given. A step of it is the whole training step.
@@ -63,27 +68,40 @@ def attach(
         AutorecomputeError: as `Auto`.
     """
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
-    given = max_tokens, budget_gib, reserve_gib, plan_path
+    given = max_tokens, budget_gib, reserve_gib, plan_path, allow_offload
+    if allow_offload is not None and max_tokens is not None:
+        raise OptionError(
+            "attach() was given max_tokens, for calls that differ, and allow_offload, for calls "
+            "that are all alike. Leave one of them out."
+        )
     if program is not None and any(each is not None for each in given):
         raise OptionError(
             "attach() was given a program, whose options have budget, reserve and plan path, and "
-            "one of max_tokens, budget_gib, reserve_gib and plan_path as well. Leave that out."
+            "one of max_tokens, budget_gib, reserve_gib, plan_path and allow_offload as well. "
+            "Leave that out."
         )
     config = model_layers.unwrapped(chunks[0]).config
-    calls = None
+    calls, num_microbatches = None, get_num_microbatches
     if program is None:
-        calls = Calls(max_tokens, 2 * _fewest_microbatches(config, len(chunks)))
         options = AutoOptions(
             recompute_memory_budget_gib=budget_gib,
             recompute_memory_reserve_gib=reserve_gib,
             recompute_plan_path=plan_path,
+            recompute_allow_offload=allow_offload is not None,
         )
-        # A layer's costs are lines in tokens: those of one long sample.
-        program = Program(options=options, micro_batch_size=1, seq_length=1)
+        # Where calls differ, a layer's costs are lines in tokens: those of one long sample.
+        samples, tokens = 1, 1
+        if allow_offload is None:
+            calls = Calls(max_tokens, 2 * _fewest_microbatches(config, len(chunks)))
+            num_microbatches = calls.num_microbatches
+        else:
+            samples, tokens = allow_offload.micro_batch_size, allow_offload.seq_length
+            num_microbatches = functools.partial(int, allow_offload.num_microbatches)
+        program = Program(options=options, micro_batch_size=samples, seq_length=tokens)
     put_back = _replaced(chunks) if replace_recompute else _refuse(chunks)
     job = JobFacts(
         parallelism=_parallelism(config, program),
-        num_microbatches=get_num_microbatches if calls is None else calls.num_microbatches,
+        num_microbatches=num_microbatches,
         say=lambda text: say(text) if _is_first_rank() else None,
         timers=program.timers,
         shapes=program.shapes,

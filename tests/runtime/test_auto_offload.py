@@ -1,6 +1,7 @@
 """`auto` that may offload: it measures what leaves and how fast, plans with that, and gives it up
 where copies do not hide as predicted."""
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,10 +9,11 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_autorecompute.compare.comparison import Shape
-from megatron_autorecompute.errors import AutorecomputeError
+from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import FULL, NONE
 from megatron_autorecompute.runtime import offload_choices
+from megatron_autorecompute.runtime.job_facts import FixedCalls
 from tests.default_model import layers
 from tests.hybrid_models import HAVE_HYBRID
 from tests.support import run_ranks
@@ -40,26 +42,19 @@ def trained(path, waited_ms, steps):
 
     from megatron_autorecompute.compare.workload import TrainingJob, Variant
     from megatron_autorecompute.meta import offloading
-    from megatron_autorecompute.profile import HostLink, Parallelism
+    from megatron_autorecompute.profile import HostLink
+    from megatron_autorecompute.runtime.attach import attach
     from megatron_autorecompute.runtime.auto_options import AutoOptions
-    from megatron_autorecompute.runtime.controller import Auto, JobFacts
     from megatron_autorecompute.runtime.copy_watch import CopyWatch
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=SHAPE.pipeline_stages)
     job = TrainingJob(SHAPE, TEXT, Variant({"min_offloaded_tensor_size": 1}))
-    options = AutoOptions(
-        recompute_memory_budget_gib=BUDGET_GIB,
-        recompute_plan_path=path,
-        recompute_measure_steps=MEASURE_STEPS,
-        recompute_allow_offload=True,
+    calls = FixedCalls(
+        num_microbatches=SHAPE.num_microbatches,
+        micro_batch_size=SHAPE.micro_batch_size,
+        seq_length=SHAPE.seq_length,
     )
     said, losses, peaks = [], [], []
-    facts = JobFacts(
-        Parallelism(SHAPE.micro_batch_size, SHAPE.seq_length, dtype="float32"),
-        lambda: SHAPE.num_microbatches,
-        said.append,
-        without_cuda=True,
-    )
     links, usual = [], CopyWatch.link
 
     def link(copies):
@@ -70,8 +65,19 @@ def trained(path, waited_ms, steps):
     work = Work()
     clock = mock.patch("time.thread_time", side_effect=lambda: work.seconds)
     few = mock.patch.object(offload_choices, "choices", return_value=(NONE, FULL))
-    with offloading.without_cuda(), watch, work, clock, few:
-        auto = Auto(job.chunks, job.optimizer, options, facts)
+    short = functools.partial(AutoOptions, recompute_measure_steps=MEASURE_STEPS)
+    steps_of = mock.patch("megatron_autorecompute.runtime.attach.AutoOptions", short)
+    with offloading.without_cuda(), watch, work, clock, few, steps_of:
+        auto = attach(
+            job.chunks,
+            job.optimizer,
+            budget_gib=BUDGET_GIB,
+            plan_path=path,
+            allow_offload=calls,
+            say=said.append,
+        )
+        with pytest.raises(OptionError, match="every call of this job was said to have 2"):
+            auto.step(num_microbatches=3).__enter__()
         for _ in range(steps):
             with auto.step():
                 losses.append(job.step())
@@ -135,7 +141,7 @@ def test_a_restart_whose_copies_do_not_hide_says_so_and_gives_offload_up(auto, t
     [
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 2}, 1, False, "offloads on its own"),
         ({}, 2, False, "a model of two stacks of layers"),
-        ({}, 1, True, r"In a loop whose calls are all alike say so: attach\(\.\.\., program="),
+        ({}, 1, True, r"alike say so: attach\(\.\.\., allow_offload="),
         ({}, 1, False, "needs Transformer Engine, and it is not installed"),
     ],
 )
