@@ -43,8 +43,7 @@ def trained(path, waited_ms, steps):
     from megatron_autorecompute.compare.workload import TrainingJob, Variant
     from megatron_autorecompute.meta import offloading
     from megatron_autorecompute.profile import HostLink
-    from megatron_autorecompute.runtime.attach import attach
-    from megatron_autorecompute.runtime.auto_options import AutoOptions
+    from megatron_autorecompute.runtime.attach import _Arguments, attach
     from megatron_autorecompute.runtime.copy_watch import CopyWatch
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=SHAPE.pipeline_stages)
@@ -65,8 +64,8 @@ def trained(path, waited_ms, steps):
     work = Work()
     clock = mock.patch("time.thread_time", side_effect=lambda: work.seconds)
     few = mock.patch.object(offload_choices, "choices", return_value=(NONE, FULL))
-    short = functools.partial(AutoOptions, recompute_measure_steps=MEASURE_STEPS)
-    steps_of = mock.patch("megatron_autorecompute.runtime.attach.AutoOptions", short)
+    short = functools.partial(_Arguments, recompute_measure_steps=MEASURE_STEPS)
+    steps_of = mock.patch("megatron_autorecompute.runtime.attach._Arguments", short)
     with offloading.without_cuda(), watch, work, clock, few, steps_of:
         auto = attach(
             job.chunks,
@@ -76,13 +75,13 @@ def trained(path, waited_ms, steps):
             allow_offload=calls,
             say=said.append,
         )
-        with pytest.raises(OptionError, match="every call of this job was said to have 2"):
-            auto.step(num_microbatches=3).__enter__()
         for _ in range(steps):
             with auto.step():
                 losses.append(job.step())
             peaks.append(auto.peak_bytes)
         policy = auto.policy.format()
+        with pytest.raises(OptionError, match="every call of this job was said to have 2"):
+            auto.step(num_microbatches=3).__enter__()
         auto.close()
     return {"said": said, "losses": losses, "peaks": peaks, "policy": policy, "links": links}
 
