@@ -1,7 +1,6 @@
 """`auto` that may offload: it measures what leaves and how fast, plans with that, and gives it up
 where copies do not hide as predicted."""
 
-import functools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +20,11 @@ from tests.support import run_ranks
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(**layers(6), hidden_size=64, num_attention_heads=8, seq_length=64, num_microbatches=2)
 BUDGET_GIB = 0.0045 if HAVE_HYBRID else 0.0075
+CALLS = FixedCalls(
+    num_microbatches=SHAPE.num_microbatches,
+    micro_batch_size=SHAPE.micro_batch_size,
+    seq_length=SHAPE.seq_length,
+)
 MEASURE_STEPS = 8 if HAVE_HYBRID else 6  # of two kinds of layers, or of one
 
 
@@ -34,26 +38,36 @@ class Work(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def trained(path, waited_ms, steps):
-    """Train with auto where backwards wait as given for copies over a fast link."""
+def trained(path, waited_ms, steps, attached=False):
+    """Train with auto, or with one that a loop attached, where backwards wait as given for copies
+    over a fast link."""
     from unittest import mock
 
     from megatron.core import parallel_state
 
     from megatron_autorecompute.compare.workload import TrainingJob, Variant
     from megatron_autorecompute.meta import offloading
-    from megatron_autorecompute.profile import HostLink
-    from megatron_autorecompute.runtime.attach import _Arguments, attach
+    from megatron_autorecompute.profile import HostLink, Parallelism
+    from megatron_autorecompute.runtime.attach import attach
+    from megatron_autorecompute.runtime.auto_options import AutoOptions
+    from megatron_autorecompute.runtime.controller import Auto, JobFacts
     from megatron_autorecompute.runtime.copy_watch import CopyWatch
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=SHAPE.pipeline_stages)
     job = TrainingJob(SHAPE, TEXT, Variant({"min_offloaded_tensor_size": 1}))
-    calls = FixedCalls(
-        num_microbatches=SHAPE.num_microbatches,
-        micro_batch_size=SHAPE.micro_batch_size,
-        seq_length=SHAPE.seq_length,
+    options = AutoOptions(
+        recompute_memory_budget_gib=BUDGET_GIB,
+        recompute_plan_path=path,
+        recompute_measure_steps=MEASURE_STEPS,
+        recompute_allow_offload=True,
     )
     said, losses, peaks = [], [], []
+    facts = JobFacts(
+        Parallelism(SHAPE.micro_batch_size, SHAPE.seq_length, dtype="float32"),
+        lambda: SHAPE.num_microbatches,
+        said.append,
+        without_cuda=True,
+    )
     links, usual = [], CopyWatch.link
 
     def link(copies):
@@ -64,24 +78,20 @@ def trained(path, waited_ms, steps):
     work = Work()
     clock = mock.patch("time.thread_time", side_effect=lambda: work.seconds)
     few = mock.patch.object(offload_choices, "choices", return_value=(NONE, FULL))
-    short = functools.partial(_Arguments, recompute_measure_steps=MEASURE_STEPS)
-    steps_of = mock.patch("megatron_autorecompute.runtime.attach._Arguments", short)
-    with offloading.without_cuda(), watch, work, clock, few, steps_of:
-        auto = attach(
-            job.chunks,
-            job.optimizer,
-            budget_gib=BUDGET_GIB,
-            plan_path=path,
-            allow_offload=calls,
-            say=said.append,
-        )
+    with offloading.without_cuda(), watch, work, clock, few:
+        if attached:
+            given = {"budget_gib": BUDGET_GIB, "plan_path": path, "say": said.append}
+            auto = attach(job.chunks, job.optimizer, allow_offload=CALLS, **given)
+        else:
+            auto = Auto(job.chunks, job.optimizer, options, facts)
         for _ in range(steps):
             with auto.step():
                 losses.append(job.step())
             peaks.append(auto.peak_bytes)
         policy = auto.policy.format()
-        with pytest.raises(OptionError, match="every call of this job was said to have 2"):
-            auto.step(num_microbatches=3).__enter__()
+        wrong = pytest.raises(OptionError, match="every call of this job was said to have 2")
+        with wrong, auto.step(num_microbatches=3):
+            pass
         auto.close()
     return {"said": said, "losses": losses, "peaks": peaks, "policy": policy, "links": links}
 
@@ -122,7 +132,7 @@ def test_what_leaves_is_what_is_held_less(auto):
 def test_a_restart_whose_copies_do_not_hide_says_so_and_gives_offload_up(auto, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(auto[0].read_text())
-    ranks = run_ranks(trained, 2, str(path), 1e6, 9)
+    ranks = run_ranks(trained, 2, str(path), 1e6, 9, True)
     said = "\n".join(ranks[0]["said"])
     for rank, other in zip(ranks, auto[2], strict=True):  # the same job under other policies
         assert rank["losses"] == other["losses"][: len(rank["losses"])]
