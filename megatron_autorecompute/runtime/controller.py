@@ -47,6 +47,7 @@ from megatron_autorecompute.units import gib
 __all__ = ["Auto", "JobFacts"]
 
 Function = Callable[..., Any]
+_LOOK_UP = "get_forward_backward_func"
 
 
 class Auto:
@@ -99,6 +100,8 @@ class Auto:
         self._measuring = Measuring(self.decisions, self.optimizer, self.applied, guard, self._seen)
         self._course = self._steps()
         self._closed = self._inside = False
+        self._watched: list[tuple[Any, Function, Function]] = []
+        """Modules with what they had, and what they have instead."""
         self._ended: BaseException | None = None
         """The error that ended the course."""
         self._own = {id(module) for chunk in chunks for module in chunk.modules()}
@@ -154,6 +157,29 @@ class Auto:
         setattr(call, "auto", self)  # noqa: B010  # mypy knows no attributes of functions
         return call
 
+    def watch(self, module: Any) -> None:
+        """`schedule` for a framework's module, without a change in it: until `close`, the name
+        `get_forward_backward_func` in it gives Megatron's schedule as `schedule` returns it.
+
+        Args:
+            module: one that imported this name from Megatron and calls it before every step.
+
+        Raises:
+            OptionError: the module has no such name.
+        """
+        plain = getattr(module, _LOOK_UP, None)
+        if plain is None:
+            raise OptionError(
+                f"{getattr(module, '__name__', module)} has no {_LOOK_UP}: watch() needs the "
+                "module that imported it from megatron.core.pipeline_parallel."
+            )
+
+        def look_up() -> Function:
+            return self.schedule(plain())
+
+        setattr(module, _LOOK_UP, look_up)
+        self._watched.append((module, plain, look_up))
+
     def _is_own(self, model: Any) -> bool:
         """Whether this is a model that we are attached to, however it is wrapped; so is None."""
         chunks = [model] if isinstance(model, torch.nn.Module) else model or []
@@ -190,7 +216,8 @@ class Auto:
 
         Raises:
             ApplyError: this object was closed, an error ended it, or a call runs already.
-            OptionError: as `tokens`; or other numbers of microbatches were given in both.
+            OptionError: as `tokens`; or other numbers of microbatches were given in both, or than
+                every call of the job has.
             AutorecomputeError: as `measuring`, `climb` and `plan_in_force` say.
         """
         if self._closed:
@@ -229,6 +256,7 @@ class Auto:
     def _agree(self, num_microbatches: int | None) -> None:
         guard, calls = self._in_force.guard, self.job.calls
         if calls is None:
+            self._check_number(num_microbatches)
             return
         lied = calls.said_too_little
         missed, short = self._in_force.missed_bytes(), self._in_force.short_bytes()
@@ -247,6 +275,14 @@ class Auto:
                 "tokens were seen. From now on plans are for the cap, whatever is said."
             )
 
+    def _check_number(self, num_microbatches: int | None) -> None:
+        asked = self.job.num_microbatches()
+        if num_microbatches not in (None, asked):
+            raise OptionError(
+                f"This call has {num_microbatches} microbatches, and every call of this job was "
+                f"said to have {asked}."
+            )
+
     def close(self) -> None:
         """Stop, and give the model back as it was; a second call does nothing.
 
@@ -263,6 +299,9 @@ class Auto:
         self._closed = True
         self._course.close()
         self._seen.close()
+        for module, plain, look_up in reversed(self._watched):
+            if getattr(module, _LOOK_UP) is look_up:  # not wrapped again by another
+                setattr(module, _LOOK_UP, plain)
         self.applied.undo()
         self.job.on_close()
         self._store.close()
