@@ -12,7 +12,6 @@ import csv
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,13 +74,13 @@ BF16_MOMENTS = {
 }
 ATTENTION, EXPERTS, ACTIVATION = ("core_attn", "attn_proj"), ("expert_fc1",), ("moe_act",)
 SETS = {
-    "llama3_70b": (("mlp",), [("qkv_linear", *ATTENTION)]),
-    "llama31_405b": (("mlp",), [("qkv_linear", *ATTENTION)]),
-    "deepseek_v3": (("layernorm", "mla_up_proj", "moe_act"), [ATTENTION, EXPERTS]),
-    "nemotron_3_ultra": (("layernorm", "moe_act"), [ACTIVATION, ATTENTION]),
-    "nemotron_3_5_lightning": (("layernorm", "moe_act"), [EXPERTS, ATTENTION]),
+    "llama3_70b": [("qkv_linear", *ATTENTION)],
+    "llama31_405b": [("qkv_linear", *ATTENTION)],
+    "deepseek_v3": [ATTENTION, EXPERTS],
+    "nemotron_3_ultra": [ACTIVATION, ATTENTION],
+    "nemotron_3_5_lightning": [EXPERTS, ATTENTION],
 }
-"""The modules that plans may recompute, beside all and none, and the sets that they may offload."""
+"""What plans may offload, by model: sets of modules."""
 
 
 def model_of(row: Row) -> dict[str, Any]:
@@ -135,8 +134,9 @@ def job_of(row: Row) -> Job:
 
 def planner_of(row: Row) -> Planner:
     """Of the recipe; with whole layers where it offloads those."""
-    job, (modules, sets) = job_of(row), SETS[row["model"]]
-    profile = profile_job(job, device(row["device"]), only=modules, offload=sets)
+    job, gpu, sets = job_of(row), device(row["device"]), SETS[row["model"]]
+    theirs = MegatronStrategy.parse(f"megatron:{row['setting']}").modules
+    profile = profile_job(job, gpu, only=theirs or ("mlp",), offload=sets)
     if row["setting"].startswith("cpu_offloading"):
         profile = with_whole_layers(job, profile)
     return Planner(profile, job.layout(), job.schedule())
@@ -210,15 +210,14 @@ that is more: their setting, the plan with offload allowed, and the plan without
 
 {table}
 
-The plan may use all of a layer's recompute, that of these modules, and none, each with offload of
-these sets of modules:
+The plan recomputes of each layer everything, the modules that NVIDIA's setting recomputes (the MLP
+where it recomputes none), or nothing, and offloads one of these sets of modules or none:
 
 {sets}
 
-and where NVIDIA moves whole layers, `cpu_offloading/N` for every N. "Gap" is how much shorter a
-step could be at most, of what the plan may use. A plan is never slower than any of Megatron's
-settings that fits, and so not than theirs. Where both are `cpu_offloading`, copies hide, and
-nothing is left to gain; host memory is then what a plan saves.
+Where NVIDIA moves whole layers, `cpu_offloading/N` for every N is allowed as well. "Gap" is how
+much shorter a step could be at most, of what the plan may use. A plan is never slower than any of
+Megatron's settings that fits, and so not than theirs. Where copies hide, nothing is left to gain.
 
 ## What is assumed
 
@@ -229,7 +228,7 @@ nothing is left to gain; host memory is then what a plan saves.
   no collective. `cpu_offloading` copies both ways on one stream, as Transformer Engine does.
 - **Host memory**: half of a node's, divided by its GPUs: 120 GB per device of GB200 and GB300 (480
   GB a Grace, two GPUs), 125 GB of nodes with 8 GPUs and 2 TB. Two recipes take more than that in
-  this model (column "host GiB"), up to 65% of all: a plan may there, too.
+  this model (column "host GiB"), up to 63% of all: a plan may there, too.
 - **Left out of every column**: Megatron FSDP and with it weights, gradients and optimizer states
   ("GiB" is what a stage's peak has beside them), CUDA graphs, EP overlap
   (`deepseek_v3_256gpu_gb200_fp8mx_partial_cg_dev`), paged stash of experts' activations
@@ -252,12 +251,8 @@ HEADER = (
 def sets_of_modules() -> str:
     """What plans may use, by model."""
 
-    def lines() -> Iterator[list[str]]:
-        for name, (modules, sets) in SETS.items():
-            offload = ", ".join(f"`{'+'.join(one)}`" for one in sets)
-            yield [name, f"`{'+'.join(modules)}`", offload]
-
-    return table(("model", "recomputed", "offloaded"), list(lines())).rstrip()
+    lines = [[name, ", ".join(f"`{'+'.join(one)}`" for one in sets)] for name, sets in SETS.items()]
+    return table(("model", "sets of modules"), lines).rstrip()
 
 
 def main() -> None:

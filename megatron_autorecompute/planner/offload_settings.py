@@ -56,13 +56,19 @@ class OffloadSettings:
         found = dict[RecomputePolicy, None]()
         for setting, offload in itertools.product(plain, sets):
             try:
-                policy = self.planner.manual_policy(replace(setting, offload=offload))
+                policy = self._runs(self.planner.manual_policy(replace(setting, offload=offload)))
                 if self.planner.may_be(policy):
                     self._least_ms(policy)
                     found[policy] = None
             except (PolicyError, ProfileError):
                 continue  # a layer has no record of it
         return tuple(found)
+
+    def _runs(self, policy: RecomputePolicy) -> RecomputePolicy:
+        """The policy in what its choices are on their layers, where some do nothing."""
+        records = (self._table.record(*pair) for pair in enumerate(policy.layers))
+        pairs = zip(policy.layers, records, strict=True)
+        return RecomputePolicy(tuple(own if one is None else one.policy for own, one in pairs))
 
     @cached_property
     def of_whole_layers(self) -> tuple[RecomputePolicy, ...]:

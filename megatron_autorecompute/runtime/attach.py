@@ -11,6 +11,7 @@ moving states to the host) is outside.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from megatron_autorecompute.runtime.apply import HOLDER_KEY
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.controller import Auto
-from megatron_autorecompute.runtime.job_facts import JobFacts, Program
+from megatron_autorecompute.runtime.job_facts import FixedCalls, JobFacts, Program
 from megatron_autorecompute.runtime.ranks import all_gather
 
 
@@ -40,6 +41,7 @@ def attach(
     reserve_gib: float | None = None,
     plan_path: str | None = None,
     replace_recompute: bool = False,
+    allow_offload: FixedCalls | None = None,
     say: Callable[[str], None] = print,
     program: Program | None = None,
 ) -> Auto:
@@ -59,6 +61,9 @@ def attach(
             on all ranks or none.
         replace_recompute: whether recompute that the model's config sets is replaced until
             `close`. If False, such a config is refused.
+        allow_offload: also measure and plan Megatron's fine-grained activation offloading, in a
+            loop whose training calls are all alike, as this says. A step is then the whole training
+            step with its update: put `with auto.step():` around it.
         say: prints a text; called on rank 0.
         program: facts of a program whose microbatches have one length, with all of the user's
             options: then none of the others is given. A step of it is the whole training step.
@@ -68,25 +73,34 @@ def attach(
             rank, if that is so on one, or if ranks were given different max_tokens.
         AutorecomputeError: as `Auto`.
     """
-    given = max_tokens, budget_gib, reserve_gib, plan_path
+    given = max_tokens, budget_gib, reserve_gib, plan_path, allow_offload
     if program is not None and any(each is not None for each in given):
         raise OptionError(
             "attach() was given a program, whose options have budget, reserve and plan path, and "
-            "one of max_tokens, budget_gib, reserve_gib and plan_path as well. Leave that out."
+            "one of max_tokens, budget_gib, reserve_gib, plan_path and allow_offload as well. "
+            "Leave that out."
         )
-    with _on_all_ranks(max_tokens, plan_path):
+    num_microbatches: Callable[[], int] = get_num_microbatches
+    with _on_all_ranks(max_tokens, plan_path, allow_offload):
         chunks = _chunks(model_chunks)
         config = model_layers.unwrapped(chunks[0]).config
         calls = None
         if program is None:
-            calls = Calls(max_tokens, 2 * _fewest_microbatches(config, len(chunks)))
             options = _Arguments(
                 recompute_memory_budget_gib=budget_gib,
                 recompute_memory_reserve_gib=reserve_gib,
                 recompute_plan_path=plan_path,
+                recompute_allow_offload=allow_offload is not None,
             )
-            # A layer's costs are lines in tokens: those of one long sample.
-            program = Program(options=options, micro_batch_size=1, seq_length=1)
+            # Where calls differ, a layer's costs are lines in tokens: those of one long sample.
+            samples, tokens = 1, 1
+            if allow_offload is None:
+                calls = Calls(max_tokens, 2 * _fewest_microbatches(config, len(chunks)))
+                num_microbatches = calls.num_microbatches
+            else:
+                samples, tokens = _sizes(allow_offload, max_tokens)
+                num_microbatches = functools.partial(int, allow_offload.num_microbatches)
+            program = Program(options=options, micro_batch_size=samples, seq_length=tokens)
         if not callable(say):
             raise OptionError(f"say={say!r}: give a function that takes a text, such as print.")
         if not replace_recompute:
@@ -94,7 +108,7 @@ def attach(
     put_back = _replaced(chunks) if replace_recompute else _nothing
     job = JobFacts(
         parallelism=_parallelism(config, program),
-        num_microbatches=get_num_microbatches if calls is None else calls.num_microbatches,
+        num_microbatches=num_microbatches,
         say=lambda text: say(text) if _is_first_rank() else None,
         timers=program.timers,
         shapes=program.shapes,
@@ -141,8 +155,17 @@ def _chunks(given: Any) -> list[torch.nn.Module]:
     return chunks
 
 
+def _sizes(calls: FixedCalls, max_tokens: int | None) -> tuple[int, int]:
+    if max_tokens is not None:
+        raise OptionError(
+            "attach() was given max_tokens, for calls that differ, and allow_offload, for calls "
+            "that are all alike. Leave one of them out."
+        )
+    return calls.micro_batch_size, calls.seq_length
+
+
 @contextmanager
-def _on_all_ranks(max_tokens: Any, plan_path: Any) -> Iterator[None]:
+def _on_all_ranks(max_tokens: Any, plan_path: Any, allow_offload: Any) -> Iterator[None]:
     """Surrounds what each rank checks by itself. An error on one is raised on all, which would
     otherwise wait for that rank; so is one if their arguments do not go together."""
     error = None
@@ -150,23 +173,25 @@ def _on_all_ranks(max_tokens: Any, plan_path: Any) -> Iterator[None]:
         yield
     except OptionError as found:
         error = found
-    ranks = all_gather((error and str(error), max_tokens, plan_path is not None))
+    given = max_tokens, plan_path is not None, allow_offload
+    ranks = all_gather((error and str(error), *given))
     if error is not None:
         raise error
-    for rank, (wrong, _, _) in enumerate(ranks):
+    for rank, (wrong, *_) in enumerate(ranks):
         if wrong:
             raise OptionError(f"attach() on rank {rank}: {wrong}")
+    _, *first = ranks[0]
     for rank, (_, *other) in enumerate(ranks):
-        if other != [ranks[0][1], ranks[0][2]]:
+        if other != first:
             raise OptionError(
-                f"Ranks were given other arguments of attach(): rank 0 max_tokens={ranks[0][1]!r} "
-                f"and {_path(ranks[0][2])}, rank {rank} max_tokens={other[0]!r} and "
-                f"{_path(other[1])}. Give all of them the same max_tokens, and a path or none."
+                f"Ranks were given other arguments of attach(): rank 0 {_said(*first)}, rank "
+                f"{rank} {_said(*other)}. Give all of them the same max_tokens, and a path or none."
             )
 
 
-def _path(given: bool) -> str:
-    return "a plan_path" if given else "no plan_path"
+def _said(max_tokens: Any, has_path: bool, allow_offload: Any) -> str:
+    offload = "" if allow_offload is None else f", allow_offload={allow_offload!r}"
+    return f"max_tokens={max_tokens!r} and {'a' if has_path else 'no'} plan_path{offload}"
 
 
 def _nothing() -> None: ...

@@ -216,7 +216,8 @@ class Auto:
 
         Raises:
             ApplyError: this object was closed, an error ended it, or a call runs already.
-            OptionError: as `tokens`; or other numbers of microbatches were given in both.
+            OptionError: as `tokens`; or other numbers of microbatches were given in both, or than
+                every call of the job has.
             AutorecomputeError: as `measuring`, `climb` and `plan_in_force` say.
         """
         if self._closed:
@@ -255,6 +256,7 @@ class Auto:
     def _agree(self, num_microbatches: int | None) -> None:
         guard, calls = self._in_force.guard, self.job.calls
         if calls is None:
+            self._check_number(num_microbatches)
             return
         lied = calls.said_too_little
         missed, short = self._in_force.missed_bytes(), self._in_force.short_bytes()
@@ -271,6 +273,14 @@ class Auto:
             self.job.say(
                 f"recompute auto: a microbatch was longer than tokens() said; up to {calls.seen:,} "
                 "tokens were seen. From now on plans are for the cap, whatever is said."
+            )
+
+    def _check_number(self, num_microbatches: int | None) -> None:
+        asked = self.job.num_microbatches()
+        if num_microbatches not in (None, asked):
+            raise OptionError(
+                f"This call has {num_microbatches} microbatches, and every call of this job was "
+                f"said to have {asked}."
             )
 
     def close(self) -> None:
