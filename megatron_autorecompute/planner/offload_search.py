@@ -186,10 +186,6 @@ class OffloadSearch:
                     layers[index] = choice
         return RecomputePolicy(tuple(layers))
 
-    def knows(self, policy: RecomputePolicy) -> bool:
-        """Whether the policy was replayed before."""
-        return policy in self._costs
-
     def cost(self, policy: RecomputePolicy) -> PolicyCost:
         """Of a policy, worked out once."""
         if policy not in self._costs:
@@ -206,6 +202,7 @@ class _Replays:
         events = 2 * schedule.num_microbatches * schedule.num_chunks * schedule.num_stages
         least, most = _REPLAYS
         self.left = min(most, max(least, _WORK // min(events, MOST_EVENTS)))
+        self.tried: set[RecomputePolicy] = set()
         self.found: tuple[RecomputePolicy, PolicyCost] | None = None
         """That needs the fewest bytes too many, and has the shortest step among those."""
 
@@ -274,10 +271,11 @@ class _Replays:
 
     def _try(self, policy: RecomputePolicy) -> PolicyCost | None:
         """Its cost; it is the best from now on if it is better. None where no more is replayed."""
-        if not self.search.knows(policy):
+        if policy not in self.tried:
             if self.left <= 0:
                 return None
             self.left -= 1
+            self.tried.add(policy)
         cost = self.search.cost(policy)
         if self.found is None or self._key(cost) < self._key(self.found[1]):
             self.found = policy, cost

@@ -103,14 +103,17 @@ class StageSearch:
         pairs = zip(options, self.problem.chunks, strict=True)
         return Combiner(self.problem, [own.weighted(chunk.weights) for own, chunk in pairs])
 
-    def expect(self, budgets: int) -> None:
-        """Keep all labels, if that is likely to be less work than searching so many budgets."""
+    def of_many(self, budgets: int) -> StageSearch:
+        """The same search; one that keeps all labels, if that is likely to be less work than
+        searching so many budgets."""
         longest = max(len(chunk.layers) for chunk in self.problem.chunks)
         apart = self.problem.true_peak is not None  # each of its tries would keep labels
-        if self.complete is None and not apart and longest <= self.effort.many_layers:
-            tally = Tally(budgets * self.effort.work_of_a_budget)
-            labels = self._all_labels(False, tally, self.effort.many_width)
-            self.complete = self._combiner(labels)
+        if self.complete is not None or apart or longest > self.effort.many_layers:
+            return self
+        tally = Tally(budgets * self.effort.work_of_a_budget)
+        many = StageSearch(self.problem, self.effort)
+        many.complete = self._combiner(self._all_labels(False, tally, self.effort.many_width))
+        return many
 
     @cached_property
     def of_any_weights(self) -> list[ChunkOptions] | None:
