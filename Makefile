@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 # Of the tests' many processes only the first compiles this package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: compare results examples measured test test-core-016 test-core-019 test-once test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks clean
+.PHONY: compare results examples measured offload-recipes test test-core-016 test-core-019 test-once test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks clean
 
 ## Run Megatron under its own strategies and ours, on this machine; print the table, and where the
 ## report of our plan is.
@@ -64,6 +64,10 @@ examples: $(INSTALLED) $(CORE_019)
 ## Hold predictions against every published measurement: docs/measured-runs.md. Takes minutes.
 measured: $(INSTALLED) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m benchmarks.measured $(ARGS)
+
+## Hold NVIDIA's recipes that offload against the planner: docs/offload-recipes.md. Takes minutes.
+offload-recipes: $(INSTALLED) $(CORE_019)
+	PYTHONPATH=$(CORE_019) $(BIN)/python scripts/offload_recipes.py $(ARGS)
 
 ## Run all tests: both supported versions of megatron-core, Megatron Bridge, lint, types and rules.
 test: $(INSTALLED) $(CORE_019) $(BRIDGE_SITE)

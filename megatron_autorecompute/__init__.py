@@ -9,8 +9,9 @@ Importing this package imports neither torch nor megatron and changes nothing. I
 - `Plan`: a policy with its predicted cost, the proof and the profile, as one file.
 - `apply(policy, model)`: make a built model recompute as a policy says.
 - `attach(model_chunks, optimizer)`: let a training loop over Megatron-Core choose by itself.
+- `FixedCalls`: what every training call of such a loop has, where it may offload.
 
-The last two need torch and megatron-core.
+The last three need torch and megatron-core.
 
 docs/api.md has an example and lists the modules for further use. Every error that is raised on
 purpose is an `errors.AutorecomputeError`.
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
     from megatron_autorecompute.profile import Profile
     from megatron_autorecompute.runtime.apply import apply
     from megatron_autorecompute.runtime.attach import attach
+    from megatron_autorecompute.runtime.job_facts import FixedCalls
 
 
 __version__ = "0.1.0"
 __all__ = [
+    "FixedCalls",
     "LayerPolicy",
     "Layout",
     "Plan",
@@ -54,6 +57,7 @@ _HOME = {
     "Schedule": "planner.schedule",
     "Plan": "planner.plan",
     "attach": "runtime.attach",
+    "FixedCalls": "runtime.job_facts",
     "solve": "planner.planner",
 }
 

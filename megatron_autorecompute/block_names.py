@@ -7,8 +7,10 @@ places in that list; what stands behind a name is read by `policy`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_autorecompute.errors import PolicyError
@@ -44,19 +46,57 @@ def named_parts(text: str) -> dict[str, str] | None:
 
 
 def parts_of_field(value: Any) -> Mapping[str, Any] | None:
-    """What the value of a config field says for each block, as text or as a dict with the
-    decoder's name; None if it names no block.
+    """What the value of a config field says for each block, as text, as a dict with the decoder's
+    name, or in the @FILE that it names; None if it names no block.
 
     Raises:
-        PolicyError: as `named_parts`.
+        PolicyError: as `named_parts`, or as `read_file`.
     """
+    if isinstance(value, str) and value.startswith("@"):
+        value = read_file(value[1:])
     if isinstance(value, Mapping):
-        return value if DECODER in value else None
+        return parts_of_plan(value) or parts_of_dict(value)
     return named_parts(value) if isinstance(value, str) else None
 
 
-def placed(parts: Mapping[str, Any], blocks: Blocks) -> list[tuple[Any, range]]:
-    """What is said for each block, in the model's order, and the block's layers.
+def parts_of_dict(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The dict, or the policy in it, if it has parts by name."""
+    value = value.get("recompute_policy", value.get("policy", value))
+    return value if isinstance(value, Mapping) and DECODER in value else None
+
+
+def parts_of_plan(plan: Mapping[str, Any]) -> dict[str, list[str]] | None:
+    """What a plan for a model of several blocks says for each; None for anything else."""
+    try:
+        model, choices = plan["profile"]["model"], list(plan["recompute_policy"])
+        cut = int(model.get("encoder_layers", 0))
+        return {model["encoder_name"]: choices[:cut], DECODER: choices[cut:]} if cut else None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def read_file(path: str | Path) -> Any:
+    """The text of a policy file, or what its JSON says.
+
+    Raises:
+        PolicyError: it cannot be read.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise PolicyError(f"Cannot read the policy file {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise PolicyError(f"The policy file {path} is no text: {error}.") from error
+    if text.lstrip()[:1] not in ("{", "["):
+        return text.strip()
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PolicyError(f"{path} is not whole JSON: {error}.") from error
+
+
+def placed(parts: Mapping[str, Any], blocks: Blocks) -> list[tuple[str, Any, range]]:
+    """Every block in the model's order: its name, what is said for it, and its layers.
 
     Raises:
         PolicyError: a name that no block has, or a block without a part.
@@ -74,7 +114,7 @@ def placed(parts: Mapping[str, Any], blocks: Blocks) -> list[tuple[Any, range]]:
             )
     spans, start = [], 0
     for name, count in blocks.items():
-        spans.append((parts[name], range(start, start + count)))
+        spans.append((name, parts[name], range(start, start + count)))
         start += count
     return spans
 

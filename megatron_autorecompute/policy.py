@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_autorecompute.block_names import DECODER, Blocks, named_parts, placed, within
+from megatron_autorecompute.block_names import (
+    DECODER,
+    Blocks,
+    named_parts,
+    parts_of_dict,
+    parts_of_plan,
+    placed,
+    read_file,
+    within,
+)
 from megatron_autorecompute.errors import PolicyError
 
 Granularity = Literal["none", "selective", "inner", "full"]
@@ -247,9 +255,11 @@ class RecomputePolicy:
             PolicyError: the value is of none of these forms or covers another number of layers.
         """
         if isinstance(value, Mapping):
+            of_plan = parts_of_plan(value) if blocks else None
+            parts = of_plan or parts_of_dict(value)
+            if parts is not None:
+                return cls._of_blocks(parts, num_layers, layout, depth_layers, blocks)
             value = value.get("recompute_policy", value.get("policy", value))
-        if isinstance(value, Mapping) and DECODER in value:
-            return cls._of_blocks(value, num_layers, layout, depth_layers, blocks)
         if isinstance(value, str):
             return cls.parse(
                 value,
@@ -277,10 +287,16 @@ class RecomputePolicy:
         blocks: Blocks | None,
     ) -> RecomputePolicy:
         whole = cls(())
-        for part, span in placed(parts, blocks or {DECODER: num_layers}):
-            own = cls.from_config(
-                part, num_layers=len(span), layout=within(layout, span), depth_layers=depth_layers
-            )
+        for name, part, span in placed(parts, blocks or {DECODER: num_layers}):
+            try:
+                own = cls.from_config(
+                    part,
+                    num_layers=len(span),
+                    layout=within(layout, span),
+                    depth_layers=depth_layers,
+                )
+            except PolicyError as error:
+                raise PolicyError(f"Of {name}: {error}") from error
             whole = cls((*whole.layers, *own.layers))
         return whole.checked_length(num_layers, "The policy")
 
@@ -299,20 +315,13 @@ class RecomputePolicy:
         Raises:
             PolicyError: the file cannot be read, or contains no policy for `num_layers` layers.
         """
-        try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise PolicyError(f"Cannot read the policy file {path}: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            raise PolicyError(f"The policy file {path} is no text: {error}.") from error
-        form: dict[str, Any] = {"layout": layout, "depth_layers": depth_layers, "blocks": blocks}
-        if text.lstrip()[:1] not in ("{", "["):
-            return cls.parse(text, num_layers=num_layers, **form)
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PolicyError(f"{path} is not whole JSON: {error}.") from error
-        return cls.from_config(value, num_layers=num_layers, **form)
+        return cls.from_config(
+            read_file(path),
+            num_layers=num_layers,
+            layout=layout,
+            depth_layers=depth_layers,
+            blocks=blocks,
+        )
 
     def format(self, blocks: Blocks | None = None) -> str:
         """The text form: one CHOICE*COUNT for each run of equal layers.

@@ -1,16 +1,22 @@
-"""Hold NVIDIA's recipes that move whole layers to host memory against the planner; write a page.
+"""Hold NVIDIA's recipes that offload activations against the planner; write a page.
 
-python scripts/offload_recipes.py [--output docs/offload-recipes.md]
+python scripts/offload_recipes.py [--only NAME] [--output docs/offload-recipes.md]
+
+With megatron-core 0.19, for the hybrid models.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE and Apex
@@ -20,125 +26,259 @@ from megatron_autorecompute.meta.job import Job, job_from  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
 from megatron_autorecompute.meta.whole_layer_records import with_whole_layers  # noqa: E402
 from megatron_autorecompute.planner.planner import Planner  # noqa: E402
-from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
+from megatron_autorecompute.planner.policy_cost import PolicyCost  # noqa: E402
+from megatron_autorecompute.policy import MegatronStrategy, RecomputePolicy  # noqa: E402
+from megatron_autorecompute.profile import StageRecord  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
-from nvidia_recipes import MODELS, PRECISIONS  # noqa: E402
+from nvidia_recipes import MODELS, PRECISIONS, summary, table  # noqa: E402
 
-ALIKE = 1.0005
-"""Steps that differ by less are as fast."""
-ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
-"""Megatron has no module to offload inside a dense MLP."""
+RECIPES = ROOT / "benchmarks" / "data" / "offload_recipes.csv"
+EXAMPLES = ROOT / "examples" / "no_device"
+Row = dict[str, str]
+
+LLAMA31_405B = {
+    "num_layers": 126,
+    "hidden_size": 16384,
+    "ffn_hidden_size": 53248,
+    "num_attention_heads": 128,
+    "num_query_groups": 8,
+}
+"""All else is as in Llama 3 70B."""
+NEMOTRON_3_ULTRA = {
+    "hybrid_layer_pattern": "MEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*"
+    "EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME/*E/*E",
+    "hidden_size": 8192,
+    "ffn_hidden_size": 5120,
+    "num_attention_heads": 64,
+    "mamba_num_heads": 256,
+    "moe_ffn_hidden_size": 5120,
+    "moe_latent_size": 2048,
+    "moe_shared_expert_intermediate_size": 10240,
+    "moe_token_dispatcher_type": "flex",
+    "moe_flex_dispatcher_backend": "hybridep",
+    "cross_entropy_fusion_impl": "native",
+    "pipeline_model_parallel_size": 1,
+}
+"""examples/post_training/modelopt/conf/nvidia of Megatron-LM, August 2026; all else is as in
+Nemotron 3 Super."""
+NANO_PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+LIGHTNING = {"hybrid_layer_pattern": f"{NANO_PATTERN}/*E/*E", "mtp_use_repeated_layer": True}
+"""All else is as in Nemotron 3 Nano."""
+BF16_MOMENTS = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+}
+ATTENTION, EXPERTS, ACTIVATION = ("core_attn", "attn_proj"), ("expert_fc1",), ("moe_act",)
+SETS = {
+    "llama3_70b": [("qkv_linear", *ATTENTION)],
+    "llama31_405b": [("qkv_linear", *ATTENTION)],
+    "deepseek_v3": [ATTENTION, EXPERTS],
+    "nemotron_3_ultra": [ACTIVATION, ATTENTION],
+    "nemotron_3_5_lightning": [EXPERTS, ATTENTION],
+}
+"""What plans may offload, by model: sets of modules."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """One of NVIDIA's, of Megatron Bridge's perf_recipes of August 2026."""
+def model_of(row: Row) -> dict[str, Any]:
+    """Fields of a job that the model decides on."""
+    name = row["model"]
+    if name in MODELS or name == "llama31_405b":
+        known = MODELS["deepseek_v3" if name == "deepseek_v3" else "llama3_70b"]
+        config = known.config | (LLAMA31_405B if name == "llama31_405b" else {})
+        if name == "deepseek_v3":
+            flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+            config = {**config, **flex, "mtp_num_layers": 1}
+        length = 4096 if name == "deepseek_v3" else 8192
+        return {
+            "config": config,
+            "seq_length": length,
+            "vocab_size": known.vocab_size,
+            "accumulate_allreduce_grads_in_fp32": False,
+            **known.more,
+        }
+    ultra = name == "nemotron_3_ultra"
+    path = EXAMPLES / f"nemotron-3-{'super' if ultra else 'nano'}.yaml"
+    job = yaml.safe_load(path.read_text())
+    changed = NEMOTRON_3_ULTRA if ultra else LIGHTNING
+    job |= {"config": job["config"] | changed, "accumulate_allreduce_grads_in_fp32": False}
+    return job if ultra else job | BF16_MOMENTS
 
-    name: str
-    gpu: str
-    dtype: str
-    layers: int
-    """`cpu_offloading_num_layers`."""
-    micro_batch_size: int
 
-
-RECIPES = [
-    Recipe("llama3_70b_pretrain_64gpu_b200_fp8cs", "b200-180gb", "fp8_cs", 5, 1),
-    Recipe("llama3_70b_pretrain_64gpu_gb200_bf16", "gb200-186gb", "bf16", 20, 1),
-    Recipe("llama3_70b_pretrain_64gpu_gb200_fp8cs", "gb200-186gb", "fp8_cs", 40, 2),
-    Recipe("llama3_70b_pretrain_64gpu_gb300_bf16", "gb300-279gb", "bf16", 30, 2),
-    Recipe("llama3_70b_pretrain_64gpu_gb300_fp8cs", "gb300-279gb", "fp8_cs", 20, 2),
-]
-
-
-def job_of(recipe: Recipe) -> Job:
-    """The recipe as a job without Megatron FSDP."""
-    data = {
-        "name": recipe.name,
-        "config": MODELS["llama3_70b"].config,
-        "num_gpus": 64,
-        "seq_length": 8192,
-        "micro_batch_size": recipe.micro_batch_size,
-        "global_batch_size": 256,
-        "vocab_size": 128256,
-        "precision": PRECISIONS[recipe.dtype],
+def job_of(row: Row) -> Job:
+    """The recipe as a job without Megatron FSDP, EP overlap and CUDA graphs."""
+    model = model_of(row)
+    tp, ep = int(row["tp"]), int(row["ep"])
+    sizes = {
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "pipeline_model_parallel_size": int(row["pp"]),
+        "pipeline_model_parallel_layout": row["layout"] or None,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1 if ep > 1 else None,
     }
-    return job_from(data, recipe.name)
+    data = {
+        **model,
+        "name": row["recipe"],
+        "config": {**model["config"], **{k: v for k, v in sizes.items() if v is not None}},
+        "num_gpus": int(row["num_gpus"]),
+        "micro_batch_size": int(row["mbs"]),
+        "global_batch_size": int(row["gbs"]),
+        "precision": PRECISIONS[row["dtype"]],
+    }
+    return job_from(data, row["recipe"])
 
 
-def line(recipe: Recipe) -> list[str]:
+def planner_of(row: Row) -> Planner:
+    """Of the recipe; with whole layers where it offloads those."""
+    job, gpu, sets = job_of(row), device(row["device"]), SETS[row["model"]]
+    theirs = MegatronStrategy.parse(f"megatron:{row['setting']}").modules
+    profile = profile_job(job, gpu, only=theirs or ("mlp",), offload=sets)
+    if row["setting"].startswith("cpu_offloading"):
+        profile = with_whole_layers(job, profile)
+    return Planner(profile, job.layout(), job.schedule())
+
+
+def line(row: Row) -> list[str]:
     """One line of the table."""
-    job, gpu = job_of(recipe), device(recipe.gpu)
-    plain = profile_job(job, gpu, only=("mlp",), offload=[ATTENTION])
-    planner = Planner(plain, job.layout(), job.schedule())
-    whole = planner.replaced(profile=with_whole_layers(job, plain))
-
-    text = f"megatron:cpu_offloading/{recipe.layers}"
-    theirs = whole.evaluate(RecomputePolicy.parse(text, num_layers=plain.num_layers))
-    nothing = planner.evaluate(RecomputePolicy.parse("none", num_layers=plain.num_layers))
-    static = plain.stages[0].static.total_bytes
-    ours = planner.try_solve(theirs.peak_high_bytes)
-    link = gpu.host.link
+    planner = planner_of(row)
+    setting = MegatronStrategy.parse(f"megatron:{row['setting']}")
+    theirs = planner.evaluate(planner.manual_policy(setting))
+    budgets = [stage.peak_high_bytes for stage in theirs.stages]
+    link = planner.profile.host_link
+    assert link is not None
+    host_bytes = max(link.host_bytes, *(stage.host_bytes for stage in theirs.stages))
+    planner = planner.replaced(
+        profile=replace(planner.profile, host_link=replace(link, host_bytes=host_bytes))
+    )
+    ours = planner.solve(budgets)
+    search = planner.offload
+    assert search is not None
+    plain = None if search.without is None else search.without.try_solve(budgets)
+    gain = 1 - ours.cost.step_ms / theirs.step_ms
     return [
-        recipe.name,
-        f"{recipe.layers} of {plain.num_layers}",
+        row["recipe"].replace("_pretrain", ""),
+        f"`{row['setting']}`",
         f"{link.to_host_gb_per_s:g}",
-        f"{(nothing.peak_high_bytes - static) / GIB:.1f}",
-        f"{(theirs.peak_high_bytes - static) / GIB:.1f}",
-        f"{theirs.stages[0].host_bytes / GIB:.1f}",
-        f"{nothing.step_ms / 1e3:.2f}",
-        f"{theirs.step_ms / 1e3:.2f}",
-        f"{theirs.stall_ms / 1e3:.2f}",
-        "-" if ours is None else f"{ours.cost.step_ms / 1e3:.2f}",
-        "-" if ours is None else f"{ours.cost.stages[0].host_bytes / GIB:.1f}",
-        "theirs" if ours is None or theirs.step_ms * ALIKE < ours.cost.step_ms else "searched",
+        f"{max(map(without_static, planner.profile.stages, budgets)) / GIB:.1f}",
+        *(f"{one:.2f}" for one in (theirs.step_ms / 1e3, theirs.stall_ms / 1e3)),
+        host_gib(theirs),
+        f"{ours.cost.step_ms / 1e3:.2f}",
+        f"{max(gain, 0.0):.1%}",
+        host_gib(ours.cost),
+        f"{ours.step_evidence.gap or 0.0:.1%}",
+        "nothing fits" if plain is None else f"{plain.cost.step_ms / 1e3:.2f}",
+        shown(ours.policy, row),
     ]
 
 
-PAGE = """# NVIDIA's recipes that move whole layers to host memory
+def without_static(stage: StageRecord, peak_bytes: int) -> int:
+    """A peak without weights, gradients and optimizer states."""
+    return peak_bytes - stage.static.total_bytes
 
-Written by `python scripts/offload_recipes.py`. **Nothing on this page is measured.** Bytes come
-from Megatron's code on meta tensors, times from a roofline, copies from a replay of what
-Transformer Engine's source does ([offload.md](offload.md)).
 
-These are Megatron Bridge's performance recipes of August 2026 with `cpu_offloading` of Llama 3 70B.
-Those of Llama 3.1 405B (40 of 126 layers) are not here yet; those of GPT-OSS 20B set
-`cpu_offloading_num_layers=95` without it, so that nothing leaves. All run Megatron FSDP, which is
-not modelled: it adds the same bytes and collectives to every column. So a row compares at the peak
-that NVIDIA's setting needs: theirs, and what the planner's search finds
-(full recompute, recompute of the MLP, and Megatron's fine-grained offload of attention, the only
-part of a dense layer that it can move). The faster of both is what to run; Megatron's setting has
-a name for that, `megatron:cpu_offloading/N`.
+def host_gib(cost: PolicyCost) -> str:
+    """Host memory of the fullest device."""
+    return f"{max(stage.host_bytes for stage in cost.stages) / GIB:.1f}"
 
-The links are those of `meta/devices.json`, in 10^9 bytes per second of one device while its
-neighbours copy, all of them guesses: B200 as H100, GB200 and GB300 half of a Grace's memory
-bandwidth. Copies slow no kernel and no collective, also not FSDP's, and both directions share one
-stream, as in Transformer Engine. The search may take the host memory that `devices.json` assumes
-per device (112 GiB of GB200 and GB300); theirs takes what it takes.
+
+def shown(policy: RecomputePolicy, row: Row) -> str:
+    """A plan in few words."""
+    texts = summary(policy).split(", ")
+    moved = [text for text in texts if "cpu_offloading" in text]
+    if moved:
+        return f"`megatron:cpu_offloading/{moved[0].rpartition(' x')[2]}`"
+    if len({str(choice) for choice in policy.layers}) == 1 and "offload" in row["setting"]:
+        return f"all layers `{policy.layers[0]}`"
+    return ", ".join(f"`{text.rpartition(' x')[0]}` x{text.rpartition(' x')[2]}" for text in texts)
+
+
+PAGE = """# NVIDIA's recipes that offload activations
+
+Written by `make offload-recipes`. **Nothing on this page is measured.** Bytes come from Megatron's
+code on meta tensors, times from a roofline, copies from a replay of what Megatron's and Transformer
+Engine's sources do ([offload.md](offload.md)).
+
+These are Megatron Bridge's performance recipes of August 2026 that offload: eleven with
+`cpu_offloading_num_layers` in force (and four of these again on half the GPUs), eight with
+fine-grained offload. A row compares at the peak that NVIDIA's own setting needs in this model, on
+every stage, and with the host memory that `devices.json` assumes or what their setting takes, if
+that is more: their setting, the plan with offload allowed, and the plan without.
 
 {table}
+
+The plan recomputes of each layer everything, the modules that NVIDIA's setting recomputes (the MLP
+where it recomputes none), or nothing, and offloads one of these sets of modules or none:
+
+{sets}
+
+Where NVIDIA moves whole layers, `cpu_offloading/N` for every N is allowed as well. "Gap" is how
+much shorter a step could be at most, of what the plan may use. A plan is never slower than any of
+Megatron's settings that fits, and so not than theirs. Where copies hide, nothing is left to gain.
+
+## What is assumed
+
+- **Links**, in 10^9 bytes per second of one device while its neighbours copy, both ways at once:
+  H100 as measured on one (44); B200 and B300 as H100, as their hosts have PCIe 5, too; GB200 and
+  GB300 120, half of a Grace's memory bandwidth, which two GPUs share. NVIDIA says 450 each way for
+  NVLink-C2C itself; no measurement of two GPUs copying at once was found. Copies slow no kernel and
+  no collective. `cpu_offloading` copies both ways on one stream, as Transformer Engine does.
+- **Host memory**: half of a node's, divided by its GPUs: 120 GB per device of GB200 and GB300 (480
+  GB a Grace, two GPUs), 125 GB of nodes with 8 GPUs and 2 TB. Two recipes take more than that in
+  this model (column "host GiB"), up to 63% of all: a plan may there, too.
+- **Left out of every column**: Megatron FSDP and with it weights, gradients and optimizer states
+  ("GiB" is what a stage's peak has beside them), CUDA graphs, EP overlap
+  (`deepseek_v3_256gpu_gb200_fp8mx_partial_cg_dev`), paged stash of experts' activations
+  (`…_hsdp`), and `fine_grained_offloading_max_inflight_offloads`, which lets a forward wait for its
+  copies out so that fewer bytes are under way.
+- **Nemotron 3 Ultra** offloads `fused_group_mlp`, of it tensors of 350 M or 500 M elements and more
+  alone. By size and by the recipe's own comment that is the experts' activation's input; without
+  the fused kernel, as it is modelled here, that is `moe_act`.
+
+## Not in the table
+
+{rest}
 """
 HEADER = (
-    *("recipe", "layers that leave", "GB/s", "GiB without", "GiB with theirs", "their host GiB"),
-    *("s without", "s with theirs", "of it waits", "searched s", "its host GiB", "faster"),
+    *("recipe", "NVIDIA's setting", "GB/s", "GiB", "step s", "of it waits", "host GiB"),
+    *("planned s", "takes less by", "host GiB", "gap", "planned without offload s", "the plan"),
 )
+
+
+def sets_of_modules() -> str:
+    """What plans may use, by model."""
+
+    lines = [[name, ", ".join(f"`{'+'.join(one)}`" for one in sets)] for name, sets in SETS.items()]
+    return table(("model", "sets of modules"), lines).rstrip()
 
 
 def main() -> None:
     """Write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="recipes whose name contains this; no page is written")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "offload-recipes.md")
     asked = parser.parse_args()
-    rows = []
-    for recipe in RECIPES:
-        rows.append(line(recipe))
-        print(*rows[-1], sep=" | ", flush=True)
-    cells = [HEADER, ["---"] * len(HEADER), *rows]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in cells)
-    asked.output.write_text(PAGE.format(table=table))
+    with RECIPES.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if (asked.only or "") in row["recipe"]]
+    lines = []
+    for row in rows:
+        if not row["instead"]:
+            lines.append(line(row))
+            print(*lines[-1], sep=" | ", flush=True)
+    if asked.only:
+        return
+    rest = [
+        [row["recipe"], f"`{row['setting']}`", row["instead"]] for row in rows if row["instead"]
+    ]
+    page = PAGE.format(
+        table=table(HEADER, lines).rstrip(),
+        sets=sets_of_modules(),
+        rest=table(("recipe", "setting", "why"), rest).rstrip(),
+    )
+    asked.output.write_text(page)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 MEMORY_BYTES = 14 << 30
 
 # An example takes as long as the machine is busy; pytest-timeout catches what hangs.
-settings.register_profile("no_deadline", deadline=None)
+settings.register_profile(
+    "no_deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("no_deadline")
 
 # A shell's background job starts with SIGINT ignored, which every child would inherit.

@@ -19,7 +19,8 @@ from rich.progress import track
 from benchmarks.measured import page, picture, ratios
 from benchmarks.measured.prediction import Case, Prediction, predicted
 from benchmarks.measured.results import results
-from benchmarks.measured.runs import Run, Unread, read
+from benchmarks.measured.runs import Run, Unread
+from benchmarks.measured.tables import read
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "benchmarks" / "data"

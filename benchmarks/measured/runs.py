@@ -5,13 +5,9 @@ A row that cannot be read is `Unread` with the field and the reason, never left 
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from benchmarks.measured.flags import FieldError
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +62,3 @@ class Unread:
     name: str
     tier: str
     reason: str
-
-
-def read(path: Path) -> Iterator[Run | Unread]:
-    """Every row of a CSV of one of the known kinds; raises FieldError for another file."""
-    from benchmarks.measured import megatron_tests, simumax
-
-    with open(path, newline="", encoding="utf-8") as file:
-        table = csv.DictReader(file)
-        columns = set(table.fieldnames or ())
-        for kind in (megatron_tests, simumax):
-            if columns >= kind.COLUMNS:
-                break
-        else:
-            lacking = sorted(megatron_tests.COLUMNS - columns)
-            raise FieldError(
-                f"{path}: columns of no known kind. As a table of Megatron's tests it lacks "
-                f"{', '.join(lacking)}; as one of SimuMax's runs "
-                f"{', '.join(sorted(simumax.COLUMNS - columns))}."
-            )
-        for number, row in enumerate(table, start=2):
-            name = row.get("case") or f"line {number}"
-            try:
-                yield kind.run(row)
-            except FieldError as error:
-                yield Unread(name, row.get("tier") or "", str(error))

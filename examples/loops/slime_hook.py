@@ -1,9 +1,10 @@
 """slime and miles, with nothing changed in them:
 
-    --custom-megatron-before-train-step-hook-path examples.loops.slime_hook.before_train_step
+    cp examples/loops/slime_hook.py .    # slime has a package `examples` of its own
+    --custom-megatron-before-train-step-hook-path slime_hook.before_train_step
 
 They call the hook in `train_one_step`, between zeroing the gradients and looking up
-`get_forward_backward_func` in their module. The first call attaches, and replaces that name.
+`get_forward_backward_func` in their module. The first call attaches, and watches that module.
 """
 
 from __future__ import annotations
@@ -30,24 +31,9 @@ def before_train_step(
         _attached[id(model[0])] = auto
         for name in MODULES:
             if name in sys.modules:
-                _watch(sys.modules[name], model, auto)
+                auto.watch(sys.modules[name])
 
 
 def attached(model: Any) -> Any:
     """What is attached to a model."""
     return _attached[id(model[0])]
-
-
-def _watch(module: Any, model: Any, auto: Any) -> None:
-    look_up = module.get_forward_backward_func
-
-    def get_forward_backward_func() -> Any:
-        plain = look_up()
-        watched = auto.schedule(plain)
-
-        def call(*args: Any, **named: Any) -> Any:
-            return (watched if named["model"] is model else plain)(*args, **named)
-
-        return call
-
-    module.get_forward_backward_func = get_forward_backward_func

@@ -89,7 +89,8 @@ def add_options(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODULE+...",
-        help="also record choices that offload these modules (docs/offload.md); repeatable",
+        help="also record choices that offload these modules, or with cpu_offloading whole layers "
+        "(docs/offload.md); repeatable",
     )
     parser.add_argument("--measured", metavar="P.json", help="measured profile of the same layers")
     parser.add_argument(

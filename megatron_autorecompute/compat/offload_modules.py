@@ -162,6 +162,11 @@ def forget() -> None:
     PipelineOffloadManager.OFFLOAD_MGR = None
 
 
+def go_on_with(manager: Any) -> None:
+    """Put a manager that was dropped in force again."""
+    PipelineOffloadManager.OFFLOAD_MGR = manager
+
+
 def begin_forward(_: torch.nn.Module, __: Any) -> None:
     """Before a block's forward: check that the model told the manager of this microbatch.
 

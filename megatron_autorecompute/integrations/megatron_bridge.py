@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute import megatron_fields
-from megatron_autorecompute.block_names import DECODER, parts_of_field
+from megatron_autorecompute.block_names import DECODER, Blocks, parts_of_field
 from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
 from megatron_autorecompute.planner import launch_lines
@@ -142,12 +142,13 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     choice per layer, so that it does not depend on the file it came from. With PEFT it always
     becomes a list: Megatron's own recompute can leave adapters after frozen layers without
     gradients, and Bridge's `maybe_enable_recompute_inputs_grad` mends this for `full` only.
+    One that names several blocks becomes a dict with the names; only the built model can check it.
 
     Args:
         cfg: Bridge's ConfigContainer, not yet given to Bridge's `pretrain`.
 
     Returns:
-        The policy, or None when there is none or it is `auto`.
+        The policy, or None when there is none, it is `auto` or it names several blocks.
 
     Raises:
         PolicyError: it does not fit the model, Bridge or Megatron refuse it, or Megatron's own
@@ -166,6 +167,9 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
         refuse_unmeasurable(config, as_field)
         return None
     config_field.refuse_plan_of_another_model(value, config)
+    if config_field.names_several_blocks(value):
+        setattr(config, POLICY_FIELD, dict(parts_of_field(value) or {}))
+        return None
     policy = RecomputePolicy.from_config(
         value,
         num_layers=stage_layout.num_policy_layers(config),
@@ -240,6 +244,23 @@ def apply_hook(policy: RecomputePolicy) -> Callable[[list[Any]], list[Any]]:
     return hook
 
 
+def one_block_hook(value: Any) -> Callable[[list[Any]], list[Any]]:
+    """A pre-wrap hook that refuses a policy without names for a model of several blocks: a recipe
+    copies the decoder's fields to its tower, or leaves them out, as it likes.
+
+    Raises (the hook):
+        PolicyError: with the names and layers of the model's blocks.
+    """
+
+    def hook(chunks: list[Any]) -> list[Any]:
+        from megatron_autorecompute.runtime import config_field
+
+        config_field.refuse_without_names(value, chunks)
+        return chunks
+
+    return hook
+
+
 def named_hook(value: Any) -> Callable[[list[Any]], list[Any]]:
     """A pre-wrap hook that puts a policy by block names in force on the whole model: which blocks
     there are, and how large, only the built model says.
@@ -307,19 +328,17 @@ def pretrain(
     is_auto = given == "auto"
     refuse_without_auto(options, given, as_field)
     _refuse_cpu(options)
-    if parts_of_field(given) is not None:
-        from megatron_autorecompute.runtime import config_field
-
-        config_field.refuse_contradiction(config)
-        setattr(config, POLICY_FIELD, None)  # a block cannot say which part is its own
-        register(cfg.model, named_hook(given))
     policy = resolve(cfg)
     if is_auto:
         with claimed(), callback(options) as tuning:
             bridge_pretrain(cfg, forward_step_func, [tuning, *callbacks])
         return
-    if policy is not None and getattr(config, POLICY_FIELD) is not None:  # not in native fields
-        register(cfg.model, apply_hook(policy))
+    if policy is not None:
+        register(cfg.model, one_block_hook(given))
+        if getattr(config, POLICY_FIELD) is not None:  # not in native fields
+            register(cfg.model, apply_hook(policy))
+    elif given is not None:
+        register(cfg.model, named_hook(getattr(config, POLICY_FIELD)))
     bridge_pretrain(cfg, forward_step_func, list(callbacks))
 
 
@@ -367,7 +386,7 @@ def callback(options: AutoOptions) -> Iterator[Any]:
                 step.close()
 
             def on_train_end(self, context: Any) -> None:
-                _say_lines(self.auto.policy, context.state.cfg)
+                _say_lines(self.auto.policy, context.state.cfg, context.model)
 
         yield AutorecomputeCallback()
 
@@ -400,13 +419,17 @@ def shapes_of(cfg: Any) -> dict[str, str]:
     return {name: str(value) for name, value in given.items() if value is not None}
 
 
-def _say_lines(policy: RecomputePolicy, cfg: Any) -> None:
+def _say_lines(policy: RecomputePolicy, cfg: Any, model: Any) -> None:
     from megatron.bridge.utils.common_utils import print_rank_0
 
-    lines = "\n".join(recipe_lines(policy, cfg))
+    from megatron_autorecompute.runtime.apply import blocks
+
+    lines = "\n".join(recipe_lines(policy, cfg, blocks(model)))
     print_rank_0(f"recompute auto: to keep this policy without measuring, in the recipe:\n{lines}")
 
 
-def recipe_lines(policy: RecomputePolicy, cfg: Any) -> list[str]:
-    """Python lines that set the policy in a recipe, in the form that `resolve` writes."""
-    return launch_lines.recipe_lines(policy, _lasting_fields(policy, cfg))
+def recipe_lines(policy: RecomputePolicy, cfg: Any, blocks: Blocks | None = None) -> list[str]:
+    """Python lines that set the policy in a recipe, in the form that `resolve` writes; of several
+    blocks of a model each by its name."""
+    fields = _lasting_fields(policy, cfg) if len(blocks or ()) < 2 else None
+    return launch_lines.recipe_lines(policy, fields, blocks)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -23,7 +24,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_autorecompute.block_names import DECODER, ENCODER, Blocks, named_parts
+from megatron_autorecompute.block_names import (
+    DECODER,
+    ENCODER,
+    Blocks,
+    parts_of_field,
+    read_file,
+)
 from megatron_autorecompute.errors import (
     ApplyError,
     AutorecomputeError,
@@ -134,26 +141,37 @@ def check(args: Namespace) -> None:
         )
     if policy is None:
         return
-    encoder_layers, by_name = _encoder_layers(args), named_parts(policy) is not None
-    if (encoder_layers or by_name) and policy != "auto":
+    encoder_layers = _encoder_layers(args)
+    whole = policy != "auto" and bool(
+        encoder_layers or _may_have_tower(args) or parts_of_field(policy)
+    )
+    if whole:
         args.recompute_policy = None
     if getattr(args, "hybrid_layer_pattern", None) is not None:
         config_field.expect_pattern(args.hybrid_layer_pattern)
     # Megatron builds the same config again for the model; here its rules are checked early.
     model_config = arguments.core_transformer_config_from_args(args)
-    if (encoder_layers or by_name) and policy != "auto":
-        _keep_for_whole_model(model_config, encoder_layers, policy)
+    if whole:
+        _keep_for_whole_model(model_config, encoder_layers, policy, _may_have_tower(args))
     if policy == "auto":
         refuse_unmeasurable(model_config)
         config_field.claim_auto(HOLDER)
 
 
+def _may_have_tower(args: Namespace) -> bool:
+    """Whether the script builds a LLaVAModel: pretrain_vlm.py and examples/multimodal."""
+    return hasattr(args, "freeze_ViT")
+
+
 def _encoder_layers(args: Namespace) -> int:
-    """Layers of T5's encoder, from a flag that only T5's script requires; 0 for other models."""
-    return 0 if args.decoder_seq_length is None else int(args.encoder_num_layers)
+    """Layers of T5's encoder, from a flag that T5's script requires; 0 for other models."""
+    is_t5 = args.decoder_seq_length is not None and not _may_have_tower(args)
+    return int(args.encoder_num_layers) if is_t5 else 0
 
 
-def _keep_for_whole_model(model_config: Any, encoder_layers: int, text: str) -> None:
+def _keep_for_whole_model(
+    model_config: Any, encoder_layers: int, text: str, may_have_tower: bool
+) -> None:
     """Check a policy for several blocks, T5's as a whole, of others that both of its settings are
     not given; `train` applies it to the model once it is built."""
     global _for_whole_model
@@ -163,8 +181,10 @@ def _keep_for_whole_model(model_config: Any, encoder_layers: int, text: str) -> 
     as_asked = copy.copy(model_config)
     as_asked.recompute_policy = text
     config_field.refuse_contradiction(as_asked)
+    config_field.refuse_plan_of_another_model(text, model_config)
     first = ENCODER if encoder_layers else ""
-    if first or set(named_parts(text) or ()) == {DECODER}:  # other blocks only the model knows
+    is_alone = set(parts_of_field(text) or ()) == {DECODER} and not may_have_tower
+    if first or is_alone:  # other blocks only the model knows
         num_layers = stage_layout.num_policy_layers(model_config, encoder_layers)
         blocks = stage_layout.named_blocks(num_layers, first, encoder_layers)
         rules.check_allowed(model_config, _whole_policy(text, model_config, blocks))
@@ -213,10 +233,14 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
     global _auto
     from megatron.training import get_args
 
+    from megatron_autorecompute.runtime import config_field
+
     args = get_args()
     _check_all_given(args, model)
     if args.recompute_policy is not None:
         _check_blocks(model, args.recompute_policy)
+        if args.recompute_policy != "auto":
+            config_field.refuse_without_names(args.recompute_policy, model)
     if _for_whole_model is not None:
         _check_blocks(model, _for_whole_model)
         _apply_whole(model, _for_whole_model)
@@ -262,16 +286,16 @@ def _given(args: Namespace, model: Sequence[Any]) -> str:
     """What this rank was given, as text: nothing, auto, or a policy's digest."""
     from megatron_autorecompute.compat import model_layers
     from megatron_autorecompute.runtime import config_field
-    from megatron_autorecompute.runtime.apply import blocks
 
     model_config = model_layers.unwrapped(model[0]).config
     if args.recompute_policy == "auto":
         return "auto"
-    policy = config_field.policy_of(model_config)
-    if policy is None and _for_whole_model is not None:
-        if named_parts(_for_whole_model) is not None:
+    if _for_whole_model is not None:
+        if not _for_whole_model.startswith("@"):
             return f"policy {_for_whole_model}"
-        policy = _whole_policy(_for_whole_model, model_config, blocks(model))
+        content = repr(read_file(_for_whole_model[1:]))
+        return f"policy {hashlib.sha256(content.encode()).hexdigest()[:12]}"
+    policy = config_field.policy_of(model_config)
     return "nothing" if policy is None else f"policy {policy.digest()}"
 
 

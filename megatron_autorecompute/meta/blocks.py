@@ -7,24 +7,24 @@ master weights, a step by Megatron's schedule on meta tensors, Adam's moments, a
 
 In the jobs tried a third step adds nothing. Which hole a tensor falls into depends on all that came
 before, so runs of equal flags differ by a few MiB, and so does this from each of them. Temporaries
-inside kernels are not followed, nor is what lies in other streams, but for
-DistributedDataParallel's buffers.
+inside kernels are not followed; other streams are DistributedDataParallel's and ring attention's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_autorecompute.meta import kernels
+from megatron_autorecompute.meta import kernels, streams
 from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.caching_allocator import Block, CachingAllocator
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.grad_buffers import laid_out
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.live_blocks import FirstUse, LiveBlocks
 from megatron_autorecompute.meta.meta_step import (
     StepShape,
     applied,
@@ -43,9 +43,8 @@ from megatron_autorecompute.meta.static_bytes import (
     weight_bytes,
 )
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.runtime.live_bytes import Entry, LiveBytes, storage_bytes
+from megatron_autorecompute.runtime.live_bytes import storage_bytes
 
-DDP_STREAM = 1
 BUCKET, BUCKET_OF_RANK = 40_000_000, 1_000_000
 """Elements of a bucket where gradients are reduced while backward runs, in the first chunk of the
 first stage (distributed_data_parallel.py; training.py `per_chunk_bucket_sizes`)."""
@@ -63,38 +62,6 @@ class Rounding:
     """The same of a job's first step, before Adam's moments."""
     moments_bytes: int
     """Of Adam's moments, which static bytes count."""
-
-
-class LiveBlocks(LiveBytes):
-    """As LiveBytes, with a block of the allocator for everything that it counts."""
-
-    def __init__(self, allocator: CachingAllocator, static: Iterable[torch.Tensor]) -> None:
-        super().__init__(static)
-        self._allocator = allocator
-        self._blocks: dict[int, Block] = {}
-        self._given_back: list[Block] = []
-        self._busy = False
-
-    def exclude(self, tensor: torch.Tensor) -> None:
-        """As LiveBytes; the tensor's block stays."""
-        entry = self._live.get(tensor.untyped_storage()._cdata)
-        if entry is not None:
-            self._blocks.pop(id(entry), None)
-        super().exclude(tensor)
-
-    def _count(self, entry: Entry, size_bytes: int) -> None:
-        super()._count(entry, size_bytes)
-        old = self._blocks.pop(id(entry), None)
-        if old is not None:
-            self._given_back.append(old)
-        if self._busy:  # called by the collector of garbage, within what follows
-            return
-        self._busy = True
-        while self._given_back:
-            self._allocator.free(self._given_back.pop())
-        if size_bytes:
-            self._blocks[id(entry)] = self._allocator.allocate(size_bytes)
-        self._busy = False
 
 
 def rounding(job: Job, device: Device, policy: RecomputePolicy, stage: int) -> Rounding:
@@ -123,10 +90,11 @@ def rounding_of(static: StaticBlocks, shape: StepShape, step: Any) -> Rounding:
     for tensor in step.static:
         allocator.allocate(storage_bytes([tensor]))
     with (
-        LiveBlocks(allocator, [*static.tensors, *step.static]) as live,
+        LiveBlocks(allocator, [*static.tensors, *step.static], static.buffers) as live,
         kept_between_steps(models, live) as kept,
     ):
         run_step(models, shape, step)
+        static.buffers.rest()
         first_bytes, without_moments = allocator.peak_bytes, allocator.requested_bytes
         static.allocate_moments()
         moments_bytes = allocator.requested_bytes - without_moments
@@ -185,8 +153,7 @@ class StaticBlocks:
         for number, (chunk, own) in enumerate(zip(chunks, blocks, strict=True)):
             self._add_buffers(chunk, own, bucketed=first_stage and number == 0)
         self._add_master_weights()
-        for size_bytes in shared_buffers(job, device, *models).values():
-            self._allocate(size_bytes)
+        self.buffers = FirstUse(self.allocator, shared_buffers(job, device, *models))
 
     def allocate_moments(self) -> None:
         """What Adam's first step makes; Muon has one moment."""
@@ -203,7 +170,7 @@ class StaticBlocks:
         shared = shared_buffers(self._job, self._device, *self.models)
         return static_bytes(self._job, self._device, weights).total_bytes + sum(shared.values())
 
-    def _allocate(self, size_bytes: float, stream: int = 0) -> Block | None:
+    def _allocate(self, size_bytes: float, stream: int = streams.MAIN) -> Block | None:
         return self.allocator.allocate(round(size_bytes), stream) if size_bytes >= 1 else None
 
     def _free(self, block: Block | None) -> None:
@@ -237,7 +204,7 @@ class StaticBlocks:
             own = [i for i, w in enumerate(chunk) if w.trained and w.expert is expert]
             weights, counts = [chunk[i] for i in own], [chunk[i].count for i in own]
             if not job.use_distributed_optimizer:
-                self._allocate(gradient_bytes(job) * sum(counts), DDP_STREAM)
+                self._allocate(gradient_bytes(job) * sum(counts), streams.OF_DDP)
                 self._shards += zip(weights, counts, strict=True)
                 continue
             ranks = state_ranks(job, expert=expert)
@@ -245,8 +212,8 @@ class StaticBlocks:
             tied = [weight.tied for weight in weights]
             buffer = laid_out(counts, ranks, bucket_size, tied, rank=self._rank)
             if job.precision == "bf16":
-                self._allocate(2 * buffer.numel, DDP_STREAM)
-            self._allocate(gradient_bytes(job) * buffer.numel, DDP_STREAM)
+                self._allocate(2 * buffer.numel, streams.OF_DDP)
+            self._allocate(gradient_bytes(job) * buffer.numel, streams.OF_DDP)
             if job.precision == "bf16":
                 for index in own:
                     self._free(blocks[index])

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from megatron_autorecompute.meta import ops
+from megatron_autorecompute.meta import ops, streams
 
 CAUSAL = 0.5
 """Share of all pairs of a query and a key that a causal mask keeps."""
@@ -118,8 +118,9 @@ class _AllGather(torch.autograd.Function):
 class _Ring(torch.autograd.Function):
     """cp_comm_type p2p, and a2a+p2p with `inner` ranks in the all-to-all. Saves: q, the last k and
     v that came around, the output, and one fp32 per head and token. Until the ring ends it holds k
-    and v of every step, and the output of every step: on the last rank, which is counted, all of
-    them are of all queries. The corrections of outputs are compiled, without temporaries.
+    and v of every step, and the output and statistics of every step: on the last rank, which is
+    counted, all of them are of all queries. Every second step runs in a stream of its own. The
+    corrections of outputs are compiled, without temporaries.
     `AttnFuncWithCPAndKVP2P`."""
 
     @staticmethod
@@ -136,14 +137,17 @@ class _Ring(torch.autograd.Function):
         if inner > 1:
             q, k, v = _to_heads([q, k, v], group, inner)
         arrived = [torch.cat((k.reshape(-1), v.reshape(-1)))]
-        outputs: list[torch.Tensor] = []
+        steps: list[torch.Tensor] = []
+        size = (*q.shape[:3], v.shape[3])
         for step in range(ring):
-            if step < ring - 1:
-                arrived.append(torch.empty_like(arrived[-1]))
-                torch.distributed.broadcast(arrived[-1], group=group, group_src=0)
-            outputs.append(q.new_empty(*q.shape[:3], v.shape[3]))
+            with streams.stream((streams.MAIN, streams.OF_CONTEXT_PARALLEL)[step % 2]):
+                if step < ring - 1:
+                    arrived.append(torch.empty_like(arrived[-1]))
+                    torch.distributed.broadcast(arrived[-1], group=group, group_src=0)
+                steps.append(q.new_empty(*size))
+                steps.append(q.new_empty(*size[1::-1], size[2], dtype=torch.float32))
         out, statistics = ops.attention(q, k, v, CAUSAL * ring, window)
-        outputs.clear()
+        steps.clear()
         kv = arrived.pop()
         arrived.clear()
         if inner > 1:

@@ -729,6 +729,10 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "TEColumnParallelLinear": ColumnLinear,
             "fused_apply_mla_rope_for_q": rotate,
             "fused_apply_mla_rope_for_kv": _mla_kv,
+            # 0.19 calls it where it recomputes layernorm in fp8, and has None of it without TE.
+            "set_save_original_input": module(
+                "extensions.transformer_engine"
+            ).set_save_original_input,
         },
     )
     resolver = versions.qk_norm_resolver()

@@ -219,6 +219,8 @@ class JobStep:
         loads_mask: bool = False,
     ) -> None:
         self.device, self.mask_bytes = device, job.attention_mask_bytes * loads_mask
+        ranks = job.size("context")
+        self._whole_mask_bytes = self.mask_bytes * ranks if ranks > 1 else 0
         with device or torch.device("meta"):
             made = {one: _Batch(job, one) for one in set(lengths or [job.seq_length])}
         for batch in made.values() if lengths or job.packed_samples else ():
@@ -230,12 +232,20 @@ class JobStep:
     def __call__(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         """Run one microbatch; the iterator says which if they differ, and else is not asked."""
         batch = self._batches[next(iterator) if self._several else 0]
-        loaded = torch.empty(self.mask_bytes, dtype=torch.bool, device=self.device or "meta")
+        loaded = self._loaded_mask()
         output = model(
             batch.tokens, batch.positions, batch.mask, labels=batch.labels, **batch.packing
         )
         del loaded
         return output, lambda losses: (losses.float().mean(), {})
+
+    def _loaded_mask(self) -> torch.Tensor:
+        """This rank's queries; they are taken out of the whole mask (Megatron-LM's
+        get_batch_on_this_cp_rank), which leaves a hole."""
+        sizes = self._whole_mask_bytes, self.mask_bytes
+        device = self.device or torch.device("meta")
+        masks = [torch.empty(size, dtype=torch.bool, device=device) for size in sizes]
+        return masks.pop()
 
 
 class _Batch:

@@ -11,23 +11,18 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.compat import rules
-from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.meta import offloading
-from megatron_autorecompute.policy import WHOLE_LAYER, LayerPolicy
+from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import LayerKind
 from megatron_autorecompute.runtime.offload_counter import OffloadCounter
 
 
 def checked(sets: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Sets of modules to offload, if records can be made of them.
-
-    Raises PolicyError for names that the installed Megatron does not know, and for whole layers.
-    """
+    """Sets of modules to offload; raises PolicyError for names that the installed Megatron does not
+    know."""
     choices = [LayerPolicy(offload=tuple(modules)) for modules in sets]
     for choice in choices:
         rules.check_known(choice)
-        if WHOLE_LAYER in choice.offload:
-            raise PolicyError(f"There are no records of {choice} yet: name Megatron's modules.")
     return [choice.offload for choice in choices]
 
 

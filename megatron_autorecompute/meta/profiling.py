@@ -47,7 +47,8 @@ from megatron_autorecompute.meta.roofline import Roofline, Traffic
 from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, shared_buffers
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
-from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.meta.whole_layer_records import check_whole_layers, with_whole_layers
+from megatron_autorecompute.policy import NONE, WHOLE_LAYER, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     Imbalance,
@@ -88,7 +89,8 @@ def profile_job(
         clock_type: what the times are of.
         only: modules; beside none and full, only their set is profiled, of each kind those that it
             has. By default every choice, which takes many times as long.
-        offload: sets of `offload_modules`; each is profiled beside every set of recomputed modules.
+        offload: sets of `offload_modules`, each profiled beside every set of recomputed modules;
+            and `cpu_offloading`, of which a layer that recomputes nothing has a record.
 
     Raises OptionError, PipelineError and MachineError if the job cannot be read or built.
     """
@@ -112,7 +114,11 @@ def profile_job(
     apart = job.mtp_num_layers and job.size("pipeline") > 1
     with_decoder = replace_mtp(job, 0) if apart else job
     every = every_choice if only is None else functools.partial(_set_of, only)
-    offload = checked(offload)
+    asked = checked(offload)
+    offload = [modules for modules in asked if modules != (WHOLE_LAYER,)]
+    whole_layers = len(offload) < len(asked)
+    if whole_layers:
+        check_whole_layers(job)
     if offload:
         every = functools.partial(_with_offload, every, offload)
     decoder = _part(with_decoder, clock, _choices_of_kinds(with_decoder, every), every, progress)
@@ -126,7 +132,7 @@ def profile_job(
     kinds = tuple(_beside_mask(job, kind) for kind in with_inert(kinds))
     kinds = tuple(with_inert_offload(kind, offload) for kind in kinds)
     facts = _facts(job, decoder.layer_facts)
-    return Profile(
+    profile = Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
         parallelism=parallelism(job),
         kinds=kinds,
@@ -142,14 +148,12 @@ def profile_job(
         overlap_p2p_comm=bool(job.config.get("overlap_p2p_comm", True)),
         host_link=device.host.link,
         fingerprint=_fingerprint(job, device, efficiency),
-        assumptions=(*assumed(job, device, efficiency), *_of_copies(device, kinds)),
+        assumptions=assumed(job, device, efficiency),
     )
-
-
-def _of_copies(device: Device, kinds: Sequence[LayerKind]) -> Sequence[str]:
-    """What is assumed of copies to host memory, where any choice makes some."""
-    offloads = any(record.offload_groups for kind in kinds for record in kind.choices)
-    return (device.host.assumed,) if offloads else ()
+    profile = with_whole_layers(job, profile) if whole_layers else profile
+    if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
+        return replace(profile, assumptions=(*profile.assumptions, device.host.assumed))
+    return profile
 
 
 def traffic(job: Job) -> Traffic:

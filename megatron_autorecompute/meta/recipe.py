@@ -21,6 +21,9 @@ from megatron_autorecompute.meta.job import Job, job_from
 PERF_RECIPES = "megatron.bridge.perf_recipes"
 """Recipes of NVIDIA's own measured runs, one for each world and precision; Bridge 0.6 on."""
 
+TOWERS = ("vision_config", "vision_model_type", "audio_config", "thinker_config")
+"""Fields of the providers whose model has a vision or audio tower before its decoder."""
+
 
 def job_from_recipe(name: str, num_gpus: int | None = None, vocab_size: int | None = None) -> Job:
     """The job of a recipe function such as llama3_70b_pretrain_config.
@@ -31,7 +34,8 @@ def job_from_recipe(name: str, num_gpus: int | None = None, vocab_size: int | No
     vocab_size: where the recipe leaves it to the tokenizer, which only a job reads.
 
     Raises MachineError if Bridge is not installed or cannot read the model's public config,
-    OptionError for an unknown recipe, or if nothing says the vocabulary.
+    OptionError for an unknown recipe, a vision-language model's, adapters on some layers only, or
+    if nothing says the vocabulary.
     """
     try:
         recipes = importlib.import_module("megatron.bridge.recipes")
@@ -47,12 +51,23 @@ def job_from_recipe(name: str, num_gpus: int | None = None, vocab_size: int | No
             f"The recipe {name} reads its model's public config, and that failed: {error}. Run it "
             "once where the hub can be reached, or describe the job in YAML (examples/no_device)."
         ) from error
+    _refuse_tower(name, cfg.model)
     data = {"name": name, **_model(cfg.model, num_gpus), **_training(cfg)}
     data["vocab_size"] = vocab_size or data["vocab_size"] or _vocabulary(name, cfg.tokenizer)
     if data.get("precision") == "fp8":
         # Bridge sets the model's recipe of fp8 from the mixed precision when a job starts.
         data["config"]["fp8_recipe"] = _mixed_precision(cfg).fp8_recipe
     return job_from(data, f"The recipe {name}")
+
+
+def _refuse_tower(name: str, model: Any) -> None:
+    found = [each for each in TOWERS if getattr(model, each, None) is not None]
+    if found:
+        raise OptionError(
+            f"The recipe {name} has a tower before its decoder (model.{found[0]}), which is not "
+            "modelled without a device: bytes and times would be those of the language model "
+            "alone. In a job auto measures both."
+        )
 
 
 def _model(model: Any, num_gpus: int | None) -> dict[str, Any]:
@@ -106,6 +121,17 @@ def _mixed_precision(cfg: Any) -> Any:
     return mixed
 
 
+def _lora_rank(peft: Any) -> int:
+    by_layer = [each for each in getattr(peft, "target_modules", None) or () if "layers." in each]
+    if by_layer:
+        raise OptionError(
+            f"The recipe's adapters are on some layers only ({by_layer[0]} in target_modules), and "
+            "are modelled on every layer: what runs before the first of them would be counted as "
+            "kept. In a job auto measures each layer."
+        )
+    return int(getattr(peft, "dim", 0))
+
+
 def _training(cfg: Any) -> dict[str, Any]:
     mixed = _mixed_precision(cfg)
     found = {
@@ -117,7 +143,7 @@ def _training(cfg: Any) -> dict[str, Any]:
         ),
         # Bridge replaces the setting of ddp by that of the precision.
         "accumulate_allreduce_grads_in_fp32": (mixed or cfg.ddp).grad_reduce_in_fp32,
-        "lora_rank": getattr(cfg.peft, "dim", 0),
+        "lora_rank": _lora_rank(cfg.peft),
     }
     if cfg.optimizer.use_precision_aware_optimizer:
         found["use_precision_aware_optimizer"] = True

@@ -6,7 +6,7 @@ and megatron-core 0.19.2. None of these buffers is freed before the process ends
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,11 @@ from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
 
+OF_TORCH = "cuBLAS workspaces of torch"
+OF_LINEAR = "cuBLAS workspace"
+OF_GROUPED = "cuBLAS workspaces of grouped products"
+GROUPED_STREAMS = 4
+"""TE's `get_num_cublas_streams`, each with a workspace."""
 GROUPED_TYPES = (kernels.GroupedColumnLinear, kernels.GroupedRowLinear)
 
 
@@ -60,8 +65,13 @@ def dummy_weight_gradients(job: Job, modules: Iterable[torch.nn.Module]) -> dict
         shape = _weight_shape(module)
         grouped = isinstance(module, GROUPED_TYPES)
         if shape is not None and job.keeps_dummies("grouped" if grouped else "linear"):
-            found[f"dummy weight gradient {shape[0]}x{shape[1]}"] = 2 * shape[0] * shape[1]
+            found[dummy_name(shape)] = 2 * shape[0] * shape[1]
     return found
+
+
+def dummy_name(shape: Sequence[int]) -> str:
+    """Of the dummy of weights [out, in]."""
+    return f"dummy weight gradient {shape[0]}x{shape[1]}"
 
 
 def _weight_shape(module: Any) -> tuple[int, int] | None:
@@ -94,13 +104,13 @@ def workspaces(job: Job, device: Device, modules: Iterable[torch.nn.Module]) -> 
     te_bytes = (32 << 20) + 1024 if device.capability >= 9 else 4 << 20
     found = {}
     if any(map(_is_of_torch, modules)):
-        found["cuBLAS workspaces of torch"] = 2 * _workspace_of_torch(job, device)
+        found[OF_TORCH] = 2 * _workspace_of_torch(job, device)
     if used & set(kernels.LINEAR_TYPES):
-        found["cuBLAS workspace"] = te_bytes
+        found[OF_LINEAR] = te_bytes
         if job.config.get("tp_comm_overlap"):
             found["cuBLAS workspaces of userbuffers"] = 3 * te_bytes
     if used & set(GROUPED_TYPES):
-        found["cuBLAS workspaces of grouped products"] = 4 * te_bytes
+        found[OF_GROUPED] = GROUPED_STREAMS * te_bytes
     return found
 
 

@@ -15,8 +15,15 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.compat import model_layers
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.model import JobStep, job_kinds, shard
+from megatron_autorecompute.meta.model import (
+    JobStep,
+    job_kinds,
+    megatron_config,
+    meta_megatron,
+    shard,
+)
 from megatron_autorecompute.policy import NONE, WHOLE, WHOLE_LAYER
 from megatron_autorecompute.profile import LayerKind, OffloadGroup, Profile
 
@@ -47,11 +54,22 @@ class _Saved:
         return tensor
 
 
+def check_whole_layers(job: Job) -> None:
+    """Raise OptionError for a job of which `cpu_offloading` is refused, or not modelled."""
+    if job.pattern is not None or job.mtp_num_layers:
+        raise OptionError(
+            f"{job.name}: {WHOLE_LAYER} moves layers of a TransformerBlock; those of a hybrid "
+            "pattern and multi-token-prediction depths stay, and are not modelled beside it."
+        )
+    with meta_megatron(job):
+        megatron_config(job, {"cpu_offloading": True, "cpu_offloading_num_layers": 1})
+
+
 def with_whole_layers(job: Job, profile: Profile) -> Profile:
     """The job's profile with a record of `none+offload[cpu_offloading]` for every kind of layer.
 
     Args:
-        job: of the profile, on one pipeline stage.
+        job: of the profile; `check_whole_layers` accepts it.
         profile: as `profile_job` made it.
     """
     saved = _saved(job)

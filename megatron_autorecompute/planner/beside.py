@@ -12,14 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.schedule import Direction
 from megatron_autorecompute.planner.unit_costs import Unit
 from megatron_autorecompute.profile import PartBytes
-
-if TYPE_CHECKING:
-    from megatron_autorecompute.planner.peak_memory import ChunkColumns
 
 _ORDER: tuple[tuple[Direction, int], ...] = (
     ("backward", 3),

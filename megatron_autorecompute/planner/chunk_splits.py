@@ -18,9 +18,9 @@ from functools import cached_property
 import numpy as np
 
 from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.layout import Chunk, Layout
 from megatron_autorecompute.planner.peak_memory import (
-    ChunkColumns,
     StageBase,
     stage_base,
     stage_moments,

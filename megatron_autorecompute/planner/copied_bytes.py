@@ -37,13 +37,13 @@ class StageBytes:
     def during(self, event: int) -> int:
         """The most during an event."""
         ran = self.ran[event]
-        return self._most(ran.begin_ps, ran.end_ps)
+        return self.most(ran.begin_ps, ran.end_ps)
 
     def by_unit(self, event: int, chunk: int, *, backward: bool) -> Ints:
         """The most while each unit of the chunk runs."""
         ran, offsets = self.ran[event], self._offsets[chunk][backward]
         found = [
-            self._most(ran.begin_ps + _waited(ran, first), ran.begin_ps + _waited(ran, last))
+            self.most(ran.begin_ps + _waited(ran, first), ran.begin_ps + _waited(ran, last))
             for first, last in offsets
         ]
         return np.array(found, np.int64)
@@ -52,7 +52,8 @@ class StageBytes:
     def _offsets(self) -> list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
         return [_windows(units) for units in self.chunks]
 
-    def _most(self, first: int, last: int) -> int:
+    def most(self, first: int, last: int) -> int:
+        """The most from one time to another, in picoseconds."""
         low = int(np.searchsorted(self.times, first, "right")) - 1
         high = int(np.searchsorted(self.times, last, "left"))
         found = self.bytes[max(low, 0) : max(high, low + 1)]

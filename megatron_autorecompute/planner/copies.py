@@ -148,6 +148,8 @@ class Kept:
 class _Microbatch:
     """What one forward of one chunk left."""
 
+    chunk: int
+    microbatch: int
     waiting: list[int] = field(default_factory=list)
     """Groups in host memory, the last one to leave last."""
     out_until: dict[int, int] = field(default_factory=dict)
@@ -160,6 +162,19 @@ class _Microbatch:
     """Groups whose copy back no backward has waited for yet."""
     back: set[int] = field(default_factory=set)
     """Groups that came back without having been asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """One group's copy, of one microbatch."""
+
+    to_host: bool
+    chunk: int
+    microbatch: int
+    group: int
+    """Of the chunk, in the order of copies out."""
+    begin_ps: int
+    end_ps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +223,8 @@ class StageCopies:
         that come back before their layer's backward."""
         self.host: dict[tuple[str, int], Changes] = {}
         """Bytes in host memory by group's name and size, as pools keep them."""
+        self.copied: list[Copied] = []
+        """So far, in the order in which they were asked for."""
 
     @property
     def stall_ps(self) -> int:
@@ -229,13 +246,15 @@ class StageCopies:
         return self.ran[-1].end_ps
 
     def _forward(self, chunk: int, microbatch: int, begin_ps: int) -> None:
-        own = self._alive[chunk, microbatch] = _Microbatch()
+        own = self._alive[chunk, microbatch] = _Microbatch(chunk, microbatch)
         for number, group in enumerate(self.chunks[chunk].groups):
             now = begin_ps + group.commit_ps
             add(self.device, now, group.device_bytes)
             if self._stays(chunk, microbatch, number):
                 continue
-            self._out_free = max(self._out_free, now) + self._out_ps(group)
+            begin = max(self._out_free, now)
+            self._out_free = begin + self._out_ps(group)
+            self.copied.append(Copied(True, chunk, microbatch, number, begin, self._out_free))
             own.waiting.append(number)
             own.out_until[number] = self._out_free
             add(self.device, self._out_free, -group.device_bytes)
@@ -286,7 +305,9 @@ class StageCopies:
         if number in own.out_until and number not in own.back_at:
             own.back.add(number)
             self._add_host(now, group, -group.host_bytes)
-            now = max(now, own.out_until[number]) + self._back_ps(group)
+            begin = max(now, own.out_until[number])
+            now = begin + self._back_ps(group)
+            self._note_back(own, number, begin, now)
         return now
 
     def _ask(self, own: _Microbatch, chunk: int, now: int) -> None:
@@ -306,9 +327,14 @@ class StageCopies:
         group = self.chunks[chunk].groups[number]
         begin = max(self._back_free, own.out_until[number])
         self._back_free = own.back_at[number] = begin + self._back_ps(group)
+        self._note_back(own, number, begin, self._back_free)
         own.asked_at[number] = now
         own.asked.append(number)
         self._add_host(now, group, -group.host_bytes)
+
+    def _note_back(self, own: _Microbatch, number: int, begin_ps: int, end_ps: int) -> None:
+        copied = Copied(False, own.chunk, own.microbatch, number, begin_ps, end_ps)
+        self.copied.append(copied)
 
     def _count(self, own: _Microbatch, work: ChunkWork, layers: Mapping[int, int]) -> None:
         """Device bytes of groups that were there when their layer's backward began."""

@@ -15,7 +15,7 @@ from megatron_autorecompute.megatron_fields import (
 )
 from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.policy import NONE, RecomputePolicy
+from megatron_autorecompute.policy import NONE, WHOLE, RecomputePolicy
 
 JOB = {"config", "described_by", "lora_rank"}
 """Keys of `model.facts.job` that are read: the job that a profile without a device is of."""
@@ -25,6 +25,7 @@ def recipe_lines(
     policy: RecomputePolicy, fields: Mapping[str, Any] | None, blocks: Blocks | None = None
 ) -> list[str]:
     """Lines that set a policy in a Megatron Bridge recipe, in Megatron's own fields if given."""
+    fields = _of_whole_layers(policy) if fields is None else fields
     if fields is None:
         fields = {**NO_RECOMPUTE, POLICY_FIELD: policy.format(blocks)}
     return [f"cfg.model.{name} = {value!r}" for name, value in fields.items()]
@@ -34,6 +35,7 @@ def flags(
     policy: RecomputePolicy, fields: Mapping[str, Any] | None, blocks: Blocks | None = None
 ) -> str:
     """Flags of pretrain_gpt.py that set a policy; "" for no recompute, which needs no flag."""
+    fields = _of_whole_layers(policy) if fields is None else fields
     if fields is None:
         return f"--recompute-policy {shlex.quote(policy.format(blocks))}"
     words = []
@@ -43,6 +45,14 @@ def flags(
             values = value if isinstance(value, list) else [] if value is True else [value]
             words += ["--" + name.replace("_", "-"), *map(str, values)]
     return " ".join(words)
+
+
+def _of_whole_layers(policy: RecomputePolicy) -> dict[str, Any] | None:
+    """The fields of a policy in which layers leave as a whole, which only Megatron itself can run;
+    None for any other."""
+    if WHOLE not in policy.layers:
+        return None
+    return of_policy(policy, [range(len(policy.layers))], linear_bias=False)
 
 
 def launch_lines(plan: Plan) -> list[str]:
@@ -58,6 +68,9 @@ def launch_lines(plan: Plan) -> list[str]:
         return lines
     if all(choice == NONE for choice in plan.policy.layers):
         return _pretrain_lines(plan, NO_RECOMPUTE)
+    if WHOLE in plan.policy.layers:
+        recipe = "; ".join(recipe_lines(plan.policy, None))
+        return [*_pretrain_lines(plan, None), f"In a recipe of Megatron Bridge: {recipe}"]
     return [
         *_pretrain_lines(plan, None),
         "In a recipe of Megatron Bridge the same text is cfg.model.recompute_policy.",

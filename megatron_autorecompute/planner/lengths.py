@@ -16,9 +16,10 @@ import numpy as np
 
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.lines import Microbatch, RecordLines
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.p2p_tensors import extra_owners
-from megatron_autorecompute.planner.peak_memory import ChunkColumns, StageBase, stage_base
+from megatron_autorecompute.planner.peak_memory import StageBase, stage_base
 from megatron_autorecompute.planner.schedule import Direction, Schedule
 from megatron_autorecompute.planner.unit_costs import CostTable
 from megatron_autorecompute.policy import RecomputePolicy

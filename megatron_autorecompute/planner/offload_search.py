@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 
 from megatron_autorecompute.planner.chunk_splits import put_together
 from megatron_autorecompute.planner.copy_bounds import CopyBounds, mixed
+from megatron_autorecompute.planner.offload_settings import Found, OffloadSettings
 from megatron_autorecompute.planner.offloaded_step import MOST_EVENTS, host_link
 from megatron_autorecompute.planner.policy_cost import PolicyCost
 from megatron_autorecompute.planner.stage_search.problem import OnlyChoices
-from megatron_autorecompute.planner.whole_layer_search import WholeLayerSearch
 from megatron_autorecompute.policy import WHOLE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.units import gib
 
@@ -51,8 +51,7 @@ class OffloadSearch:
 
     def __init__(self, planner: Planner) -> None:
         self.planner, self.link = planner, host_link(planner.profile)
-        self._costs: dict[RecomputePolicy, PolicyCost] = {}
-        self.whole_layers = WholeLayerSearch(planner, self.link, self.cost)
+        self.settings = OffloadSettings(planner, self.link)
         self._bounds = CopyBounds(planner.profile, planner.layout, planner.schedule, self.link)
 
     @cached_property
@@ -85,10 +84,10 @@ class OffloadSearch:
         """The best policy found under every stage's budget, and what is proven of it; None if
         nothing fits, even if copies took no time.
 
-        It is never slower than any of Megatron's `cpu_offloading/N` that fits.
+        It is never slower than any setting of Megatron's that fits, those that offload included.
         """
-        found = self._solved_by_groups(budgets) if self._has_groups else self._plain(budgets)
-        whole = self.whole_layers.fastest(budgets)
+        whole = self.fastest_whole(budgets)
+        found = self._solved_by_groups(budgets, whole) if self._has_groups else self._plain(budgets)
         if whole is None:
             return found
         policy, cost = whole
@@ -98,6 +97,16 @@ class OffloadSearch:
             if found.cost.step_ms <= cost.step_ms:
                 policy, cost = found.policy, found.cost
         return self.planner.proven(policy, cost, budgets, min(bounds_ms))
+
+    def fastest_whole(self, budgets: Sequence[int]) -> Found | None:
+        """Megatron's fastest `cpu_offloading/N` that fits; None where none does."""
+        return self.settings.fastest(self.settings.of_whole_layers, budgets)
+
+    def leanest_whole(self) -> Found | None:
+        """Megatron's `cpu_offloading/N` with the lowest peak that host memory has room for."""
+        costs = ((one, self.planner.evaluate(one)) for one in self.settings.of_whole_layers)
+        fitting = [found for found in costs if self.host_over(found[1]) == 0]
+        return min(fitting, key=lambda found: found[1].peak_high_bytes, default=None)
 
     def _plain(self, budgets: Sequence[int]) -> Solution | None:
         return None if self.without is None else self.without.try_solve(budgets)
@@ -114,13 +123,19 @@ class OffloadSearch:
             for record in kind.choices
         )
 
-    def _solved_by_groups(self, budgets: Sequence[int]) -> Solution | None:
+    def _solved_by_groups(self, budgets: Sequence[int], whole: Found | None) -> Solution | None:
         relaxed = self.relaxed.try_solve(budgets)
         if relaxed is None:
             return None
         plain = self._plain(budgets)
         bound_ms = relaxed.step_evidence.bound_ms or 0.0
-        starts = [relaxed.policy] if plain is None else [plain.policy, relaxed.policy]
+        known = [] if plain is None else [(plain.policy, plain.cost)]
+        for policy, cost in [*known, *([] if whole is None else [whole])]:
+            if cost.step_ms <= bound_ms:
+                return self.planner.proven(policy, cost, budgets, bound_ms)
+        own = self.settings.fastest(self.settings.of_modules, budgets)
+        known += [] if own is None else [own]
+        starts = [*(policy for policy, _ in known), relaxed.policy]
         for share, planner in self._mixed.items():
             choices = [planner.choose(stage, budget) for stage, budget in enumerate(budgets)]
             found = [choice for choice in choices if choice is not None]
@@ -158,9 +173,9 @@ class OffloadSearch:
         policies = dict.fromkeys(point.policy for point in (*relaxed, *plain))
         spread = [self.spread(policy, late=late) for policy in policies for late in (False, True)]
         replayed = []
-        spread += self.whole_layers.policies
+        spread += self.settings.of_whole_layers + self.settings.of_modules
         for number, policy in enumerate(dict.fromkeys((*policies, *spread))):
-            cost = self.cost(policy)
+            cost = self.planner.evaluate(policy)
             if self.host_over(cost) == 0:
                 replayed.append((cost.peak_high_bytes, cost.step_ms, policy))
             progress(0.5 + 0.5 * (number + 1) / (len(policies) + len(spread)))
@@ -185,12 +200,6 @@ class OffloadSearch:
                 for index, choice in zip(own, _evenly(choices, moved, late=late), strict=True):
                     layers[index] = choice
         return RecomputePolicy(tuple(layers))
-
-    def cost(self, policy: RecomputePolicy) -> PolicyCost:
-        """Of a policy, worked out once."""
-        if policy not in self._costs:
-            self._costs[policy] = self.planner.evaluate(policy)
-        return self._costs[policy]
 
 
 class _Replays:
@@ -276,7 +285,7 @@ class _Replays:
                 return None
             self.left -= 1
             self.tried.add(policy)
-        cost = self.search.cost(policy)
+        cost = self.planner.evaluate(policy)
         if self.found is None or self._key(cost) < self._key(self.found[1]):
             self.found = policy, cost
         return cost

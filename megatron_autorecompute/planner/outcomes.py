@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.p2p_tensors import Moment
 from megatron_autorecompute.planner.peak_memory import (
-    ChunkColumns,
     StageBase,
     constant_bytes,
     stage_base,

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import mul
 
 import numpy as np
 
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner import beside
-from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.copied_bytes import StageBytes
 from megatron_autorecompute.planner.layout import Chunk, Layout
 from megatron_autorecompute.planner.p2p_tensors import (
@@ -31,7 +30,7 @@ from megatron_autorecompute.planner.p2p_tensors import (
     extra_tensors,
 )
 from megatron_autorecompute.planner.schedule import Direction, Schedule
-from megatron_autorecompute.planner.unit_costs import OUTSIDE, SIGN, Bound, Unit
+from megatron_autorecompute.planner.unit_costs import SIGN, Bound
 from megatron_autorecompute.profile import (
     BytesAt,
     ChoiceRecord,
@@ -209,45 +208,6 @@ class Peak:
     moment: str
     """A label: `stage 0, backward of layer 11, microbatch 3`."""
     breakdown: Breakdown
-
-
-@dataclass(frozen=True)
-class ChunkColumns:
-    """One chunk's units as arrays of shape [unit]."""
-
-    chunk: Chunk
-    units: tuple[Unit, ...]
-
-    @cached_property
-    def held_bytes(self) -> Ints:
-        """Held by each unit."""
-        return np.array([unit.held_bytes for unit in self.units], np.int64)
-
-    @cached_property
-    def outside_bytes(self) -> Ints:
-        """Held by each unit that is the embedding or the head; 0 for layers."""
-        outside = np.array([unit.name in OUTSIDE for unit in self.units])
-        return np.where(outside, self.held_bytes, 0)
-
-    def transient_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
-        """Transient of each unit, plus the chunk's output gradient if its record does not count it.
-
-        The schedule holds that gradient until the chunk's backward ends. It is the incoming
-        gradient of the last unit, whose record counts it throughout only if the unit keeps it as
-        well. For other last units it is added, and counts twice if the record's highest point comes
-        before the unit frees the gradient.
-        """
-        if direction == "forward":
-            return np.array([unit.forward_transient_bytes for unit in self.units], np.int64)
-        own = np.array([unit.backward_transient_bytes for unit in self.units], np.int64)
-        gradient_bytes = 0 if self.chunk.head else boundary_bytes
-        own[:-1] += gradient_bytes
-        own[-1:] += 0 if self.units[-1].keeps_output_gradient else gradient_bytes
-        return own
-
-    def reach_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
-        """For each unit while it runs: held bytes of all units up to it, plus its transient."""
-        return self.held_bytes.cumsum() + self.transient_bytes(direction, boundary_bytes)
 
 
 def stage_peak(

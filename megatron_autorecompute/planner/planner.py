@@ -28,11 +28,11 @@ from megatron_autorecompute.megatron_fields import (
 )
 from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.budget_curve import BudgetCurve, ParetoPoint
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.fastest_step import FastestStep, fastest_step
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.offload_search import OffloadSearch
 from megatron_autorecompute.planner.peak_memory import (
-    ChunkColumns,
     StageBase,
     check_figures,
     check_layout,
@@ -331,7 +331,7 @@ class Planner:
     ) -> Solution:
         """A policy that fits, with what is proven of its step and of its stages."""
         evidence = []
-        whole = None if self.offload is None else self.offload.whole_layers.fastest(budgets)
+        whole = None if self.offload is None else self.offload.fastest_whole(budgets)
         for stage, budget_bytes in enumerate(budgets):
             choice = self.choose(stage, budget_bytes)
             bounds_ps = [] if choice is None else [choice.bound_ps]
@@ -427,9 +427,12 @@ class Planner:
                 "to leave or are back early, and with host memory as it is, no policy was found "
                 "that fits. Raise the budget, or host_link.host_bytes if that is what lacks."
             )
-        lean = RecomputePolicy(self.leanest[tightest].policies[0])
+        lean, need = RecomputePolicy(self.leanest[tightest].policies[0]), needs[tightest]
+        whole = None if self.offload is None else self.offload.leanest_whole()
+        if whole is not None and whole[1].peak_high_bytes < need:
+            lean, need = whole[0], whole[1].peak_high_bytes
         return InfeasibleError(
-            f"Stage {tightest} needs {gib(needs[tightest])} GiB even with its leanest "
+            f"Stage {tightest} needs {gib(need)} GiB even with its leanest "
             f"choices ({lean.format() or 'no layers'}{', …' * (self.layout.num_chunks > 1)}); the "
             f"budget is {gib(budgets[tightest])} GiB. Raise the budget, or change the model's "
             "split."
@@ -602,7 +605,7 @@ def changed_at(
         )
     number = policy.layers.count(WHOLE)
     if number:  # the first ones leave: this layer is the first that stays, or the last that leaves
-        others = planner.offload.whole_layers.policies if planner.offload else ()
+        others = planner.offload.settings.of_whole_layers if planner.offload else ()
         fewer, more = others[layer - 1 : layer] if layer else (), others[layer : layer + 1]
         return [(NONE, one) for one in fewer] if layer < number else [(WHOLE, one) for one in more]
     table = CostTable(planner.profile)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.offloaded_step import (
     OffloadedStep,
@@ -15,7 +16,6 @@ from megatron_autorecompute.planner.offloaded_step import (
     offloads,
 )
 from megatron_autorecompute.planner.peak_memory import (
-    ChunkColumns,
     Peak,
     StageBase,
     check_layout,
@@ -141,16 +141,20 @@ class PolicyCosts:
 
     def _of(self, policy: RecomputePolicy) -> PolicyCost:
         policy.checked_length(self.profile.num_layers, "The policy")
-        units = {
-            bound: [[table.chunk_units(c, policy) for c in chunks] for chunks in self.layout.stages]
-            for bound, table in self._tables.items()
-        }
+        units = {bound: self._units(bound, policy) for bound in self._tables}
         step = self._offloaded(units["nominal"])
         peaks = {bound: self._peaks(bound, own, step) for bound, own in units.items()}
         return self._with_times(units["nominal"], peaks, step)
 
-    def _offloaded(self, units: StageUnits) -> OffloadedStep | None:
+    def _units(self, bound: Bound, policy: RecomputePolicy) -> StageUnits:
+        table = self._tables[bound]
+        return [[table.chunk_units(c, policy) for c in chunks] for chunks in self.layout.stages]
+
+    def copies(self, policy: RecomputePolicy) -> OffloadedStep | None:
         """The step replayed with its copies; None where nothing is copied."""
+        return self._offloaded(self._units("nominal", policy))
+
+    def _offloaded(self, units: StageUnits) -> OffloadedStep | None:
         if not offloads(units):
             return None
         return offloaded_step(self.schedule, units, self._residual, host_link(self.profile))

@@ -190,7 +190,8 @@ class CostTable:
         has = self._modules[self._kinds[layer].name]
         modules = tuple(module for module in choice.modules if module in has)
         own = LayerPolicy("selective", modules) if modules else NONE
-        return replace(own, offload=choice.offload)
+        record = self.record(layer, own)
+        return replace(own if record is None else record.policy, offload=choice.offload)
 
     def names(self, layer: int, choice: LayerPolicy) -> frozenset[LayerPolicy]:
         """A choice, and the inert choices that equal it on this layer."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from megatron_autorecompute.errors import PolicyError
-from megatron_autorecompute.planner.copies import PS_PER_NS, Changes, Ran, add, levels
+from megatron_autorecompute.planner.copies import PS_PER_NS, Changes, Copied, Ran, add, levels
 from megatron_autorecompute.planner.unit_costs import Unit
 from megatron_autorecompute.policy import WHOLE_LAYER
 from megatron_autorecompute.profile import HostLink, OffloadGroup
@@ -73,6 +73,8 @@ class WholeLayerCopies:
         """Bytes on the device that no record counts."""
         self.host: Changes = {}
         """Bytes in host memory."""
+        self.copied: list[Copied] = []
+        """So far, in order; a layer is a group."""
 
     @property
     def stall_ps(self) -> int:
@@ -86,19 +88,19 @@ class WholeLayerCopies:
 
     def run(self, begin_ps: int) -> int:
         """Run the next event from a time on; returns when it ends."""
-        is_backward, _, _ = next(self._events)
-        waits = self._backward(begin_ps) if is_backward else self._forward(begin_ps)
+        is_backward, _, microbatch = next(self._events)
+        waits = (self._backward if is_backward else self._forward)(begin_ps, microbatch)
         length = self._backward_ps if is_backward else self._forward_ps
         end = begin_ps + length + sum(wait for _, wait in waits)
         self.ran.append(Ran(begin_ps, end, tuple(waits)))
         return end
 
-    def _forward(self, begin_ps: int) -> list[tuple[int, int]]:
+    def _forward(self, begin_ps: int, microbatch: int) -> list[tuple[int, int]]:
         waits, waited, kept = list[tuple[int, int]](), 0, len(self._layers) - self._number
         for layer, at in enumerate(self._forward_at):
             now = begin_ps + at + waited
             if 0 < layer <= self._number:
-                self._leave(layer - 1, now)
+                self._leave(layer - 1, microbatch, now)
             leaving = layer - kept
             if leaving >= 0:
                 wait = max(0, self._out[leaving] - now)
@@ -107,21 +109,20 @@ class WholeLayerCopies:
                 add(self.device, now + wait, -self._group(leaving).device_bytes)
         return waits
 
-    def _leave(self, layer: int, now: int) -> None:
+    def _leave(self, layer: int, microbatch: int, now: int) -> None:
         group = self._group(layer)
-        self._stream = max(self._stream, now) + copy_ps(group, self._link.to_host_gb_per_s)
-        self._out[layer] = self._stream
+        self._out[layer] = self._copied(True, layer, microbatch, now)
         add(self.device, now, group.device_bytes)
         add(self.host, now, group.host_bytes)
 
-    def _backward(self, begin_ps: int) -> list[tuple[int, int]]:
+    def _backward(self, begin_ps: int, microbatch: int) -> list[tuple[int, int]]:
         waits, waited, kept = list[tuple[int, int]](), 0, len(self._layers) - self._number
         for layer in reversed(range(len(self._layers))):
             at = self._backward_at[layer]
             now = begin_ps + at + waited
             returning = layer - (kept - 1)
             if 0 <= returning < self._number:
-                self._return(returning, now)
+                self._return(returning, microbatch, now)
             if layer < self._number:
                 wait = max(0, self._back[layer] - now)
                 waits += [(at, wait)] * bool(wait)
@@ -130,11 +131,17 @@ class WholeLayerCopies:
                 add(self.host, now + wait, -self._group(layer).host_bytes)
         return waits
 
-    def _return(self, layer: int, now: int) -> None:
-        group = self._group(layer)
-        self._stream = max(self._stream, now) + copy_ps(group, self._link.to_device_gb_per_s)
-        self._back[layer] = self._stream
-        add(self.device, now, group.device_bytes)
+    def _return(self, layer: int, microbatch: int, now: int) -> None:
+        self._back[layer] = self._copied(False, layer, microbatch, now)
+        add(self.device, now, self._group(layer).device_bytes)
+
+    def _copied(self, to_host: bool, layer: int, microbatch: int, now: int) -> int:
+        """Begin a copy as soon as the stream is free; returns when it ends."""
+        begin, link = max(self._stream, now), self._link
+        rate = link.to_host_gb_per_s if to_host else link.to_device_gb_per_s
+        self._stream = begin + copy_ps(self._group(layer), rate)
+        self.copied.append(Copied(to_host, 0, microbatch, layer, begin, self._stream))
+        return self._stream
 
     def _group(self, layer: int) -> OffloadGroup:
         (group,) = self._moved[layer]

@@ -13,7 +13,7 @@ from megatron_autorecompute.planner.launch_lines import flags, job_lines, recipe
 from megatron_autorecompute.planner.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.planner import Planner, changed_at
-from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
+from megatron_autorecompute.policy import WHOLE, LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.report.recorded import RecordedStep
 from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.timeline import Timeline, timeline
@@ -265,6 +265,8 @@ def _pastes(plan: Plan) -> Iterator[Paste]:
             "apply(policy, model)"
         ),
     }
+    if WHOLE in plan.policy.layers:
+        del forms["Or run in Python"]
     if likeliest:
         first, *lines = likeliest
         text = "\n".join(lines)

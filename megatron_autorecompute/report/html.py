@@ -16,6 +16,7 @@ from megatron_autorecompute.planner.peak_memory import Breakdown
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.policy_cost import StageCost
 from megatron_autorecompute.planner.step_interval import COVERS
+from megatron_autorecompute.report.copies import Copy, StepCopies
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import ReportData
 from megatron_autorecompute.report.proof import proof
@@ -31,6 +32,7 @@ _PARTS = (  # as plan.js draws them
     ("in-flight", "in_flight_bytes"),
     ("running", "running_bytes"),
     ("transient", "transient_bytes"),
+    ("copies", "copy_bytes"),
 )
 
 
@@ -125,7 +127,32 @@ def _stage_data(plan: Plan, stage: StageTimeline) -> dict[str, Any]:
         "inFlight": np.diff(stage.in_flight_bytes, prepend=0).tolist(),
         "outside": np.diff(stage.outside_bytes, prepend=0).tolist(),
         "overhead": np.diff(stage.overhead_bytes, prepend=0).tolist(),
+        "copies": None if stage.copies is None else _copies_data(stage.copies),
     }
+
+
+def _copies_data(copies: StepCopies) -> dict[str, Any]:
+    """Copies in the order in which each direction makes them, and their names once each."""
+    names = list(dict.fromkeys(copy.name for copy in copies.copies))
+    number = {name: at for at, name in enumerate(names)}
+    return {
+        "names": names,
+        "ways": [
+            [
+                (*_span(copy), number[copy.name], copy.microbatch, copy.bytes)
+                for copy in sorted(copies.copies, key=lambda copy: copy.begin_ms)
+                if copy.to_host == to_host
+            ]
+            for to_host in (True, False)
+        ],
+        "waits": [[list(wait) for wait in waits] for waits in copies.waits],
+        "bytes": [own.tolist() for own in copies.unit_bytes],
+        "after": copies.after_bytes.tolist(),
+    }
+
+
+def _span(copy: Copy) -> tuple[float, float]:
+    return round(copy.begin_ms, 6), round(copy.end_ms, 6)
 
 
 def _unit_data(plan: Plan, unit: UnitCost) -> dict[str, Any]:
@@ -253,10 +280,12 @@ def _memory_bar(split: Breakdown, budget_bytes: int) -> str:
 def _time_card(plan: Plan) -> str:
     cost = plan.cost
     busiest = busiest_stage(plan)
-    lost = cost.recompute_ms, cost.bubble_ms
-    what = (
-        f"<b>{duration(lost[0])}</b> ({percent(lost[0] / cost.step_ms)}) recomputing, "
-        f"<b>{duration(lost[1])}</b> ({percent(lost[1] / cost.step_ms)}) waiting"
+    lost = {"recomputing": cost.recompute_ms, "waiting": cost.bubble_ms}
+    if plan.policy.offloads:
+        lost["waiting for copies"] = cost.stall_ms
+    what = ", ".join(
+        f"<b>{duration(time)}</b> ({percent(time / cost.step_ms)}) {how}"
+        for how, time in lost.items()
     )
     return (
         f'<div class="card"><h2>Where time is lost</h2>{what}'

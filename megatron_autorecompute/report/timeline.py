@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.layout import Chunk
+from megatron_autorecompute.planner.offloaded_step import OffloadedStep
 from megatron_autorecompute.planner.p2p_tensors import Moment as PlannedMoment
 from megatron_autorecompute.planner.peak_memory import (
     Breakdown,
-    ChunkColumns,
     StageBase,
     constant_bytes,
     every_moment,
@@ -24,6 +25,7 @@ from megatron_autorecompute.planner.peak_memory import (
     stage_base,
 )
 from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.unit_costs import (
     OUTSIDE,
@@ -32,6 +34,7 @@ from megatron_autorecompute.planner.unit_costs import (
     Unit,
     fastest_choice,
 )
+from megatron_autorecompute.report.copies import StepCopies, step_copies
 
 Bytes = NDArray[np.int64]
 Numbers = NDArray[np.intp]
@@ -112,6 +115,8 @@ class StageTimeline:
     """Bytes on top of static_bytes in the optimizer step, after the last event."""
     binding: Moment | None
     """The stage's fullest moment; None if it is the optimizer step."""
+    copies: StepCopies | None = None
+    """To host memory and back; None where nothing leaves."""
 
     def bytes_at(self, event: int, unit: int) -> Breakdown:
         """Alive at most while a unit of an event runs."""
@@ -126,6 +131,7 @@ class StageTimeline:
             transient_bytes=transients[int(self.backward[event])],
             embedding_head_bytes=int(self.outside_bytes[event]) + outside,
             overhead_bytes=int(self.overhead_bytes[event]),
+            copy_bytes=0 if self.copies is None else int(self.copies.unit_bytes[event][unit]),
         )
 
     def bytes_after(self, event: int) -> Breakdown:
@@ -140,6 +146,7 @@ class StageTimeline:
             transient_bytes=0,
             embedding_head_bytes=int(self.outside_bytes[event]) + outside,
             overhead_bytes=int(self.overhead_bytes[event]),
+            copy_bytes=0 if self.copies is None else int(self.copies.after_bytes[event]),
         )
 
 
@@ -151,7 +158,8 @@ class Timeline:
     step_ms: float
     """When the last event ends."""
     num_microbatches: int
-    """Of the step that is drawn: all, or as many as show every moment of a very long step."""
+    """Of the step that is drawn: all, or as many as show every moment of a very long step, or as
+    were replayed with copies."""
 
 
 def timeline(plan: Plan) -> Timeline:
@@ -162,10 +170,16 @@ def timeline(plan: Plan) -> Timeline:
     schedule = plan.schedule
     if 2 * schedule.num_stages * schedule.num_chunks * schedule.num_microbatches > MOST_EVENTS:
         plan = replace(plan, schedule=schedule.shortened())
-    times = [[stage.forward_ms, stage.backward_ms] for stage in plan.cost.stages]
-    forward, backward = ([list(pair[side]) for pair in times] for side in (0, 1))
-    ends = _ends_ms(plan.schedule, forward, backward)
-    stages = tuple(_stage(plan, stage, ends[stage]) for stage in range(plan.layout.num_stages))
+    costs = PolicyCosts(plan.profile, plan.layout, plan.schedule, plan.imbalance_percentile)
+    copying = costs.copies(plan.policy) if plan.policy.offloads else None
+    if copying is None:
+        times = [[stage.forward_ms, stage.backward_ms] for stage in plan.cost.stages]
+        forward, backward = ([list(pair[side]) for pair in times] for side in (0, 1))
+        ends = _ends_ms(plan.schedule, forward, backward)
+        stages = tuple(_stage(plan, stage, end_ms) for stage, end_ms in enumerate(ends))
+    else:
+        plan = replace(plan, schedule=copying.schedule)
+        stages = tuple(_with_copies(plan, stage, copying) for stage in range(len(copying.stages)))
     step_ms = max(float(stage.end_ms.max()) for stage in stages)
     return Timeline(stages, step_ms, plan.schedule.num_microbatches)
 
@@ -183,7 +197,14 @@ def event_peaks(stage: StageTimeline) -> Bytes:
             reach[side, chunk] = (held + transient).max() if units else 0
     below = stage.static_bytes + stage.in_flight_bytes + stage.outside_bytes + stage.overhead_bytes
     peaks: Bytes = below + reach[stage.backward.astype(np.intp), stage.chunk]
-    return peaks
+    if stage.copies is None:
+        return peaks
+    every = [range(len(stage.units[chunk])) for chunk in stage.chunk]
+    highest = [
+        max((stage.bytes_at(event, unit).total_bytes for unit in units), default=peaks[event])
+        for event, units in enumerate(every)
+    ]
+    return np.array(highest, np.int64)
 
 
 def _ends_ms(
@@ -213,7 +234,19 @@ def _ends_ms(
     return [np.array(own) for own in ends]
 
 
-def _stage(plan: Plan, stage: int, end_ms: Times) -> StageTimeline:
+def _with_copies(plan: Plan, stage: int, step: OffloadedStep) -> StageTimeline:
+    ran = step.stages[stage].ran
+    start_ms, end_ms = (
+        np.array(column) / PS_PER_MS
+        for column in ([one.begin_ps for one in ran], [one.end_ps for one in ran])
+    )
+    copies = step_copies(step, stage, every_moment(plan.profile, plan.schedule, stage))
+    return replace(_stage(plan, stage, end_ms, copies), start_ms=start_ms)
+
+
+def _stage(
+    plan: Plan, stage: int, end_ms: Times, copies: StepCopies | None = None
+) -> StageTimeline:
     table = CostTable(plan.profile, plan.imbalance_percentile)
     policy, chunks = plan.policy, plan.layout.stages[stage]
     base = stage_base(plan.profile, plan.layout, stage)
@@ -233,11 +266,14 @@ def _stage(plan: Plan, stage: int, end_ms: Times) -> StageTimeline:
     running = highest[backward.astype(np.intp), chunk]
     beside = _beside(columns, moments, base)
     other = np.where(beside > 0, beside - running, 0)
-    peaks = constant + in_flight @ held + running + other
+    copied = _copied(reach, moments, copies) - running if copies else 0
+    peaks = constant + in_flight @ held + running + other + copied
     binding = None
     if peaks.max() > base.static.total_bytes + base.optimizer_step_peak_bytes:
         event = int(peaks.argmax())
-        binding = Moment(event, int(reach[int(backward[event])][chunk[event]].argmax()))
+        fullest = reach[int(backward[event])][chunk[event]]
+        fullest = fullest + copies.unit_bytes[event] if copies else fullest
+        binding = Moment(event, int(fullest.argmax()))
     cost = plan.cost.stages[stage]
     taken = np.where(backward, np.array(cost.backward_ms)[chunk], np.array(cost.forward_ms)[chunk])
     return StageTimeline(
@@ -255,7 +291,17 @@ def _stage(plan: Plan, stage: int, end_ms: Times) -> StageTimeline:
         static_bytes=base.static.total_bytes,
         optimizer_step_peak_bytes=base.optimizer_step_peak_bytes,
         binding=binding,
+        copies=copies,
     )
+
+
+def _copied(
+    reach: Sequence[Sequence[Bytes]], moments: Sequence[PlannedMoment], copies: StepCopies
+) -> Bytes:
+    """For each event the highest bytes of what runs in it beside its copies."""
+    of_units = [reach[moment.direction == "backward"][moment.chunk] for moment in moments]
+    both = zip(of_units, copies.unit_bytes, strict=True)
+    return np.array([(own + beside).max() for own, beside in both], np.int64)
 
 
 def _beside(

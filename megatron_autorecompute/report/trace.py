@@ -1,25 +1,28 @@
 """One step of a plan as Chrome trace events, which Perfetto and chrome://tracing open.
 
-A stage is a process with three threads: compute, p2p and recompute; its memory is a counter.
+A stage is a process with three threads: compute, p2p and recompute, and where activations are
+offloaded with two of copies, to host memory and back; its memory is a counter.
 Times of trace events are in microseconds, to the nanosecond.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
+from megatron_autorecompute.planner.copies import PS_PER_NS
 from megatron_autorecompute.planner.peak_memory import Breakdown
 from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.unit_costs import PS_PER_MS
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost, timeline
 from megatron_autorecompute.units import GIB
 
-COMPUTE, P2P, RECOMPUTE = range(3)
-"""Threads of a stage."""
-_THREADS = ("compute", "p2p", "recompute")
+COMPUTE, P2P, RECOMPUTE, TO_HOST, TO_DEVICE = range(5)
+"""Threads of a stage; the last two where something is copied."""
+_THREADS = ("compute", "p2p", "recompute", "copies to host", "copies to device")
 
 TraceEvent = dict[str, Any]
 Place = tuple[bool, int, int]
@@ -72,18 +75,23 @@ def _ends_ns(stage: StageTimeline, num_stages: int) -> Iterator[tuple[Place, int
 
 
 def _stage(plan: Plan, stage: StageTimeline, ends: dict[Place, int]) -> Iterator[TraceEvent]:
-    yield from _named(stage.stage)
+    yield from _named(stage)
     yield from _messages(stage, ends, plan.layout.num_stages, plan.profile.boundary_bytes)
     for event in range(len(stage.chunk)):
         yield from _running(plan, stage, event)
+    for copy in () if stage.copies is None else stage.copies.copies:
+        thread = TO_HOST if copy.to_host else TO_DEVICE
+        args = {"chunk": copy.chunk, "microbatch": copy.microbatch, "bytes": copy.bytes}
+        yield _slice(stage.stage, thread, copy.name, _ns(copy.begin_ms), _ns(copy.end_ms), args)
     yield from _memory(stage)
 
 
-def _named(stage: int) -> Iterator[TraceEvent]:
-    yield {"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}}
-    yield {"ph": "M", "pid": stage, "name": "process_sort_index", "args": {"sort_index": stage}}
-    for thread, name in enumerate(_THREADS):
-        of = {"ph": "M", "pid": stage, "tid": thread}
+def _named(stage: StageTimeline) -> Iterator[TraceEvent]:
+    of_stage = {"ph": "M", "pid": stage.stage}
+    yield {**of_stage, "name": "process_name", "args": {"name": f"stage {stage.stage}"}}
+    yield {**of_stage, "name": "process_sort_index", "args": {"sort_index": stage.stage}}
+    for thread, name in enumerate(_THREADS[: TO_HOST if stage.copies is None else None]):
+        of = {**of_stage, "tid": thread}
         yield {**of, "name": "thread_name", "args": {"name": name}}
         yield {**of, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
@@ -96,26 +104,47 @@ def _running(plan: Plan, stage: StageTimeline, event: int) -> Iterator[TraceEven
     name = f"{_direction(backward)} microbatch {microbatch}"
     args = {"chunk": chunk, "microbatch": microbatch}
     yield _slice(stage.stage, COMPUTE, name, start, end, args)
-    for unit, first, last in _spans(stage.units[chunk], backward, start, end):
+    for unit, first, again, last in _spans(stage, event):
         about = {**args, "choice": _choice(plan, unit)}
         yield _slice(stage.stage, COMPUTE, unit.name, first, last, about)
         if backward and unit.recompute_ms > 0:
-            again = first + round((last - first) * unit.recompute_ms / unit.backward_ms)
             yield _slice(stage.stage, RECOMPUTE, f"recompute {unit.name}", first, again, about)
+    for first, last in _waits(stage, event):
+        yield _slice(stage.stage, COMPUTE, "wait for copy", first, last, args)
 
 
-def _spans(
-    units: Iterable[UnitCost], backward: bool, start: int, end: int
-) -> Iterator[tuple[UnitCost, int, int]]:
-    """Each unit's share of an event, in the order they run: a backward begins with the last."""
-    ordered = [*units][::-1] if backward else [*units]
-    times = [unit.backward_ms if backward else unit.forward_ms for unit in ordered]
-    whole, done, first = sum(times), 0.0, start
-    for unit, time in zip(ordered, times, strict=True):
+def _spans(stage: StageTimeline, event: int) -> Iterator[tuple[UnitCost, int, int, int]]:
+    """Each unit of an event in the order they run, a backward beginning with the last; when it
+    begins, until when its backward recomputes, and when it ends."""
+    backward, units = bool(stage.backward[event]), stage.units[stage.chunk[event]]
+    start, end = _ns(stage.start_ms[event]), _ns(stage.end_ms[event])
+    times = [_ps(unit.backward_ms if backward else unit.forward_ms) for unit in units]
+    scale = 1 / PS_PER_NS
+    if stage.copies is None and any(times):  # residual time is spread; with copies it is the rest
+        scale = (end - start) / sum(times)
+
+    def when(done_ps: int) -> int:
+        waited = sum(wait for at, wait in _waits_ps(stage, event) if at < done_ps) / PS_PER_NS
+        return min(end, start + round(done_ps * scale + waited))
+
+    done = 0
+    for unit, time in [*zip(units, times, strict=True)][:: -1 if backward else 1]:
+        yield unit, when(done), when(done + min(time, _ps(unit.recompute_ms))), when(done + time)
         done += time
-        last = start + round((end - start) * done / whole) if whole else start
-        yield unit, first, last
-        first = last
+
+
+def _waits(stage: StageTimeline, event: int) -> Iterator[tuple[int, int]]:
+    """When an event waits for copies."""
+    waited, start = 0, _ns(stage.start_ms[event])
+    for at, wait in _waits_ps(stage, event):
+        first, last = ((at + waited + more) / PS_PER_NS for more in (0, wait))
+        yield start + round(first), start + round(last)
+        waited += wait
+
+
+def _waits_ps(stage: StageTimeline, event: int) -> list[tuple[int, int]]:
+    waits = () if stage.copies is None else stage.copies.waits[event]
+    return [(_ps(at), _ps(wait)) for at, wait in waits]
 
 
 def _choice(plan: Plan, unit: UnitCost) -> str:
@@ -159,7 +188,7 @@ def _memory(stage: StageTimeline) -> Iterator[TraceEvent]:
             "transient": held.transient_bytes,
             "embedding, head": held.embedding_head_bytes,
             "between stages": held.overhead_bytes,
-        }
+        } | ({} if stage.copies is None else {"copies": held.copy_bytes})
         yield _counter(stage.stage, "activations GiB", now, parts)
 
 
@@ -168,11 +197,9 @@ def _samples(stage: StageTimeline) -> Iterator[tuple[int, Breakdown]]:
     yield 0, Breakdown(stage.static_bytes, 0, 0, 0, 0, 0)
     starts = [*map(_ns, stage.start_ms.tolist()), -1]
     for event, chunk in enumerate(stage.chunk.tolist()):
-        units, backward = stage.units[chunk], bool(stage.backward[event])
-        end = _ns(stage.end_ms[event])
-        spans = _spans(units, backward, starts[event], end)
-        for position, (_, first, _) in enumerate(spans):
-            number = len(units) - 1 - position if backward else position
+        units, end = stage.units[chunk], _ns(stage.end_ms[event])
+        for position, (_, first, *_) in enumerate(_spans(stage, event)):
+            number = len(units) - 1 - position if stage.backward[event] else position
             yield first, stage.bytes_at(event, number)
         if starts[event + 1] != end:
             yield end, stage.bytes_after(event)
@@ -202,6 +229,10 @@ def _slice(
 def _counter(stage: int, name: str, at: int, parts_bytes: dict[str, int]) -> TraceEvent:
     values = {part: round(count / GIB, 6) for part, count in parts_bytes.items()}
     return {"ph": "C", "pid": stage, "ts": at / 1000, "name": name, "args": values}
+
+
+def _ps(time_ms: float) -> int:
+    return round(time_ms * PS_PER_MS)
 
 
 def _ns(time_ms: float) -> int:

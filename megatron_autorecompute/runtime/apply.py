@@ -22,6 +22,7 @@ from megatron_autorecompute.compat import (
     layer_kinds,
     layer_modules,
     model_layers,
+    offload_groups,
     offload_modules,
     parallel,
     rules,
@@ -99,19 +100,29 @@ class AppliedPolicy:
         """The policy in force; after `undo`, the last one."""
         return self._held[0].policy
 
-    def switch(self, policy: RecomputePolicy) -> None:
+    def switch(self, policy: RecomputePolicy, *, warm_up: bool = True) -> None:
         """Run `policy` from the next step on; call it between steps, on all ranks of a stage.
+
+        Args:
+            policy: one choice for every layer.
+            warm_up: if it offloads, the next step is Megatron's warm-up, in which all groups
+                leave. False: Megatron goes on with the groups that it learnt in the last warm-up
+                and that the policy offloads, for steps of as many microbatches as that one had.
 
         Raises:
             PolicyError: the model cannot run it; the policy in force stays.
-            ApplyError: already undone, or the ranks of this stage were given different policies.
+            ApplyError: already undone, the ranks of this stage were given different policies, or
+                without a warm-up Megatron does not know all groups; the policy in force stays.
         """
         if not all(self._is_active()):
             raise ApplyError("This policy was undone; apply the new one with apply(policy, model).")
         agree_on(policy, functools.partial(self._sites.check, policy), self._sites.groups)
         before = self.policy
         try:
-            self._set(policy)
+            if warm_up or not policy.offloads:
+                self._set(policy)
+            else:
+                self._set_with_known_groups(policy)
         except BaseException:
             self._set(before)
             raise
@@ -120,6 +131,16 @@ class AppliedPolicy:
         for owner, held in zip(self._sites.owners, self._held, strict=True):
             held.clear(owner)
             held.set(owner, policy)
+
+    def _set_with_known_groups(self, policy: RecomputePolicy) -> None:
+        manager, before = offload_groups.learnt(), self._switches()
+        self._set(policy)
+        offload_groups.switch(manager, before, self._switches())
+        offload_modules.go_on_with(manager)
+
+    def _switches(self) -> offload_groups.Switches:
+        owners = zip(self._sites.owners, self._held, strict=True)
+        return offload_groups.switches((owner, held.layers) for owner, held in owners)
 
     def host_memory(self) -> HostMemory:
         """Host memory that the policy's offload uses on this rank."""

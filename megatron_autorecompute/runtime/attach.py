@@ -11,8 +11,10 @@ moving states to the host) is outside.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +28,8 @@ from megatron_autorecompute.runtime.apply import HOLDER_KEY
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.controller import Auto
-from megatron_autorecompute.runtime.job_facts import JobFacts, Program
+from megatron_autorecompute.runtime.job_facts import FixedCalls, JobFacts, Program
+from megatron_autorecompute.runtime.ranks import all_gather
 
 
 def attach(
@@ -38,52 +41,74 @@ def attach(
     reserve_gib: float | None = None,
     plan_path: str | None = None,
     replace_recompute: bool = False,
+    allow_offload: FixedCalls | None = None,
     say: Callable[[str], None] = print,
     program: Program | None = None,
 ) -> Auto:
     """Make a built model choose by itself what each layer recomputes; call it on every rank.
 
     Args:
-        model_chunks: this rank's model chunks, wrapped (DDP, Float16Module) or bare.
+        model_chunks: this rank's model chunks, wrapped (DDP, Float16Module) or bare; one, a list,
+            or a ModuleList.
         optimizer: Megatron's optimizer on them, or None.
         max_tokens: the most tokens of a microbatch on a rank, as the loop packs them: what the
-            model is given, after padding and after context parallelism has split it.
+            model is given, after padding and after context parallelism has split it. The same on
+            all ranks.
         budget_gib: GiB that torch may allocate on every device. Without it: what the device has
             free in the first training call, less the reserve.
         reserve_gib: GiB kept free for fragmentation if no budget is given; by default measured.
-        plan_path: file that the plan is written to, and read from at a restart.
+        plan_path: file that the plan is written to, and read from at a restart, by rank 0. Given
+            on all ranks or none.
         replace_recompute: whether recompute that the model's config sets is replaced until
             `close`. If False, such a config is refused.
+        allow_offload: also measure and plan Megatron's fine-grained activation offloading, in a
+            loop whose training calls are all alike, as this says. A step is then the whole training
+            step with its update: put `with auto.step():` around it.
         say: prints a text; called on rank 0.
         program: facts of a program whose microbatches have one length, with all of the user's
             options: then none of the others is given. A step of it is the whole training step.
 
     Raises:
-        OptionError: an argument is impossible, or the config sets recompute of its own.
+        OptionError: an argument is impossible, or the config sets recompute of its own; on every
+            rank, if that is so on one, or if ranks were given different max_tokens.
         AutorecomputeError: as `Auto`.
     """
-    chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
-    given = max_tokens, budget_gib, reserve_gib, plan_path
+    given = max_tokens, budget_gib, reserve_gib, plan_path, allow_offload
     if program is not None and any(each is not None for each in given):
         raise OptionError(
             "attach() was given a program, whose options have budget, reserve and plan path, and "
-            "one of max_tokens, budget_gib, reserve_gib and plan_path as well. Leave that out."
+            "one of max_tokens, budget_gib, reserve_gib, plan_path and allow_offload as well. "
+            "Leave that out."
         )
-    config = model_layers.unwrapped(chunks[0]).config
-    calls = None
-    if program is None:
-        calls = Calls(max_tokens, 2 * _fewest_microbatches(config, len(chunks)))
-        options = AutoOptions(
-            recompute_memory_budget_gib=budget_gib,
-            recompute_memory_reserve_gib=reserve_gib,
-            recompute_plan_path=plan_path,
-        )
-        # A layer's costs are lines in tokens: those of one long sample.
-        program = Program(options=options, micro_batch_size=1, seq_length=1)
-    put_back = _replaced(chunks) if replace_recompute else _refuse(chunks)
+    num_microbatches: Callable[[], int] = get_num_microbatches
+    with _on_all_ranks(max_tokens, plan_path, allow_offload):
+        chunks = _chunks(model_chunks)
+        config = model_layers.unwrapped(chunks[0]).config
+        calls = None
+        if program is None:
+            options = _Arguments(
+                recompute_memory_budget_gib=budget_gib,
+                recompute_memory_reserve_gib=reserve_gib,
+                recompute_plan_path=plan_path,
+                recompute_allow_offload=allow_offload is not None,
+            )
+            # Where calls differ, a layer's costs are lines in tokens: those of one long sample.
+            samples, tokens = 1, 1
+            if allow_offload is None:
+                calls = Calls(max_tokens, 2 * _fewest_microbatches(config, len(chunks)))
+                num_microbatches = calls.num_microbatches
+            else:
+                samples, tokens = _sizes(allow_offload, max_tokens)
+                num_microbatches = functools.partial(int, allow_offload.num_microbatches)
+            program = Program(options=options, micro_batch_size=samples, seq_length=tokens)
+        if not callable(say):
+            raise OptionError(f"say={say!r}: give a function that takes a text, such as print.")
+        if not replace_recompute:
+            _refuse(chunks)
+    put_back = _replaced(chunks) if replace_recompute else _nothing
     job = JobFacts(
         parallelism=_parallelism(config, program),
-        num_microbatches=get_num_microbatches if calls is None else calls.num_microbatches,
+        num_microbatches=num_microbatches,
         say=lambda text: say(text) if _is_first_rank() else None,
         timers=program.timers,
         shapes=program.shapes,
@@ -100,6 +125,76 @@ def attach(
     except BaseException:
         put_back()
         raise
+
+
+class _Arguments(AutoOptions):
+    """Options that were given to `attach`, by the names that they have there."""
+
+    __slots__ = ()
+    BUDGET = "budget_gib"
+    RESERVE = "reserve_gib"
+    PATH = "plan_path"
+
+
+def _chunks(given: Any) -> list[torch.nn.Module]:
+    """The model chunks, of what was given as them.
+
+    Raises:
+        OptionError: these are no chunks of a Megatron model.
+    """
+    alone = isinstance(given, torch.nn.Module) and not isinstance(given, torch.nn.ModuleList)
+    chunks: list[Any] = [given] if alone else list(given) if isinstance(given, Iterable) else []
+    for chunk in chunks or [given]:
+        inside = model_layers.unwrapped(chunk) if isinstance(chunk, torch.nn.Module) else None
+        if not hasattr(getattr(inside, "config", None), "recompute_granularity"):
+            raise OptionError(
+                f"model_chunks has {type(chunk).__name__} where attach() needs a model of "
+                "Megatron-Core, such as GPTModel, wrapped or bare: give this rank's chunks, as the "
+                "schedule gets them."
+            )
+    return chunks
+
+
+def _sizes(calls: FixedCalls, max_tokens: int | None) -> tuple[int, int]:
+    if max_tokens is not None:
+        raise OptionError(
+            "attach() was given max_tokens, for calls that differ, and allow_offload, for calls "
+            "that are all alike. Leave one of them out."
+        )
+    return calls.micro_batch_size, calls.seq_length
+
+
+@contextmanager
+def _on_all_ranks(max_tokens: Any, plan_path: Any, allow_offload: Any) -> Iterator[None]:
+    """Surrounds what each rank checks by itself. An error on one is raised on all, which would
+    otherwise wait for that rank; so is one if their arguments do not go together."""
+    error = None
+    try:
+        yield
+    except OptionError as found:
+        error = found
+    given = max_tokens, plan_path is not None, allow_offload
+    ranks = all_gather((error and str(error), *given))
+    if error is not None:
+        raise error
+    for rank, (wrong, *_) in enumerate(ranks):
+        if wrong:
+            raise OptionError(f"attach() on rank {rank}: {wrong}")
+    _, *first = ranks[0]
+    for rank, (_, *other) in enumerate(ranks):
+        if other != first:
+            raise OptionError(
+                f"Ranks were given other arguments of attach(): rank 0 {_said(*first)}, rank "
+                f"{rank} {_said(*other)}. Give all of them the same max_tokens, and a path or none."
+            )
+
+
+def _said(max_tokens: Any, has_path: bool, allow_offload: Any) -> str:
+    offload = "" if allow_offload is None else f", allow_offload={allow_offload!r}"
+    return f"max_tokens={max_tokens!r} and {'a' if has_path else 'no'} plan_path{offload}"
+
+
+def _nothing() -> None: ...
 
 
 def _parallelism(config: Any, program: Program) -> Parallelism:
@@ -146,7 +241,7 @@ def _configs(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
                 yield config
 
 
-def _refuse(chunks: Sequence[torch.nn.Module]) -> Callable[[], None]:
+def _refuse(chunks: Sequence[torch.nn.Module]) -> None:
     for config in _configs(chunks):
         own = rules.own_recompute(config)
         if own is None:
@@ -160,7 +255,6 @@ def _refuse(chunks: Sequence[torch.nn.Module]) -> Callable[[], None]:
             f"The model's config sets recompute of its own ({own}). Remove {lines} from it, or "
             "give attach(..., replace_recompute=True) to replace it until close()."
         )
-    return lambda: None
 
 
 def _replaced(chunks: Sequence[torch.nn.Module]) -> Callable[[], None]:

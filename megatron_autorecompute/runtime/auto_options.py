@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, ClassVar
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.options import option
@@ -24,6 +26,11 @@ class AutoOptions:
 
     Raises OptionError for an impossible value.
     """
+
+    BUDGET: ClassVar[str] = "--recompute-memory-budget-gib"
+    """What the user calls it, for messages; so are the next two."""
+    RESERVE: ClassVar[str] = "--recompute-memory-reserve-gib"
+    PATH: ClassVar[str] = "--recompute-plan-path"
 
     recompute_memory_budget_gib: float | None = option(
         None,
@@ -67,14 +74,16 @@ class AutoOptions:
     )
 
     def __post_init__(self) -> None:
-        _check_positive("--recompute-memory-budget-gib", self.recompute_memory_budget_gib)
-        _check_not_negative("--recompute-memory-reserve-gib", self.recompute_memory_reserve_gib)
+        _check_positive(self.BUDGET, self.recompute_memory_budget_gib)
+        _check_not_negative(self.RESERVE, self.recompute_memory_reserve_gib)
         if None not in (self.recompute_memory_budget_gib, self.recompute_memory_reserve_gib):
             raise OptionError(
-                "--recompute-memory-reserve-gib was given together with "
-                "--recompute-memory-budget-gib: the reserve only applies if auto finds the "
-                "budget itself. Leave one of them out."
+                f"{self.RESERVE} was given together with {self.BUDGET}: the reserve only applies "
+                "if auto finds the budget itself. Leave one of them out."
             )
+        path = self.recompute_plan_path
+        if path is not None and (not isinstance(path, str | os.PathLike) or not str(path)):
+            raise OptionError(f"{self.PATH} {path!r}: give the path of a file, or leave it out.")
         if not 0 < self.recompute_imbalance_percentile <= 100:
             raise OptionError(
                 f"--recompute-imbalance-percentile {self.recompute_imbalance_percentile:g}: a "
@@ -108,11 +117,11 @@ def _bytes(gib: float | None) -> int | None:
 
 
 # Both test the allowed range, because NaN compares false with everything.
-def _check_positive(flag: str, gib: float | None) -> None:
-    if gib is not None and not 0 < gib < float("inf"):
-        raise OptionError(f"{flag} {gib:g}: give a number of GiB above 0, such as 72.")
+def _check_positive(flag: str, gib: Any) -> None:
+    if gib is not None and not (isinstance(gib, Real) and 0 < float(gib) < float("inf")):
+        raise OptionError(f"{flag} {gib!r}: give a number of GiB above 0, such as 72.")
 
 
-def _check_not_negative(flag: str, gib: float | None) -> None:
-    if gib is not None and not 0 <= gib < float("inf"):
-        raise OptionError(f"{flag} {gib:g}: give a number of GiB, 0 or more, such as 2.")
+def _check_not_negative(flag: str, gib: Any) -> None:
+    if gib is not None and not (isinstance(gib, Real) and 0 <= float(gib) < float("inf")):
+        raise OptionError(f"{flag} {gib!r}: give a number of GiB, 0 or more, such as 2.")

@@ -28,8 +28,7 @@ def budget_bytes(
         return options.budget_bytes
     if available_bytes is None:
         raise InfeasibleError(
-            "Off CUDA there is no device memory to take as the budget: give "
-            "--recompute-memory-budget-gib."
+            f"Off CUDA there is no device memory to take as the budget: give {options.BUDGET}."
         )
     reserve = options.reserve_bytes
     return available_bytes - (fragmentation_bytes if reserve is None else reserve)
@@ -43,7 +42,7 @@ def stage_budget_bytes(options: AutoOptions, stage: StageRecord) -> int:
 def reason(options: AutoOptions) -> str:
     """How the budget was found, for error messages."""
     if options.budget_bytes is not None:
-        return "given as --recompute-memory-budget-gib"
+        return f"given as {options.BUDGET}"
     if options.reserve_bytes is not None:
-        return "the device's memory less what lies outside torch and --recompute-memory-reserve-gib"
+        return f"the device's memory less what lies outside torch and {options.RESERVE}"
     return "the device's memory less what lies outside torch and the measured fragmentation"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from megatron_autorecompute.runtime.oom_guard import FINE, SHORT, StepGuard, is_out_of_memory
 
+RAISED = 3
+"""Outcome of a call that ended with an exception, on any rank: it shows nothing. As FINE, SHORT and
+FAILED."""
 WHY = "this training loop does not go on after a skipped update"
 
 
@@ -43,8 +46,17 @@ class CallGuard:
             raise
         finally:
             self.own_outcome = SHORT if self._is_short() else FINE
-            self.steps += 1
+        self.steps += 1
 
 
 Guard = StepGuard | CallGuard
 """What surrounds every step of a job."""
+Step = AbstractContextManager[None]
+"""A context around one training step."""
+
+
+def until_done(guard: Guard, step: Callable[[], Step]) -> Generator[Step, None, None]:
+    """A step, made anew as long as it ends with an exception that the training loop survives."""
+    yield step()
+    while guard.outcome == RAISED:
+        yield step()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.lines import Microbatch
@@ -13,6 +14,9 @@ from megatron_autorecompute.runtime.ranks import all_reduce_max
 
 AHEAD = 1.25
 """If nothing is said and there is no cap, plans are for this multiple of the longest seen."""
+
+LIMIT = 1 << 40
+"""No call has as many tokens; ranks exchange integers of 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,15 @@ class CallShape:
         return Microbatch.longest(self.tokens)
 
 
+def whole(value: Any) -> int | None:
+    """A positive whole number of any type, as an int; None if it is none."""
+    try:
+        number = int(value)
+        return number if number == value and 0 < number < LIMIT else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
 class Calls:
     """The next training call of the schedule; every rank makes one in the same way.
 
@@ -48,9 +61,12 @@ class Calls:
     """
 
     def __init__(self, max_tokens: int | None, most_microbatches: int) -> None:
-        if max_tokens is not None and max_tokens < 1:
-            raise OptionError(f"max_tokens={max_tokens}: give a number of tokens, such as 16384.")
-        self.max_tokens, self._most = max_tokens, most_microbatches
+        cap = None if max_tokens is None else whole(max_tokens)
+        if cap is None and max_tokens is not None:
+            raise OptionError(
+                f"max_tokens={max_tokens!r}: give a whole number of tokens, such as 16384."
+            )
+        self.max_tokens, self._most = cap, most_microbatches
         self._said: list[int] | None = None
         self.is_said = False
         """Whether every rank said the lengths of this call."""
@@ -80,15 +96,16 @@ class Calls:
         """Keep the tokens of each microbatch of this rank's next call; forgotten after it.
 
         Raises:
-            OptionError: not one positive number for each microbatch.
+            OptionError: not one positive whole number for each microbatch.
         """
-        said = [int(one) for one in tokens]
-        if not said or min(said) < 1:
+        given: list[Any] = list(tokens) if isinstance(tokens, Iterable) else [tokens]
+        said = [whole(one) for one in given]
+        if not said or None in said or not isinstance(tokens, Iterable):
             raise OptionError(
-                f"tokens {said}: say how many tokens each microbatch of the next call has, on this "
-                "rank and after padding."
+                f"tokens {tokens!r:.100}: say how many tokens each microbatch of the next call "
+                "has, on this rank and after padding, as a list of whole numbers."
             )
-        self._said = said
+        self._said = [one for one in said if one is not None]
 
     def agree(
         self,
@@ -110,11 +127,14 @@ class Calls:
             short_bytes: likewise, how much less memory there is than when it was measured.
 
         Raises:
-            OptionError: on every rank, if one said lengths for another number of microbatches.
+            OptionError: on every rank, if one said lengths for another number of microbatches, or
+                has none.
         """
         said, self._said = self._said or [], None
-        mine = num_microbatches or len(said) or self._most
-        wrong = bool(said) and num_microbatches not in (None, len(said))
+        wrong = num_microbatches is not None and (
+            whole(num_microbatches) is None or len(said) not in (0, num_microbatches)
+        )
+        mine = self._most if wrong else whole(num_microbatches) or len(said) or self._most
         longest, total, found, worst, unsaid, seen, routed, failed, *missed = all_reduce_max(
             max(said, default=0),
             sum(said),
@@ -129,8 +149,9 @@ class Calls:
         )
         if failed:
             raise OptionError(
-                f"tokens() named {len(said)} microbatches and the call has {num_microbatches} on "
-                "this rank, or the like on another. Say the length of each microbatch."
+                f"num_microbatches={num_microbatches!r} and the lengths that tokens() named, "
+                f"{len(said) or 'none'}, do not go together on this rank, or the like on another. "
+                "A call has one microbatch or more; say the length of each, or of none."
             )
         stages, self.last, self.most_routed = len(missed_bytes), seen, routed
         self.missed_bytes, self.short_bytes = tuple(missed[:stages]), tuple(missed[stages:])

@@ -7,8 +7,9 @@ from collections.abc import Generator, Sequence
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.runtime.call_guard import Step
 from megatron_autorecompute.runtime.decisions import Decisions
-from megatron_autorecompute.runtime.plan_in_force import PlanInForce, Step
+from megatron_autorecompute.runtime.plan_in_force import PlanInForce
 
 
 def climb(
@@ -31,12 +32,15 @@ def climb(
     budgets = decisions.budgets(profile)
     first = (False, "a plan for half of the slack"), (True, "a plan for all of the slack")
     for is_whole, what in itertools.chain(first, itertools.repeat((True, "a corrected plan"))):
-        # The next call may have other lengths than the last one, and so another need.
-        goal = budgets if is_whole else _halfway(decisions.lean_peaks(profile), budgets)
-        plan = decisions.solved(profile, goal, notes)
-        smaller = yield from in_force.try_step(plan, what)
-        if smaller is not None:
-            return smaller
+        while True:
+            # The next call may have other lengths than the last one, and so another need.
+            goal = budgets if is_whole else _halfway(decisions.lean_peaks(profile), budgets)
+            plan = decisions.solved(profile, goal, notes)
+            smaller = yield from in_force.try_step(plan, what)
+            if smaller is not None:
+                return smaller
+            if not in_force.was_raised:
+                break
         if is_whole and decisions.are_kept(plan):
             break
         profile = decisions.corrected(plan)

@@ -26,7 +26,7 @@ from megatron_autorecompute.errors import ApplyError, PipelineError, PolicyError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import GRAMMAR, RecomputePolicy
-from megatron_autorecompute.runtime.apply import HOLDER_KEY, apply_at_construction
+from megatron_autorecompute.runtime.apply import HOLDER_KEY, apply_at_construction, blocks
 
 _HELP = f"What every layer recomputes: auto measures and solves; otherwise {GRAMMAR}."
 _GENERATED = (
@@ -49,6 +49,11 @@ _LAYER_SIZES = (
     "num_query_groups",
     "num_moe_experts",
 )
+NAME_EACH = (
+    "Of a model with a vision tower or an encoder name each block, as in "
+    "vision:full*24;decoder:none*32."
+)
+"""For a policy without names that does not fit: a tower's config is a copy of the decoder's."""
 _installed = ExitStack()
 """Restores what `install()` has set, in reverse order."""
 
@@ -107,6 +112,19 @@ def names_several_blocks(value: Any) -> bool:
     """Whether a field's value has parts for several blocks of a model, by name."""
     parts = parts_of_field(value)
     return parts is not None and len(parts) > 1
+
+
+def refuse_without_names(value: Any, model: Sequence[torch.nn.Module]) -> None:
+    """Raise PolicyError if a policy does not name the blocks of a built model that has several:
+    each took it for its own, or not. On several pipeline stages all ranks ask together."""
+    found = blocks(model)
+    if len(found) > 1 and not names_several_blocks(value):
+        example = ";".join(f"{name}:none*{count}" for name, count in found.items())
+        raise PolicyError(
+            f"recompute_policy={value!r:.80}, but this "
+            f"{type(model_layers.unwrapped(model[0])).__name__} has several blocks: name each, as "
+            f"in {example}."
+        )
 
 
 def _counted_chunks(config: TransformerConfig) -> Sequence[Sequence[int]]:
@@ -278,7 +296,10 @@ def applying_init(original: Callable[..., None]) -> Callable[..., None]:
         if names_several_blocks(value):
             self.register_forward_pre_hook(_refuse_without_policy)
             return
-        policy = policy_of(self.config)
+        try:
+            policy = policy_of(self.config)
+        except PolicyError as error:  # the config was allowed, and then changed
+            raise PolicyError(f"{error} {NAME_EACH}") from error
         if policy is not None:
             apply_at_construction(policy, self, holder=f"the config field {POLICY_FIELD}")
 

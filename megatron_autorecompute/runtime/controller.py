@@ -10,6 +10,7 @@ what it needs from them.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -28,6 +29,7 @@ from megatron_autorecompute.runtime import offload_choices
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import refuse_unmeasurable
+from megatron_autorecompute.runtime.call_guard import RAISED, Step
 from megatron_autorecompute.runtime.climb import climb
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.fingerprint import fingerprint
@@ -45,6 +47,7 @@ from megatron_autorecompute.units import gib
 __all__ = ["Auto", "JobFacts"]
 
 Function = Callable[..., Any]
+_LOOK_UP = "get_forward_backward_func"
 
 
 class Auto:
@@ -79,16 +82,29 @@ class Auto:
         self.fingerprint = self._fingerprint()
         self._store = PlanStore(options.recompute_plan_path, self.fingerprint, job.say)
         nothing = RecomputePolicy.parse("none", num_layers=self.shard.num_layers)
-        self.applied = apply(nothing, self.shard.chunks, holder="--recompute-policy auto")
+        holder = "attach(), whose close() ends it" if varies else "--recompute-policy auto"
+        self.applied = apply(nothing, self.shard.chunks, holder=holder)
+        try:
+            self._begin()
+        except BaseException:
+            self.applied.undo()
+            raise
+
+    def _begin(self) -> None:
         self.applied.switch(self.decisions.leanest)
-        self._in_force = PlanInForce(self.decisions, optimizer, self.applied, self._store)
-        guard = self._in_force.guard
+        self._in_force = PlanInForce(self.decisions, self.optimizer, self.applied, self._store)
+        guard, chunks = self._in_force.guard, self.shard.chunks
         split = self.shard.config.tensor_model_parallel_size
         split = split if self.shard.config.sequence_parallel else 1
-        self._seen = SeenTokens(self.shard.chunks if varies else [], split)
-        self._measuring = Measuring(self.decisions, optimizer, self.applied, guard, self._seen)
+        self._seen = SeenTokens(chunks if self.job.calls is not None else [], split)
+        self._measuring = Measuring(self.decisions, self.optimizer, self.applied, guard, self._seen)
         self._course = self._steps()
-        self._closed = False
+        self._closed = self._inside = False
+        self._watched: list[tuple[Any, Function, Function]] = []
+        """Modules with what they had, and what they have instead."""
+        self._ended: BaseException | None = None
+        """The error that ended the course."""
+        self._own = {id(module) for chunk in chunks for module in chunk.modules()}
 
     def _shard(self, chunks: Sequence[torch.nn.Module]) -> ModelShard:
         """This rank's model, with choices that offload if they are allowed."""
@@ -120,8 +136,8 @@ class Auto:
     def schedule(self, forward_backward: Function) -> Function:
         """Megatron's schedule function, with `step` around its training calls.
 
-        Calls with `forward_only`, or without gradients, pass through: they are neither counted nor
-        measured.
+        Calls with `forward_only`, without gradients, or on another model (a critic) pass through:
+        they are neither counted nor measured.
 
         Args:
             forward_backward: what `get_forward_backward_func()` returned. One that was wrapped
@@ -132,13 +148,43 @@ class Auto:
 
         @functools.wraps(forward_backward)
         def call(*args: Any, **named: Any) -> Any:
-            if self._closed or named.get("forward_only") or not torch.is_grad_enabled():
+            passes = self._closed or named.get("forward_only") or not torch.is_grad_enabled()
+            if passes or not self._is_own(named.get("model")):
                 return forward_backward(*args, **named)
             with self.step(num_microbatches=named.get("num_microbatches")):
                 return forward_backward(*args, **named)
 
         setattr(call, "auto", self)  # noqa: B010  # mypy knows no attributes of functions
         return call
+
+    def watch(self, module: Any) -> None:
+        """`schedule` for a framework's module, without a change in it: until `close`, the name
+        `get_forward_backward_func` in it gives Megatron's schedule as `schedule` returns it.
+
+        Args:
+            module: one that imported this name from Megatron and calls it before every step.
+
+        Raises:
+            OptionError: the module has no such name.
+        """
+        plain = getattr(module, _LOOK_UP, None)
+        if plain is None:
+            raise OptionError(
+                f"{getattr(module, '__name__', module)} has no {_LOOK_UP}: watch() needs the "
+                "module that imported it from megatron.core.pipeline_parallel."
+            )
+
+        def look_up() -> Function:
+            return self.schedule(plain())
+
+        setattr(module, _LOOK_UP, look_up)
+        self._watched.append((module, plain, look_up))
+
+    def _is_own(self, model: Any) -> bool:
+        """Whether this is a model that we are attached to, however it is wrapped; so is None."""
+        chunks = [model] if isinstance(model, torch.nn.Module) else model or []
+        modules = itertools.chain.from_iterable(chunk.modules() for chunk in chunks)
+        return model is None or any(id(module) in self._own for module in modules)
 
     def tokens(self, tokens: Sequence[int]) -> None:
         """Say the lengths of the next training call, on every rank; forgotten after it.
@@ -169,22 +215,48 @@ class Auto:
             num_microbatches: of this call, if the loop knows; ranks may have different ones.
 
         Raises:
-            ApplyError: this object was closed.
-            OptionError: as `tokens`; or other numbers of microbatches were given in both.
+            ApplyError: this object was closed, an error ended it, or a call runs already.
+            OptionError: as `tokens`; or other numbers of microbatches were given in both, or than
+                every call of the job has.
             AutorecomputeError: as `measuring`, `climb` and `plan_in_force` say.
         """
         if self._closed:
             raise ApplyError("close() ended this auto: attach() makes another one.")
-        if tokens is not None:
-            self.tokens(tokens)
-        self._agree(num_microbatches)
-        with next(self._course):
-            yield
+        if self._inside:
+            raise ApplyError(
+                "A training call began inside another one. Surround each by schedule() or step(), "
+                "not by both, and in one thread at a time."
+            )
+        self._inside = True
+        try:
+            if tokens is not None:
+                self.tokens(tokens)
+            self._agree(num_microbatches)
+            with self._next_step(), self._seen.counting():
+                yield
+        except BaseException:
+            self._in_force.guard.own_outcome = RAISED
+            raise
+        finally:
+            self._inside = False
         self._store.step_done()
+
+    def _next_step(self) -> Step:
+        if self._ended is not None:
+            raise ApplyError(
+                f"An error ended this auto ({type(self._ended).__name__}: {self._ended}). To train "
+                "on without it, close() it, which gives the model back."
+            ) from self._ended
+        try:
+            return next(self._course)
+        except BaseException as error:
+            self._ended = error
+            raise
 
     def _agree(self, num_microbatches: int | None) -> None:
         guard, calls = self._in_force.guard, self.job.calls
         if calls is None:
+            self._check_number(num_microbatches)
             return
         lied = calls.said_too_little
         missed, short = self._in_force.missed_bytes(), self._in_force.short_bytes()
@@ -203,16 +275,36 @@ class Auto:
                 "tokens were seen. From now on plans are for the cap, whatever is said."
             )
 
+    def _check_number(self, num_microbatches: int | None) -> None:
+        asked = self.job.num_microbatches()
+        if num_microbatches not in (None, asked):
+            raise OptionError(
+                f"This call has {num_microbatches} microbatches, and every call of this job was "
+                f"said to have {asked}."
+            )
+
     def close(self) -> None:
-        """Stop, and give the model back as it was; a second call does nothing."""
+        """Stop, and give the model back as it was; a second call does nothing.
+
+        Raises:
+            ApplyError: a training call runs.
+        """
         if self._closed:
             return
+        if self._inside:
+            raise ApplyError(
+                "close() inside a training call, whose backward needs the policy in force: close "
+                "after it."
+            )
         self._closed = True
         self._course.close()
         self._seen.close()
-        self._store.close()
+        for module, plain, look_up in reversed(self._watched):
+            if getattr(module, _LOOK_UP) is look_up:  # not wrapped again by another
+                setattr(module, _LOOK_UP, plain)
         self.applied.undo()
         self.job.on_close()
+        self._store.close()
 
     # --- what it answers --------------------------------------------------------------------------
 

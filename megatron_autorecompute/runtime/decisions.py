@@ -112,6 +112,9 @@ class Decisions:
             "percentile": (plan.imbalance_percentile, self.options.recompute_imbalance_percentile),
             "microbatches": (plan.schedule.num_microbatches, self.job.num_microbatches()),
         }
+        shape = None if self.job.calls is None else self.job.calls.shape
+        if shape is not None and shape.tokens:
+            asked["tokens of a microbatch"] = _tokens(plan.profile), shape.tokens
         other = [
             f"{what} {_shown(was)}, now {_shown(now)}"
             for what, (was, now) in asked.items()
@@ -146,6 +149,11 @@ class Decisions:
         available = None if self.job.without_cuda else available_bytes()
         mine = budget_bytes(self.options, available, self.memory.fragmentation_bytes)
         return self.shard.by_stage(mine, min)
+
+    def whole_budgets(self, profile: Profile) -> tuple[int, ...]:
+        """`budgets`, with the memory that was free when the profile was measured."""
+        stage = profile.stages[self.shard.stage]
+        return self.shard.by_stage(stage_budget_bytes(self.options, stage), min)
 
     def short_bytes(self, profile: Profile) -> int:
         """By how much this rank's device leaves less to torch now than when it was measured: an
@@ -283,9 +291,7 @@ class Decisions:
         line = plan.profile.routed_line
         if line is None:
             return None
-        sizes = plan.profile.parallelism
-        tokens = sizes.seq_length // sizes.context_parallel
-        planned = line.at(Microbatch.longest(tokens))
+        planned = line.at(Microbatch.longest(_tokens(plan.profile)))
         if most_routed <= planned:
             return None
         return replace(plan.profile, routed_line=line.times(UNEVEN * most_routed / planned))
@@ -332,6 +338,12 @@ class Decisions:
             return None
         planner = self.planner(replace(plan.profile, stages=tuple(stages)))
         return make_plan(planner, plan.budget_bytes, notes=without_gave_way(notes))
+
+
+def _tokens(profile: Profile) -> int:
+    """Of a microbatch on a rank, that the profile is for."""
+    sizes = profile.parallelism
+    return sizes.seq_length // sizes.context_parallel
 
 
 def _shown(figure: Any) -> str:

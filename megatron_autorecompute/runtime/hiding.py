@@ -7,11 +7,12 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 
 from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.runtime.call_guard import Step
 from megatron_autorecompute.runtime.climb import climb
 from megatron_autorecompute.runtime.copy_watch import CopyWatch
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.offload_choices import without_offload
-from megatron_autorecompute.runtime.plan_in_force import PlanInForce, Step
+from megatron_autorecompute.runtime.plan_in_force import PlanInForce
 
 STEPS = 3
 """Steps whose waits are measured; their median counts."""

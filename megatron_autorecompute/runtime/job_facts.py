@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.probe import Memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedCalls:
+    """What every training call of a loop has; all are alike.
+
+    Raises OptionError for a number that is not positive.
+    """
+
+    num_microbatches: int
+    """On every data-parallel rank."""
+    micro_batch_size: int
+    """Samples per microbatch on one rank."""
+    seq_length: int
+    """Tokens per sample."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise OptionError(f"FixedCalls({name}={value}): give a number of 1 or more.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -359,7 +359,8 @@ class Measurement:
     def _not_measurable(self, passes: Sequence[Pass]) -> str | None:
         """Why this rank's passes are not those of Megatron's schedule; None if they are."""
         if not passes:
-            return "no forward of the model had a backward"
+            around = "; schedule() and step() belong around training calls alone"
+            return f"no forward of the model had a backward{around * (self.points is not None)}"
         for one in passes:
             if one.phase == "forward" and not one.output_has_gradient:
                 return "gradients reach the layers by another way than what the model returns"

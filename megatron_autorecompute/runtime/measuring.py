@@ -6,13 +6,14 @@ import math
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatron_autorecompute.profile import Profile, RankStep
 from megatron_autorecompute.runtime.apply import AppliedPolicy
-from megatron_autorecompute.runtime.call_guard import Guard
+from megatron_autorecompute.runtime.call_guard import Guard, until_done
 from megatron_autorecompute.runtime.calls import AHEAD
 from megatron_autorecompute.runtime.copy_watch import CopyWatch
 from megatron_autorecompute.runtime.decisions import Decisions
@@ -130,7 +131,7 @@ class Measuring:
         settled, said = 0, False
         longest: tuple[int, ...] = ()
         while settled < SETTLING_STEPS:
-            yield self._settling()
+            yield from until_done(self.guard, self._settling)
             over = self.decisions.too_lean(self.guard.steps)
             settled += not self._was_lost() and over is None
             lean = self._at_longest(self.decisions.peaks())
@@ -181,8 +182,8 @@ class Measuring:
         if missing := self.measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in missing)
             self.job.say(
-                f"recompute auto: {names}: not measured in {asked} step(s), and left out. "
-                "More: --recompute-measure-steps."
+                f"recompute auto: {names}: not measured in {asked} step(s), and left out."
+                + " More: --recompute-measure-steps." * (self.job.calls is None)
             )
 
     def _in_turn(
@@ -206,7 +207,7 @@ class Measuring:
                 if self._left:
                     self._left -= 1
                     self.job.say(f"recompute auto: measuring, at most {self._left} more steps")
-                yield self._watched(reads_bytes)
+                yield from until_done(self.guard, partial(self._watched, reads_bytes))
                 if self._was_lost() and any(room):
                     room[:] = [layers // 2 for layers in room]
                     break

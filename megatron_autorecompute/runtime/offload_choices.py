@@ -66,8 +66,8 @@ def refuse(config: TransformerConfig, *, blocks: int, varies: bool) -> None:
         raise OptionError(
             "recompute_allow_offload was given to a loop whose calls differ: Megatron's offload "
             "learns the microbatches of one call, and pins host memory for every shape. In a loop "
-            "whose calls are all alike say so: attach(..., program=Program(...)). Otherwise leave "
-            "it out."
+            "whose calls are all alike say so: attach(..., allow_offload=FixedCalls(...)). "
+            "Otherwise leave it out."
         )
     if blocks > 1:
         raise OptionError(

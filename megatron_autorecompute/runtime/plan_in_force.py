@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.apply import AppliedPolicy
-from megatron_autorecompute.runtime.call_guard import CallGuard, Guard
+from megatron_autorecompute.runtime.call_guard import RAISED, CallGuard, Guard, Step
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lost_steps import notches, was_lost
 from megatron_autorecompute.runtime.oom_guard import FAILED, FINE, StepGuard
@@ -19,8 +19,6 @@ from megatron_autorecompute.runtime.ranks import on_rank_0
 from megatron_autorecompute.units import gib
 
 logger = logging.getLogger(__name__)
-Step = AbstractContextManager[None]
-"""A context around one training step."""
 
 
 class PlanInForce:
@@ -112,7 +110,7 @@ class PlanInForce:
             LostStepsError: as `try_step`.
         """
         yield self._step(reads_bytes, around)
-        if self._was_lost() or self.guard.outcome != FINE:
+        if self._was_lost() or self.guard.outcome not in (FINE, RAISED):
             return self._step_down(plan)
         return plan
 
@@ -175,6 +173,11 @@ class PlanInForce:
             short[self._decisions.shard.stage] = self._decisions.short_bytes(self.plan.profile)
         return short
 
+    @property
+    def was_raised(self) -> bool:
+        """Whether the last step ended with an exception on some rank, and so shows nothing."""
+        return self.guard.outcome == RAISED
+
     def saving(self) -> Saving | None:
         """What plans for shorter calls saved against one plan at the cap; None before any ran."""
         return None if self._by_shape is None else self._by_shape.saving()
@@ -194,9 +197,10 @@ class PlanInForce:
         if self.plan is None and self._store.leave_ended_measuring():
             left = "a restart measures with fewer layers at once beyond the leanest policy"
         elif self.plan is None:
+            names = self._decisions.options
             left = (
                 "the next job would measure in the same way: give "
-                "--recompute-plan-path, or a lower --recompute-memory-budget-gib"
+                f"{names.PATH}, or a lower {names.BUDGET}"
             )
         else:
             outcomes = [FINE] * self.plan.layout.num_stages

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron_autorecompute import json_records
-from megatron_autorecompute.errors import AutorecomputeError
+from megatron_autorecompute.errors import AutorecomputeError, ProfileError
 from megatron_autorecompute.planner.plan import Plan, changes
 from megatron_autorecompute.runtime.ranks import on_rank_0
 
@@ -147,6 +147,8 @@ def _is_first_rank() -> bool:
 
 
 def _check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise ProfileError(f"The plan path {path} is a folder. Give the path of a file in it.")
     probe = path.with_name(f"{path.name}.writable")
     json_records.write_atomically("", probe)
     probe.unlink(missing_ok=True)  # another job with this path may have removed it

@@ -55,8 +55,8 @@ class PlansByShape:
     def next(self, plan: Plan) -> Plan:
         """Run the plan for the next call, solved from what the running one knows."""
         profile, missed = plan.profile, self._calls.missed_bytes
-        if self._budgets is None:
-            self._budgets = plan.budget_bytes
+        if self._budgets is None:  # not the plan's, in which a call may have gone over them
+            self._budgets = self._decisions.whole_budgets(plan.profile)
         uneven = self._decisions.with_routed(plan, self._calls.most_routed)
         if uneven is not None:  # what was missed is of this
             profile = uneven

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,10 @@ class SeenTokens:
         """Tokens of the longest microbatch since `forget`."""
         self.routed: list[Counter[int]] = []
         """For each microbatch since `forget`: rows that this rank's experts got, by layer."""
-        self._split = split
         self._counts = False
+        """Whether a training call runs; what runs between two is none of its microbatches."""
+        self._split = split
+        self._trains = False
         """Whether the forward that began last has a backward."""
         self._numbers: Counter[int] = Counter()
         """Forwards of each chunk."""
@@ -51,6 +54,15 @@ class SeenTokens:
         """Of `routed`, in any microbatch and layer."""
         return max((rows for one in self.routed for rows in one.values()), default=0)
 
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Surround a training call."""
+        self._counts = True
+        try:
+            yield
+        finally:
+            self._counts = False
+
     def forget(self) -> None:
         """Begin a call."""
         self.longest = 0
@@ -66,21 +78,21 @@ class SeenTokens:
         self._hooks.append(TemporaryHook(module.register_forward_pre_hook, do, with_kwargs=True))
 
     def _begin(self, chunk: int, *_: Any) -> None:
-        self._counts = torch.is_grad_enabled()
-        if self._counts:
+        self._trains = self._counts and torch.is_grad_enabled()
+        if self._trains:
             number, self._numbers[chunk] = self._numbers[chunk], self._numbers[chunk] + 1
             if number == len(self.routed):
                 self.routed.append(Counter())
             self._now = self.routed[number]
 
     def _see(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._counts:
+        if self._trains:
             self.longest = max(self.longest, self._split * _rows(_first(args, kwargs)))
 
     def _see_routed(
         self, layer: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._counts and not is_recomputing():
+        if self._trains and not is_recomputing():
             self._now[layer] += _rows(_first(args, kwargs))
 
 

@@ -13,7 +13,8 @@ from benchmarks.measured.flags import FieldError, flags
 from benchmarks.measured.megatron_tests import TEST_CASES, environment
 from benchmarks.measured.prediction import Prediction, Stage
 from benchmarks.measured.results import results
-from benchmarks.measured.runs import Run, Unread, read
+from benchmarks.measured.runs import Run, Unread
+from benchmarks.measured.tables import read
 
 MOE_CASE = "moe/gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel"
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"

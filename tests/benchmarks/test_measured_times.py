@@ -13,7 +13,8 @@ from benchmarks.measured.flags import FieldError
 from benchmarks.measured.megatron_tests import first_batch
 from benchmarks.measured.prediction import Prediction
 from benchmarks.measured.results import results
-from benchmarks.measured.runs import Run, read
+from benchmarks.measured.runs import Run
+from benchmarks.measured.tables import read
 from megatron_autorecompute.meta.devices import devices, sources
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"

@@ -11,6 +11,7 @@ from megatron_autorecompute.meta.job import load_job
 from megatron_autorecompute.meta.recipe import job_from_recipe
 from megatron_autorecompute.profile import Profile
 from scripts import nvidia_recipes
+from tests.bridge import recipes
 from tests.bridge.test_recipes import hf_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "no_device"
@@ -113,6 +114,22 @@ def test_what_bridges_class_of_deepseek_leaves_out_is_in_the_public_config(bridg
 def test_an_unknown_recipe_is_named(bridge):
     with pytest.raises(OptionError, match="no recipe function 'llama9_config'"):
         job_from_recipe("llama9_config")
+
+
+def test_what_would_be_counted_without_its_tower_or_with_other_adapters_is_refused(
+    bridge, monkeypatch
+):
+    from megatron.bridge import recipes as bridges
+    from megatron.bridge.peft.lora import LoRA
+
+    cfg = recipes.tiny_llama_pretrain_config()
+    monkeypatch.setattr(bridges, "given_config", lambda: cfg, raising=False)
+    cfg.peft = LoRA(target_modules=["*.layers.3.*.linear_qkv"])
+    with pytest.raises(OptionError, match="adapters are on some layers only"):
+        job_from_recipe("given_config")
+    cfg.model = recipes.tiny_vision_provider()
+    with pytest.raises(OptionError, match=r"has a tower before its decoder \(model.vision_config"):
+        job_from_recipe("given_config")
 
 
 def test_a_hybrid_recipe_has_its_pattern_and_needs_a_core_with_hybrid_models(bridge, capsys):

@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_autorecompute.meta import ops, shared_buffers, streams
 from megatron_autorecompute.meta.blocks import StaticBlocks, rounding
 from megatron_autorecompute.meta.caching_allocator import SMALLEST, CachingAllocator
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.grad_buffers import laid_out
+from megatron_autorecompute.meta.live_blocks import FirstUse, LiveBlocks
 from megatron_autorecompute.meta.model import shard
 from megatron_autorecompute.policy import RecomputePolicy
 from tests.meta.test_no_device import MOE, job
@@ -78,6 +81,26 @@ def test_a_stage_takes_more_in_blocks_and_without_them_hardly_more():
     assert whole.static_bytes > split.static_bytes
 
 
+def test_a_workspace_is_made_where_the_first_product_finds_a_hole():
+    allocator, four = CachingAllocator(), 4 << 20
+    buffers = FirstUse(
+        allocator, {shared_buffers.OF_LINEAR: four, shared_buffers.OF_TORCH: 2 * four}
+    )
+    with LiveBlocks(allocator, [], buffers), torch.device("meta"):
+        mask = torch.empty(four, dtype=torch.uint8)
+        x, weight = (torch.empty(256, 256, dtype=torch.bfloat16) for _ in "xw")
+        del mask
+        assert allocator.allocated_bytes == 2 * 2 * 256**2
+        x = ops.gemm(x, weight, "bf16")
+        before = allocator.allocated_bytes - four
+        with streams.stream(streams.OF_CONTEXT_PARALLEL):
+            beside = torch.empty(four, dtype=torch.uint8)
+    assert before == 2 * 2 * 256**2
+    assert allocator.reserved_bytes == (20 + 2 + 20) << 20  # a segment of its own for the stream
+    buffers.rest()
+    assert allocator.allocated_bytes == before + 4 * beside.numel()
+
+
 @pytest.mark.parametrize("layer_wise", [True, False])
 def test_what_muon_divides_is_counted_as_static_bytes_count_it(layer_wise):
     sizes = {"expert_model_parallel_size": 4}
@@ -85,6 +108,7 @@ def test_what_muon_divides_is_counted_as_static_bytes_count_it(layer_wise):
     with shard(asked, [1, 1]) as built:
         blocks = StaticBlocks(asked, device("h100-80gb"), [built.model], first_stage=True)
         blocks.allocate_moments()
+        blocks.buffers.rest()
         counted = blocks.counted_bytes()
         assert blocks.allocator.requested_bytes == pytest.approx(counted, abs=8192)
 

@@ -60,7 +60,7 @@ def attention_peaks(comm_type, ranks):
 def test_the_ring_holds_every_steps_keys_and_outputs(ranks):
     q, lse = 2 * UNIT / ranks, 4 * HEADS * SEQUENCE / ranks
     forward, backward = attention_peaks("p2p", ranks)
-    assert forward == ranks * 2 * q + ranks * q + q + lse
+    assert forward == ranks * (2 * q + q + lse) + q + lse
     saved = 2 * q + q + lse  # k and v that came last, out; q is the caller's
     # dout; dq; twice k, v and their gradients; dq, dk and dv of one step.
     assert backward == saved + q + q + 8 * q + 3 * q

@@ -324,6 +324,8 @@ def test_every_family_has_the_modules_that_megatron_builds_it_with(pattern, fiel
             for layer, (own, _) in zip(layers, theirs, strict=True):
                 layer_modules.set_modules(layer, [name])
                 assert list(switched_on(layer)) == list(switched_on(own)), (name, layers[layer])
+        attention = sys.modules["megatron.core.transformer.multi_latent_attention"]
+        assert attention.set_save_original_input is not None
         for module in list(sys.modules.values()):
             if hasattr(module, "set_save_original_input"):
                 undo.enter_context(patched(module, "set_save_original_input", marked.append))

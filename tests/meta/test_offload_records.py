@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.cli import main
-from megatron_autorecompute.errors import OptionError, PolicyError
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import whole_layer_records
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.profiling import profile_job
@@ -16,7 +16,7 @@ from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.unit_costs import CostTable
-from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import NONE, WHOLE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from tests.meta.test_no_device import GROUPS, HEADS, MOE, SEQUENCE, UNIT, job
 
@@ -84,16 +84,16 @@ def test_of_a_dense_layer_that_leaves_as_a_whole_nothing_is_left(profile, monkey
     asked = job({**EVERY_TENSOR, **MOE})
     dense, experts = whole_layer_records.with_whole_layers(asked, profile).kinds
     for kind in (dense, experts):
-        plain, record = kind.record(NONE), kind.record(whole_layer_records.WHOLE)
+        plain, record = kind.record(NONE), kind.record(WHOLE)
         (group,) = record.offload_groups
         assert record.held_bytes + group.device_bytes == plain.held_bytes
         # A view leaves without the rest of its storage, which is free then, too.
         assert group.host_bytes >= 0.99 * group.device_bytes
         level = record.held_bytes + record.backward_transient_bytes
         assert level == plain.held_bytes + plain.backward_transient_bytes
-    assert dense.record(whole_layer_records.WHOLE).held_bytes == 0
+    assert dense.record(WHOLE).held_bytes == 0
     # What a router and a dispatcher keep otherwise than for autograd; 0.19 one [s, b, h] more.
-    left = experts.record(whole_layer_records.WHOLE).held_bytes
+    left = experts.record(WHOLE).held_bytes
     assert left < 0.02 * plain.held_bytes + 2 * UNIT
 
 
@@ -111,10 +111,12 @@ def test_a_file_has_the_records_that_were_asked_for(tmp_path, capsys):
         "config: {num_layers: 2, hidden_size: 256, num_attention_heads: 8, "
         "add_bias_linear: false, min_offloaded_tensor_size: 1}\n"
     )
-    words = ["--gpu", "h100-80gb", "--offload", "qkv_linear", "-o", str(written)]
-    assert main(["estimate", str(yaml), *words]) == 0
-    found = Profile.load(written).kinds[0].record("selective[mlp]+offload[qkv_linear]")
+    words = ["--gpu", "h100-80gb", "--offload", "qkv_linear", "--offload", "cpu_offloading"]
+    assert main(["estimate", str(yaml), *words, "-o", str(written)]) == 0
+    [kind] = Profile.load(written).kinds
+    found = kind.record("selective[mlp]+offload[qkv_linear]")
     assert [group.name for group in found.offload_groups] == ["qkv_linear"]
+    assert [group.name for group in kind.record(WHOLE).offload_groups] == ["cpu_offloading"]
     assert main(["estimate", str(yaml), "--gpu", "h100-80gb", "--offload", "mlp"]) != 0
     assert "Unknown module mlp to offload" in capsys.readouterr().err
 
@@ -123,11 +125,12 @@ def test_a_file_has_the_records_that_were_asked_for(tmp_path, capsys):
     ("fields", "sets", "error", "said"),
     [
         (
-            {},
+            {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 4},
             [("cpu_offloading",)],
-            PolicyError,
-            "no records of none\\+offload\\[cpu_offloading\\]",
+            OptionError,
+            "no support for Pipeline parallelism with CPU offloading",
         ),
+        ({"mtp_num_layers": 1}, [("cpu_offloading",)], OptionError, "depths stay"),
         ({"overlap_moe_expert_parallel_comm": True}, SETS, OptionError, "beside EP overlap"),
     ],
 )

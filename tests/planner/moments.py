@@ -1,7 +1,7 @@
 """Every moment of a stage, for tests that look for the highest or draw them all."""
 
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.peak_memory import (
-    ChunkColumns,
     check_layout,
     every_moment,
     moment_bytes,

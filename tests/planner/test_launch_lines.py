@@ -89,6 +89,11 @@ def test_without_its_job_a_profiles_plan_is_printed_as_text_for_pretrain_gpt_and
     assert (asked, name) == ("Add to the flags of pretrain_gpt.py:", "--recompute-policy")
     assert RecomputePolicy.parse(value, num_layers=80) == plan.policy
     assert recipe.endswith("cfg.model.recompute_policy.")
+    # Layers leave as a whole by Megatron's own setting alone.
+    whole = ("none+offload[cpu_offloading]",) * 3 + ("none",) * 77
+    _, line, recipe = launch_lines(replace(plan, recompute_policy=whole))
+    assert line == "--cpu-offloading-num-layers 3"
+    assert recipe.endswith("cpu_offloading = True; cfg.model.cpu_offloading_num_layers = 3")
 
 
 def test_without_its_job_a_searched_layout_is_printed_too(plan):

@@ -6,11 +6,12 @@ import pytest
 
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.layout_search.least_step import LeastSteps
 from megatron_autorecompute.planner.outcomes import Outcomes
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner, changed_at
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup
 from tests.planner.uniform_profiles import uniform_profile
 
@@ -160,17 +161,40 @@ def test_megatrons_whole_layer_offload_is_taken_where_it_is_the_fastest():
         planner = Planner(profile, Layout.from_flags(8, 1), Schedule(1, 1, 4))
         texts = [f"megatron:cpu_offloading/{n}" for n in range(1, 8)]
         own = [planner.evaluate(RecomputePolicy.parse(text, num_layers=8)) for text in texts]
-        for budget in range(500, 1000, 40):
+        for budget in range(500, 1000, 80):
             fits = [cost.step_ms for cost in own if cost.peak_high_bytes <= budget]
             plain = planner.offload.without.try_solve(budget)
             fits += [] if plain is None else [plain.cost.step_ms]
             found = planner.try_solve(budget)
+            least_ms = LeastSteps(planner, [budget]).step_ms(planner)
             assert (found and found.cost.step_ms) == min(fits, default=None)
             if found is not None:
+                assert least_ms <= found.cost.step_ms * (1 + 1e-9)
                 assert found.step_evidence.gap == 0
                 taken.add(str(found.policy.layers[0]))
                 plan = make_plan(planner, budget)
                 assert Plan.from_json(plan.to_json()) == plan
     assert {"none+offload[cpu_offloading]", "selective[mlp]"} <= taken
+    least = min(cost.peak_high_bytes for cost in own)
+    assert planner.solve(least).cost.peak_high_bytes == least
+    with pytest.raises(InfeasibleError, match=r"leanest choices \(none\+offload\[cpu_offloading\]"):
+        planner.solve(least - 1)
     changes = [planner.evaluate(other) for _, other in changed_at(planner, found.policy, 2)]
     assert changes
+
+
+@pytest.mark.parametrize("seed", range(20, 26))
+def test_no_setting_of_megatrons_that_fits_is_faster(seed):
+    profile, layout, schedule, rng = problem(seed)
+    planner = Planner(profile, layout, schedule)
+    texts = ["none", "selective[mlp]", "offload[core_attn]", "selective[mlp]+offload[core_attn]"]
+    settings = [MegatronStrategy.parse(f"megatron:{text}") for text in texts]
+    costs = [planner.evaluate(one.policy(profile.num_layers)) for one in settings]
+    budget = rng.choice(costs).peak_high_bytes
+    found = planner.try_solve(budget)
+    for cost in (*costs, *([] if found is None else [found.cost])):
+        host = max(stage.host_bytes for stage in cost.stages)
+        if cost.peak_high_bytes <= budget and host <= profile.host_link.host_bytes:
+            assert found.cost.step_ms <= cost.step_ms * (1 + 1e-9)
+        else:
+            assert found is None or cost is not found.cost

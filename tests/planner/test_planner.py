@@ -11,7 +11,7 @@ from megatron_autorecompute.planner.chunk_splits import put_together
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.planner import Planner, StepEvidence, neighbours, solve
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     Imbalance,
@@ -304,6 +304,24 @@ def test_allowing_what_is_inert_allows_what_it_equals():
     assert planner.solve(10).policy.format() == "none*1"
     with pytest.raises(InfeasibleError):
         planner.solve(9)
+
+
+def test_a_setting_runs_what_a_layer_has_of_its_modules_and_of_its_offload():
+    attention = ("selective[layernorm]", "none+offload[core_attn]")
+    kind = LayerKind(
+        "attention",
+        (0,),
+        tuple(ChoiceRecord(text, 10, 0, 0, 1.0, 2.0) for text in ("none", *attention)),
+        inert={
+            "selective[layernorm+moe_act]": "selective[layernorm]",
+            "selective[layernorm]+offload[expert_fc1]": "selective[layernorm]",
+        },
+        static=StaticBytes(),
+    )
+    planner = Planner(model_of(kind, num_layers=1), Layout.from_flags(1, 1), Schedule(1, 1, 1))
+    text = "megatron:selective[layernorm+moe_act]+offload[expert_fc1]"
+    policy = planner.manual_policy(MegatronStrategy.parse(text))
+    assert planner.evaluate(policy).peak_high_bytes == 10
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """Small plans to look at."""
 
 import functools
+import random
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.plan import CurvePoint, make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.profile import ChoiceRecord, Profile
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup, Profile
 from megatron_autorecompute.report.data import Curve, Paste, ReportData, report_data
 from megatron_autorecompute.report.timeline import timeline
 from megatron_autorecompute.units import GIB
@@ -22,6 +25,28 @@ def random_plan(seed):
     profile, layout, schedule, budget = problem(seed)
     planner = Planner(profile, layout, schedule)
     return make_plan(planner, budget if planner.try_solve(budget) else 1 << 40)
+
+
+def copying_plan(seed):
+    """Of two stages, on one or two chunks each, that offload at random over a slow link."""
+    rng = random.Random(seed)
+    moved = rng.randint(10, 30)
+    first, second = sorted(rng.sample(range(101), 2))
+    group = OffloadGroup("core_attn", moved, moved, rng.random(), first / 100, second / 100)
+    choices = (
+        ChoiceRecord("none", 60, 10, 20, 10.0, 20.0),
+        ChoiceRecord("selective[mlp]", 40, 10, 30, 10.0, 27.0),
+        ChoiceRecord("none+offload[core_attn]", 60 - moved, 9, 50, 10.0, 20.0),
+        ChoiceRecord("selective[mlp]+offload[core_attn]", 40 - moved, 8, 60, 10.0, 27.0),
+    )
+    choices = [replace(c, offload_groups=(group,) * ("offload" in c.choice)) for c in choices]
+    rate = moved / rng.uniform(5e6, 40e6)  # a copy takes 5 to 40 ms
+    link, chunks = HostLink(rate, rate, 1 << 40), rng.choice([1, 2])
+    profile = replace(uniform_profile(8, *choices, boundary_bytes=3), host_link=link)
+    planner = Planner(profile, Layout.from_flags(8, 2, chunks), Schedule(2, chunks, 4))
+    policy = tuple(rng.choice(choices).choice for _ in range(8))
+    cost = planner.evaluate(RecomputePolicy.parse(",".join(policy), num_layers=8))
+    return replace(make_plan(planner, 1 << 40), recompute_policy=policy, cost=cost)
 
 
 @functools.cache

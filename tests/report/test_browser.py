@@ -6,10 +6,11 @@ import pytest
 
 from megatron_autorecompute.cli.program import main
 from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html
 from megatron_autorecompute.report.strip import strip_svg
 from tests.report.browser import chromium, opened
-from tests.report.plans import long_step
+from tests.report.plans import copying_plan, long_step
 from tests.support import EXAMPLE_JOBS
 
 WHOLE = "view[0] === 0 && view[1] === end"
@@ -54,6 +55,27 @@ def test_a_report_draws_itself_without_network_and_without_a_message(browser, re
             assert found.page.evaluate(PAINTED, picture) > 8
         light = found.ask("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
         assert light == (scheme == "light")
+
+
+def test_copies_have_rows_of_their_own_and_the_step_is_as_long_as_with_its_waits(browser, tmp_path):
+    plan = copying_plan(0)
+    page = tmp_path / "plan.html"
+    page.write_text(html(report_data(plan)))
+    with opened(browser, page) as found:
+        assert found.page.evaluate("data.step") == pytest.approx(plan.cost.step_ms)
+        ends = found.page.evaluate("Math.max(...stages.map(stage => stage.end[stage.count - 1]))")
+        assert ends == pytest.approx(plan.cost.step_ms)
+        fullest = found.page.evaluate("stages.map(stage => total(stage.fullest))")
+        assert fullest == [cost.peak.bytes for cost in plan.cost.stages]
+        # From the top: stage 0, its two rows of copies, stage 1, the axis.
+        height = 26 + 2 * 12 + 26 + 20
+        found.over("#pipeline", 0.3, (26 + 6) / height)
+        assert found.tip.startswith("To host memory: core_attn of layer ")
+        found.over("#pipeline", 0.3, (26 + 18) / height)
+        assert found.tip == "Stage 0: nothing is copied to the device"
+        found.over("#pipeline", 0.3, (26 + 24 + 13) / height)
+        assert "stage 1" in found.tip
+        assert found.said == []
 
 
 @pytest.mark.parametrize("width", [320, 400, 1280])

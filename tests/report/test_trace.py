@@ -9,9 +9,17 @@ import pytest
 
 from megatron_autorecompute.cli.program import main
 from megatron_autorecompute.profile import MeasuredStep, RankStep, StageRecord, StaticBytes
-from megatron_autorecompute.report.trace import COMPUTE, P2P, RECOMPUTE, measured_note, trace
+from megatron_autorecompute.report.trace import (
+    COMPUTE,
+    P2P,
+    RECOMPUTE,
+    TO_DEVICE,
+    TO_HOST,
+    measured_note,
+    trace,
+)
 from megatron_autorecompute.units import GIB
-from tests.report.plans import THREE, example_plan, random_plan
+from tests.report.plans import THREE, copying_plan, example_plan, random_plan
 
 SEEDS = range(20)
 
@@ -50,8 +58,8 @@ def test_a_stage_is_a_process_whose_threads_have_names(plan, events):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_slices_of_a_thread_lie_within_each_other_or_apart(seed):
-    events = trace(random_plan(seed))["traceEvents"]
-    for thread in (COMPUTE, P2P, RECOMPUTE):
+    events = trace((copying_plan if seed % 3 == 0 else random_plan)(seed))["traceEvents"]
+    for thread in (COMPUTE, P2P, RECOMPUTE, TO_HOST, TO_DEVICE):
         for spans in slices(events, thread).values():
             open_ends = []
             for begin, end, _ in sorted(spans, key=lambda span: (span[0], -span[1])):
@@ -113,6 +121,40 @@ def test_a_message_arrives_when_its_sender_ends_and_a_stage_waits_until_then(eve
     assert waits
     for stage, _, end, name in waits:
         assert end in arrived[stage, name.removeprefix("wait for ")]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_copies_have_threads_of_their_own_and_what_waits_for_them_shows(seed):
+    plan = copying_plan(seed)
+    events = trace(plan)["traceEvents"]
+    link, m = plan.profile.host_link, plan.schedule.num_microbatches
+    offloading = sum("offload" in choice for choice in plan.recompute_policy)
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"copies to host", "copies to device"} <= names
+    for thread in (TO_HOST, TO_DEVICE):
+        found = slices(events, thread)
+        assert 0 < sum(map(len, found.values())) <= offloading * m
+        for spans in found.values():
+            for begin, end, name in spans:
+                group, layer = name.split(" of layer ")
+                assert group in plan.recompute_policy[int(layer)]
+                took_ns = plan.profile.kinds[0].choices[-1].offload_groups[0].host_bytes
+                assert end - begin == pytest.approx(took_ns / link.to_host_gb_per_s, abs=1)
+    for stage, cost in enumerate(plan.cost.stages):
+        own = slices(events, COMPUTE)[stage]
+        waits = [span for span in own if span[2] == "wait for copy"]
+        backs = {end for _, end, _ in slices(events, TO_DEVICE)[stage]}
+        assert sum(e - b for b, e, _ in waits) == pytest.approx(cost.stall_ms * 1e6, abs=9)
+        assert all(min(abs(end - back) for back in backs) <= 1 for _, end, _ in waits)
+        # A layer computes as long as its record says, between its waits.
+        for begin, end, name in own:
+            inside = [(b, e) for b, e, what in waits if begin <= b and e <= end]
+            if name.startswith("layer "):
+                times = {(10.0, 20.0, 27.0)[i] * 1e6 for i in range(3)}
+                computed = end - begin - sum(e - b for b, e in inside)
+                assert any(computed == pytest.approx(time, abs=2) for time in times)
+    busiest = max(span[1] for spans in slices(events, COMPUTE).values() for span in spans)
+    assert busiest == pytest.approx(plan.cost.step_ms * 1e6, abs=1)
 
 
 def test_of_a_measured_step_the_totals_are_given_and_no_events_invented(plan):

@@ -8,10 +8,11 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_autorecompute.compare.comparison import Shape
-from megatron_autorecompute.errors import AutorecomputeError
+from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import FULL, NONE
 from megatron_autorecompute.runtime import offload_choices
+from megatron_autorecompute.runtime.job_facts import FixedCalls
 from tests.default_model import layers
 from tests.hybrid_models import HAVE_HYBRID
 from tests.support import run_ranks
@@ -19,6 +20,11 @@ from tests.support import run_ranks
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(**layers(6), hidden_size=64, num_attention_heads=8, seq_length=64, num_microbatches=2)
 BUDGET_GIB = 0.0045 if HAVE_HYBRID else 0.0075
+CALLS = FixedCalls(
+    num_microbatches=SHAPE.num_microbatches,
+    micro_batch_size=SHAPE.micro_batch_size,
+    seq_length=SHAPE.seq_length,
+)
 MEASURE_STEPS = 8 if HAVE_HYBRID else 6  # of two kinds of layers, or of one
 
 
@@ -32,8 +38,9 @@ class Work(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def trained(path, waited_ms, steps):
-    """Train with auto where backwards wait as given for copies over a fast link."""
+def trained(path, waited_ms, steps, attached=False):
+    """Train with auto, or with one that a loop attached, where backwards wait as given for copies
+    over a fast link."""
     from unittest import mock
 
     from megatron.core import parallel_state
@@ -41,6 +48,7 @@ def trained(path, waited_ms, steps):
     from megatron_autorecompute.compare.workload import TrainingJob, Variant
     from megatron_autorecompute.meta import offloading
     from megatron_autorecompute.profile import HostLink, Parallelism
+    from megatron_autorecompute.runtime.attach import attach
     from megatron_autorecompute.runtime.auto_options import AutoOptions
     from megatron_autorecompute.runtime.controller import Auto, JobFacts
     from megatron_autorecompute.runtime.copy_watch import CopyWatch
@@ -71,12 +79,19 @@ def trained(path, waited_ms, steps):
     clock = mock.patch("time.thread_time", side_effect=lambda: work.seconds)
     few = mock.patch.object(offload_choices, "choices", return_value=(NONE, FULL))
     with offloading.without_cuda(), watch, work, clock, few:
-        auto = Auto(job.chunks, job.optimizer, options, facts)
+        if attached:
+            given = {"budget_gib": BUDGET_GIB, "plan_path": path, "say": said.append}
+            auto = attach(job.chunks, job.optimizer, allow_offload=CALLS, **given)
+        else:
+            auto = Auto(job.chunks, job.optimizer, options, facts)
         for _ in range(steps):
             with auto.step():
                 losses.append(job.step())
             peaks.append(auto.peak_bytes)
         policy = auto.policy.format()
+        wrong = pytest.raises(OptionError, match="every call of this job was said to have 2")
+        with wrong, auto.step(num_microbatches=3):
+            pass
         auto.close()
     return {"said": said, "losses": losses, "peaks": peaks, "policy": policy, "links": links}
 
@@ -117,7 +132,7 @@ def test_what_leaves_is_what_is_held_less(auto):
 def test_a_restart_whose_copies_do_not_hide_says_so_and_gives_offload_up(auto, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(auto[0].read_text())
-    ranks = run_ranks(trained, 2, str(path), 1e6, 9)
+    ranks = run_ranks(trained, 2, str(path), 1e6, 9, True)
     said = "\n".join(ranks[0]["said"])
     for rank, other in zip(ranks, auto[2], strict=True):  # the same job under other policies
         assert rank["losses"] == other["losses"][: len(rank["losses"])]
@@ -135,7 +150,7 @@ def test_a_restart_whose_copies_do_not_hide_says_so_and_gives_offload_up(auto, t
     [
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 2}, 1, False, "offloads on its own"),
         ({}, 2, False, "a model of two stacks of layers"),
-        ({}, 1, True, r"In a loop whose calls are all alike say so: attach\(\.\.\., program="),
+        ({}, 1, True, r"alike say so: attach\(\.\.\., allow_offload="),
         ({}, 1, False, "needs Transformer Engine, and it is not installed"),
     ],
 )

@@ -72,6 +72,10 @@ def runs_out(iterator, model):
     raise torch.OutOfMemoryError("out of memory, as a device says it")
 
 
+def failing(step):
+    raise ZeroDivisionError("division by zero")
+
+
 def new_world(store):
     """End this process's world and begin another, as loops do that give its memory away."""
     from megatron.core import parallel_state
@@ -88,6 +92,33 @@ def new_world(store):
     parallel_state.initialize_model_parallel()
 
 
+def refused_on_both(gpt, rank):
+    from megatron_autorecompute.errors import OptionError
+
+    for other, named in (
+        (MAX_TOKENS + rank, "rank 0 max_tokens=256 .* rank 1 max_tokens=257"),
+        ("16k" if rank else MAX_TOKENS, "max_tokens='16k': give a whole number"),
+    ):
+        with pytest.raises(OptionError, match=named):
+            attached(gpt, [], max_tokens=other)
+
+
+def ended_by_an_error(gpt):
+    from megatron_autorecompute.errors import ApplyError
+
+    auto = attached(gpt, [])
+    forward_backward = auto.schedule(get_forward_backward_func())
+    call(gpt, [64], forward_backward, forward_step=step)
+    call(small_model(), [64], forward_backward)  # of another model: passes through
+    assert auto.steps == 1
+    auto.decisions.too_lean = failing
+    with pytest.raises(ZeroDivisionError):
+        call(gpt, [64], forward_backward, forward_step=step)
+    with pytest.raises(ApplyError, match=r"An error ended this auto .*division.* close"):
+        call(gpt, [64], forward_backward, forward_step=step)
+    auto.close()
+
+
 def faulty(folder):
     """Data-parallel ranks with other numbers and lengths of microbatches than each other."""
     from megatron_autorecompute.errors import ApplyError, OptionError
@@ -96,8 +127,9 @@ def faulty(folder):
     gpt, said, policies = small_model(), [], []
     returning_objects(gpt.chunks[0])
     rank = torch.distributed.get_rank()
+    refused_on_both(gpt, rank)
     auto = attached(gpt, said, plan_path=f"{folder}/plan.json")
-    with pytest.raises(ApplyError, match="already in force"):
+    with pytest.raises(ApplyError, match=r"already in force .* by attach\(\)"):
         attached(gpt, said)
     plain = get_forward_backward_func()
     forward_backward = auto.schedule(plain)
@@ -113,6 +145,12 @@ def faulty(folder):
             call(gpt, lengths, forward_backward, len(policies), forward_step=by)
         policies.append(auto.policy.format())
 
+    def inside(iterator, model):
+        for wrong in (auto.close, lambda: call(gpt, [64], forward_backward)):
+            with pytest.raises(ApplyError, match="inside"):
+                wrong()
+        return step(iterator, model)
+
     draw = random.Random(rank)
     for number in range(15):
         if number in (1, 4, 14):  # settling, measuring, under a plan
@@ -120,9 +158,13 @@ def faulty(folder):
                 train([64], by=breaks)
             with pytest.raises(torch.OutOfMemoryError, match="as a device says it"):
                 train([64], by=runs_out)
+            raised = auto.policy.format()
+        if number == 8:  # an evaluation with gradients, longer than what is said of the next call
+            gpt.call(gpt.microbatches([256], 0), plain, forward_only=True, forward_step=step)
         if number in (6, 14):  # as slime does while it generates
             new_world(f"{folder}/world-{number}")
-        train([8 * draw.randint(3, 32) for _ in range(2 + rank)])
+        train([8 * draw.randint(3, 32) for _ in range(2 + rank)], by=inside)
+        assert number != 4 or policies[-1] == raised  # not measured yet, so it is shown again
     assert f"predicted step {auto.plan.cost.step_ms:,.0f} ms" in auto.report()
     assert "this rank's last peak 0.0" in auto.report()
     # An engine beside rank 1 grows, and sleeps again.
@@ -143,10 +185,7 @@ def faulty(folder):
     call(gpt, [64], forward_backward, forward_step=step)  # passes through from now on
     with pytest.raises(ApplyError, match="ended"), auto.step():
         pass
-    again = attached(gpt, [])
-    call(gpt, [64], again.schedule(get_forward_backward_func()), forward_step=step)
-    assert again.steps == 1
-    again.close()
+    ended_by_an_error(gpt)
     held = any("_autorecompute_holder" in vars(module) for module in gpt.chunks[0].modules())
     notes = Plan.load(f"{folder}/plan.json").notes
     return {"policies": policies, "shapes": shapes, "said": said, "held": held, "notes": notes}
@@ -226,6 +265,22 @@ def test_packed_samples_count_by_their_own_squares(one_rank):
     assert found == pytest.approx(static + memory.peak_bytes, rel=0.003)
     assert auto.predicted_peaks(list(map(sum, packs)))[0] > found
     auto.close()
+
+
+def test_a_restart_plans_for_the_lengths_of_its_own_first_call(one_rank, tmp_path):
+    gpt, peaks, path = small_model(), [], tmp_path / "plan.json"
+    for lengths in ([40, 40], [256, 256]):
+        auto = attached(gpt, [], plan_path=str(path))
+        forward_backward = auto.schedule(get_forward_backward_func())
+        while auto.plan is None or not path.exists():
+            auto.tokens(lengths)
+            with LiveBytes(tensors(gpt.chunks, gpt.optimizer)) as memory:
+                static = static_bytes(gpt.chunks, gpt.optimizer).total_bytes
+                call(gpt, lengths, forward_backward)
+            peaks.append(static + memory.peak_bytes)
+        auto.close()
+    assert auto.steps == 1
+    assert max(peaks) == peaks[-1] <= 13_000 * 1024
 
 
 def test_without_lengths_or_cap_plans_are_for_five_quarters_of_the_longest_seen():

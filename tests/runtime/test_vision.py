@@ -1,5 +1,6 @@
 """A vision tower before the decoder (LLaVAModel): one policy, in parts named as the blocks."""
 
+import contextlib
 import copy
 import functools
 
@@ -27,6 +28,7 @@ FC2, PROJ = "layers.1.mlp.linear_fc2", "layers.3.self_attention.linear_proj"
 FROZEN = {
     "nothing": ((), ()),
     "the tower": (("vision_model",), ()),
+    "the decoder": (("language_model",), ()),
     "the tower but an adapter in it": (("vision_model",), (f"vision_model.decoder.{FC2}",)),
     "all but the projection and two adapters": (
         ("vision_model", "language_model"),
@@ -114,14 +116,44 @@ def parsed(text):
     return RecomputePolicy.parse(text, num_layers=TOWER + DECODER, blocks=BLOCKS)
 
 
-def _count(runs, index, *_):
-    runs[index] += 1
+@contextlib.contextmanager
+def watched(model):
+    """How often each layer's forward runs, and the bytes that autograd saves in it the first time;
+    last those of the whole tower, checkpoints around its layers included."""
+    from megatron_autorecompute.compat import model_layers
+
+    runs, kept, inside = [0] * (TOWER + DECODER), [0] * (TOWER + DECODER + 1), []
+    places = [(model.vision_model.decoder, -1), *model_layers.numbered_layers([model])]
+
+    def enter(_, __, index):
+        inside.append(index)
+        if index >= 0:
+            runs[index] += 1
+
+    def pack(tensor):
+        if torch._C._current_graph_task_id() == -1:  # no backward
+            for index in inside:
+                kept[index] += tensor.nbytes
+        return tensor
+
+    def leave(*_):
+        inside.pop()
+
+    with contextlib.ExitStack() as hooks:
+        for module, index in places:
+            before = functools.partial(enter, index=index)
+            for handle in (
+                module.register_forward_pre_hook(before),
+                module.register_forward_hook(leave),
+            ):
+                hooks.callback(handle.remove)
+        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each))
+        yield runs, kept
 
 
 def under_policies(frozen):
-    """Which bits each policy changes, and how often each layer's forward ran under it."""
+    """Which bits each policy changes, how often each layer's forward ran, and what was kept."""
     from megatron_autorecompute.apply import apply, blocks
-    from megatron_autorecompute.compat import model_layers
 
     start_parallel()
     model = llava(*FROZEN[frozen])
@@ -130,40 +162,41 @@ def under_policies(frozen):
     assert sorted(gradients) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
     found = {}
     for text in POLICIES:
-        runs = [0] * (TOWER + DECODER)
-        handles = [
-            layer.register_forward_pre_hook(functools.partial(_count, runs, index))
-            for layer, index in model_layers.numbered_layers([model])
-        ]
-        with apply(parsed(text), model):
+        with apply(parsed(text), model), watched(model) as (runs, kept):
             again, theirs = one_step(model)
-        for handle in handles:
-            handle.remove()
         changed = [
             n for n in gradients if n not in theirs or not torch.equal(gradients[n], theirs[n])
         ]
-        found[text] = (["loss"] * (again != loss) + changed, runs)
+        found[text] = (["loss"] * (again != loss) + changed, runs, kept)
     return found
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
-def test_a_policy_by_blocks_changes_no_bit_and_frozen_layers_run_once(frozen):
+def test_a_policy_by_blocks_changes_no_bit_and_frozen_layers_run_once_and_keep_nothing(frozen):
     results = run_ranks(under_policies, 1, frozen)[0]
-    assert {text: changed for text, (changed, _) in results.items()} == {t: [] for t in POLICIES}
-    runs = {text: counts for text, (_, counts) in results.items()}
-    tower = {"nothing": [2, 2, 2], "the tower but an adapter in it": [1, 2, 2]}
-    a, b, c = tower.get(frozen, [1, 1, 1])
+    assert {text: changed for text, (changed, *_) in results.items()} == {t: [] for t in POLICIES}
+    runs = {text: counts for text, (_, counts, _) in results.items()}
+    kept = {text: saved for text, (*_, saved) in results.items()}
+    tower = {"the tower but an adapter in it": [1, 2, 2]}
+    is_trained = frozen in ("nothing", "the decoder")
+    a, b, c = tower.get(frozen, [2, 2, 2] if is_trained else [1, 1, 1])
     first = 1 if frozen == "all but two adapters" else 2  # its input requires no gradient
     assert runs[POLICIES[0]] == [a, b, c, 1, 1, 1, 1]
     assert runs[POLICIES[1]] == [1, 1, 1, first, 2, 2, 2]
     assert runs[POLICIES[2]] == [a, b, c, first, 2, 1, 1]
     assert runs[POLICIES[3]] == [1, 1, c, 1, 1, 2, 2]
     assert runs[POLICIES[4]] == [a, 1, 1, first, 2, 1, 1]
+    # What a layer in front of all that is trained keeps is nothing, under every policy.
+    for saved in kept.values():
+        assert (saved[-1] == 0) == (c == 1)
+        assert saved[0] == 0 or a == 2
+    assert (kept[POLICIES[0]][TOWER] == 0) == (first == 1)
+    assert all(kept[POLICIES[0]][TOWER + 1 : -1])  # no recompute there
 
 
 def refusals():
     from megatron_autorecompute.apply import apply, blocks, in_force
-    from megatron_autorecompute.integrations.megatron_bridge import named_hook
+    from megatron_autorecompute.integrations.megatron_bridge import named_hook, one_block_hook
 
     start_parallel()
     model, said = llava(), {}
@@ -181,6 +214,9 @@ def refusals():
         apply(RecomputePolicy.parse("full/2*4,none*3", num_layers=7), model)
     except PolicyError as error:
         said["across"] = str(error)
+    for text in ("full", "decoder:none"):
+        with pytest.raises(PolicyError, match=r"several blocks: name each, as in vision:"):
+            one_block_hook(text)([model])
     assert blocks(model.language_model) == {"decoder": DECODER}
     return list(said.values())
 

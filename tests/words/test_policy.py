@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_autorecompute.block_names import parts_of_field
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.policy import (
     FULL,
@@ -59,7 +60,7 @@ def test_forms_by_block_are_inverses(tower, decoder):
     [
         ("vision:full;audio:none", r"names audio; .* vision \(2 layers\) and decoder \(4 layers\)"),
         ("vision:full", "says nothing of decoder; .* vision:none\\*2;decoder:none\\*4"),
-        ("vision:full*3;decoder:none", "covers 3 layers, the model has 2"),
+        ("vision:full*3;decoder:none", "Of vision: full\\*3 covers 3 layers, the model has 2"),
         ("vision:full;vision:none", "write NAME:POLICY for every block"),
         ("vision:full;none*4", "write NAME:POLICY for every block"),
         ("vision:full;decoder:nothing", "Cannot read 'nothing'"),
@@ -68,6 +69,26 @@ def test_forms_by_block_are_inverses(tower, decoder):
 def test_a_block_that_is_not_there_is_refused_with_those_that_are(text, says):
     with pytest.raises(PolicyError, match=says):
         RecomputePolicy.parse(text, num_layers=6, blocks={"vision": 2, "decoder": 4})
+
+
+def test_files_name_blocks_and_a_plan_names_its_own(tmp_path):
+    blocks, layers = {"vision": 2, "decoder": 4}, ["full"] * 2 + ["none"] * 4
+    parts = {"vision": layers[:2], "decoder": layers[2:]}
+    model = {"encoder_layers": 2, "encoder_name": "vision"}
+    plan = {"recompute_policy": layers, "profile": {"model": model}}
+    for content in ("vision:full;decoder:none", parts, {"policy": parts}, plan):
+        file = tmp_path / "policy"
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        read = RecomputePolicy.parse(f"@{file}", num_layers=6, blocks=blocks)
+        assert read.format() == "full*2,none*4"
+        assert set(parts_of_field(f"@{file}")) == set(blocks)
+    for other, says in (
+        ({"encoder": 2, "decoder": 4}, "names vision; this model's blocks are encoder"),
+        ({"vision": 3, "decoder": 3}, "Of vision: a list of 2 choices covers 2 layers"),
+    ):
+        with pytest.raises(PolicyError, match=says):
+            RecomputePolicy.load(file, num_layers=6, blocks=other)
+    assert RecomputePolicy.load(file, num_layers=6).format() == "full*2,none*4"
 
 
 def test_megatrons_strategies_count_in_their_block():

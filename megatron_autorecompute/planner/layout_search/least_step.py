@@ -84,7 +84,12 @@ class LeastSteps:
         return self._runs[layers]
 
     def step_ms(self, planner: Planner) -> float:
-        """By the paths that are the longest where every stage is as busy as it is at least."""
+        """By the paths that are the longest where every stage is as busy as it is at least, or by
+        Megatron's offload of whole layers where that is shorter."""
+        whole = None if planner.offload is None else planner.offload.fastest_whole(self.budgets)
+        return min(self._by_paths_ms(planner), math.inf if whole is None else whole[1].step_ms)
+
+    def _by_paths_ms(self, planner: Planner) -> float:
         layout, schedule = planner.layout, planner.schedule
         self._price(planner)
         busy = [self._busy[key] for key in self._keys(layout)]

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.p2p_tensors import Moment
-from megatron_autorecompute.planner.peak_memory import ChunkColumns, StageBase, stage_peak
+from megatron_autorecompute.planner.peak_memory import StageBase, stage_peak
 from megatron_autorecompute.planner.stage_search.problem import (
     ChunkProblem,
     Split,

@@ -4,10 +4,12 @@
 
 const GIB = 2 ** 30, MIB = 2 ** 20;
 const GUTTER = 104, AXIS = 20, MARK = 8; // pixels left of the pictures, below them, above a lane
+const WAY = 12; // pixels of a row of copies, one each way
 const PARTS = [ // from the bottom of the stack to its top
   ["static", "static (weights, gradients, optimizer)"], ["overhead", "between stages"],
   ["outside", "embedding, head"], ["in-flight", "in flight (microbatches that wait)"],
   ["running", "running chunk"], ["transient", "transient"],
+  ["copies", "to leave for host memory, back early, or kept from leaving"],
 ];
 const $ = id => document.getElementById(id);
 
@@ -47,9 +49,9 @@ function stageOf(raw, number) {
   for (let e = 0; e < count; e++) {
     const chunk = stage.chunks[stage.chunk[e]];
     stage.start[e] = time + raw.gap[e];
-    time = stage.end[e] = stage.start[e] + chunk.ms[stage.backward[e]];
+    time = stage.end[e] = stage.start[e] + chunk.ms[stage.backward[e]] + waitedBefore(stage, e, Infinity);
     chunk.units.forEach((unit, u) => {
-      const total = unit.reachLayers + unit.reachOutside + unit.transient[stage.backward[e]];
+      const total = unit.reachLayers + unit.reachOutside + unit.transient[stage.backward[e]] + copiedAt(stage, e, u);
       if (u === 0 || total > stage.peak[e]) [stage.peak[e], stage.peakUnit[e]] = [total, u];
     });
     stage.peak[e] += stage.static + stage.inFlight[e] + stage.outside[e] + stage.overhead[e];
@@ -67,7 +69,8 @@ function prepareChunk(chunk) {
   }
   // Each unit's share of the event; a backward passes the units from last to first.
   for (const side of [0, 1]) {
-    const whole = chunk.units.reduce((sum, unit) => sum + unit.ms[side], 0) || 1;
+    const own = chunk.units.reduce((sum, unit) => sum + unit.ms[side], 0), whole = own || 1;
+    (chunk.own ??= [])[side] = own;
     const order = side ? [...chunk.units].reverse() : chunk.units;
     let at = 0;
     for (const unit of order) {
@@ -78,27 +81,46 @@ function prepareChunk(chunk) {
   }
 }
 
+// How long an event waits for copies before it has computed so much.
+function waitedBefore(stage, event, computed) {
+  let sum = 0;
+  for (const [at, wait] of stage.copies ? stage.copies.waits[event] : []) if (at < computed - 1e-7) sum += wait;
+  return sum;
+}
+
+const copiedAt = (stage, event, u) => stage.copies ? stage.copies.bytes[event][u] : 0;
+
 function partsAt(stage, event, u) {
   const unit = stage.chunks[stage.chunk[event]].units[u];
   return [stage.static, stage.overhead[event], stage.outside[event] + unit.reachOutside,
-    stage.inFlight[event], unit.reachLayers, unit.transient[stage.backward[event]]];
+    stage.inFlight[event], unit.reachLayers, unit.transient[stage.backward[event]], copiedAt(stage, event, u)];
 }
 
 // While the stage waits after an event (-1: before the first).
 function partsAfter(stage, event) {
-  if (event < 0) return [stage.static, stage.overhead[0], 0, 0, 0, 0];
+  if (event < 0) return [stage.static, stage.overhead[0], 0, 0, 0, 0, 0];
   const chunk = stage.chunks[stage.chunk[event]], kept = stage.backward[event] ? 0 : 1;
   return [stage.static, stage.overhead[event], stage.outside[event] + kept * chunk.outside,
-    stage.inFlight[event] + kept * chunk.layers, 0, 0];
+    stage.inFlight[event] + kept * chunk.layers, 0, 0, stage.copies ? stage.copies.after[event] : 0];
 }
 
-const optimizerParts = stage => [stage.static, 0, 0, 0, 0, stage.optimizer];
+const optimizerParts = stage => [stage.static, 0, 0, 0, 0, stage.optimizer, 0];
 const total = parts => parts.reduce((sum, part) => sum + part, 0);
 
 function spanOf(stage, event, u) {
-  const [from, to] = stage.chunks[stage.chunk[event]].units[u].span[stage.backward[event]];
-  const start = stage.start[event], length = stage.end[event] - start;
-  return [start + from * length, start + to * length];
+  const chunk = stage.chunks[stage.chunk[event]], back = stage.backward[event];
+  const start = stage.start[event], length = stage.copies ? chunk.own[back] : stage.end[event] - start;
+  return chunk.units[u].span[back].map(share => start + share * length + waitedBefore(stage, event, share * length));
+}
+
+// When an event waits for copies.
+function waitsOf(stage, event) {
+  let waited = 0;
+  return !stage.copies ? [] : stage.copies.waits[event].map(([at, wait]) => {
+    const from = stage.start[event] + at + waited;
+    waited += wait;
+    return [from, from + wait];
+  });
 }
 
 // The last event that has begun at a time; -1 before the first.
@@ -164,12 +186,14 @@ function eventName(stage, event) {
 
 function eventTip(stage, event) {
   const chunk = stage.chunks[stage.chunk[event]], back = stage.backward[event];
-  const ms = stage.end[event] - stage.start[event], again = back ? chunk.recompute * ms : 0;
+  const ms = stage.end[event] - stage.start[event], waited = waitedBefore(stage, event, Infinity);
+  const again = back ? chunk.recompute * (ms - waited) : 0;
   const units = chunk.units.map(unit => `<tr><td>${escaped(unit.name)}</td><td>${escaped(unit.choice)}</td>` +
     `<td>${duration(unit.ms[back])}</td><td>${size(unit.held)}</td></tr>`);
   const shown = units.length > 12 ? [...units.slice(0, 11), `<tr><td>… ${units.length - 11} more</td></tr>`] : units;
   return `<b>${back ? "Backward" : "Forward"}: ${eventName(stage, event)}</b><br>` +
-    `${duration(ms)}${again > 0 ? `, ${duration(again)} of it recompute` : ""}; begins at ${duration(stage.start[event])}<br>` +
+    `${duration(ms)}${again > 0 ? `, ${duration(again)} of it recompute` : ""}` +
+    `${waited > 0 ? `, ${duration(waited)} of it waiting for copies` : ""}; begins at ${duration(stage.start[event])}<br>` +
     `at most ${size(stage.peak[event])} alive of ${size(stage.budget)}` +
     `<table><tr><th></th><th></th><th>time</th><th>held</th></tr>${shown.join("")}</table>`;
 }
@@ -180,6 +204,14 @@ function waitTip(stage, event) {
   const next = event + 1 < stage.count ? `for the ${stage.backward[event + 1] ? "backward" : "forward"} of ` +
     `microbatch ${stage.microbatch[event + 1]}` : "for the other stages to finish";
   return `<b>Waiting: stage ${stage.number}</b><br>${duration(to - from)} ${next}`;
+}
+
+function copyTip(stage, way, time) {
+  const copy = stage.copies.ways[way].find(([from, to]) => from <= time && time <= to);
+  if (!copy) return `<b>Stage ${stage.number}: nothing is copied to ${way ? "the device" : "host memory"}</b>`;
+  const [from, to, name, microbatch, bytes] = copy;
+  return `<b>To ${way ? "the device" : "host memory"}: ${escaped(stage.copies.names[name])}, microbatch ${microbatch}</b><br>` +
+    `${size(bytes)} in ${duration(to - from)}; begins at ${duration(from)}`;
 }
 
 function memoryTip(stage, time) {
@@ -203,7 +235,7 @@ function memoryTip(stage, time) {
 function readColours() {
   const style = getComputedStyle(document.documentElement);
   const names = ["page", "ink", "quiet", "line", "idle", "mark", "bad", "forward-0", "forward-1", "backward-0",
-    "backward-1", "recompute-0", "recompute-1", ...PARTS.map(part => part[0])];
+    "backward-1", "recompute-0", "recompute-1", "stall", ...PARTS.map(part => part[0])];
   colours = Object.fromEntries(names.map(name => [name, style.getPropertyValue(`--${name}`).trim()]));
   const chunks = stages[0].chunks.length;
   for (const kind of ["forward", "backward", "recompute"]) {
@@ -220,6 +252,8 @@ function mixed(first, second, share) {
 
 const few = stages => stages <= 8 ? 0 : stages <= 16 ? 1 : stages <= 32 ? 2 : 3;
 const rowHeight = () => [26, 20, 14, 9][few(stages.length)];
+const rowTop = i => i * rowHeight() + (i > focus ? waysHeight() : 0);
+const waysHeight = () => stages[focus].copies ? 2 * WAY : 0; // of the stage that is drawn large
 const laneHeight = i => i === focus ? 168 : [40, 30, 20, 12][few(stages.length)];
 const laneTop = i => (i > focus ? laneHeight(focus) - laneHeight(-1) : 0) + i * laneHeight(-1);
 
@@ -253,9 +287,9 @@ function redraw() {
 
 function drawPipeline() {
   const height = rowHeight();
-  const [ctx, width] = begun($("pipeline"), stages.length * height + AXIS);
+  const [ctx, width] = begun($("pipeline"), rowTop(stages.length) + AXIS);
   stages.forEach((stage, i) => {
-    const y = i * height + 1, h = height - 2;
+    const y = rowTop(i) + 1, h = height - 2;
     ctx.fillStyle = colours.idle;
     ctx.fillRect(GUTTER, y, width, h);
     ctx.save();
@@ -267,9 +301,37 @@ function drawPipeline() {
     if (visible > width / 1.5) drawDensity(ctx, stage, y, h, width, perPixel);
     else drawEvents(ctx, stage, y, h, width, perPixel);
     ctx.restore();
+    if (i === focus && stage.copies) drawWays(ctx, stage, y + height, width, perPixel);
     if (height >= 14 || i % 4 === 0) label(ctx, `stage ${i}`, y + h / 2, i === focus);
   });
-  axis(ctx, stages.length * height, width);
+  axis(ctx, rowTop(stages.length), width);
+}
+
+// Copies to host memory, and below them those to the device.
+function drawWays(ctx, stage, top, width, perPixel) {
+  stage.copies.ways.forEach((copies, way) => {
+    const y = top + way * WAY;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(GUTTER, y, width, WAY - 2);
+    ctx.clip();
+    ctx.textAlign = "center";
+    ctx.font = "10px system-ui, sans-serif";
+    for (const [from, to, name] of copies) {
+      if (to < view[0] || from > view[1]) continue;
+      const x = xOf(from, width), w = (to - from) / perPixel;
+      ctx.fillStyle = colours.copies;
+      ctx.fillRect(x, y, Math.max(w > 3 ? w - 0.7 : w, 0.5), WAY - 2);
+      ctx.fillStyle = "#000";
+      if (w > 120) ctx.fillText(stage.copies.names[name], x + w / 2, y + WAY / 2 - 1);
+    }
+    ctx.restore();
+    ctx.textAlign = "left";
+    ctx.font = "10px system-ui, sans-serif";
+    ctx.fillStyle = colours.quiet;
+    ctx.fillText(way ? "to device" : "to host", 12, y + WAY / 2);
+    ctx.font = "11px system-ui, sans-serif";
+  });
 }
 
 function label(ctx, text, y, strong, quiet = "") {
@@ -290,7 +352,9 @@ function drawEvents(ctx, stage, y, h, width, perPixel) {
     const inner = w > 3 ? w - 0.7 : w; // a hair between neighbours
     ctx.fillStyle = colours[back ? "backward" : "forward"][c];
     ctx.fillRect(x, y, inner, h);
-    if (back && chunk.recompute > 0) drawRecompute(ctx, chunk, c, x, y, inner, h);
+    if (back && chunk.recompute > 0) drawRecompute(ctx, stage, e, x, y, inner, h);
+    ctx.fillStyle = colours.stall;
+    for (const [from, to] of waitsOf(stage, e)) ctx.fillRect(xOf(from, width), y, (to - from) / perPixel, h);
     if (w > 26) {
       ctx.fillStyle = c / stage.chunks.length > 0.45 || stage.chunks.length === 1 ? "#fff" : "#000";
       ctx.textAlign = "center";
@@ -302,15 +366,19 @@ function drawEvents(ctx, stage, y, h, width, perPixel) {
 
 // Where there is room each unit's recompute stands before its own backward; where there is less, all of
 // it first; and in a bar too narrow for that, its share of the height.
-function drawRecompute(ctx, chunk, c, x, y, w, h) {
+function drawRecompute(ctx, stage, e, x, y, w, h) {
+  const c = stage.chunk[e], chunk = stage.chunks[c];
   ctx.fillStyle = colours.recompute[c];
   if (w < 8) {
     ctx.fillRect(x, y + h * (1 - chunk.recompute), w, h * chunk.recompute);
     return;
   }
-  const spans = w < 40 ? [[0, chunk.recompute]] : chunk.units.filter(unit => unit.recompute > 0).map(unit => {
+  const length = stage.end[e] - stage.start[e], waited = waitedBefore(stage, e, Infinity);
+  const computed = stage.copies ? chunk.own[1] : length; // what the units' spans are shares of
+  const place = share => (share * computed + waitedBefore(stage, e, share * computed + 1e-6)) / length;
+  const spans = w < 40 ? [[0, chunk.recompute * (1 - waited / length)]] : chunk.units.filter(unit => unit.recompute > 0).map(unit => {
     const [from, to] = unit.span[1];
-    return [from, from + (to - from) * unit.recompute / unit.ms[1]];
+    return [place(from), place(from + (to - from) * unit.recompute / unit.ms[1])];
   });
   for (const [from, to] of spans) {
     ctx.fillRect(x + from * w, y, (to - from) * w, h);
@@ -331,13 +399,15 @@ function drawRecompute(ctx, chunk, c, x, y, w, h) {
 
 // More events than pixels: every column shows the shares of time in it, the rest is waiting.
 function drawDensity(ctx, stage, y, h, width, perPixel) {
-  const columns = Math.ceil(width), shares = [0, 1, 2].map(() => new Float64Array(columns));
+  const columns = Math.ceil(width), shares = [0, 1, 2, 3].map(() => new Float64Array(columns));
   const add = (which, from, to) => {
     const first = Math.max(0, Math.floor(from)), last = Math.min(columns - 1, Math.floor(to));
     for (let x = first; x <= last; x++) shares[which][x] += Math.min(to, x + 1) - Math.max(from, x);
   };
   for (let e = Math.max(0, lastBegun(stage, view[0])); e < stage.count && stage.start[e] < view[1]; e++) {
-    const from = (stage.start[e] - view[0]) / perPixel, to = (stage.end[e] - view[0]) / perPixel;
+    const begin = (stage.start[e] - view[0]) / perPixel, to = (stage.end[e] - view[0]) / perPixel;
+    const from = begin + waitedBefore(stage, e, Infinity) / perPixel;
+    if (from > begin) add(3, begin, from);
     if (!stage.backward[e]) { add(0, from, to); continue; }
     const split = from + (to - from) * stage.chunks[stage.chunk[e]].recompute;
     add(2, from, split);
@@ -345,9 +415,10 @@ function drawDensity(ctx, stage, y, h, width, perPixel) {
   }
   const middle = stage.chunks.length >> 1;
   let below = new Float64Array(columns);
-  [["recompute", 2], ["backward", 1], ["forward", 0]].forEach(([kind, which]) => {
+  [["recompute", 2], ["backward", 1], ["forward", 0], ["stall", 3]].forEach(([kind, which]) => {
     const top = below.map((value, x) => value + shares[which][x]);
-    area(ctx, below.map(share => y + h * (1 - share)), top.map(share => y + h * (1 - share)), colours[kind][middle]);
+    const colour = kind === "stall" ? colours.stall : colours[kind][middle];
+    area(ctx, below.map(share => y + h * (1 - share)), top.map(share => y + h * (1 - share)), colour);
     below = top;
   });
 }
@@ -521,21 +592,23 @@ function show(html, x, y) {
 const hide = () => { $("tip").style.visibility = "hidden"; };
 
 function stageAtY(canvas, y) {
-  if (canvas.id === "pipeline") return Math.floor(y / rowHeight());
+  if (canvas.id === "pipeline") return stages.findIndex((_, i) => y >= rowTop(i) && y < rowTop(i + 1));
   return stages.findIndex((_, i) => y >= laneTop(i) && y < laneTop(i) + laneHeight(i));
 }
 
 function pointed(canvas, mouse) {
   const box = canvas.getBoundingClientRect(), width = canvas.clientWidth - GUTTER;
   const x = mouse.clientX - box.left, stage = stages[stageAtY(canvas, mouse.clientY - box.top)];
-  return {x, width, stage, time: timeAt(x, width)};
+  const below = canvas.id === "pipeline" && stage ? mouse.clientY - box.top - rowTop(stage.number) - rowHeight() : -1;
+  return {x, width, stage, time: timeAt(x, width), way: below < 0 ? -1 : Math.min(1, Math.floor(below / WAY))};
 }
 
 function hover(canvas, mouse) {
-  const {x, stage, time} = pointed(canvas, mouse);
+  const {x, stage, time, way} = pointed(canvas, mouse);
   if (!stage || x < GUTTER || time < 0 || time > end) { hide(); return; }
   const moment = momentAt(stage, time);
   const tip = canvas.id === "memory" ? memoryTip(stage, time)
+    : way >= 0 ? copyTip(stage, way, time)
     : moment.optimizer ? `<b>Optimizer step: stage ${stage.number}</b>`
     : moment.unit === undefined ? waitTip(stage, moment.event) : eventTip(stage, moment.event);
   show(tip, mouse.clientX, mouse.clientY);
@@ -627,7 +700,7 @@ function pick(number) {
 function cursorBox() {
   const canvas = $("pipeline"), width = canvas.clientWidth - GUTTER, {stage, event} = cursor;
   const x0 = Math.max(GUTTER, xOf(stage.start[event], width)), x1 = Math.min(GUTTER + width, xOf(stage.end[event], width));
-  return [x0, stage.number * rowHeight(), Math.max(x1 - x0, 2), rowHeight()];
+  return [x0, rowTop(stage.number), Math.max(x1 - x0, 2), rowHeight()];
 }
 
 function placeCursor() {
@@ -724,9 +797,10 @@ function writeKeys() {
   const ramp = kind => `<span class="key"><i class="${chunks > 1 ? "ramp" : ""}${kind === "recompute" ? " hatched" : ""}" style="background-color:${colours[kind][chunks >> 1]};` +
     (chunks > 1 && kind !== "recompute" ? `background-image:linear-gradient(90deg,${colours[kind].map((c, i) => `${c} ${100 * i / chunks}% ${100 * (i + 1) / chunks}%`).join()})` : "") + `"></i>${kind}</span>`;
   $("pipeline-keys").innerHTML = `<b>Pipeline</b> &nbsp; ${["forward", "backward", "recompute"].map(ramp).join("")}` +
-    `<span class="key"><i style="background:var(--idle)"></i>waiting (bubble)</span>` +
+    `<span class="key"><i style="background:var(--idle)"></i>waiting (bubble)</span>` + (stages.some(stage => stage.copies) ? `<span class="key"><i style="background:var(--stall)"></i>waiting for copies</span>` +
+    `<span class="key"><i style="background:var(--copies)"></i>copies of the stage that is picked</span>` : "") +
     (chunks > 1 ? `<span class="quiet">light: chunk 0, dark: chunk ${chunks - 1}</span>` : "");
-  $("memory-keys").innerHTML = `<b>Memory</b> &nbsp; ` + [...PARTS].reverse().map(([name, what]) =>
+  $("memory-keys").innerHTML = `<b>Memory</b> &nbsp; ` + [...PARTS].reverse().filter(([name]) => name !== "copies" || stages.some(stage => stage.copies)).map(([name, what]) =>
     `<span class="key"><i style="background:var(--${name})"></i>${what}</span>`).join("") +
     `<span class="key">┄ budget</span><span class="key">▼ fullest moment</span>` +
     (recorded ? `<span class="key" style="color:var(--bad)">━ recorded, stage ${recorded.stage}</span>` : "");

@@ -10,9 +10,9 @@ import math
 import random
 from dataclasses import replace
 
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import (
-    ChunkColumns,
     stage_base,
     stage_moments,
     stage_peak,

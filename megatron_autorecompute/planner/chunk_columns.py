@@ -1,0 +1,52 @@
+"""What the units of one chunk hold and need, as arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.layout import Chunk
+from megatron_autorecompute.planner.schedule import Direction
+from megatron_autorecompute.planner.unit_costs import OUTSIDE, Unit
+
+
+@dataclass(frozen=True)
+class ChunkColumns:
+    """One chunk's units as arrays of shape [unit]."""
+
+    chunk: Chunk
+    units: tuple[Unit, ...]
+
+    @cached_property
+    def held_bytes(self) -> Ints:
+        """Held by each unit."""
+        return np.array([unit.held_bytes for unit in self.units], np.int64)
+
+    @cached_property
+    def outside_bytes(self) -> Ints:
+        """Held by each unit that is the embedding or the head; 0 for layers."""
+        outside = np.array([unit.name in OUTSIDE for unit in self.units])
+        return np.where(outside, self.held_bytes, 0)
+
+    def transient_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
+        """Transient of each unit, plus the chunk's output gradient if its record does not count it.
+
+        The schedule holds that gradient until the chunk's backward ends. It is the incoming
+        gradient of the last unit, whose record counts it throughout only if the unit keeps it as
+        well. For other last units it is added, and counts twice if the record's highest point comes
+        before the unit frees the gradient.
+        """
+        if direction == "forward":
+            return np.array([unit.forward_transient_bytes for unit in self.units], np.int64)
+        own = np.array([unit.backward_transient_bytes for unit in self.units], np.int64)
+        gradient_bytes = 0 if self.chunk.head else boundary_bytes
+        own[:-1] += gradient_bytes
+        own[-1:] += 0 if self.units[-1].keeps_output_gradient else gradient_bytes
+        return own
+
+    def reach_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
+        """For each unit while it runs: held bytes of all units up to it, plus its transient."""
+        return self.held_bytes.cumsum() + self.transient_bytes(direction, boundary_bytes)
