@@ -117,9 +117,10 @@ def first_step(row: Mapping[str, str]) -> int | None:
 def environment(row: Mapping[str, str], given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """What the test's variables and its container say of the job.
 
-    That of long support had no flash-attn that Transformer Engine takes before it became 25.09
-    (Megatron-LM 23a1dcaf7): deterministic runs on A100 have scores. The development container has
-    torch's pull request 175344 since 26.04. Muon's layout is Megatron-LM's 0044db1f2.
+    That of long support was 24.01, with Transformer Engine 1.2 and no flash-attn that it takes,
+    before it became 25.09 (Megatron-LM 23a1dcaf7): deterministic runs on A100 have scores. The
+    development container has torch's pull request 175344 since 26.04. Muon's layout is
+    Megatron-LM's 0044db1f2.
     """
     found: list[tuple[str, Any]] = []
     if row["case"].startswith(LARGE_WORKSPACES):
@@ -128,7 +129,7 @@ def environment(row: Mapping[str, str], given: Mapping[str, Any]) -> tuple[tuple
         found.append(("expandable_segments", True))
     date = row.get("golden_date") or "9"
     if (row.get("variant") or "").startswith("lts") and date < NEW_LTS:
-        found.append(("flash_attn", False))
+        found += [("flash_attn", False), ("te_version", "1.2")]
     if "muon" in str(given.get("optimizer")) and date < LAYER_WISE_LAYOUT:
         found.append(("use_layer_wise_param_layout", False))
     if row["platform"] == "dgx_gb200" and _container(row, date) >= NEW_TORCH:
@@ -256,6 +257,23 @@ def as_decoder_only(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, **{name: given[of] for name, of in sizes.items()}}
 
 
+def balanced(given: Mapping[str, Any]) -> str:
+    """What makes a run's routing even, if anything does. Sinkhorn's assignment is nearly even,
+    whatever was learned; an auxiliary loss, or an expert's bias, has to be learned first.
+    Megatron's default coefficient of the auxiliary loss is 0.
+    """
+    if given.get("moe-router-force-load-balancing"):
+        return "forced to be even"
+    if given.get("moe-router-load-balancing-type") == "sinkhorn":
+        return "evened by Sinkhorn"
+    coefficients = str(given.get("moe-aux-loss-coeff") or "0").strip("[]").split()
+    biased = given.get("moe-router-enable-expert-bias")
+    loss = given.get("moe-router-load-balancing-type") != "none"
+    if biased or (loss and any(float(each) for each in coefficients)):
+        return "evened by training"
+    return "not evened"
+
+
 def family(given: Mapping[str, Any]) -> str:
     """Rows that are reported together."""
     if given.get("hybrid-layer-pattern") or given.get("hybrid-override-pattern"):
@@ -263,7 +281,7 @@ def family(given: Mapping[str, Any]) -> str:
     if given.get("encoder-num-layers"):
         return "T5"
     if given.get("num-experts"):
-        return "MoE"
+        return f"MoE, {balanced(given)}"
     if int(given.get("context-parallel-size") or 1) > 1:
         return "context parallel"
     local = given.get("transformer-impl") == "local"

@@ -199,6 +199,12 @@ class Job:
         since = {"linear": (2, 3), "grouped": (2, 10)}
         return self.fuses_weight_gradients and self.has_te(*since[what])
 
+    @property
+    def routers_of_te(self) -> bool:
+        """Whether routers multiply by TE's `general_gemm` (since 2.0; megatron-core's
+        transformer/moe/moe_utils.py `RouterGatingLinearFunction`), beside local layers too."""
+        return self.has_te(2) and self.config.get("moe_router_dtype") != "fp64"
+
     def has_te(self, *version: int) -> bool:
         """Whether Transformer Engine has this version or a later one."""
         return _parts(self.te_version) >= version

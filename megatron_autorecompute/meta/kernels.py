@@ -61,6 +61,8 @@ class Settings:
     fuses_gradients: bool = True
     """Products add weight gradients to main_grad themselves; else the hooks of
     DistributedDataParallel do."""
+    routers_of_te: bool = True
+    """Whether routers call Transformer Engine's `general_gemm`, as they do if it has one."""
     weight_copy_bytes: float = 0
     """Bytes per element of a quantised copy of the weight that every microbatch makes and saves."""
 
@@ -693,6 +695,18 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> tor
     return _CrossEntropy.apply(logits)
 
 
+def _general_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out_dtype: torch.dtype,
+    layout: str = "TN",
+    bias: torch.Tensor | None = None,
+    grad: bool = False,
+) -> tuple[torch.Tensor]:
+    """Of a router, whose input it reads as it is, where torch needs a copy in fp32."""
+    return (ops.general_gemm(a, b, out_dtype, layout),)
+
+
 def _sinkhorn(logits: torch.Tensor, tolerance: float = 0.0) -> torch.Tensor:
     """Scores of the size that Megatron transformer/moe/moe_utils.py `sinkhorn` returns; it iterates
     until values no longer change, and here are none. It runs without gradients."""
@@ -772,6 +786,7 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
     )
     yield module("transformer.moe.router"), {"sinkhorn": _sinkhorn}
     utils = module("transformer.moe.moe_utils")
+    yield utils, {"te_general_gemm": _general_gemm if _settings.routers_of_te else None}
     yield utils, {k: v for k, v in permutation.REPLACEMENTS.items() if hasattr(utils, k)}
     # Around it Megatron's own code clamps, and copies what it clamped.
     yield (

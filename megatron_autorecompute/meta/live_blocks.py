@@ -42,6 +42,8 @@ class FirstUse:
         elif func is ops.gemm.default:
             grouped = args[1].dim() == 3
             self._make(shared_buffers.OF_GROUPED if grouped else shared_buffers.OF_LINEAR)
+        elif func is ops.general_gemm.default:
+            self._make(shared_buffers.OF_LINEAR)
         elif func is ops.gemm_weight_gradient.default:
             self._make(shared_buffers.dummy_name(args[2].shape[-2:]))
 

@@ -134,6 +134,7 @@ def meta_megatron(job: Job) -> Iterator[None]:
         linear_gradients=not job.keeps_dummies("linear"),
         grouped_gradients=not job.keeps_dummies("grouped"),
         fuses_gradients=job.fuses_weight_gradients,
+        routers_of_te=job.routers_of_te,
         weight_copy_bytes=2 * COPY_BYTES[job.precision] if job.copies_weights else 0,
     )
     # Without it Megatron warns under sequence parallelism; nothing runs on a device here.

@@ -62,6 +62,25 @@ gemm_weight_gradient = _define(
 )
 """The product adds to main_grad itself (gradient_accumulation_fusion), without a temporary."""
 
+_OUT = {
+    "TN": lambda a, b: (b.shape[0], a.shape[0]),
+    "NN": lambda a, b: (b.shape[0], a.shape[1]),
+    "NT": lambda a, b: (b.shape[1], a.shape[1]),
+}
+"""Rows and columns of TE's `general_gemm` of a and b [rows, columns], by layout."""
+
+general_gemm = _define(
+    "general_gemm(Tensor a, Tensor b, ScalarType out, str layout) -> Tensor",
+    lambda a, b, out, layout: a.new_empty(_OUT[layout](a, b), dtype=out),
+    lambda a, b, out, layout: 2 * a.numel() * b.numel() // _inner(a, b, layout),
+)
+"""A product of bf16 or fp32 with a result of another type, without copies in it."""
+
+
+def _inner(a: torch.Tensor, b: torch.Tensor, layout: str) -> int:
+    return b.shape[0] if layout == "NT" else b.shape[1]
+
+
 quantize = _define(
     "quantize(Tensor x, float element_bytes) -> Tensor",
     lambda x, element_bytes: x.new_empty(math.ceil(x.numel() * element_bytes), dtype=torch.uint8),

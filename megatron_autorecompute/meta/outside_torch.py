@@ -25,10 +25,12 @@ torch reserved, 68,973 - 62,570 MB on 64 H100s with EP 16 and PP 4 (NVIDIA/Megat
 _NODE = 8
 """LEGACY_NUM_MAX_NVL_PEERS of DeepEP."""
 _SMS = 20
-"""DeepEP's default of SMs; two for each channel."""
+"""DeepEP's default of SMs, and Megatron's for it; two for each channel."""
 _RECEIVED = {96: 480, 128: 560, 144: 720, 160: 720}
 """Tokens of an NVLink chunk by ranks, deep_ep/buffers/legacy.py `get_dispatch_config`: 256 up to 8
 ranks, 288 up to 64."""
+_BETWEEN_NODES = {16: 140, 96: 132, 128: 132, 144: 132, 160: 132}
+"""Tokens of a chunk between nodes by ranks: 128, up to a multiple of what is sent at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,9 @@ def outside_torch(job: Job, device: Device) -> Outside:
         return Outside(CONTEXT_BYTES, "CUDA's context and NCCL")
     backend = dispatcher(job)
     if backend == "deepep":
-        buffer_bytes = deepep_bytes(job.config["hidden_size"], ranks)
+        asked = map(job.config.get, ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms"))
+        sms = next(filter(None, asked), _SMS)
+        buffer_bytes = deepep_bytes(job.config["hidden_size"], ranks, sms)
         return Outside(CONTEXT_BYTES + buffer_bytes, "CUDA's context, NCCL and DeepEP's buffers")
     if backend == "hybridep":
         buffer_bytes = hybridep_bytes(job, ranks, min(ranks, device.link_domain))
@@ -66,18 +70,19 @@ def dispatcher(job: Job) -> str:
     return str(job.config.get("moe_flex_dispatcher_backend") or "deepep")
 
 
-def deepep_bytes(hidden_size: int, ranks: int) -> int:
-    """DeepEP's buffer for bf16 tokens: csrc/legacy/config.hpp `get_nvl_buffer_size_hint` and
-    `get_rdma_buffer_size_hint` (deepseek-ai/DeepEP, August 2026)."""
+def deepep_bytes(hidden_size: int, ranks: int, sms: int = _SMS) -> int:
+    """DeepEP's buffer for bf16 tokens, the larger of dispatch and combine: csrc/legacy/config.hpp
+    `get_nvl_buffer_size_hint` and `get_rdma_buffer_size_hint` (deepseek-ai/DeepEP, August 2026)."""
     nodes, local = max(ranks // _NODE, 1), min(ranks, _NODE)
-    channels = _SMS // 2
+    channels = sms // 2
     of_token = 2 * hidden_size + 8 + 128 * (8 + 4 + 4)  # where it came from; top-k and scales
     received = _RECEIVED.get(ranks, 256 if ranks <= _NODE else 288)
     nvlink = channels * local * (4 * (2 * nodes + 3) + received * of_token)
     nvlink = -(-nvlink // 128) * 128
     if ranks <= _NODE:
         return nvlink
-    between = channels * nodes * 2 * (4 * (2 * _NODE + 2) + 128 * (of_token + 16))
+    arriving = _BETWEEN_NODES.get(ranks, 128)
+    between = channels * nodes * 2 * (4 * (2 * _NODE + 2) + arriving * (of_token + 16))
     return nvlink + -(-between // 128) * 128
 
 

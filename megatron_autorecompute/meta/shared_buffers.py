@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import Device
@@ -97,15 +98,17 @@ def workspaces(job: Job, device: Device, modules: Iterable[torch.nn.Module]) -> 
     on Hopper, and since 2.12 (pytorch pull request 175344) on Blackwell; else 2 times 4096 KiB and
     8 times 16 KiB. CUBLAS_WORKSPACE_CONFIG says another size; `--deterministic-mode` asks for one
     (Megatron training/arguments.py). Only what torch itself multiplies needs it: the output layer,
-    routers, attention with scores, local layers.
+    attention with scores, local layers, gates of shared experts, and routers that are not of TE
+    (`Job.routers_of_te`).
     """
     modules = list(modules)
+    routers = any(isinstance(module, TopKRouter) for module in modules)
     used = {type(module) for module in modules}
     te_bytes = (32 << 20) + 1024 if device.capability >= 9 else 4 << 20
     found = {}
-    if any(map(_is_of_torch, modules)):
+    if (routers and not job.routers_of_te) or any(map(_is_of_torch, modules)):
         found[OF_TORCH] = 2 * _workspace_of_torch(job, device)
-    if used & set(kernels.LINEAR_TYPES):
+    if used & set(kernels.LINEAR_TYPES) or (routers and job.routers_of_te):
         found[OF_LINEAR] = te_bytes
         if job.config.get("tp_comm_overlap"):
             found["cuBLAS workspaces of userbuffers"] = 3 * te_bytes
@@ -127,4 +130,6 @@ def _is_of_torch(module: torch.nn.Module) -> bool:
     """Whether it calls torch's own products."""
     if isinstance(module, kernels.Attention):
         return module.dropout is not None
-    return isinstance(module, (ColumnParallelLinear, RowParallelLinear, TopKRouter))
+    if isinstance(module, SharedExpertMLP):
+        return bool(module.use_shared_expert_gate)
+    return isinstance(module, (ColumnParallelLinear, RowParallelLinear))

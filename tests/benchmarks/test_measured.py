@@ -10,7 +10,7 @@ import pytest
 from benchmarks.measured import page
 from benchmarks.measured.doubts import doubts
 from benchmarks.measured.flags import FieldError, flags
-from benchmarks.measured.megatron_tests import TEST_CASES, environment
+from benchmarks.measured.megatron_tests import TEST_CASES, balanced, environment
 from benchmarks.measured.prediction import Prediction, Stage
 from benchmarks.measured.results import results
 from benchmarks.measured.runs import Run, Unread
@@ -89,7 +89,7 @@ def test_flags_are_those_that_the_shell_would_read():
 def test_the_container_of_a_run_says_what_its_flags_do_not():
     row = {"case": "moe/some", "platform": "dgx_a100", "variant": "lts_dgx_a100"}
     row |= {"golden_date": "2025-10-21"}
-    assert environment(row, {}) == (("flash_attn", False),)
+    assert environment(row, {}) == (("flash_attn", False), ("te_version", "1.2"))
     assert environment(row | {"golden_date": "2026-01-16"}, {}) == ()
     path = f"{TEST_CASES}gpt/gpt3_mcore_te_tp2_pp2_cp2/golden_values_dev_dgx_gb200.json"
     row = {"case": "gpt/some", "platform": "dgx_gb200", "golden_path": path}
@@ -99,6 +99,22 @@ def test_the_container_of_a_run_says_what_its_flags_do_not():
     muon = {"optimizer": "dist_muon"}
     assert environment(row, muon) == (("use_layer_wise_param_layout", False),)
     assert environment(row | {"golden_date": "2026-08-19"}, muon) == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"moe-router-force-load-balancing": True}, "forced to be even"),
+        ({"moe-router-load-balancing-type": "sinkhorn"}, "evened by Sinkhorn"),
+        ({"moe-router-load-balancing-type": "aux_loss"}, "not evened"),
+        ({"moe-aux-loss-coeff": "1e-2"}, "evened by training"),
+        ({"moe-aux-loss-coeff": "[0 0.1]"}, "evened by training"),
+        ({"moe-aux-loss-coeff": 0.1, "moe-router-load-balancing-type": "none"}, "not evened"),
+        ({"moe-router-enable-expert-bias": True}, "evened by training"),
+    ],
+)
+def test_what_makes_routing_even_is_read_from_the_flags(flags, said):
+    assert balanced(flags) == said
 
 
 def test_a_first_step_is_compared_where_a_run_begins_there(tmp_path):

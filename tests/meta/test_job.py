@@ -295,7 +295,11 @@ def test_buffers_of_deepep_and_hybridep_have_the_sizes_of_their_sources():
     token = 7168 * 2 + 8 + 128 * 8 + 128 * 4 + 128 * 4
     nvlink = 10 * 8 * (5 * 4 + 256 * token)
     assert deepep_bytes(7168, 8) == -(-nvlink // 128) * 128
-    assert deepep_bytes(7168, 64) > deepep_bytes(7168, 8)
+    # 16 ranks: 128 tokens between nodes are 140, a multiple of the 20 that are sent at once.
+    nvlink = 10 * 8 * (7 * 4 + 288 * token)
+    between = 10 * 2 * 2 * (18 * 4 + 140 * (token + 16))
+    assert deepep_bytes(7168, 16) == sum(-(-part // 128) * 128 for part in (nvlink, between))
+    assert deepep_bytes(7168, 8, 24) == pytest.approx(1.2 * deepep_bytes(7168, 8), rel=1e-6)
     gpu = device("gb200-186gb")
     asked = moe_job(256, 64, "hybridep", hidden_size=7168)
     shared = 64 * 128 * (2 * 7168 + 4 * 4 * 64 + 4 * 56)  # one domain, 128 tokens a rank

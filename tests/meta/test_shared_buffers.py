@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron.core.tensor_parallel import layers as megatron_layers
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import device
@@ -140,10 +141,25 @@ def test_workspaces_are_those_of_the_device_and_of_the_products_that_run():
             found = kind.static.shared
             sizes[gpu, kind.name] = sum(found.values()) - sum(dummies(found).values())
     of_te = (32 << 20) + 1024
-    # The router's products are torch's: a workspace each for the threads of forward and backward.
     assert sizes["h100-80gb", "dense"] == of_te
-    assert sizes["h100-80gb", "moe"] == 2 * (32 << 20) + 5 * of_te
+    assert sizes["h100-80gb", "moe"] == 5 * of_te
     assert sizes["a100-80gb", "dense"] == 4 << 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "of_te", "of_torch"),
+    [
+        ({}, (32 << 20) + 1024, 0),
+        ({"te_version": "1.2"}, 0, 64 << 20),
+        ({"config": {"moe_router_dtype": "fp64"}}, 0, 64 << 20),
+    ],
+)
+def test_a_router_has_the_workspace_of_whom_its_products_are(fields, of_te, of_torch):
+    # A workspace of torch each for the threads of forward and backward.
+    router = object.__new__(TopKRouter)
+    found = workspaces(job(**fields), H100, [router])
+    asked = {"cuBLAS workspaces of torch": of_torch, "cuBLAS workspace": of_te}
+    assert found == {name: size for name, size in asked.items() if size}
 
 
 @pytest.mark.parametrize(
