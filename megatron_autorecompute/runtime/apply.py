@@ -306,8 +306,8 @@ class _Sites:
             if rules.own_recompute(config) is not None:
                 of = self.first_block if config is not self.configs[-1] else ""
                 raise PolicyError(
-                    f"The {f'block {of}' if of else 'model'} was built with Megatron's own recompute "
-                    "settings as well as a policy: leave them out. As a policy they are "
+                    f"The {f'block {of}' if of else 'model'} was built with Megatron's own "
+                    "recompute settings as well as a policy: leave them out. As a policy they are "
                     f"{rules.own_recompute(config)!r}."
                 )
             rules.check_allowed(config, self._policy_of(config, policy))
