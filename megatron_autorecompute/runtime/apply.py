@@ -768,6 +768,9 @@ def _run_by_segments(
     features: list[torch.Tensor] = []
     returns_features = bool(kwargs.get("extract_layer_indices"))
     offset = kwargs.get("layer_offset", 0)
+    if isinstance(kwargs.get("deepstack_visual_embeds"), list):
+        stacked = defects.stacked_features(block, kwargs["deepstack_visual_embeds"])
+        kwargs["deepstack_visual_embeds"] = stacked
     block_layers = list(block.layers)
     for segment in _behind_frozen(block, held, hidden_states, kwargs.get("context")):
         layers: Any = block_layers[segment.start : segment.start + segment.count]
