@@ -30,7 +30,9 @@ VOCABULARIES = {
 """Entries by the end of the tokenizer's file. The files are not public; the sizes are those of the
 tokenizers that bear these names."""
 TEST_CASES = "tests/functional_tests/test_cases/"
-CONTAINERS = Path(__file__).parents[1] / "data" / "megatron_test_containers.csv"
+DATA = Path(__file__).parents[1] / "data"
+CONTAINERS = DATA / "megatron_test_containers.csv"
+RECORDINGS = DATA / "megatron_recordings.csv"
 LARGE_WORKSPACES = (
     "hybrid/hybrid_mr_mcore_te_",
     "hybrid/hybrid_flextron_nightly_",
@@ -102,6 +104,7 @@ def run(row: Mapping[str, str]) -> Run:
         encoder_decoder=sizes,
         environment=environment(row, given),
         date=row.get("golden_date") or "",
+        recorded_with=recordings().get((_path(row), (row.get("golden_commit") or "")[:9]), ""),
         old_container=(row.get("variant") or "").startswith("lts"),
         family=family(given),
         uncovered=reason,
@@ -138,9 +141,21 @@ def environment(row: Mapping[str, str], given: Mapping[str, Any]) -> tuple[tuple
 
 
 def _container(row: Mapping[str, str], date: str) -> str:
-    path = (row.get("golden_path") or "").removeprefix(TEST_CASES)
-    known = [container for since, container in containers().get(path, []) if since <= date]
+    known = [container for since, container in containers().get(_path(row), []) if since <= date]
     return known[-1] if known else NEW_TORCH
+
+
+def _path(row: Mapping[str, str]) -> str:
+    return (row.get("golden_path") or "").removeprefix(TEST_CASES)
+
+
+@functools.cache
+def recordings() -> dict[tuple[str, str], str]:
+    """Of tests on H100, by golden file and the commit that last wrote it: the commit whose run its
+    steps are of, as the file's history shows (later ones added other values, or rewrote it)."""
+    with open(RECORDINGS, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return {(row["golden_path"], row["golden_commit"]): row["recorded_with"] for row in rows}
 
 
 @functools.cache

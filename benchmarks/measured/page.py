@@ -178,9 +178,10 @@ each row of `megatron_golden_memory.csv`; values of the last rank, so of the las
 and the runs on eight B200 that MooreThreads/SimuMax publishes, with SimuMax's own predictions
 (`b200_measured.csv`; the largest peak of each stage's ranks). The tests' variables, and what their
 containers have of torch and flash-attn, are read from their repository
-(`megatron_test_containers.csv`, `benchmarks/measured/megatron_tests.py`). Tiers: A is above 4 GB,
-B above 0.8, C the rest and runs on A100, as the table of golden values has them. No figures of the
-estimator of ISEEKYAN/mbridge for these runs were found.
+(`megatron_test_containers.csv`, `megatron_recordings.csv`,
+`benchmarks/measured/megatron_tests.py`). Tiers: A is above 4 GB, B above 0.8, C the rest and runs
+on A100, as the table of golden values has them. No figures of the estimator of ISEEKYAN/mbridge for
+these runs were found.
 """
 OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
 

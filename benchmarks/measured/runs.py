@@ -48,6 +48,8 @@ class Run:
     """Fields of `Job` that the flags do not say, and their values."""
     date: str = ""
     """When its source was written, year first."""
+    recorded_with: str = ""
+    """The commit of Megatron-LM whose run the step is of; "" if not known."""
     old_container: bool = False
     """Whether it ran in Megatron's container of long support."""
     family: str = ""

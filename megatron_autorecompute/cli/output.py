@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -111,8 +112,15 @@ def progress_bars() -> Progress:
 
 @contextmanager
 def quiet_upstream() -> Iterator[None]:
-    """Suppress warnings of torch and megatron-core about missing CUDA, TE and Apex."""
+    """Suppress warnings of torch and megatron-core about missing CUDA, TE and Apex, and that a
+    GPTModel is deprecated."""
     for_processes = {"PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore")}
-    with warnings.catch_warnings(), patched_environ(for_processes):
-        warnings.filterwarnings("ignore", module=r"(torch|megatron)\.")
-        yield
+    megatron = logging.getLogger("megatron")
+    level = megatron.level
+    megatron.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), patched_environ(for_processes):
+            warnings.filterwarnings("ignore", module=r"(torch|megatron)\.")
+            yield
+    finally:
+        megatron.setLevel(level)

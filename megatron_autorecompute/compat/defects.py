@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_autorecompute.compat import seam
-from megatron_autorecompute.compat.untyped import Layer
+from megatron_autorecompute.compat.untyped import Block, Layer
 
 
 class LayersWithPaddingMask:
@@ -38,6 +38,20 @@ class LayersWithPaddingMask:
 
         with_mask.layer_number = layer.layer_number  # type: ignore[attr-defined]
         return with_mask
+
+
+def stacked_features(block: Block, features: list[torch.Tensor]) -> Any:
+    """A tower's features as one tensor [features, tokens, hidden], where a list is refused.
+
+    Symptom: "save_for_backward can only save variables, but argument 6 is of type list" under full
+    recompute of samples with images. Reference: `Qwen3VLTransformerBlock._checkpointed_forward` of
+    Megatron Bridge to 0.3.1, which takes `len()` and indices of them; 0.4 gives the checkpoint each
+    by itself. Remove when 0.3.1 is dropped.
+    """
+    code = getattr(seam.checkpointed_forward(block), "__code__", None)
+    if "deepstack_visual_embeds_tuple" in getattr(code, "co_cellvars", ()):
+        return features
+    return torch.stack(features)
 
 
 def bias_returned_by_mlp(layer: Layer) -> torch.nn.Module | None:

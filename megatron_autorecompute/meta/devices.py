@@ -56,7 +56,8 @@ class Efficiency:
     backward_us: float = 0.0
     """The same in a backward, which torch's engine runs, and for what is recomputed there."""
     module_us: float = 0.0
-    """The same for a kernel of Transformer Engine's modules or of Megatron's fused functions."""
+    """The same for a kernel of Transformer Engine's modules or of Megatron's fused functions, for a
+    step of ring attention, and for the hook that adds a parameter's gradient."""
     collective_us: float = 0.0
     """Microseconds that every collective takes besides."""
     rank_us: float = 0.0

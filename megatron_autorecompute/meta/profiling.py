@@ -108,11 +108,7 @@ def profile_job(
     reached = efficiency
     if job.config.get("attention_backend") == "flash":
         reached = efficiency.with_flash()
-    clock = clock_type(device, reached, traffic(job))
-    # MTP depths on another stage have a copy of the embedding's weights. On one stage both share
-    # it, and its gradient from the depths waits for that of the first layer.
-    apart = job.mtp_num_layers and job.size("pipeline") > 1
-    with_decoder = replace_mtp(job, 0) if apart else job
+    clock = functools.partial(clock_type, device, reached, traffic(job))
     every = every_choice if only is None else functools.partial(_set_of, only)
     asked = checked(offload)
     offload = [modules for modules in asked if modules != (WHOLE_LAYER,)]
@@ -121,11 +117,7 @@ def profile_job(
         check_whole_layers(job)
     if offload:
         every = functools.partial(_with_offload, every, offload)
-    decoder = _part(with_decoder, clock, _choices_of_kinds(with_decoder, every), every, progress)
-    whole = decoder
-    if apart:
-        last = [0] * (len(job_kinds(job)) - 1) + [1]  # the depths are built like this layer
-        whole = _part(job, clock_type(device, reached, traffic(job)), last, every, progress)
+    decoder, whole = _decoder_and_whole(job, clock, every, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     counted = decoder.counted.with_ends_of(whole.counted)
@@ -186,6 +178,21 @@ class _Part:
     boundary_bytes: int
     counted: _Counted
     layer_facts: dict[str, Any]
+
+
+def _decoder_and_whole(
+    job: Job, clock: Callable[[], Roofline], every: ChoicesOf, progress: Progress
+) -> tuple[_Part, _Part]:
+    """The decoder's layers, and the model with MTP depths; one shard, or two where the depths are
+    on another stage. There they have a copy of the embedding's weights. On one stage both share it,
+    and its gradient from the depths waits for that of the first layer."""
+    if not (job.mtp_num_layers and job.size("pipeline") > 1):
+        part = _part(job, clock(), _choices_of_kinds(job, every), every, progress)
+        return part, part
+    without = replace_mtp(job, 0)
+    decoder = _part(without, clock(), _choices_of_kinds(without, every), every, progress)
+    last = [0] * (len(job_kinds(job)) - 1) + [1]  # the depths are built like this layer
+    return decoder, _part(job, clock(), last, every, progress)
 
 
 def _choices_of_kinds(job: Job, every: ChoicesOf) -> list[int]:

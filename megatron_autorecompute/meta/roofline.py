@@ -27,6 +27,7 @@ from megatron_autorecompute.meta.links import ALLTOALL, RING, Links
 
 _PRECISIONS = ("bf16", "fp8", "fp4")
 _ASYNC = "async_op"
+_HOOK = "add_"
 _SPLIT = ("_allgather_base_", "_reduce_scatter_base_")
 
 
@@ -116,12 +117,15 @@ class Roofline(TorchDispatchMode):
             self._expose(max(0.0, self.started_seconds - seconds))
             self.started_seconds = 0.0
         self.seconds += seconds
-        fused = func.namespace == ops.NAMESPACE
-        self.host_seconds += 1e-6 * (self.efficiency.module_us if fused else self._launch_us())
+        self.host_seconds += 1e-6 * self._launch_us(name, func.namespace == ops.NAMESPACE)
 
-    def _launch_us(self) -> float:
-        """Of the host, for one of torch's kernels or a collective."""
+    def _launch_us(self, name: str, fused: bool = False) -> float:
+        """Of the host, for one kernel or collective. A step of ring attention is another call of
+        the module. What adds in place in a backward is DistributedDataParallel's hook, which is
+        Python for every parameter."""
         in_backward = torch._C._current_graph_task_id() != -1
+        if fused or name == RING or (in_backward and name == _HOOK):
+            return self.efficiency.module_us
         return self.efficiency.backward_us if in_backward else self.efficiency.host_us
 
     def _rate(self, name: str, args: Any) -> float:
@@ -157,7 +161,7 @@ class Roofline(TorchDispatchMode):
         ranks = _ranks(args)
         if len(ranks) < 2:
             return
-        self.host_seconds += self._launch_us() * 1e-6
+        self.host_seconds += self._launch_us(name) * 1e-6
         # The largest tensor is everything that the group exchanges.
         whole_bytes = max(_storages(args).values(), default=0)
         copies = self.traffic.copies if name == ALLTOALL else 0

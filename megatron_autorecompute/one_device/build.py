@@ -80,9 +80,11 @@ def refuse(job: Job, device: torch.device) -> None:
             )
         return
     if device.type != "cuda":
+        # A HybridModel has no layers of Megatron's own.
+        or_local = "" if job.pattern else ", or change the job to transformer_impl local"
         raise MachineError(
             f"{job.name}: transformer_impl transformer_engine, and Transformer Engine runs on CUDA "
-            "only. Measure on a GPU, take estimate, or change the job to transformer_impl local."
+            f"only. Measure on a GPU or take estimate{or_local}."
         )
     if util.find_spec("transformer_engine") is None:
         raise MachineError(

@@ -17,6 +17,7 @@ ahead of the device, so that it delays no copy.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -212,6 +213,7 @@ class StageCopies:
             for is_backward, chunk, microbatch in events
             if is_backward and chunks[chunk].groups
         ]
+        self._in_flight = _in_flight(events, len(chunks))
         self._stay = kept.groups(stage, self._order, chunks)
         self._first_step, self._next = kept.first_step, 0
         self._alive: dict[tuple[int, int], _Microbatch] = {}
@@ -357,8 +359,27 @@ class StageCopies:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that pools come to hold: the most of each group's name and size."""
-        return sum(max(level for _, level in levels(changes)) for changes in self.host.values())
+        """Host memory that pools come to hold, and keep: the most of each group's name and size, in
+        the first step, in which all groups leave. On a stage of several chunks one group of each
+        may be counted that is back by then."""
+        own = [Counter((g.name, g.host_bytes) for g in work.groups) for work in self.chunks]
+        most = Counter[tuple[str, int]]()
+        for in_flight in self._in_flight:
+            for key in set().union(*own):
+                there = sum(n * groups[key] for n, groups in zip(in_flight, own, strict=True))
+                most[key] = max(most[key], there)
+        return sum(size * count for (_, size), count in most.items())
+
+
+def _in_flight(events: Sequence[tuple[bool, int, int]], num_chunks: int) -> set[tuple[int, ...]]:
+    """Microbatches of every chunk whose forward has run and whose backward has not, after each
+    forward."""
+    now, found = [0] * num_chunks, set()
+    for is_backward, chunk, _ in events:
+        now[chunk] += -1 if is_backward else 1
+        if not is_backward:
+            found.add(tuple(now))
+    return found
 
 
 def add(changes: Changes, now: int, size: int) -> None:

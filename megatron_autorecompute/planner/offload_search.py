@@ -15,10 +15,11 @@ The larger of both bounds is what is proven.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_autorecompute.planner.chunk_splits import put_together
 from megatron_autorecompute.planner.copy_bounds import CopyBounds, mixed
@@ -211,6 +212,7 @@ class _Replays:
         events = 2 * schedule.num_microbatches * schedule.num_chunks * schedule.num_stages
         least, most = _REPLAYS
         self.left = min(most, max(least, _WORK // min(events, MOST_EVENTS)))
+        self.tried: set[RecomputePolicy] = set()
         self.found: tuple[RecomputePolicy, PolicyCost] | None = None
         """That needs the fewest bytes too many, and has the shortest step among those."""
 
@@ -279,10 +281,11 @@ class _Replays:
 
     def _try(self, policy: RecomputePolicy) -> PolicyCost | None:
         """Its cost; it is the best from now on if it is better. None where no more is replayed."""
-        if not self.planner.costs.knows(policy):
+        if policy not in self.tried:
             if self.left <= 0:
                 return None
             self.left -= 1
+            self.tried.add(policy)
         cost = self.planner.evaluate(policy)
         if self.found is None or self._key(cost) < self._key(self.found[1]):
             self.found = policy, cost
@@ -322,20 +325,27 @@ class _Replays:
 
     def _neighbours(self, policy: RecomputePolicy) -> Iterator[RecomputePolicy]:
         """The policy with another choice at one layer, or with the choices of two layers of a kind
-        exchanged; those with less work at a layer first."""
-        for index, choice in enumerate(policy.layers):
-            if choice.group > 1:
-                continue
-            for other in self._choices(index):
-                if other != choice:
-                    yield _with(policy, {index: other})
+        exchanged.
+
+        Changes that differ only in where they are come in turn, as most are alike: each at the
+        first of its places, then each at the last, in the middle, and so on; less work at a layer
+        first.
+        """
+        alike: dict[tuple[object, ...], list[dict[int, LayerPolicy]]] = {}
         for kind in self.planner.profile.kinds:
             own = [i for i in kind.layers if policy.layers[i].group == 1]
-            for at, first in enumerate(own):
-                for second in own[at + 1 :]:
-                    one, two = policy.layers[first], policy.layers[second]
-                    if one != two and (one.offload or two.offload):
-                        yield _with(policy, {first: two, second: one})
+            for index in own:
+                choice = policy.layers[index]
+                for other in self._choices(index):
+                    if other != choice:
+                        alike.setdefault((kind.name, choice, other), []).append({index: other})
+            for first, second in itertools.combinations(own, 2):
+                one, two = policy.layers[first], policy.layers[second]
+                if one != two and (one.offload or two.offload):
+                    change = {first: two, second: one}
+                    alike.setdefault((kind.name, one, two, "exchanged"), []).append(change)
+        for turn in itertools.zip_longest(*map(_spread, alike.values())):
+            yield from (_with(policy, change) for change in turn if change is not None)
 
     def _choices(self, layer: int) -> Sequence[LayerPolicy]:
         kind = self.planner.profile.kind_of(layer)
@@ -360,3 +370,19 @@ def _evenly(choices: list[LayerPolicy], moved: int, *, late: bool) -> Iterator[L
 
     for i in range(total):
         yield next(first) if before(i + 1) > before(i) else next(others)
+
+
+_Change = TypeVar("_Change")
+
+
+def _spread(changes: list[_Change]) -> Iterator[_Change]:
+    """All, the first, the last and the middle ones first."""
+    taken, size = set[int](), len(changes)
+    parts = 1
+    while len(taken) < size:
+        for part in range(parts + 1):
+            at = part * (size - 1) // parts
+            if at not in taken:
+                taken.add(at)
+                yield changes[at]
+        parts *= 2

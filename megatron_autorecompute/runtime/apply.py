@@ -569,28 +569,29 @@ class _HeldBlock(_Held):
             owner.config = _full_config(self.config)
             seam.redirect(owner, seam.Runner(_run_by_segments, self))
             self.ran = False
-            self.hooks.append(owner.register_forward_hook(_check_that_it_ran))
+            self.hooks.append(owner.register_forward_hook(_check_that_it_ran, always_call=True))
 
     def clear(self, owner: torch.nn.Module) -> None:
         seam.restore(owner)
         super().clear(owner)
 
 
-def _check_that_it_ran(block: torch.nn.Module, _: Any, __: Any) -> None:
-    """After a block's training forward: a policy with full layers ran in it.
+def _check_that_it_ran(block: torch.nn.Module, _: Any, output: Any) -> None:
+    """After a block's training forward: a policy with full layers ran in it. After one that failed,
+    which has no output, nothing is known.
 
     Raises:
         ApplyError: it did not, because somebody else replaced Megatron's checkpointed forward.
     """
     held = block.__dict__[HOLDER_KEY]
-    if block.training and torch.is_grad_enabled() and not held.ran:
+    ran, held.ran = held.ran, False
+    if output is not None and block.training and torch.is_grad_enabled() and not ran:
         raise ApplyError(
             f"The forward of a {type(block).__name__} did not run the policy in force on it "
             f"({held.policy.format():.80}): something replaced Megatron's checkpointed forward "
             "after the policy was applied, and would recompute every layer. Apply the policy "
             "after that, or choose one without full layers."
         )
-    held.ran = False
 
 
 def _works_inside(choice: LayerPolicy) -> bool:
@@ -767,6 +768,9 @@ def _run_by_segments(
     features: list[torch.Tensor] = []
     returns_features = bool(kwargs.get("extract_layer_indices"))
     offset = kwargs.get("layer_offset", 0)
+    if isinstance(kwargs.get("deepstack_visual_embeds"), list):
+        stacked = defects.stacked_features(block, kwargs["deepstack_visual_embeds"])
+        kwargs["deepstack_visual_embeds"] = stacked
     block_layers = list(block.layers)
     for segment in _behind_frozen(block, held, hidden_states, kwargs.get("context")):
         layers: Any = block_layers[segment.start : segment.start + segment.count]

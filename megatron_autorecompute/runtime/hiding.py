@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
+from megatron_autorecompute.compat import offload_modules
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.call_guard import Step
 from megatron_autorecompute.runtime.climb import climb
@@ -13,6 +14,7 @@ from megatron_autorecompute.runtime.copy_watch import CopyWatch
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.offload_choices import without_offload
 from megatron_autorecompute.runtime.plan_in_force import PlanInForce
+from megatron_autorecompute.units import gib
 
 STEPS = 3
 """Steps whose waits are measured; their median counts."""
@@ -51,6 +53,7 @@ def that_hides(
         return plan
     waited_ms = decisions.shard.by_stage(statistics.median(waits), max)
     late_ms, said = _late(plan, waited_ms)
+    said = f"{said} {_pinned(plan, decisions)}"
     if late_ms <= NOTICED * plan.cost.step_ms:
         decisions.job.say(f"recompute auto: {said} {_STAYS}.")
         return plan
@@ -67,6 +70,15 @@ def that_hides(
     note = f"{said} Offload was given up: without it {plain.cost.step_ms:,.1f} ms a step."
     decisions.job.say(f"recompute auto: COPIES DO NOT HIDE: {note}")
     return (yield from climb(profile, decisions, in_force, (note,)))
+
+
+def _pinned(plan: Plan, decisions: Decisions) -> str:
+    pinned_bytes = decisions.shard.by_stage(offload_modules.host_memory().pinned_bytes, max)
+    stage = max(range(len(pinned_bytes)), key=pinned_bytes.__getitem__)
+    return (
+        f"Pinned host memory: {gib(pinned_bytes[stage])} GiB on a rank of stage {stage}, "
+        f"{gib(plan.cost.stages[stage].host_bytes)} GiB predicted with that of experts."
+    )
 
 
 def _late(plan: Plan, waited_ms: Sequence[float]) -> tuple[float, str]:

@@ -61,11 +61,54 @@ def tiny_hybrid_pretrain_config():
 def tiny_vision_provider():
     """Qwen2.5-VL, whose tower is of transformers."""
     from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
-    from megatron.bridge.recipes.common import _pretrain_common
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
+    tower = Qwen2_5_VLVisionConfig(**TOWER, fullatt_block_indexes=[1])
+    return _vision_provider(Qwen25VLModelProvider, tower)
+
+
+def tiny_vision_provider_with_features():
+    """Qwen3-VL, whose tower also gives features that the first decoder layers add."""
+    from megatron.bridge.models.qwen_vl import qwen3_vl_provider
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import (
+        Qwen3VLTextConfig,
+        Qwen3VLVisionConfig,
+    )
+
+    # The provider asks for Transformer Engine's layers by this name.
+    qwen3_vl_provider.get_gpt_layer_with_transformer_engine_spec = lambda **_: (
+        get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    )
+    tower = Qwen3VLVisionConfig(
+        **TOWER, patch_size=14, deepstack_visual_indexes=[0, 1], num_position_embeddings=16
+    )
+    text = Qwen3VLTextConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        head_dim=16,
+        max_position_embeddings=64,
+        rope_scaling={"rope_type": "default", "mrope_section": [2, 3, 3]},
+    )
+    return _vision_provider(
+        qwen3_vl_provider.Qwen3VLModelProvider, tower, hf_text_config=text, kv_channels=16
+    )
+
+
+TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+}
+
+
+def _vision_provider(kind, tower, **fields):
+    from megatron.bridge.recipes.common import _pretrain_common
+
     cfg = _pretrain_common()
-    cfg.model = Qwen25VLModelProvider(
+    cfg.model = kind(
         num_layers=4,
         hidden_size=64,
         num_attention_heads=4,
@@ -81,14 +124,8 @@ def tiny_vision_provider():
         image_token_id=100,
         video_token_id=101,
         vision_start_token_id=102,
-        vision_config=Qwen2_5_VLVisionConfig(
-            depth=2,
-            hidden_size=32,
-            num_heads=2,
-            intermediate_size=48,
-            out_hidden_size=64,
-            fullatt_block_indexes=[1],
-        ),
+        vision_config=tower,
+        **fields,
     )
     for_cpu(cfg)
     cfg.model.vocab_size = 128

@@ -6,17 +6,17 @@ import torch
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.integrations import megatron_bridge
 from megatron_autorecompute.policy import FULL, NONE
-from tests.bridge.recipes import tiny_vision_provider
+from tests.bridge.recipes import tiny_vision_provider, tiny_vision_provider_with_features
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 LENGTH, IMAGE, VISION_START = 32, 100, 102
 
 
-def built(*hooks):
+def built(make, *hooks):
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    provider = tiny_vision_provider()
+    provider = make()
     provider.finalize()
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
@@ -43,6 +43,9 @@ def batch():
 
 
 def gradients(model):
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     model.zero_grad(set_to_none=True)
     model(**batch()).mean().backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -54,25 +57,32 @@ def lora(chunks):
     return LoRA(dim=4, alpha=8, target_modules=["linear_qkv", "linear_fc2"])(chunks, training=True)
 
 
-@pytest.mark.parametrize("adapters", [(), (lora,)], ids=["all trained", "LoRA"])
-def test_policies_of_the_language_model_change_no_gradient_and_the_tower_has_none(adapters):
-    without = gradients(built(*adapters))
-    assert any("visual" in name for name in without) == (not adapters)
+MODELS = pytest.mark.parametrize(
+    ("make", "adapters"),
+    [(tiny_vision_provider_with_features, ()), (tiny_vision_provider, (lora,))],
+    ids=["Qwen3-VL, all trained", "Qwen2.5-VL, LoRA"],
+)
+
+
+@MODELS
+def test_policies_of_the_language_model_change_no_gradient_and_the_tower_has_none(make, adapters):
+    without = gradients(built(make, *adapters))
+    assert any("vis" in name for name in without) == (not adapters)
     for text in ("full*2,none*2", "decoder:full/2*2,selective[mlp]*2"):
-        run = gradients(built(megatron_bridge.named_hook(text), *adapters))
+        run = gradients(built(make, megatron_bridge.named_hook(text), *adapters))
         assert run.keys() == without.keys()
         assert all(torch.equal(run[name], without[name]) for name in without)
     with pytest.raises(PolicyError, match=r"names vision; this model's blocks are decoder \(4 lay"):
-        built(megatron_bridge.named_hook("vision:full;decoder:none"))
+        built(make, megatron_bridge.named_hook("vision:full;decoder:none"))
 
 
-@pytest.mark.parametrize("adapters", [(), (lora,)], ids=["all trained", "LoRA"])
-def test_auto_counts_the_tower_before_the_first_layer(adapters):
+@MODELS
+def test_auto_counts_the_tower_before_the_first_layer(make, adapters):
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_autorecompute import attach
 
-    model = built(*adapters)
+    model = built(make, *adapters)
     trained = [p for p in model.parameters() if p.requires_grad]
     auto = attach(model, torch.optim.SGD(trained), budget_gib=1, say=lambda _: None)
     forward_backward, data = auto.schedule(get_forward_backward_func()), batch()

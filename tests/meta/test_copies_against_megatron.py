@@ -89,6 +89,7 @@ class Machine:
         monkeypatch.setattr(handler, "reload", lambda _, state: self._reload(state[1]))
         monkeypatch.setattr(core.PipelineOffloadManager, "OFFLOAD_MGR", None)
         self.manager = core.PipelineOffloadManager.get_instance()
+        self.pool, self.most = Counter(), Counter()
 
     @contextlib.contextmanager
     def _stream(self, stream):
@@ -97,6 +98,9 @@ class Machine:
         self.current.pop()
 
     def _offload(self, tensor):
+        key = tensor.group.name, tensor.group.host_bytes
+        self.pool[key] += key[1]
+        self.most[key] = max(self.most[key], self.pool[key])
         self._add(self.host, self.compute.now, tensor.group.host_bytes)
         self.current[-1].now += round(tensor.group.host_bytes * 1000 / self.link.to_host_gb_per_s)
         self.out[id(tensor)] = self.current[-1].now
@@ -108,6 +112,7 @@ class Machine:
             stream.now = max(stream.now, self.out[id(tensor)])
         else:
             self.asked[id(tensor)] = self.compute.now
+        self.pool[tensor.group.name, tensor.group.host_bytes] -= tensor.group.host_bytes
         self._add(self.host, self.compute.now, -tensor.group.host_bytes)
         stream.now += round(tensor.group.host_bytes * 1000 / self.link.to_device_gb_per_s)
         return tensor
@@ -215,6 +220,8 @@ def _compared(monkeypatch, rng):
         assert [ran.end_ps for ran in ours.ran] == ends
         assert moments(ours.device) == device
         assert moments(*ours.host.values()) == host
+    pooled = sum(machine.most.values())
+    assert pooled <= ours.host_bytes <= pooled + (v > 1) * sum(size for _, size in machine.most)
     return ours.stall_ps > 0
 
 

@@ -91,6 +91,17 @@ class TestRoofline:
             loss.backward(torch.empty((), device="meta"))
         assert clock.ms_between(begin, clock.now()) == pytest.approx(0.03)  # expand is a view
 
+        def add(x):
+            torch.empty(4, device="meta").add_(x.grad)
+
+        x.grad = None
+        x.register_post_accumulate_grad_hook(add)
+        with clock:
+            loss = x.exp().sum()
+            begin = clock.now()
+            loss.backward(torch.empty((), device="meta"))
+        assert clock.ms_between(begin, clock.now()) == pytest.approx(5.03)  # as a module
+
     def test_grouped_products_reach_half_at_half_rows(self):
         x = torch.empty(8 * 128, 4096, dtype=torch.bfloat16, device="meta")
         weight = torch.empty(8, 4096, 4096, dtype=torch.bfloat16, device="meta")

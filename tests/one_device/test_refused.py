@@ -13,6 +13,7 @@ from tests.one_device.test_profiling import COMMAND, EXPERT, TENSOR, job_file
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="cpu is refused beside CUDA")
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 TE = {"transformer_impl": "transformer_engine"}
+HYBRID = {"config": {**SIZES, "is_hybrid_model": True, "hybrid_layer_pattern": "*-"}}
 
 
 def answer(words, capsys):
@@ -23,7 +24,8 @@ def answer(words, capsys):
 @pytest.mark.parametrize(
     ("changed", "code", "said"),
     [
-        (TE, 7, "Transformer Engine runs on CUDA only"),
+        (TE, 7, "or change the job to transformer_impl local."),
+        ({**TE, **HYBRID}, 7, "Measure on a GPU or take estimate."),
         ({"config": {**SIZES, "masked_softmax_fusion": True}}, 7, "masked_softmax_fusion"),
         ({"lora_rank": 4}, 9, "adapters are Megatron Bridge's"),
         ({"precision": "fp8"}, 9, "needs Transformer Engine"),

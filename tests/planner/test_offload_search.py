@@ -7,6 +7,7 @@ import pytest
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.layout_search.least_step import LeastSteps
+from megatron_autorecompute.planner.layout_search.search import search_layout
 from megatron_autorecompute.planner.outcomes import Outcomes
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.planner import Planner, changed_at
@@ -198,3 +199,22 @@ def test_no_setting_of_megatrons_that_fits_is_faster(seed):
             assert found.cost.step_ms <= cost.step_ms * (1 + 1e-9)
         else:
             assert found is None or cost is not found.cost
+
+
+@pytest.mark.parametrize("budget", [200, 222])
+def test_a_layout_is_found_that_fits_with_its_copies(budget):
+    group = OffloadGroup("core_attn", 30, 30, 0.5, 0.4, 0.6)
+    none = ChoiceRecord("none", 50, 5, 10, 10.0, 20.0)
+    again = ChoiceRecord("selective[mlp]", 35, 5, 25, 10.0, 26.0)
+    moved = ChoiceRecord("none+offload[core_attn]", 20, 10, 45, 10.0, 20.0, offload_groups=(group,))
+    head = ChoiceRecord("none", 30, 0, 40, 8.0, 16.0)
+    plain = uniform_profile(4, none, again, moved, head=head, boundary_bytes=3)
+    profile = replace(plain, host_link=HostLink(30 / 12e6, 30 / 12e6, 1 << 40))
+    choices = [LayerPolicy.parse(record.choice) for record in (none, again, moved)]
+    texts = [f"E{'t' * first}|{'t' * (4 - first)}L" for first in (1, 2, 3)]
+    planners = [Planner(profile, Layout.parse(text, 2), Schedule(2, 1, 4)) for text in texts]
+    steps = [brute_force(planner, budget, choices) for planner in planners]
+    best = min(step for step in steps if step is not None)
+    found = search_layout(planners[1], budget)
+    assert found.evidence.bound_ms <= best * (1 + 1e-9)
+    assert found.solution.cost.step_ms == pytest.approx(best)

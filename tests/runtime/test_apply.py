@@ -751,6 +751,10 @@ def test_a_class_with_its_own_checkpointed_forward_runs_the_policy_too():
 def test_a_policy_that_somebody_else_bypasses_is_an_error_and_not_another_training(monkeypatch):
     model = tiny_gpt(tiny_config())[0]
     with apply("full*1,none*3", model):
+        fails = model.decoder.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            one_step([model])
+        fails.remove()
         if is_method():
             megatrons = functools.partial(type(model.decoder)._checkpointed_forward, model.decoder)
             monkeypatch.setattr(model.decoder, "_checkpointed_forward", megatrons)

@@ -1,6 +1,7 @@
 """`auto` that may offload: it measures what leaves and how fast, plans with that, and gives it up
 where copies do not hide as predicted."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,7 +114,9 @@ def test_a_plan_that_offloads_runs_after_its_warm_up_within_its_budget(auto):
         assert peak.bytes - peak.breakdown.copy_bytes <= rank["peaks"][-1] < 1.001 * peak.bytes
         assert rank["links"][0] == ranks[0]["links"][0] != plan.profile.host_link
     assert "+offload[" in plan.policy.format()
-    assert any("Offload stays" in line for line in ranks[0]["said"])
+    [said] = [line for line in ranks[0]["said"] if "Offload stays" in line]
+    found = re.search(r"host memory: (\S+) GiB on a rank of stage \d+, (\S+) GiB predicted", said)
+    assert float(found[1]) == pytest.approx(float(found[2]), rel=0.01)
 
 
 def test_what_leaves_is_what_is_held_less(auto):

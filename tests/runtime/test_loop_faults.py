@@ -281,6 +281,17 @@ def test_a_restart_plans_for_the_lengths_of_its_own_first_call(one_rank, tmp_pat
         auto.close()
     assert auto.steps == 1
     assert max(peaks) == peaks[-1] <= 13_000 * 1024
+    # One call needs more than the budget whatever it recomputes; the next ones keep it again.
+    said, kept = [], 6_000 * 1024
+    auto = attached(gpt, said, plan_path=str(path), budget_gib=kept / 2**30)
+    budgets = []
+    for lengths in ([256, 256], [40, 40]):
+        auto.tokens(lengths)
+        call(gpt, lengths, auto.schedule(get_forward_backward_func()))
+        budgets += auto.plan.budget_bytes
+    auto.close()
+    assert sum("OVER BUDGET" in line for line in said) == 1
+    assert budgets[0] > budgets[1] == kept
 
 
 def test_without_lengths_or_cap_plans_are_for_five_quarters_of_the_longest_seen():

@@ -20,6 +20,7 @@ from megatron_autorecompute.planner.layout_search.flags import (
 from megatron_autorecompute.planner.layout_search.least_step import LeastSteps
 from megatron_autorecompute.planner.layout_search.partitions import PartitionSearch
 from megatron_autorecompute.planner.nearness import nearness
+from megatron_autorecompute.planner.offload_search import OffloadSearch
 from megatron_autorecompute.planner.planner import Budget, Planner, Solution, StepEvidence
 from megatron_autorecompute.planner.simpler import gave_way
 from megatron_autorecompute.planner.step_interval import StepErrors
@@ -138,6 +139,8 @@ def _best_partition(
     planner: Planner, budget: Budget, first: Solution | None, below_ms: float
 ) -> _Found:
     """Of all shorter than the first one, which is shorter than asked for."""
+    if planner.offload is not None:
+        return _best_with_copies(planner, planner.offload, budget, first, below_ms)
     budgets, bound_ms = planner.budgets(budget), math.inf
     below_ms = below_ms if first is None else first.cost.step_ms
     for limit_ms in [below_ms] if math.isfinite(below_ms) else _rising_ms(planner):
@@ -149,6 +152,29 @@ def _best_partition(
             if solution.cost.step_ms < limit_ms:
                 return chosen, solution, min(bound_ms, solution.cost.step_ms)
     return planner, first, bound_ms if first is None else min(bound_ms, first.cost.step_ms)
+
+
+def _best_with_copies(
+    planner: Planner,
+    offload: OffloadSearch,
+    budget: Budget,
+    first: Solution | None,
+    below_ms: float,
+) -> _Found:
+    """Where layers may offload: the best of the asked partition, of the one that is the best if
+    copies take no time (which bounds all of them), and of the best one without offload."""
+    chosen, best = planner, first
+    limit_ms = below_ms if first is None else first.cost.step_ms
+    found = [_best_partition(offload.relaxed, budget, None, limit_ms)]
+    if offload.without is not None:
+        found.append(_best_partition(offload.without, budget, None, limit_ms))
+    bound_ms = found[0][2]
+    layouts = dict.fromkeys(own.layout for own, solution, _ in found if solution is not None)
+    for candidate in (planner.replaced(layout=layout) for layout in layouts):
+        solution = candidate.try_solve(budget)
+        if solution is not None and solution.cost.step_ms < limit_ms:
+            chosen, best, limit_ms = candidate, solution, solution.cost.step_ms
+    return chosen, best, bound_ms if best is None else min(bound_ms, best.cost.step_ms)
 
 
 def _rising_ms(planner: Planner) -> Iterator[float]:
