@@ -128,6 +128,7 @@ class _Search:
         ]
         self._bases: dict[int, StageBase] = {}
         self._columns: dict[tuple[int, int], ChunkColumns] = {}
+        self._of_layers: dict[tuple[int, LayerPolicy], tuple[int, int]] = {}
         residual = residual_times(self.table, layout)
         self.residual: Ints = np.stack([residual.forward, residual.backward])
         own = [
@@ -217,12 +218,19 @@ class _Search:
         """What it adds to a chunk's forward and backward to get choices of another chunk."""
         chunk, split = self.layout.stages[stage][c], self.splits[stage]
         if at is not None:
-            layer = chunk.layers[at]
-            now, then = (self.table.layer_in(chunk, layer, split[i][at]) for i in (c, other))
-            return then.forward_ps - now.forward_ps, then.backward_ps - now.backward_ps
+            now, then = (self._layer_ps(chunk, at, split[i][at]) for i in (c, other))
+            return then[0] - now[0], then[1] - now[1]
         forward, backward = self.table.chunk_times_ps(chunk, self._policy(chunk, split[other]))
         now_forward, now_backward = self.own[:, stage, c].tolist()
         return forward - now_forward, backward - now_backward
+
+    def _layer_ps(self, chunk: Chunk, at: int, choice: LayerPolicy) -> tuple[int, int]:
+        """Forward and backward of a layer."""
+        asked = chunk.layers[at], choice
+        if asked not in self._of_layers:
+            unit = self.table.layer_in(chunk, chunk.layers[at], choice)
+            self._of_layers[asked] = unit.forward_ps, unit.backward_ps
+        return self._of_layers[asked]
 
     def _policy(self, chunk: Chunk, policies: tuple[LayerPolicy, ...]) -> RecomputePolicy:
         """Choices of a chunk, as a policy."""

@@ -212,6 +212,7 @@ class _Replays:
         events = 2 * schedule.num_microbatches * schedule.num_chunks * schedule.num_stages
         least, most = _REPLAYS
         self.left = min(most, max(least, _WORK // min(events, MOST_EVENTS)))
+        self.tried: set[RecomputePolicy] = set()
         self.found: tuple[RecomputePolicy, PolicyCost] | None = None
         """That needs the fewest bytes too many, and has the shortest step among those."""
 
@@ -280,10 +281,11 @@ class _Replays:
 
     def _try(self, policy: RecomputePolicy) -> PolicyCost | None:
         """Its cost; it is the best from now on if it is better. None where no more is replayed."""
-        if not self.planner.costs.knows(policy):
+        if policy not in self.tried:
             if self.left <= 0:
                 return None
             self.left -= 1
+            self.tried.add(policy)
         cost = self.planner.evaluate(policy)
         if self.found is None or self._key(cost) < self._key(self.found[1]):
             self.found = policy, cost

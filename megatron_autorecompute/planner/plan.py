@@ -22,12 +22,12 @@ from pydantic import AliasChoices, Field
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import AutorecomputeError, ProfileError
+from megatron_autorecompute.planner.budget_curve import ParetoPoint
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.planner import (
     NOTHING_BINDS,
     Budget,
     ManualStrategy,
-    ParetoPoint,
     Planner,
     StageEvidence,
     StepEvidence,

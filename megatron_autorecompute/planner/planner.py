@@ -27,8 +27,8 @@ from megatron_autorecompute.megatron_fields import (
     runs_forever,
 )
 from megatron_autorecompute.planner.arrays import Ints
+from megatron_autorecompute.planner.budget_curve import BudgetCurve, ParetoPoint
 from megatron_autorecompute.planner.chunk_columns import ChunkColumns
-from megatron_autorecompute.planner.chunk_splits import put_together
 from megatron_autorecompute.planner.fastest_step import FastestStep, fastest_step
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.offload_search import OffloadSearch
@@ -138,16 +138,6 @@ def _covers(budgets: Sequence[int], others: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ParetoPoint:
-    """One point of time against budget."""
-
-    budget_bytes: int
-    step_ms: float
-    peak_high_bytes: int
-    policy: RecomputePolicy
-
-
-@dataclass(frozen=True, slots=True)
 class ManualStrategy:
     """One of Megatron's own settings in the same model."""
 
@@ -199,7 +189,7 @@ class Planner:
         """Of what choices cost, as budgets are met."""
         self.costs = PolicyCosts(profile, layout, schedule, self.percentile)
         self._searches: dict[int, StageSearch] = {}
-        self._solved: dict[int, dict[int, StageChoice]] = {}
+        self._chosen: dict[tuple[int, int], StageChoice | None] = {}
         self._known: list[_Known] = []
         self._bases: dict[int, StageBase] = {}
 
@@ -282,25 +272,11 @@ class Planner:
         return tuple(choice for choice in found if choice is not None)
 
     def choose(self, stage: int, budget_bytes: int) -> StageChoice | None:
-        """Best choices of one stage; None when none fit."""
-        solved = self._solved.setdefault(stage, {})
-        below = solved.get(max((b for b in solved if b <= budget_bytes), default=-1))
-        above = solved.get(min((b for b in solved if b >= budget_bytes), default=-1))
-        # If the optimum of a larger budget fits this budget, it is the optimum here, too. If a
-        # larger and a smaller budget are equally fast, so is every budget between them. Nothing is
-        # faster here than a larger budget's bound.
-        if above is not None and above.gap == 0 and above.peak_bytes <= budget_bytes:
-            return above
-        if above is not None and below is not None and above.time_ps == below.time_ps:
-            return below
-        bound_ps = 0 if above is None else above.bound_ps
-        found = below
-        if below is None or below.time_ps > bound_ps:
-            found = self.searches[stage].fastest(budget_bytes, below)
-        if found is not None:
-            found = replace(found, bound_ps=max(found.bound_ps, bound_ps))
-            solved[budget_bytes] = found
-        return found
+        """Best choices of one stage; None when none fit. The same whatever was asked before."""
+        asked = stage, budget_bytes
+        if asked not in self._chosen:
+            self._chosen[asked] = self.searches[stage].fastest(budget_bytes)
+        return self._chosen[asked]
 
     def solve(self, budget: Budget) -> Solution:
         """Best policy under a budget in bytes, one for all stages or one each.
@@ -324,20 +300,27 @@ class Planner:
             if choice is None:
                 return None
             choices.append(choice)
-        larger = [known for known in self._known if _covers(known.budgets, budgets)]
-        bound_ms = max((known.found.bound_ms for known in larger), default=0.0)
-        for known in larger:
-            if known.found.bound_ms == known.found.cost.step_ms and known.fits(budgets):
-                return self.proven(known.found.policy, known.found.cost, budgets, bound_ms)
+        found = self._searched(budgets, choices)
+        for known in self._known:
+            # A plan is never slower than one that is known to fit, and no shorter than a bound.
+            if known.fits(budgets) and known.found.cost.step_ms < found.cost.step_ms:
+                found = replace(known.found, bound_ms=found.bound_ms)
+            if _covers(known.budgets, budgets):
+                found = replace(found, bound_ms=max(found.bound_ms, known.found.bound_ms))
+        bound_ms = min(found.bound_ms, found.cost.step_ms)
+        return self.proven(found.policy, found.cost, budgets, bound_ms)
+
+    def _searched(self, budgets: Sequence[int], choices: Sequence[StageChoice]) -> FastestStep:
+        """What the search finds, the same whatever was asked before."""
+        for known in self._known:
+            if known.budgets == tuple(budgets):
+                return known.found
         manual = self.best_manual(budgets)
         others = [manual.policy] if manual is not None and self.may_be(manual.policy) else []
-        others += [found.policy for found in self._fastest_known(budgets)]
         problem = self.table, self.costs, self.searches
         found = fastest_step(*problem, budgets, choices, [p for p in others if p is not None])
-        bound_ms = min(max(bound_ms, found.bound_ms), found.cost.step_ms)
-        found = replace(found, bound_ms=bound_ms)
         self._known.append(_Known(tuple(budgets), found))
-        return self.proven(found.policy, found.cost, budgets, bound_ms)
+        return found
 
     def proven(
         self,
@@ -359,14 +342,6 @@ class Planner:
         step_evidence = StepEvidence.of(cost.step_ms, bound_ms)
         return Solution(policy, cost, tuple(evidence), step_evidence)
 
-    def _fastest_known(self, budgets: Sequence[int]) -> list[FastestStep]:
-        """Of other budgets' plans the one with the shortest step that fits; none where none does.
-
-        So of all budgets asked so far a plan is never slower than that of a smaller one before it.
-        """
-        fitting = [known.found for known in self._known if known.fits(budgets)]
-        return sorted(fitting, key=lambda found: found.cost.step_ms)[:1]
-
     def may_be(self, policy: RecomputePolicy | None) -> bool:
         """Whether a policy is made of what is allowed."""
         return policy is not None and all(
@@ -384,13 +359,17 @@ class Planner:
         return self.costs.of(policy)
 
     def pareto(
-        self, points: int = 64, progress: Callable[[float], None] = lambda _: None
+        self,
+        points: int = 64,
+        progress: Callable[[float], None] = lambda _: None,
+        curve: BudgetCurve | None = None,
     ) -> tuple[ParetoPoint, ...]:
         """Step time against budget, from the largest useful budget down to the least that fits.
 
         Points are each stage's choices of the least busy time, whose step is not searched further:
         `solve` is as fast or faster, mostly in a schedule with several chunks per stage.
-        Calls `progress` with the share of the budgets that are done.
+        Calls `progress` with the share of the budgets that are done. What a `curve` finds, it keeps
+        for further budgets.
 
         Where layers may offload, budgets are those at which the best of some replayed policies
         changes, and `solve` is as fast or faster.
@@ -400,35 +379,7 @@ class Planner:
                 ParetoPoint(peak_bytes, step_ms, peak_bytes, policy)
                 for peak_bytes, step_ms, policy in self.offload.curve(points, progress)
             )
-        low = max(choice.peak_bytes for choice in self.leanest)
-        high = max(max(choice.peak_bytes for choice in self.fastest), low)
-        steps = max(points - 1, 1)
-        budgets = [high - (high - low) * i // steps for i in range(points)]
-        for search in self.searches:
-            search.expect(len(set(budgets)))
-        # By halving intervals: a budget between two solved ones is solved fastest.
-        stride, done = 1 << points.bit_length(), set[int]()
-        while stride := stride // 2:
-            for budget in budgets[::stride]:
-                for stage in range(self.layout.num_stages):
-                    self.choose(stage, budget)
-                done.add(budget)
-                progress(len(done) / points)
-        curve = [self._point(min(budgets))]
-        for budget in sorted(set(budgets))[1:]:
-            point = self._point(budget)
-            if point.step_ms > curve[-1].step_ms:
-                # As fast on every stage, but split over chunks so that other stages wait longer.
-                point = replace(curve[-1], budget_bytes=budget)
-            curve.append(point)
-        return tuple(reversed(curve))
-
-    def _point(self, budget_bytes: int) -> ParetoPoint:
-        choices = [self.choose(stage, budget_bytes) for stage in range(self.layout.num_stages)]
-        found = [choice for choice in choices if choice is not None]
-        policy = self._policy(found)
-        peak_bytes = max(choice.peak_bytes for choice in found)
-        return ParetoPoint(budget_bytes, self.evaluate(policy).step_ms, peak_bytes, policy)
+        return (curve or BudgetCurve(self)).points(points, progress)
 
     def budgets(self, budget: Budget) -> list[int]:
         """One budget per stage; raises PolicyError for another number of them."""
@@ -440,9 +391,6 @@ class Planner:
                 f"{len(budget)} budgets for {stages} stages. Give one for all or one for each."
             )
         return list(budget)
-
-    def _policy(self, choices: Sequence[StageChoice]) -> RecomputePolicy:
-        return put_together(self.layout, [choice.policies for choice in choices])
 
     def _evidence(
         self,

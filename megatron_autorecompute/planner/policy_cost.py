@@ -133,10 +133,6 @@ class PolicyCosts:
         self._bases: dict[tuple[int, Bound], StageBase] = {}
         self._known: dict[RecomputePolicy, PolicyCost] = {}
 
-    def knows(self, policy: RecomputePolicy) -> bool:
-        """Whether the policy was asked for before."""
-        return policy in self._known
-
     def of(self, policy: RecomputePolicy) -> PolicyCost:
         """Peak of every stage and time of the step. Raises: as `evaluate`."""
         if policy not in self._known:

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.chunk_splits import put_together, with_exchanges
+from megatron_autorecompute.planner.budget_curve import BudgetCurve
+from megatron_autorecompute.planner.chunk_splits import with_exchanges
 from megatron_autorecompute.planner.launch_lines import flags, job_lines, recipe_lines
 from megatron_autorecompute.planner.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
@@ -164,28 +165,29 @@ def best_points(
     then rearranged here; the step of a plan is searched further. The bytes of a strategy are a
     budget too if it is faster than what these budgets give within its bytes.
     """
-    even = planner.pareto(num_points, lambda share: progress(share / 2))
+    curve = BudgetCurve(planner)
+    even = planner.pareto(num_points, lambda share: progress(share / 2), curve)
     least, most = even[-1].budget_bytes, even[0].budget_bytes
     points = {point.budget_bytes: point for point in known}
     budgets = {point.budget_bytes for point in even} - set(points)
-    points |= _solved(planner, outcomes, budgets, lambda share: progress(0.5 + 0.4 * share))
+    points |= _solved(curve, outcomes, budgets, lambda share: progress(0.5 + 0.4 * share))
     faster = {
         strategy.peak_high_bytes
         for strategy in strategies
         if least <= strategy.peak_high_bytes <= most
         and strategy.step_ms < _fastest_within(points.values(), strategy.peak_high_bytes)
     }
-    points |= _solved(planner, outcomes, faster, lambda share: progress(0.9 + 0.1 * share))
+    points |= _solved(curve, outcomes, faster, lambda share: progress(0.9 + 0.1 * share))
     return tuple(_never_slower(sorted(points.values(), key=lambda point: point.budget_bytes)))
 
 
 def _solved(
-    planner: Planner, outcomes: Outcomes, budgets: set[int], progress: Callable[[float], None]
+    curve: BudgetCurve, outcomes: Outcomes, budgets: set[int], progress: Callable[[float], None]
 ) -> dict[int, CurvePoint]:
     """The best policy for every budget, by the budget."""
     policies: dict[int, RecomputePolicy] = {}
     for done, budget in enumerate(sorted(budgets), start=1):
-        policies[budget] = _best(planner, budget)
+        policies[budget] = _best(curve, budget)
         progress(done / len(budgets))
     found = zip(policies.items(), outcomes.of(list(policies.values())), strict=True)
     return {
@@ -198,13 +200,12 @@ def _fastest_within(points: Iterable[CurvePoint], budget_bytes: int) -> float:
     return min(p.step_ms for p in points if p.budget_bytes <= budget_bytes)
 
 
-def _best(planner: Planner, budget: int) -> RecomputePolicy:
+def _best(curve: BudgetCurve, budget: int) -> RecomputePolicy:
     """Every stage's least busy time, its splits rearranged, for a budget that is known to fit."""
-    stages = range(planner.layout.num_stages)
-    choices = [choice for s in stages if (choice := planner.choose(s, budget)) is not None]
-    policy = put_together(planner.layout, [choice.policies for choice in choices])
+    planner = curve.planner
     context = planner.table, planner.layout, planner.schedule
-    return with_exchanges(*context, policy, [budget] * len(stages))
+    budgets = [budget] * planner.layout.num_stages
+    return with_exchanges(*context, curve.policy(budget), budgets)
 
 
 def _never_slower(points: Sequence[CurvePoint]) -> list[CurvePoint]:

@@ -37,6 +37,8 @@ UNTHINNED = 64
 """Labels of several chunks that are not worth thinning."""
 _MOST_DROPPED = 64
 """Times as many labels as may be kept are looked at."""
+_MOST_COMPARED = 16
+"""Times as many labels as may be kept are compared with each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +93,23 @@ class Combined:
         self, moments: NDArray[np.intp], bound: Ints, limits: Limits, width: int
     ) -> tuple[Combined, float]:
         """At most `width` labels, none dominated at `moments`; and the least bound cut off."""
-        dims = np.column_stack([self.time, self.load[:, moments]])
-        kept = front(dims, self.runs, np.zeros(len(self.time), np.int64), limits.tally)
-        if len(kept) <= width:
-            return self.pick(kept), math.inf
-        priced = self.time[kept] + limits.priced_loads(self.load[kept])
-        order = kept[np.lexsort((priced, bound[kept]))]
-        return self.pick(order[:width]), float(bound[order[width]])
+        likely, left_ps = np.arange(len(self.time)), math.inf
+        if len(likely) > _MOST_COMPARED * width:
+            likely, left_ps = self._likeliest(likely, bound, limits, _MOST_COMPARED * width)
+        dims = np.column_stack([self.time[likely], self.load[np.ix_(likely, moments)]])
+        none = np.zeros(len(likely), np.int64)
+        kept = likely[front(dims, self.runs[likely], none, limits.tally)]
+        if len(kept) > width:
+            kept, left_ps = self._likeliest(kept, bound, limits, width)
+        return self.pick(kept), left_ps
+
+    def _likeliest(
+        self, which: NDArray[np.intp], bound: Ints, limits: Limits, most: int
+    ) -> tuple[NDArray[np.intp], float]:
+        """The ones of the least bounds, and the least bound of the others."""
+        priced = self.time[which] + limits.priced_loads(self.load[which])
+        order = which[np.lexsort((priced, bound[which]))]
+        return order[:most], float(bound[order[most]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +186,11 @@ class Combiner:
         """Lower bound on the time of labels that fit; `NEVER` if none do."""
         if not np.all(self.least[0] <= limit):
             return int(NEVER)
-        least = [self._least_ps(k, 0, limit[[k]]) for k in self._tightest(limit)]
-        return max((int(bound[0]) for bound in least), default=0)
+        least = [
+            (self.times[0] + self._least_ps(k, 1, limit[k] - self.loads[0][:, k])).min()
+            for k in self._tightest(limit)
+        ]
+        return max(map(int, least), default=0)
 
     def _least_ps(self, moment: int, c: int, room: Ints) -> Ints:
         """Least time of chunks c and later that put at most `room` on a moment."""
@@ -327,7 +342,7 @@ def _planefront(load: Ints, time: Ints) -> tuple[Ints, Ints]:
     return load[better], least[better]
 
 
-def _coarser(load: Ints, time: Ints, most: int = 1024) -> tuple[Ints, Ints]:
+def _coarser(load: Ints, time: Ints, most: int = 512) -> tuple[Ints, Ints]:
     """A front of at most `most` points, none above the given front."""
     if len(load) <= most:
         return load, time

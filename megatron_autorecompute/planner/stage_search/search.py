@@ -40,9 +40,9 @@ class Effort:
 
     widths: tuple[int, ...] = (4, 16, 64, 256, 1024, 4096, 16_384, 131_072)
     """Labels kept per position in successive rounds; the last bounds memory to about 100 MB."""
-    most_work: int = 6 * 10**9
+    most_work: int = 5 * 10**9
     """Counted as in `Tally`, of all stages together: no round is begun that would do more, and
-    one that comes to it keeps few labels from there on. About 5 s on one core."""
+    one that comes to it keeps few labels from there on. About 4 s on one core."""
     complete_layers: int = 4
     """If no chunk has more layers, all labels of a stage are computed once and kept for every
     budget. Longer chunks have too many labels, so each budget is searched separately."""
@@ -103,14 +103,17 @@ class StageSearch:
         pairs = zip(options, self.problem.chunks, strict=True)
         return Combiner(self.problem, [own.weighted(chunk.weights) for own, chunk in pairs])
 
-    def expect(self, budgets: int) -> None:
-        """Keep all labels, if that is likely to be less work than searching so many budgets."""
+    def of_many(self, budgets: int) -> StageSearch:
+        """The same search; one that keeps all labels, if that is likely to be less work than
+        searching so many budgets."""
         longest = max(len(chunk.layers) for chunk in self.problem.chunks)
         apart = self.problem.true_peak is not None  # each of its tries would keep labels
-        if self.complete is None and not apart and longest <= self.effort.many_layers:
-            tally = Tally(budgets * self.effort.work_of_a_budget)
-            labels = self._all_labels(False, tally, self.effort.many_width)
-            self.complete = self._combiner(labels)
+        if self.complete is not None or apart or longest > self.effort.many_layers:
+            return self
+        tally = Tally(budgets * self.effort.work_of_a_budget)
+        many = StageSearch(self.problem, self.effort)
+        many.complete = self._combiner(self._all_labels(False, tally, self.effort.many_width))
+        return many
 
     @cached_property
     def of_any_weights(self) -> list[ChunkOptions] | None:

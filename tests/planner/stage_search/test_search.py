@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import solve_speed
+from megatron_autorecompute.planner.budget_curve import BudgetCurve
 from megatron_autorecompute.planner.chunk_splits import put_together
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.planner import Planner
@@ -58,11 +59,11 @@ def test_the_optimum_is_that_of_brute_force_in_time_then_peak_then_runs(part):
 def test_an_optimum_known_from_a_smaller_budget_changes_no_answer():
     for seed in range(200):
         profile, layout, schedule, budget = problem(seed)
-        planner = Planner(profile, layout, schedule)
+        curve = BudgetCurve(Planner(profile, layout, schedule))
         for stage in range(layout.num_stages):
-            planner.choose(stage, budget)
+            curve.choose(stage, budget)
             fresh = Planner(profile, layout, schedule)
-            assert found(planner, stage, budget + 7) == found(fresh, stage, budget + 7)
+            assert found(curve, stage, budget + 7) == found(fresh, stage, budget + 7)
 
 
 @pytest.fixture
@@ -109,17 +110,6 @@ def test_a_curve_of_longer_chunks_is_a_quarter_of_the_work_of_its_budgets(work):
     assert together < apart / 4
 
 
-def test_a_budget_that_a_larger_ones_proven_plan_meets_is_no_work(work):
-    planner = solve_speed.planner(solve_speed.Case(32, 4))
-    found, first = work(lambda: planner.solve(nine_budgets(planner)[4]))
-    assert found.step_evidence.gap == 0
-    needs = [stage.peak_high_bytes for stage in found.cost.stages]
-    again, work_again = work(lambda: planner.solve(needs))
-    assert first > 0 == work_again
-    assert again.policy == found.policy
-    assert again.step_evidence == found.step_evidence
-
-
 def test_what_is_proven_of_a_larger_budget_is_proven_of_a_smaller_one(monkeypatch):
     """No smaller budget has a shorter step, and its own search may prove less."""
     found = []
@@ -138,9 +128,9 @@ def test_what_is_proven_of_a_larger_budget_is_proven_of_a_smaller_one(monkeypatc
 
 
 def test_a_budget_solved_with_a_gap_is_at_most_as_far_off_as_a_larger_ones_bound():
-    planner = Planner(*problem_of_many()[:3], effort=replace(AS_LONG_CHUNKS, widths=(4,)))
-    above = planner.choose(0, 720)
-    found = planner.choose(0, 700)
+    effort = replace(AS_LONG_CHUNKS, widths=(4,))
+    curve = BudgetCurve(Planner(*problem_of_many()[:3], effort=effort))
+    above, found = curve.choose(0, 720), curve.choose(0, 700)
     exact = Planner(*problem_of_many()[:3]).choose(0, 700)
     assert above.bound_ps <= found.bound_ps <= exact.time_ps <= found.time_ps
 

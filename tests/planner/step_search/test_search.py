@@ -174,6 +174,21 @@ def test_more_budget_is_never_a_slower_plan_of_the_same_planner(monkeypatch):
     assert slower_alone > 0
 
 
+def test_a_plan_is_the_same_whatever_was_asked_before():
+    """A shorter step that was found for another budget, and fits, is the one exception."""
+    for seed, shape in ((31, ONE_CHUNK), (4, SEVERAL_CHUNKS)):
+        planner, _ = random_step(seed, shape, 2)
+        low, high = (
+            max(choice.peak_bytes for choice in own) for own in (planner.leanest, planner.fastest)
+        )
+        budgets = [low + (high - low) * n // 4 for n in range(5)]
+        fresh = [planner.replaced().solve(budget) for budget in budgets]
+        planner.pareto(6)
+        random.Random(seed).shuffle(order := budgets[:])
+        solved = {budget: planner.solve(budget) for budget in order}
+        assert [solved[budget] for budget in budgets] == fresh, seed
+
+
 SOLVE = """
 import sys
 from pathlib import Path
