@@ -65,6 +65,7 @@ OFFLOADED = [
     ("attn_norm", "qkv_linear"),
     ("expert_fc1",),
     ("moe_act",),
+    ("fused_group_mlp",),
     ("cpu_offloading",),
 ]
 OFFLOADING = ("experts", "layer-wise offload", "expert-parallel overlap", "CUDA graphs by TE")

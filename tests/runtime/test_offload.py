@@ -30,9 +30,10 @@ pytestmark = [
 
 ATTENTION = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 EXPERTS = (*ATTENTION, "expert_fc1", "moe_act")
+SHARED = {"moe_grouped_gemm": True, "moe_shared_expert_intermediate_size": 64}
 MODELS = {
     "dense": (ATTENTION, ("core_attn", "layernorm", "mlp"), {}),
-    "moe": (EXPERTS, ("core_attn", "layernorm", "moe", "moe_act"), {"moe_grouped_gemm": True}),
+    "moe": (EXPERTS, ("core_attn", "layernorm", "moe", "moe_act", "shared_experts"), SHARED),
     "mla": (
         ATTENTION,
         ("layernorm", "mla_up_proj"),
@@ -183,11 +184,25 @@ def test_megatrons_groups_are_switched_without_another_warm_up():
             assert applied.policy == parts[1]
 
 
+def built_the_same(kind, text, **fields):
+    """Whether a model that is built with a policy has the bits of one that is built without."""
+    from megatron_autorecompute.runtime import config_field
+
+    plain = one_step(model(kind, **fields), num_microbatches=4, seed=1)
+    config_field.install()
+    try:
+        built = model(kind, recompute_policy=text, **fields)
+        return one_step(built, num_microbatches=4, seed=1).same_bits(plain)
+    finally:
+        config_field.uninstall()
+
+
 def in_ranks(kind, policies, sizes, fields):
     start_parallel(**sizes)
     with offloading() as left:
         parsed = [RecomputePolicy.parse(text, num_layers=4) for text in policies]
         found = same_bits_in_steps(kind, parsed, left, num_microbatches=4, **sizes, **fields)
+        found.append(("built", built_the_same(kind, policies[0], **sizes, **fields), True))
         if "virtual_pipeline_model_parallel_size" in sizes:
             whole = RecomputePolicy((LayerPolicy(offload=("mlp_norm", "qkv_linear")),) * 4)
             parts = [whole, part_of(random.Random(5), whole)]
@@ -200,7 +215,11 @@ RANKS = {
     # A single layer of a chunk offloads: Megatron 0.19 alone ends in "Chunk mismatch".
     "two stages": (
         "dense",
-        ["none,none+offload[attn_proj+core_attn]*2,full", "none+offload[mlp_norm],full*3"],
+        [
+            "full/2*2,none+offload[attn_proj+core_attn]*2",
+            "none,none+offload[attn_proj+core_attn]*2,full",
+            "none+offload[mlp_norm],full*3",
+        ],
         {"pipeline_model_parallel_size": 2},
     ),
     "two chunks on each of two stages": (
@@ -224,7 +243,7 @@ def test_ranks_change_no_bit_before_and_after_the_warm_up(case):
     kind, policies, sizes = RANKS[case]
     for found in run_ranks(in_ranks, 2, kind, policies, sizes, {}):
         assert {same for _, same, _ in found} == {True}
-        assert len(found) == len(policies) + 1 + ("virtual_pipeline_model_parallel_size" in sizes)
+        assert len(found) == len(policies) + 2 + ("virtual_pipeline_model_parallel_size" in sizes)
 
 
 POLICY = "none+offload[core_attn]*1,selective[layernorm]+offload[mlp_norm]*2,full*1"
