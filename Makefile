@@ -154,7 +154,8 @@ bridge-hybrid-checks: $(INSTALLED) $(BRIDGE_MAIN)
 	@test -d "$(BRIDGE)/src/megatron/bridge/models/hybrid" -a -d "$(MEGATRON_LM)/megatron/core" || { echo \
 	    "BRIDGE=PATH of a Megatron-Bridge after 0.5, MEGATRON_LM=PATH of the Megatron-LM it pins"; exit 2; }
 	PYTHONPATH=$(CURDIR):$(abspath $(BRIDGE))/src:$(abspath $(MEGATRON_LM)):$(CURDIR)/$(BRIDGE_MAIN) \
-	    HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/bridge/test_hybrid.py $(ARGS)
+	    HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/bridge/test_hybrid.py \
+	    tests/bridge/test_tower.py $(ARGS)
 
 $(BRIDGE_MAIN): $(INSTALLED) constraints/bridge-main.txt
 	mkdir -p build

@@ -304,9 +304,10 @@ class _Sites:
         policy.checked_length(self.num_layers, "The policy")
         for config in self.configs:
             if rules.own_recompute(config) is not None:
+                of = self.first_block if config is not self.configs[-1] else ""
                 raise PolicyError(
-                    "The model was built with Megatron's own recompute settings as well as a "
-                    "policy: leave them out. As a policy they are "
+                    f"The {f'block {of}' if of else 'model'} was built with Megatron's own "
+                    "recompute settings as well as a policy: leave them out. As a policy they are "
                     f"{rules.own_recompute(config)!r}."
                 )
             rules.check_allowed(config, self._policy_of(config, policy))

@@ -76,13 +76,12 @@ def test_policies_of_the_language_model_change_no_gradient_and_the_tower_has_non
         built(make, megatron_bridge.named_hook("vision:full;decoder:none"))
 
 
-@MODELS
-def test_auto_counts_the_tower_before_the_first_layer(make, adapters):
+def planned(model):
+    """Train the model under auto until a plan runs, and one step under it."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_autorecompute import attach
 
-    model = built(make, *adapters)
     trained = [p for p in model.parameters() if p.requires_grad]
     auto = attach(model, torch.optim.SGD(trained), budget_gib=1, say=lambda _: None)
     forward_backward, data = auto.schedule(get_forward_backward_func()), batch()
@@ -106,6 +105,12 @@ def test_auto_counts_the_tower_before_the_first_layer(make, adapters):
     while auto.plan is None:
         call()
     call()
+    return auto
+
+
+@MODELS
+def test_auto_counts_the_tower_before_the_first_layer(make, adapters):
+    auto = planned(built(make, *adapters))
     profile = auto.plan.profile
     assert auto.policy.format() == "none*4"
     assert auto.peak_bytes == pytest.approx(auto.predicted_peaks([LENGTH] * 2)[0], rel=0.01)
