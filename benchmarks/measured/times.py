@@ -16,7 +16,7 @@ SLOWER_HOST = 1.3
 """How much longer steps of small layers take in two of Megatron's recordings on H100; fitted with
 the host's parameters."""
 SLOWER_RECORDINGS = ("5fe3f0665", "cd4afffa6")
-FITTED_HOSTS, ONE_NODE = ("h100", "gb200"), "1node"
+FITTED_HOSTS, ONE_NODE = ("a100", "h100", "gb200"), "1node"
 """Chips whose hosts were fitted, and what marks tests on GB200 that were not taken for it."""
 WIDTH = 4096
 """Hidden size from which arithmetic decides a step, and not launches."""
@@ -157,7 +157,8 @@ parameter. Errors are absolute, but for the worst.
 - *Judges*: none was, the number of GPUs is known, and the hidden size is 4,096 or more.
 - *Small layers*: the host decides, whose GPU waits for launches. Of those on H100 every other one,
   by name, is *fitted*: four parameters of the host, and by how much it was slower in two recordings
-  (below). Of those on GB200 likewise two of the four, without the tests on one node.
+  (below). Of those on GB200 likewise two of the four, without the tests on one node; of those on
+  A100 one factor for H100's.
 - *Hosts apart*: the median error if predictions for these two recordings are multiplied by that
   factor, 1.3. It is no GPU's, and no plan has it.
 - *GPUs assumed*: chosen by the bytes between steps; an error may be that of the choice.
