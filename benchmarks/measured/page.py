@@ -53,7 +53,7 @@ def _all_statistics(data: Data) -> list[list[str]]:
     """Of every family, of large runs without experts, and of every point, those whose rows do not
     suffice included."""
     rows = by_family(judged(data))
-    if moe := [p for name, own in rows.items() for p in own if name.startswith("MoE, ")]:
+    if moe := [p for name, own in rows.items() for p in own if name.startswith("MoE")]:
         rows["MoE, all"] = moe
     without = [p for name, own in rows.items() for p in own if name.startswith(WITHOUT_EXPERTS)]
     if large := [point for point in without if point["measured_bytes"] > LARGE_BYTES]:
