@@ -339,11 +339,32 @@ def fake_ranks(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
             expert_tensor_parallel_size=config.expert_tensor_parallel_size,
             create_gloo_process_groups=False,
         )
-        with _fake_neighbours(config, stage, shape):
+        with _fake_neighbours(config, stage, shape), _works_that_hold():
             yield
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+class _Work:
+    """Of a p2p operation, with its tensor: as gloo's and NCCL's, and unlike the fake group's."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def wait(self, *_: Any) -> bool:
+        """Nothing is under way."""
+        return True
+
+
+@contextlib.contextmanager
+def _works_that_hold() -> Iterator[None]:
+    def work(_: Any, tensors: list[torch.Tensor], *__: Any) -> _Work:
+        return _Work(tensors)
+
+    group = torch.distributed.ProcessGroup
+    with patched(group, "send", work), patched(group, "recv", work):
+        yield
 
 
 @contextlib.contextmanager

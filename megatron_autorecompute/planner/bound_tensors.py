@@ -64,6 +64,8 @@ class BoundTensors:
         self._inputs()
         self._outputs()
         self._gradients()
+        if self.overlap and self.steady:
+            self._works()
         held = np.concatenate(self._held, axis=1)
         held = held[:, (held[0] != _NO_TENSOR) & (held[1] < held[2])]
         first, last = (own[held[0]] for own in self._own_events())
@@ -119,6 +121,17 @@ class BoundTensors:
             self._variable(after[last:], tensors[last:])
         else:
             self._variable(after, tensors)
+
+    def _works(self) -> None:
+        """What the works of p2p operations hold, as long as variables hold the works."""
+        # `recv_next_wait_handle`: gradients received in the steady state and used after it.
+        received = np.append(0, self._gradients_received()[: self.steady])
+        received = received[received >= self.steady]
+        self._variable(self.backward_at[received], received + _GRADIENT * self.total)
+        # `send_prev_wait_handle`: the gradient that the last backward of the steady state sends.
+        sent = self._inputs_of(self._forward_of_backward()[self.steady - 1 : self.steady])
+        sent = np.where(sent == _NO_TENSOR, _NO_TENSOR, sent + _INPUT_GRADIENT * self.total)
+        self._variable(self.backward_at[[self.steady - 1]] + 1, sent)
 
     def _end_of_iteration(self) -> Ints:
         """After each forward, in the steady state after the backward beside it."""
