@@ -37,7 +37,8 @@ SHARES = (0.75, 0.5, 0.25)
 """Of computing in the mixtures that are tried; copies have the rest."""
 WITH_OFFLOAD = "With offload"
 """How the sentence begins that says what offload gains."""
-_REPAIRS = 3
+_REPAIRS = (1, 2, 4, 8)
+"""How many times what is too much is taken off what was needed without copies, in turn."""
 _POINTS = 24
 _LESS = 32
 """Replays in which copies are left out that a found policy does not need."""
@@ -305,23 +306,26 @@ class _Replays:
                 self._try(other)
 
     def _repair(self, policy: RecomputePolicy) -> None:
-        """Leaner choices where bytes of copies under way exceed the budget."""
-        budgets = list(self.budgets)
-        for _ in range(_REPAIRS):
+        """Leaner choices where bytes of copies under way exceed the budget, by more each time."""
+        relaxed, budgets = self.search.relaxed, list(self.budgets)
+        for factor in _REPAIRS:
             cost = self._try(policy)
             if cost is None or not self._over(cost):
                 return
-            for stage, own in enumerate(cost.stages):
-                budgets[stage] -= max(0, own.peak_high_bytes - self.budgets[stage])
+            free = relaxed.evaluate(policy)
+            for stage, (own, alone) in enumerate(zip(cost.stages, free.stages, strict=True)):
+                over = own.peak_high_bytes - self.budgets[stage]
+                if over > 0:
+                    budgets[stage] = min(budgets[stage], alone.peak_high_bytes) - factor * over
             choices = [
-                self.search.relaxed.choose(stage, max(budget, 0))
-                for stage, budget in enumerate(budgets)
+                relaxed.choose(stage, max(budget, 0)) for stage, budget in enumerate(budgets)
             ]
             found = [choice for choice in choices if choice is not None]
             if len(found) < len(budgets):
                 return
             policy = put_together(self.planner.layout, [own.policies for own in found])
             self._improve(policy)
+        self._try(policy)
 
     def _neighbours(self, policy: RecomputePolicy) -> Iterator[RecomputePolicy]:
         """The policy with another choice at one layer, or with the choices of two layers of a kind

@@ -342,7 +342,7 @@ def _planefront(load: Ints, time: Ints) -> tuple[Ints, Ints]:
     return load[better], least[better]
 
 
-def _coarser(load: Ints, time: Ints, most: int = 512) -> tuple[Ints, Ints]:
+def _coarser(load: Ints, time: Ints, most: int = 1024) -> tuple[Ints, Ints]:
     """A front of at most `most` points, none above the given front."""
     if len(load) <= most:
         return load, time

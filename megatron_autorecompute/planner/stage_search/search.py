@@ -40,9 +40,9 @@ class Effort:
 
     widths: tuple[int, ...] = (4, 16, 64, 256, 1024, 4096, 16_384, 131_072)
     """Labels kept per position in successive rounds; the last bounds memory to about 100 MB."""
-    most_work: int = 5 * 10**9
+    most_work: int = 6 * 10**9
     """Counted as in `Tally`, of all stages together: no round is begun that would do more, and
-    one that comes to it keeps few labels from there on. About 4 s on one core."""
+    one that comes to it keeps few labels from there on. About 5 s on one core."""
     complete_layers: int = 4
     """If no chunk has more layers, all labels of a stage are computed once and kept for every
     budget. Longer chunks have too many labels, so each budget is searched separately."""

@@ -42,7 +42,7 @@ _PERIODS = 8
 class Work:
     """How much work a search may be; what is left open is the gap of its answer."""
 
-    mixing: int = 6 * 10**8
+    mixing: int = 7 * 10**8
     """In mixtures of paths and searches for stages' fastest choices on them, as `Tally` counts it:
     about a second. So much again may be the searches that prove the bound of one mixture."""
     least_mixtures: int = 2
