@@ -21,7 +21,6 @@ from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.model import shard
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
 from megatron_autorecompute.meta.profiling import counted_weights, profile_job
-from megatron_autorecompute.meta.shared_buffers import shared_buffers
 from megatron_autorecompute.meta.stage_runs import run_stage
 from megatron_autorecompute.meta.static_bytes import (
     Parameters,
