@@ -22,6 +22,7 @@ from megatron_autorecompute.report.data import ReportData
 from megatron_autorecompute.report.proof import proof
 from megatron_autorecompute.report.recorded_html import recorded_data, recorded_section
 from megatron_autorecompute.report.strip import STYLE, strip_svg
+from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
 from megatron_autorecompute.report.words import duration, percent, size
 
@@ -232,11 +233,11 @@ def _gain(plan: Plan) -> str:
         return "; none of Megatron's own settings fits"
     name = escape(manual.name.removeprefix("megatron:"))
     gain = 1 - plan.cost.step_ms / manual.step_ms
+    setting = best_own_setting(plan)
     if gain < 0.0005:
-        return f", as long as with Megatron's best own setting, {name}"
+        return f", as long as with {setting}, {name}"
     return (
-        f", {percent(gain)} less than with Megatron's best own setting that fits, {name} "
-        f"({duration(manual.step_ms)})"
+        f", {percent(gain)} less than with {setting} that fits, {name} ({duration(manual.step_ms)})"
     )
 
 

@@ -51,6 +51,12 @@ PEAK_COLUMNS = (
 )
 
 
+def best_own_setting(plan: Plan) -> str:
+    """What `Plan.best_manual` is: settings that offload are not among those compared."""
+    offloads = any(choice.offload for choice in plan.policy.layers)
+    return f"Megatron's best own setting{' without offload' * offloads}"
+
+
 def legend(policy: RecomputePolicy) -> dict[LayerPolicy, str]:
     """One character per choice: `.` none, `F` full, letters in order for all others."""
     letters = iter(string.ascii_lowercase)
@@ -185,7 +191,7 @@ def _header(plan: Plan, speed: str) -> Text:
     if plan.best_manual is not None:
         gain = 100 * (1 - plan.cost.step_ms / plan.best_manual.step_ms)
         lines.append(
-            f"Megatron's best own setting that fits: {plan.best_manual.name}, "
+            f"{best_own_setting(plan)} that fits: {plan.best_manual.name}, "
             f"{plan.best_manual.step_ms:.1f} ms; this plan takes {gain:.1f}% less"
         )
     else:

@@ -26,7 +26,7 @@ CALLS = FixedCalls(
     micro_batch_size=SHAPE.micro_batch_size,
     seq_length=SHAPE.seq_length,
 )
-MEASURE_STEPS = 8 if HAVE_HYBRID else 6  # of two kinds of layers, or of one
+MEASURE_STEPS = 10 if HAVE_HYBRID else 6  # of two kinds of layers, or of one
 
 
 class Work(TorchDispatchMode):
