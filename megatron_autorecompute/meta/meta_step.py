@@ -287,14 +287,14 @@ def _check_runs_without_device(config: Any) -> None:
         f"context_parallel_size={config.context_parallel_size}": config.context_parallel_size > 1,
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
         f"moe_token_dispatcher_type={config.moe_token_dispatcher_type!r}": moe
-        and config.moe_token_dispatcher_type != "alltoall",
+        and config.moe_token_dispatcher_type not in ("alltoall", "allgather"),
     }
     refused = [setting for setting, there in found.items() if there]
     if refused:
         raise MachineError(
             f"A step on meta tensors was asked for a config with {', '.join(refused)}, whose code "
-            "runs on CUDA only. Run it without (alltoall as MoE dispatcher), or measure on the "
-            "device."
+            "runs on CUDA only. Run it without (MoE dispatchers: alltoall, allgather), or measure "
+            "on the device."
         )
 
 

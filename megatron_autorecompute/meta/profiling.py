@@ -43,6 +43,7 @@ from megatron_autorecompute.meta.offload_records import (
     with_inert_offload,
 )
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
+from megatron_autorecompute.meta.outside_torch import dispatcher
 from megatron_autorecompute.meta.roofline import Roofline, Traffic
 from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, shared_buffers
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
@@ -665,7 +666,11 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
         sentences.append(
             "MoE: in the records every expert gets equally many tokens"
             + stated(job.moe_imbalance)
-            + "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
+            + (
+                "; tokens are gathered (allgather)."
+                if dispatcher(job) == "allgather"
+                else "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
+            )
         )
     if job.lora_rank:
         sentences.append(f"LoRA of rank {job.lora_rank} on every linear layer but the experts'.")
