@@ -295,20 +295,18 @@ def _measured(
         MetaOffloadCounter([model], clock, whole.may_offload).watching() as offloaded,
     ):
         measurement = Measurement(whole, applied, clock, left=lambda: offloaded.found)
-        forwards_bytes = []
         for number, _ in enumerate(measurement.policies()):
             progress(f"{job.name}: step {number + 1} on meta tensors")
             # One microbatch is in flight, as in a pipeline. So what a MoE layer's dispatcher keeps
             # until the next forward exists before the watched forward, not on top of it.
             earlier = forward()
-            forwards_bytes.append(live.current_bytes)
             offloaded.begin()
             with clock, measurement.watch(live):
                 loss = forward()
-                forwards_bytes.append(live.current_bytes)
                 loss.backward()
             offloaded.keep(applied.policy.layers)
             del earlier, loss
+            kept_bytes = live.current_bytes  # by dispatchers: alike under every choice
         if unseen := measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in unseen)
             raise ProfileError(
@@ -318,8 +316,7 @@ def _measured(
         profile = measurement.profile(
             Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
         )
-    first, both, *_ = forwards_bytes
-    counted.keep_buffers([*kept, *step.static], of_one_microbatch=2 * first - both)
+    counted.keep_buffers([*kept, *step.static], of_one_microbatch=kept_bytes)
     return profile
 
 
@@ -431,7 +428,8 @@ class _Counted:
     def keep_buffers(self, tensors: list[torch.Tensor], of_one_microbatch: int) -> None:
         """Count tensors that stay between steps; with TE only the output layer shares buffers.
 
-        of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch.
+        of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch, and those
+        that the graph of a layer without recompute holds as well.
         """
         if self._moe:
             each = -(-of_one_microbatch // self._built_moe)
