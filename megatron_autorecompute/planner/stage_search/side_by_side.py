@@ -4,8 +4,8 @@ CUDA graphs.
 What a pair of events side by side needs is no sum of what its two chunks need: it depends on which
 layers of both are alive at once. So the search sees the two events of a pair one after the other,
 each without the other's microbatch. No choices that fit need less than that, so its bound holds;
-what it finds is then held against the true peak, and where that is too high, the search is asked again with some
-bytes added to the events of pairs.
+what it finds is then held against the true peak, and where that is too high, the search is asked
+again with some bytes added to the events of pairs.
 
 With CUDA graphs of layers, what their pool and everything else need together is at least what any
 moment has of both, and here too only all choices of a stage say how much more: bytes are added to
