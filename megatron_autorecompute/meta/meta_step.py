@@ -37,7 +37,7 @@ import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_autorecompute.compat import attention_variants
+from megatron_autorecompute.compat import attention_variants, model_layers
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.shapes_exchanged import shapes_exchanged
@@ -567,6 +567,9 @@ def run_step(models: list[torch.nn.Module], shape: StepShape, forward_step: Forw
         micro_batch_size=shape.micro_batch_size,
         forward_only=False,
     )
+    for model in models:  # as the drain of deferred gradients does, which needs real groups
+        for name in ("embedding_activation_buffer", "grad_output_buffer"):
+            (getattr(model_layers.unwrapped(model), name, None) or []).clear()
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
