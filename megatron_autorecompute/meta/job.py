@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.json_records import shown_name
+from megatron_autorecompute.meta.graph_scope import SAMPLE_BYTES, GraphScope
 from megatron_autorecompute.meta.job_checks import MOST_RANKS, MOST_WIDTH, check_config
 from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.layout import Layout
@@ -221,6 +222,22 @@ class Job:
         if not self.attention_mask_in_dataloader or self.packed_samples:
             return 0
         return self.micro_batch_size * self.seq_length * self.seq_length // self.size("context")
+
+    @property
+    def graphs(self) -> GraphScope:
+        """What runs as CUDA graphs."""
+        return GraphScope.of(self.config)
+
+    @property
+    def graph_input_bytes(self) -> int:
+        """Copies of a step's samples that one CUDA graph of the iteration reads, on a rank that
+        loads data: megatron-core full_cuda_graph.py `StaticBufferLoader` keeps those of every
+        microbatch, whole sequences, with the data loader's mask if it makes one."""
+        if not self.graphs.of_iteration:
+            return 0
+        masks = self.seq_length * self.attention_mask_in_dataloader
+        sample = self.seq_length * (SAMPLE_BYTES + masks)
+        return self.num_microbatches * self.micro_batch_size * sample
 
     @property
     def keeps_bf16_weights(self) -> bool:

@@ -22,6 +22,7 @@ from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
+from megatron_autorecompute.meta.graph_rules import without_refused
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.layer_parts import with_parts
 from megatron_autorecompute.meta.lengths import profile_lengths
@@ -44,7 +45,11 @@ from megatron_autorecompute.meta.offload_records import (
 )
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
 from megatron_autorecompute.meta.roofline import Roofline, Traffic
-from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, shared_buffers
+from megatron_autorecompute.meta.shared_buffers import (
+    deferred_output_layer,
+    graph_inputs,
+    shared_buffers,
+)
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
 from megatron_autorecompute.meta.whole_layer_records import check_whole_layers, with_whole_layers
@@ -123,6 +128,9 @@ def profile_job(
     counted = decoder.counted.with_ends_of(whole.counted)
     kinds = tuple(_beside_mask(job, kind) for kind in with_inert(kinds))
     kinds = tuple(with_inert_offload(kind, offload) for kind in kinds)
+    refused: tuple[str, ...] = ()
+    if job.graphs.implementation != "none":
+        kinds, refused = without_refused(job, kinds)
     facts = _facts(job, decoder.layer_facts)
     profile = Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
@@ -138,9 +146,10 @@ def profile_job(
         head_static=counted.head,
         deallocate_pipeline_outputs=bool(job.config.get("deallocate_pipeline_outputs", True)),
         overlap_p2p_comm=bool(job.config.get("overlap_p2p_comm", True)),
+        graph_of_iteration=job.graphs.of_iteration,
         host_link=device.host.link,
         fingerprint=_fingerprint(job, device, efficiency),
-        assumptions=assumed(job, device, efficiency),
+        assumptions=(*assumed(job, device, efficiency), *refused),
     )
     profile = with_whole_layers(job, profile) if whole_layers else profile
     if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
@@ -447,6 +456,8 @@ class _Counted:
         """Record of one pipeline stage."""
         parts = [self.layer(index) for index in layers]
         parts += [self.embedding] * embedding + [self.head] * head
+        if embedding or head:
+            parts.append(StaticBytes(shared=graph_inputs(self.job)))
         counts = self.weights(layers, embedding, head)
         return StageRecord(
             layers=layers,
@@ -607,6 +618,16 @@ def _weight_gradients(job: Job) -> str:
     )
 
 
+def _assumed_of_graphs(job: Job) -> str:
+    if job.graphs.of_iteration:
+        return (
+            "CUDA graph of the iteration: forwards and backwards have a memory pool of their own, "
+            "so the optimizer step counts on top of every peak; the samples of all microbatches "
+            "stay."
+        )
+    return "CUDA graphs of layers: the bytes of their memory pools are not counted."
+
+
 def stated(imbalance: dict[str, float]) -> str:
     """What a job says of uneven routing, as the end of a sentence about its records."""
     if not imbalance:
@@ -642,6 +663,7 @@ def _assumed_of_times(job: Job, device: Device, efficiency: Efficiency) -> tuple
 def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]:
     """Every assumption behind the figures, one sentence each."""
     left_out = sorted(n for n, v in LEFT_OUT.items() if job.config.get(n) not in (None, v))
+    left_out = [name for name in left_out if "cuda_graph" not in name]
     sentences = [
         "Nothing here is measured: bytes are those of a run on meta tensors, times a roofline.",
         *_assumed_of_times(job, device, efficiency),
@@ -665,6 +687,8 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
             + stated(job.moe_imbalance)
             + "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
         )
+    if job.graphs.implementation != "none":
+        sentences.append(_assumed_of_graphs(job))
     if job.lora_rank:
         sentences.append(f"LoRA of rank {job.lora_rank} on every linear layer but the experts'.")
     if left_out:

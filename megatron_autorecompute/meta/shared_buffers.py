@@ -50,6 +50,12 @@ def deferred_output_layer(job: Job) -> dict[str, int]:
     return {"deferred gradients of logits": each * min(limit, products - 1)}
 
 
+def graph_inputs(job: Job) -> dict[str, int]:
+    """What a CUDA graph of the iteration reads, on stages whose ranks load data."""
+    size = job.graph_input_bytes
+    return {"samples of a CUDA graph": size} if size else {}
+
+
 def dummy_weight_gradients(job: Job, modules: Iterable[torch.nn.Module]) -> dict[str, int]:
     """One tensor per shape [out, in] of trained weights, 2 bytes per element under every precision.
 

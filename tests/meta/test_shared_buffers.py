@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core import full_cuda_graph
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -235,3 +236,21 @@ def test_instances_of_the_distributed_optimizer_each_have_the_whole_state():
         for number in (1, 2)
     )
     assert two.optimizer_state_bytes == 2 * one.optimizer_state_bytes == 2 * 12 * 1000
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_graph_of_the_iteration_keeps_what_megatrons_loader_copies(monkeypatch, stages):
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    fields = {"pipeline_model_parallel_size": stages, "cuda_graph_impl": "local"}
+    asked = job({**fields, "cuda_graph_scope": ["full_iteration"]}, global_batch_size=8)
+    asked = replace(asked, attention_mask_in_dataloader=True)
+    length = (1, asked.seq_length)
+    sample = {name: torch.zeros(length, dtype=torch.int64) for name in ("tokens", "labels")}
+    sample["position_ids"], sample["loss_mask"] = sample["tokens"] + 1, torch.zeros(length)
+    sample["attention_mask"] = torch.ones(1, 1, *2 * [asked.seq_length], dtype=torch.bool)
+    kept = [full_cuda_graph.copy_tensors_in_struct(sample) for _ in range(asked.num_microbatches)]
+    copies = [tensor for own in kept for tensor in own.values()]
+    profile = profile_job(asked, H100)
+    found = [stage.static.shared.get("samples of a CUDA graph", 0) for stage in profile.stages]
+    ends = {0, stages - 1}
+    assert found == [storage_bytes(copies) * (stage in ends) for stage in range(stages)]
