@@ -219,9 +219,9 @@ def run(settings: Settings, console: Console) -> Comparison:
         refresh_per_second=2,  # of the ranks' cores
     )
     try:
-        with _ranks(settings) as readers, progress_bar as progress:
+        with from_ranks(settings) as messages, progress_bar as progress:
             task = progress.add_task("starting Megatron", total=None)
-            for message in _messages(readers, settings.timeout_s):
+            for message in messages:
                 if isinstance(message, Comparison):
                     message.save(folder / "comparison.json")
                     write_atomically(markdown(message), folder / "comparison.md")
@@ -258,8 +258,8 @@ def _check_memory(num_processes: int) -> None:
 
 
 @contextmanager
-def _ranks(settings: Settings) -> Iterator[dict[Connection, int]]:
-    """One process per rank; all of them end with the block."""
+def from_ranks(settings: Settings) -> Iterator[Iterator[Any]]:
+    """One process per rank, and what they say; all of them end with the block."""
     context = multiprocessing.get_context("spawn")
     processes, readers = [], {}
     with tempfile.TemporaryDirectory() as folder:
@@ -274,7 +274,7 @@ def _ranks(settings: Settings) -> Iterator[dict[Connection, int]]:
             readers[reader] = rank
             processes.append(process)
         try:
-            yield readers
+            yield _messages(readers, settings.timeout_s)
         finally:
             for process in processes:
                 process.kill()

@@ -20,11 +20,12 @@ from megatron.core.tensor_parallel import random as megatron_random
 from rich.console import Console
 
 from megatron_autorecompute.cli import main as verify
-from megatron_autorecompute.compare import rendering
+from megatron_autorecompute.compare import rendering, run
 from megatron_autorecompute.compare.comparison import Comparison, Shape
 from megatron_autorecompute.compare.run import Contest, Settings, main, parse
 from megatron_autorecompute.compat import lost_step, model_layers
 from megatron_autorecompute.errors import InfeasibleError, MachineError
+from megatron_autorecompute.patched import patched
 from megatron_autorecompute.planner.plan import Plan
 from tests.default_model import flags, layers
 from tests.hybrid_models import HAVE_HYBRID, runnable
@@ -385,6 +386,11 @@ def test_interrupting_keeps_what_was_finished(running, tmp_path):
     assert (tmp_path / "comparison.png").exists()
 
 
+def ranks_that_say(messages):
+    said = contextlib.nullcontext(messages)
+    return patched(run, "from_ranks", lambda settings: said)
+
+
 @pytest.mark.parametrize("measured", [0, 1])
 def test_a_folder_never_holds_files_of_two_comparisons(finished, measured, tmp_path, capsys):
     earlier = {file.name: file.read_bytes() for file in finished[0].iterdir()}
@@ -393,13 +399,11 @@ def test_a_folder_never_holds_files_of_two_comparisons(finished, measured, tmp_p
     first = replace(Comparison.load(tmp_path / "comparison.json"), complete=False)
     first = replace(first, strategies=first.strategies[:1])
 
-    def messages(*_):
+    def messages():
         yield from [first] * measured
         raise KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_autorecompute.compare.run._ranks", contextlib.nullcontext)
-        patch.setattr("megatron_autorecompute.compare.run._messages", messages)
+    with ranks_that_say(messages()):
         assert main([*SMALL, "--output", str(tmp_path)]) == 130
     found = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     if measured:
@@ -414,10 +418,8 @@ def test_a_picture_that_cannot_be_written_leaves_the_table_on_the_screen(
     finished, tmp_path, capsys
 ):
     whole = Comparison.load(finished[0] / "comparison.json")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_autorecompute.compare.run._ranks", contextlib.nullcontext)
-        patch.setattr("megatron_autorecompute.compare.run._messages", lambda *_: [whole])
-        (tmp_path / "comparison.png").mkdir()
+    (tmp_path / "comparison.png").mkdir()
+    with ranks_that_say([whole]):
         assert main([*SMALL, "--output", str(tmp_path)]) == 4
     said = capsys.readouterr()
     assert "comparison.png: Is a directory" in " ".join(said.err.split())
