@@ -37,7 +37,7 @@ import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_autorecompute.compat import attention_variants
+from megatron_autorecompute.compat import attention_variants, model_layers
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.shapes_exchanged import shapes_exchanged
@@ -287,14 +287,14 @@ def _check_runs_without_device(config: Any) -> None:
         f"context_parallel_size={config.context_parallel_size}": config.context_parallel_size > 1,
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
         f"moe_token_dispatcher_type={config.moe_token_dispatcher_type!r}": moe
-        and config.moe_token_dispatcher_type != "alltoall",
+        and config.moe_token_dispatcher_type not in ("alltoall", "allgather"),
     }
     refused = [setting for setting, there in found.items() if there]
     if refused:
         raise MachineError(
             f"A step on meta tensors was asked for a config with {', '.join(refused)}, whose code "
-            "runs on CUDA only. Run it without (alltoall as MoE dispatcher), or measure on the "
-            "device."
+            "runs on CUDA only. Run it without (MoE dispatchers: alltoall, allgather), or measure "
+            "on the device."
         )
 
 
@@ -567,6 +567,9 @@ def run_step(models: list[torch.nn.Module], shape: StepShape, forward_step: Forw
         micro_batch_size=shape.micro_batch_size,
         forward_only=False,
     )
+    for model in models:  # as the drain of deferred gradients does, which needs real groups
+        for name in ("embedding_activation_buffer", "grad_output_buffer"):
+            (getattr(model_layers.unwrapped(model), name, None) or []).clear()
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -45,6 +45,7 @@ from megatron_autorecompute.meta.offload_records import (
     with_inert_offload,
 )
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
+from megatron_autorecompute.meta.outside_torch import dispatcher
 from megatron_autorecompute.meta.roofline import Roofline, Traffic
 from megatron_autorecompute.meta.shared_buffers import (
     deferred_output_layer,
@@ -309,8 +310,8 @@ def _measured(
     model = built.model
     step = JobStep(job)
     depth = len(built.kind_of)
-    own = job.mtp_num_layers and job.size("pipeline") > 1
-    parameters = [*model.parameters(), *(own_embedding(model) if own else [])]
+    own = own_embedding(job, model) if job.size("pipeline") > 1 else []
+    parameters = [*model.parameters(), *own]
     gradients = add_main_gradients(parameters, dummies=job.makes_dummies)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
@@ -351,8 +352,12 @@ def _measured(
     return profile
 
 
-def own_embedding(model: Any) -> list[torch.nn.Parameter]:
-    """Give MTP depths the copy of the embedding that their stage has."""
+def own_embedding(job: Job, model: Any) -> list[torch.nn.Parameter]:
+    """Give the head, and MTP depths, the copy of the embedding that their stage has. One weight for
+    both ends would have one gradient, which waits for the embedding's part of it."""
+    tied = not job.untie_embeddings_and_output_weights
+    if not (tied or job.mtp_num_layers):
+        return []
     groups = torch.distributed.ProcessGroup  # cannot be copied
     shared = [v for m in model.embedding.modules() for v in vars(m).values()]
     own = copy.deepcopy(model.embedding, {id(v): v for v in shared if isinstance(v, groups)})
@@ -360,7 +365,10 @@ def own_embedding(model: Any) -> list[torch.nn.Parameter]:
     def replaced(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "embedding": own}
 
-    model.mtp.register_forward_pre_hook(replaced, with_kwargs=True)
+    if tied:
+        model.shared_embedding_or_output_weight = lambda: own.word_embeddings.weight
+    if job.mtp_num_layers:
+        model.mtp.register_forward_pre_hook(replaced, with_kwargs=True)
     return list(own.parameters())
 
 
@@ -722,7 +730,11 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
         sentences.append(
             "MoE: in the records every expert gets equally many tokens"
             + stated(job.moe_imbalance)
-            + "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
+            + (
+                "; tokens are gathered (allgather)."
+                if dispatcher(job) == "allgather"
+                else "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
+            )
         )
     if job.graphs.implementation != "none":
         sentences.append(_assumed_of_graphs(job))

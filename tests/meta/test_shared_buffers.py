@@ -1,6 +1,7 @@
 """Dummy weight gradients and workspaces: one for each shape of a stage, by Megatron's own calls."""
 
 import importlib
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.model import JobStep, add_main_gradients, shard
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, workspaces
+from megatron_autorecompute.meta.stage_runs import built_stage
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import stage_base
@@ -189,24 +191,25 @@ def test_a_shared_buffer_counts_once_and_at_its_largest():
 
 @pytest.mark.parametrize("limit", [0, 2])
 def test_deferred_gradients_of_logits_are_those_that_megatrons_output_layer_keeps(limit):
-    sizes = {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": limit}
-    asked = job({**sizes, "tensor_model_parallel_size": 2, "sequence_parallel": True})
-    with shard(replace(asked, config={**asked.config, **dict.fromkeys(sizes, 0)}), [1]) as built:
-        output_layer = built.model.output_layer
-        output_layer.config.defer_embedding_wgrad_compute = True
-        output_layer.config.wgrad_deferral_limit = limit
-        inputs, gradients = [], []
-        output_layer.embedding_activation_buffer, output_layer.grad_output_buffer = (
-            inputs,
-            gradients,
-        )
-        parameters = list(built.model.parameters())
-        add_main_gradients(parameters, dummies=asked.makes_dummies)
-        step = JobStep(asked)
+    fused = {"gradient_accumulation_fusion": True, "defer_embedding_wgrad_compute": True}
+    both = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    asked = job({**fused, **both, "wgrad_deferral_limit": limit, "sequence_parallel": True})
+    with built_stage(asked, asked.num_microbatches, stage=1) as ([model], _, step):
+        add_main_gradients(model.parameters(), dummies=asked.makes_dummies)
+        received = []
         for _ in range(asked.num_microbatches if limit else asked.num_microbatches - 1):
-            step(None, built.model)[0].float().mean().backward()
+            size = (asked.seq_length // 2, asked.micro_batch_size, asked.config["hidden_size"])
+            with torch.device("meta"):
+                tensor = torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
+            model.set_input_tensor(tensor)
+            step(None, model)[0].float().mean().backward()
+            received.append(weakref.ref(tensor))
+        model.set_input_tensor(None)
+        del tensor
+        alive = [leaf for one in received if (leaf := one()) is not None]
+        kept = [*model.embedding_activation_buffer, *model.grad_output_buffer, *alive]
         assert deferred_output_layer(asked) == {
-            "deferred gradients of logits": storage_bytes([*inputs, *gradients])
+            "deferred gradients of logits": storage_bytes([*kept, *(one.grad for one in alive)])
         }
     assert not deferred_output_layer(job())
 
