@@ -378,7 +378,10 @@ def load_job(path: str | Path) -> Job:
     try:
         text = json_records.read_text(path)
     except (OSError, ValueError) as error:
-        raise OptionError(f"Cannot read the job {path}: {error}.") from error
+        raise OptionError(
+            f"Cannot read the job {path}: {json_records.reason(error)}. Give the path of a YAML "
+            "file."
+        ) from error
     try:
         data = yaml.safe_load(text)
     # The parser lets every error of its own out: of dates, of numbers, of the depth.

@@ -52,7 +52,6 @@ LEFT_OUT = {
     **megatron_fields.NO_OFFLOAD,
     **{name: False for name in ("fp8_param", "fp4_param")},
     megatron_fields.POLICY_FIELD: None,
-    **{name: "alltoall" for name in ("moe_token_dispatcher_type",)},
 }
 """Fields that the model is built without: they need a device, or are what is to be planned."""
 
@@ -398,6 +397,8 @@ def megatron_config(
         **{name: value for name, value in job.config.items() if name not in left_out},
         **changed,
     }
+    if fields["moe_token_dispatcher_type"] == "flex":  # its kernels need a device
+        fields["moe_token_dispatcher_type"] = "alltoall"
     pattern = fields.pop("hybrid_layer_pattern", None)
     if pattern is not None:
         hybrid.check_supported(job.name)

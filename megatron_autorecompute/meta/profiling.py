@@ -44,6 +44,7 @@ from megatron_autorecompute.meta.offload_records import (
     with_inert_offload,
 )
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
+from megatron_autorecompute.meta.outside_torch import dispatcher
 from megatron_autorecompute.meta.roofline import Roofline, Traffic
 from megatron_autorecompute.meta.shared_buffers import (
     deferred_output_layer,
@@ -696,7 +697,11 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
         sentences.append(
             "MoE: in the records every expert gets equally many tokens"
             + stated(job.moe_imbalance)
-            + "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
+            + (
+                "; tokens are gathered (allgather)."
+                if dispatcher(job) == "allgather"
+                else "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
+            )
         )
     if job.graphs.implementation != "none":
         sentences.append(_assumed_of_graphs(job))
