@@ -22,6 +22,8 @@ from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
+from megatron_autorecompute.meta.graph_layers import with_graphs
+from megatron_autorecompute.meta.graph_rules import without_refused
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.layer_parts import with_parts
 from megatron_autorecompute.meta.lengths import profile_lengths
@@ -37,14 +39,21 @@ from megatron_autorecompute.meta.model import (
     job_kinds,
     shard,
 )
+from megatron_autorecompute.meta.muon import NO_MATRICES, orthogonalized, split_rows
 from megatron_autorecompute.meta.offload_records import (
     MetaOffloadCounter,
     checked,
     with_inert_offload,
 )
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
+from megatron_autorecompute.meta.outside_torch import dispatcher
 from megatron_autorecompute.meta.roofline import Roofline, Traffic
-from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, shared_buffers
+from megatron_autorecompute.meta.shared_buffers import (
+    deferred_output_layer,
+    graph_inputs,
+    kept_microbatches,
+    shared_buffers,
+)
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
 from megatron_autorecompute.meta.whole_layer_records import check_whole_layers, with_whole_layers
@@ -96,15 +105,12 @@ def profile_job(
     """
     efficiency = efficiency or device.reaches
     job = with_backend(job, device)
-    if job.max_tokens_per_microbatch and offload:
-        raise OptionError(f"{job.name}: records of offload hold for one length alone.")
+    _refuse_together(job, offload)
     if job.max_tokens_per_microbatch:
         return profile_lengths(
             job, lambda one: profile_job(one, device, efficiency, progress, clock_type, only)
         )
     job.layout(), job.schedule()  # refused before anything is built
-    if offload and job.config.get("overlap_moe_expert_parallel_comm"):
-        raise OptionError(f"{job.name}: records of offload beside EP overlap are not modelled.")
     reached = efficiency
     if job.config.get("attention_backend") == "flash":
         reached = efficiency.with_flash()
@@ -123,6 +129,7 @@ def profile_job(
     counted = decoder.counted.with_ends_of(whole.counted)
     kinds = tuple(_beside_mask(job, kind) for kind in with_inert(kinds))
     kinds = tuple(with_inert_offload(kind, offload) for kind in kinds)
+    kinds, refused = _beside_graphs(job, kinds, progress)
     facts = _facts(job, decoder.layer_facts)
     profile = Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
@@ -138,9 +145,10 @@ def profile_job(
         head_static=counted.head,
         deallocate_pipeline_outputs=bool(job.config.get("deallocate_pipeline_outputs", True)),
         overlap_p2p_comm=bool(job.config.get("overlap_p2p_comm", True)),
+        graph_of_iteration=job.graphs.of_iteration,
         host_link=device.host.link,
         fingerprint=_fingerprint(job, device, efficiency),
-        assumptions=assumed(job, device, efficiency),
+        assumptions=(*assumed(job, device, efficiency), *refused),
     )
     profile = with_whole_layers(job, profile) if whole_layers else profile
     if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
@@ -148,10 +156,48 @@ def profile_job(
     return profile
 
 
+def _refuse_together(job: Job, offload: Sequence[Sequence[str]]) -> None:
+    if job.max_tokens_per_microbatch and offload:
+        raise OptionError(f"{job.name}: records of offload hold for one length alone.")
+    if job.max_tokens_per_microbatch and job.graphs.implementation != "none":
+        raise OptionError(
+            f"{job.name}: CUDA graphs hold for the one length that they were captured with, and "
+            "max_tokens_per_microbatch says that lengths vary. Leave one of them out."
+        )
+    if offload and job.graphs.of_layers:
+        raise OptionError(
+            f"{job.name}: records of offload beside CUDA graphs of layers are not modelled. Leave "
+            "cuda_graph_impl out, or do not offload."
+        )
+    if offload and job.config.get("overlap_moe_expert_parallel_comm"):
+        raise OptionError(f"{job.name}: records of offload beside EP overlap are not modelled.")
+
+
+def _beside_graphs(
+    job: Job, kinds: tuple[LayerKind, ...], progress: Progress
+) -> tuple[tuple[LayerKind, ...], tuple[str, ...]]:
+    """The kinds with what the job's CUDA graphs change, and what Megatron refuses beside them."""
+    if job.graphs.implementation == "none":
+        return kinds, ()
+    kinds, refused = without_refused(job, kinds)
+    if not counts_graphs(job):
+        return kinds, refused
+    progress(f"{job.name}: layers as CUDA graphs")
+    return with_graphs(job, kinds), refused
+
+
+def counts_graphs(job: Job) -> bool:
+    """Whether layers have records of CUDA graphs."""
+    return job.graphs.of_layers and not job.config.get("overlap_moe_expert_parallel_comm")
+
+
 def traffic(job: Job) -> Traffic:
     """How the job communicates."""
     flex = job.config.get("moe_token_dispatcher_type") == "flex"
+    chunks = [chunk for stage in job.layout().stages for chunk in stage]
+    several = job.size("pipeline") > 1
     return Traffic(
+        layers_of_call=job.num_layers / len(chunks) if several else 0.0,
         userbuffers=bool(job.config.get("tp_comm_overlap")),
         expert_alltoall=bool(job.config.get("overlap_moe_expert_parallel_comm")),
         copies=int(job.config.get("moe_router_topk") or 0) if flex else 0,
@@ -269,8 +315,8 @@ def _measured(
     model = built.model
     step = JobStep(job)
     depth = len(built.kind_of)
-    own = job.mtp_num_layers and job.size("pipeline") > 1
-    parameters = [*model.parameters(), *(own_embedding(model) if own else [])]
+    own = own_embedding(job, model) if job.size("pipeline") > 1 else []
+    parameters = [*model.parameters(), *own]
     gradients = add_main_gradients(parameters, dummies=job.makes_dummies)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
@@ -286,20 +332,18 @@ def _measured(
         MetaOffloadCounter([model], clock, whole.may_offload).watching() as offloaded,
     ):
         measurement = Measurement(whole, applied, clock, left=lambda: offloaded.found)
-        forwards_bytes = []
         for number, _ in enumerate(measurement.policies()):
             progress(f"{job.name}: step {number + 1} on meta tensors")
             # One microbatch is in flight, as in a pipeline. So what a MoE layer's dispatcher keeps
             # until the next forward exists before the watched forward, not on top of it.
             earlier = forward()
-            forwards_bytes.append(live.current_bytes)
             offloaded.begin()
             with clock, measurement.watch(live):
                 loss = forward()
-                forwards_bytes.append(live.current_bytes)
                 loss.backward()
             offloaded.keep(applied.policy.layers)
             del earlier, loss
+            kept_bytes = live.current_bytes  # by dispatchers: alike under every choice
         if unseen := measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in unseen)
             raise ProfileError(
@@ -309,13 +353,16 @@ def _measured(
         profile = measurement.profile(
             Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
         )
-    first, both, *_ = forwards_bytes
-    counted.keep_buffers([*kept, *step.static], of_one_microbatch=2 * first - both)
+    counted.keep_buffers([*kept, *step.static], of_one_microbatch=kept_bytes)
     return profile
 
 
-def own_embedding(model: Any) -> list[torch.nn.Parameter]:
-    """Give MTP depths the copy of the embedding that their stage has."""
+def own_embedding(job: Job, model: Any) -> list[torch.nn.Parameter]:
+    """Give the head, and MTP depths, the copy of the embedding that their stage has. One weight for
+    both ends would have one gradient, which waits for the embedding's part of it."""
+    tied = not job.untie_embeddings_and_output_weights
+    if not (tied or job.mtp_num_layers):
+        return []
     groups = torch.distributed.ProcessGroup  # cannot be copied
     shared = [v for m in model.embedding.modules() for v in vars(m).values()]
     own = copy.deepcopy(model.embedding, {id(v): v for v in shared if isinstance(v, groups)})
@@ -323,7 +370,10 @@ def own_embedding(model: Any) -> list[torch.nn.Parameter]:
     def replaced(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "embedding": own}
 
-    model.mtp.register_forward_pre_hook(replaced, with_kwargs=True)
+    if tied:
+        model.shared_embedding_or_output_weight = lambda: own.word_embeddings.weight
+    if job.mtp_num_layers:
+        model.mtp.register_forward_pre_hook(replaced, with_kwargs=True)
     return list(own.parameters())
 
 
@@ -406,9 +456,12 @@ class _Counted:
         self._moe |= dict.fromkeys(of_depths, job.experts_of_depth) if job.experts_of_depth else {}
         self._built_moe += job.experts_of_depth * len(sites)
         self._kept_bytes: dict[int, int] = {}
-        self.embedding = static_bytes(job, device, self._embedding)
+        both = not several or bool(mtp)
+        first = kept_microbatches(job, embedding=True, head=not several)
+        self.embedding = replace(static_bytes(job, device, self._embedding), shared=first)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
         head = shared_buffers(job, device, model.output_layer) | deferred_output_layer(job)
+        head |= kept_microbatches(job, embedding=both, head=True)
         self.head = replace(static_bytes(job, device, self._head), shared=head)
 
     def with_ends_of(self, whole: _Counted) -> _Counted:
@@ -422,7 +475,8 @@ class _Counted:
     def keep_buffers(self, tensors: list[torch.Tensor], of_one_microbatch: int) -> None:
         """Count tensors that stay between steps; with TE only the output layer shares buffers.
 
-        of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch.
+        of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch, and those
+        that the graph of a layer without recompute holds as well.
         """
         if self._moe:
             each = -(-of_one_microbatch // self._built_moe)
@@ -449,6 +503,8 @@ class _Counted:
         """Record of one pipeline stage."""
         parts = [self.layer(index) for index in layers]
         parts += [self.embedding] * embedding + [self.head] * head
+        if embedding or head:
+            parts.append(StaticBytes(shared=graph_inputs(self.job)))
         counts = self.weights(layers, embedding, head)
         return StageRecord(
             layers=layers,
@@ -463,22 +519,25 @@ def counted_weights(part: Any) -> Weights:
     if part is None:
         return found
     linear = {id(m.weight) for m in part.modules() if isinstance(m, kernels.LINEAR_TYPES)}
+    rows = split_rows(part)
     for parameter in part.parameters():
-        count = _counted(parameter)
+        count = _counted(parameter, rows.get(id(parameter)))
         found += Weights(quantised=count) if id(parameter) in linear else Weights(others=count)
     return found
 
 
-def _counted(parameter: torch.Tensor) -> Parameters:
+def _counted(parameter: torch.Tensor, rows: Sequence[int] | None) -> Parameters:
     if not parameter.requires_grad:
         return Parameters(frozen=parameter.numel())
     # Experts of stand-ins are one tensor of three dimensions, in Transformer Engine one each.
     outside = getattr(parameter, "is_embedding_or_output_parameter", False)
     count, is_expert = parameter.numel(), not getattr(parameter, "allreduce", True)
-    matrices = count * (not outside and parameter.dim() == 2 + is_expert)
+    matrices, muon = 0, NO_MATRICES
+    if not outside and parameter.dim() == 2 + is_expert:
+        matrices, muon = count, orthogonalized(parameter, rows or parameter.shape[-2:-1])
     if is_expert:
-        return Parameters(expert=count, expert_matrices=matrices)
-    return Parameters(dense=count, dense_matrices=matrices)
+        return Parameters(expert=count, expert_matrices=matrices, expert_muon=muon)
+    return Parameters(dense=count, dense_matrices=matrices, dense_muon=muon)
 
 
 def _stages(job: Job, counted: _Counted) -> tuple[StageRecord, ...]:
@@ -609,6 +668,22 @@ def _weight_gradients(job: Job) -> str:
     )
 
 
+def _assumed_of_graphs(job: Job) -> str:
+    if job.graphs.of_iteration:
+        return (
+            "CUDA graph of the iteration: forwards and backwards have a memory pool of their own, "
+            "so the optimizer step counts on top of every peak; the samples of all microbatches "
+            "stay."
+        )
+    if counts_graphs(job):
+        depths = " (not of MTP depths)" * bool(job.mtp_num_layers)
+        return (
+            f"CUDA graphs of layers{depths} have a memory pool of their own, with what they save, "
+            "their inputs and outputs; peaks are the most in the pool and the most outside it."
+        )
+    return "CUDA graphs of layers beside EP overlap: what their pool takes besides is not counted."
+
+
 def stated(imbalance: dict[str, float]) -> str:
     """What a job says of uneven routing, as the end of a sentence about its records."""
     if not imbalance:
@@ -644,6 +719,7 @@ def _assumed_of_times(job: Job, device: Device, efficiency: Efficiency) -> tuple
 def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]:
     """Every assumption behind the figures, one sentence each."""
     left_out = sorted(n for n, v in LEFT_OUT.items() if job.config.get(n) not in (None, v))
+    left_out = [name for name in left_out if "cuda_graph" not in name]
     sentences = [
         "Nothing here is measured: bytes are those of a run on meta tensors, times a roofline.",
         *_assumed_of_times(job, device, efficiency),
@@ -665,8 +741,14 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
         sentences.append(
             "MoE: in the records every expert gets equally many tokens"
             + stated(job.moe_imbalance)
-            + "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
+            + (
+                "; tokens are gathered (allgather)."
+                if dispatcher(job) == "allgather"
+                else "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
+            )
         )
+    if job.graphs.implementation != "none":
+        sentences.append(_assumed_of_graphs(job))
     if job.lora_rank:
         sentences.append(f"LoRA of rank {job.lora_rank} on every linear layer but the experts'.")
     if left_out:
