@@ -401,10 +401,11 @@ def _inference_layers(device: torch.device) -> Iterator[Patch]:
     August 2026); without TE its classes derive from a mock, and so are mocks.
     Remove when: it returns False without TE.
     """
-    if _module("megatron.core.tensor_parallel.random").HAVE_TE:
-        return
-    prediction = _module("megatron.core.transformer.multi_token_prediction")
-    if hasattr(prediction, "is_inference_column_parallel_linear"):
+    from megatron_autorecompute.compat import versions
+
+    lacks_te = not _module("megatron.core.tensor_parallel.random").HAVE_TE
+    if lacks_te and versions.asks_for_inference_layers():
+        prediction = _module("megatron.core.transformer.multi_token_prediction")
         yield prediction, "is_inference_column_parallel_linear", lambda module: False
 
 
