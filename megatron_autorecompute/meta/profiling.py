@@ -104,7 +104,11 @@ def profile_job(
         )
     job.layout(), job.schedule()  # refused before anything is built
     if offload and job.config.get("overlap_moe_expert_parallel_comm"):
-        raise OptionError(f"{job.name}: records of offload beside EP overlap are not modelled.")
+        raise OptionError(
+            f"{job.name}: records of offload were asked for with overlap_moe_expert_parallel_comm, "
+            "whose parts of layers have none. Leave out offload, or the overlap; what the job's "
+            "own setting needs, meta.need.own_need says."
+        )
     reached = efficiency
     if job.config.get("attention_backend") == "flash":
         reached = efficiency.with_flash()
