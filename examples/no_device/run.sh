@@ -14,11 +14,9 @@ profile() {
     time megatron-autorecompute estimate --gpu h100-80gb "$1.yaml" -o "$out/$1.json" \
         > "$out/$1.txt"
 }
-# Where Megatron's own schedule takes some MB more than predicted, `verify` asks for a smaller budget.
-declare -A smaller_gib=([nemotron-3-super]=68.88)
 plan() {
     # The budget is what the estimate ends with.
-    budget_gib=${smaller_gib[$1]:-$(tail -1 "$out/$1.txt" | sed 's/.*--budget-gib //')}
+    budget_gib=$(tail -1 "$out/$1.txt" | sed 's/.*--budget-gib //')
     megatron-autorecompute plan --profile "$out/$1.json" --budget-gib "$budget_gib" \
         -o "$out/$1.plan.json"
 }

@@ -22,6 +22,7 @@ from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
+from megatron_autorecompute.meta.graph_rules import without_refused
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.layer_parts import with_parts
 from megatron_autorecompute.meta.lengths import profile_lengths
@@ -43,8 +44,13 @@ from megatron_autorecompute.meta.offload_records import (
     with_inert_offload,
 )
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
+from megatron_autorecompute.meta.outside_torch import dispatcher
 from megatron_autorecompute.meta.roofline import Roofline, Traffic
-from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, shared_buffers
+from megatron_autorecompute.meta.shared_buffers import (
+    deferred_output_layer,
+    graph_inputs,
+    shared_buffers,
+)
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
 from megatron_autorecompute.meta.whole_layer_records import check_whole_layers, with_whole_layers
@@ -127,6 +133,9 @@ def profile_job(
     counted = decoder.counted.with_ends_of(whole.counted)
     kinds = tuple(_beside_mask(job, kind) for kind in with_inert(kinds))
     kinds = tuple(with_inert_offload(kind, offload) for kind in kinds)
+    refused: tuple[str, ...] = ()
+    if job.graphs.implementation != "none":
+        kinds, refused = without_refused(job, kinds)
     facts = _facts(job, decoder.layer_facts)
     profile = Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
@@ -142,9 +151,10 @@ def profile_job(
         head_static=counted.head,
         deallocate_pipeline_outputs=bool(job.config.get("deallocate_pipeline_outputs", True)),
         overlap_p2p_comm=bool(job.config.get("overlap_p2p_comm", True)),
+        graph_of_iteration=job.graphs.of_iteration,
         host_link=device.host.link,
         fingerprint=_fingerprint(job, device, efficiency),
-        assumptions=assumed(job, device, efficiency),
+        assumptions=(*assumed(job, device, efficiency), *refused),
     )
     profile = with_whole_layers(job, profile) if whole_layers else profile
     if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
@@ -273,8 +283,8 @@ def _measured(
     model = built.model
     step = JobStep(job)
     depth = len(built.kind_of)
-    own = job.mtp_num_layers and job.size("pipeline") > 1
-    parameters = [*model.parameters(), *(own_embedding(model) if own else [])]
+    own = own_embedding(job, model) if job.size("pipeline") > 1 else []
+    parameters = [*model.parameters(), *own]
     gradients = add_main_gradients(parameters, dummies=job.makes_dummies)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
@@ -290,20 +300,18 @@ def _measured(
         MetaOffloadCounter([model], clock, whole.may_offload).watching() as offloaded,
     ):
         measurement = Measurement(whole, applied, clock, left=lambda: offloaded.found)
-        forwards_bytes = []
         for number, _ in enumerate(measurement.policies()):
             progress(f"{job.name}: step {number + 1} on meta tensors")
             # One microbatch is in flight, as in a pipeline. So what a MoE layer's dispatcher keeps
             # until the next forward exists before the watched forward, not on top of it.
             earlier = forward()
-            forwards_bytes.append(live.current_bytes)
             offloaded.begin()
             with clock, measurement.watch(live):
                 loss = forward()
-                forwards_bytes.append(live.current_bytes)
                 loss.backward()
             offloaded.keep(applied.policy.layers)
             del earlier, loss
+            kept_bytes = live.current_bytes  # by dispatchers: alike under every choice
         if unseen := measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in unseen)
             raise ProfileError(
@@ -313,13 +321,16 @@ def _measured(
         profile = measurement.profile(
             Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
         )
-    first, both, *_ = forwards_bytes
-    counted.keep_buffers([*kept, *step.static], of_one_microbatch=2 * first - both)
+    counted.keep_buffers([*kept, *step.static], of_one_microbatch=kept_bytes)
     return profile
 
 
-def own_embedding(model: Any) -> list[torch.nn.Parameter]:
-    """Give MTP depths the copy of the embedding that their stage has."""
+def own_embedding(job: Job, model: Any) -> list[torch.nn.Parameter]:
+    """Give the head, and MTP depths, the copy of the embedding that their stage has. One weight for
+    both ends would have one gradient, which waits for the embedding's part of it."""
+    tied = not job.untie_embeddings_and_output_weights
+    if not (tied or job.mtp_num_layers):
+        return []
     groups = torch.distributed.ProcessGroup  # cannot be copied
     shared = [v for m in model.embedding.modules() for v in vars(m).values()]
     own = copy.deepcopy(model.embedding, {id(v): v for v in shared if isinstance(v, groups)})
@@ -327,7 +338,10 @@ def own_embedding(model: Any) -> list[torch.nn.Parameter]:
     def replaced(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "embedding": own}
 
-    model.mtp.register_forward_pre_hook(replaced, with_kwargs=True)
+    if tied:
+        model.shared_embedding_or_output_weight = lambda: own.word_embeddings.weight
+    if job.mtp_num_layers:
+        model.mtp.register_forward_pre_hook(replaced, with_kwargs=True)
     return list(own.parameters())
 
 
@@ -426,7 +440,8 @@ class _Counted:
     def keep_buffers(self, tensors: list[torch.Tensor], of_one_microbatch: int) -> None:
         """Count tensors that stay between steps; with TE only the output layer shares buffers.
 
-        of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch.
+        of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch, and those
+        that the graph of a layer without recompute holds as well.
         """
         if self._moe:
             each = -(-of_one_microbatch // self._built_moe)
@@ -453,6 +468,8 @@ class _Counted:
         """Record of one pipeline stage."""
         parts = [self.layer(index) for index in layers]
         parts += [self.embedding] * embedding + [self.head] * head
+        if embedding or head:
+            parts.append(StaticBytes(shared=graph_inputs(self.job)))
         counts = self.weights(layers, embedding, head)
         return StageRecord(
             layers=layers,
@@ -613,6 +630,16 @@ def _weight_gradients(job: Job) -> str:
     )
 
 
+def _assumed_of_graphs(job: Job) -> str:
+    if job.graphs.of_iteration:
+        return (
+            "CUDA graph of the iteration: forwards and backwards have a memory pool of their own, "
+            "so the optimizer step counts on top of every peak; the samples of all microbatches "
+            "stay."
+        )
+    return "CUDA graphs of layers: the bytes of their memory pools are not counted."
+
+
 def stated(imbalance: dict[str, float]) -> str:
     """What a job says of uneven routing, as the end of a sentence about its records."""
     if not imbalance:
@@ -648,6 +675,7 @@ def _assumed_of_times(job: Job, device: Device, efficiency: Efficiency) -> tuple
 def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]:
     """Every assumption behind the figures, one sentence each."""
     left_out = sorted(n for n, v in LEFT_OUT.items() if job.config.get(n) not in (None, v))
+    left_out = [name for name in left_out if "cuda_graph" not in name]
     sentences = [
         "Nothing here is measured: bytes are those of a run on meta tensors, times a roofline.",
         *_assumed_of_times(job, device, efficiency),
@@ -669,8 +697,14 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
         sentences.append(
             "MoE: in the records every expert gets equally many tokens"
             + stated(job.moe_imbalance)
-            + "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
+            + (
+                "; tokens are gathered (allgather)."
+                if dispatcher(job) == "allgather"
+                else "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
+            )
         )
+    if job.graphs.implementation != "none":
+        sentences.append(_assumed_of_graphs(job))
     if job.lora_rank:
         sentences.append(f"LoRA of rank {job.lora_rank} on every linear layer but the experts'.")
     if left_out:

@@ -23,6 +23,7 @@ from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy, Run
 from megatron_autorecompute.profile import (
     ChoiceRecord,
+    GraphBytes,
     LayerBytes,
     LayerKind,
     OffloadGroup,
@@ -70,6 +71,8 @@ class Unit:
     parts: tuple[PartBytes, ...] = ()
     """As the record's."""
     offload_groups: tuple[OffloadGroup, ...] = ()
+    """As the record's."""
+    graph: GraphBytes | None = None
     """As the record's."""
 
     @property
@@ -465,6 +468,7 @@ def _unit(
         keeps_output_gradient,
         record.parts,
         record.offload_groups,
+        record.graph,
     )
 
 

@@ -323,10 +323,10 @@ def test_what_a_dispatcher_keeps_counts_once_a_layer_and_not_for_every_microbatc
     profile = profile_job(asked, H100)
     dense, moe = (kind.static.buffer_bytes for kind in profile.kinds)
     assert dense == 0 < moe
-    for check in verify(make_plan(Planner(profile, asked.layout(), asked.schedule()), 1 << 50)):
-        too_high = check.predicted_bytes - check.megatron_bytes
-        # Where a chunk ends without a checkpoint, one boundary tensor counts twice.
-        assert min(abs(too_high), abs(too_high - profile.boundary_bytes)) < moe / 10
+    plan = make_plan(Planner(profile, asked.layout(), asked.schedule()), 1 << 50)
+    # Under none the graphs of microbatches in flight hold a part of it; under full nothing else.
+    for check in verify(replace(plan, recompute_policy=("full",) * 4)):
+        assert abs(check.predicted_bytes - check.megatron_bytes) < moe / 1000
 
 
 def test_a_stand_in_that_keeps_more_than_its_record_says_is_found(moe_job, moe_profile):
