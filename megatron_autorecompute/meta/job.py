@@ -111,6 +111,10 @@ class Job:
     attention_mask_in_dataloader: bool = False
     """Whether every microbatch brings a mask of a byte for each query and key, as in Megatron-LM
     without --no-create-attention-mask-in-dataloader."""
+    keeps_microbatches: bool = False
+    """Whether every microbatch of a step stays on the GPU, as in Megatron-LM from 5e4fc931b
+    (2026-05-21) to bf32f4415 (2026-07-06) on first tensor parallel ranks: get_batch moves the
+    tensors of the dictionary that RerunDataIterator keeps."""
     lora_rank: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
     """Above 0: base weights are frozen; every linear layer outside experts has such an adapter."""
     described_by: Literal["yaml", "flags", "recipe"] = "yaml"

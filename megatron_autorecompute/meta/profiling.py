@@ -22,6 +22,7 @@ from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
+from megatron_autorecompute.meta.graph_layers import with_graphs
 from megatron_autorecompute.meta.graph_rules import without_refused
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.layer_parts import with_parts
@@ -49,6 +50,7 @@ from megatron_autorecompute.meta.roofline import Roofline, Traffic
 from megatron_autorecompute.meta.shared_buffers import (
     deferred_output_layer,
     graph_inputs,
+    kept_microbatches,
     shared_buffers,
 )
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
@@ -102,19 +104,12 @@ def profile_job(
     """
     efficiency = efficiency or device.reaches
     job = with_backend(job, device)
-    if job.max_tokens_per_microbatch and offload:
-        raise OptionError(f"{job.name}: records of offload hold for one length alone.")
+    _refuse_together(job, offload)
     if job.max_tokens_per_microbatch:
         return profile_lengths(
             job, lambda one: profile_job(one, device, efficiency, progress, clock_type, only)
         )
     job.layout(), job.schedule()  # refused before anything is built
-    if offload and job.config.get("overlap_moe_expert_parallel_comm"):
-        raise OptionError(
-            f"{job.name}: records of offload were asked for with overlap_moe_expert_parallel_comm, "
-            "whose parts of layers have none. Leave out offload, or the overlap; what the job's "
-            "own setting needs, meta.need.own_need says."
-        )
     reached = efficiency
     if job.config.get("attention_backend") == "flash":
         reached = efficiency.with_flash()
@@ -133,9 +128,7 @@ def profile_job(
     counted = decoder.counted.with_ends_of(whole.counted)
     kinds = tuple(_beside_mask(job, kind) for kind in with_inert(kinds))
     kinds = tuple(with_inert_offload(kind, offload) for kind in kinds)
-    refused: tuple[str, ...] = ()
-    if job.graphs.implementation != "none":
-        kinds, refused = without_refused(job, kinds)
+    kinds, refused = _beside_graphs(job, kinds, progress)
     facts = _facts(job, decoder.layer_facts)
     profile = Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
@@ -160,6 +153,44 @@ def profile_job(
     if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
         return replace(profile, assumptions=(*profile.assumptions, device.host.assumed))
     return profile
+
+
+def _refuse_together(job: Job, offload: Sequence[Sequence[str]]) -> None:
+    if job.max_tokens_per_microbatch and offload:
+        raise OptionError(f"{job.name}: records of offload hold for one length alone.")
+    if job.max_tokens_per_microbatch and job.graphs.implementation != "none":
+        raise OptionError(
+            f"{job.name}: CUDA graphs hold for the one length that they were captured with, and "
+            "max_tokens_per_microbatch says that lengths vary. Leave one of them out."
+        )
+    if offload and job.graphs.of_layers:
+        raise OptionError(
+            f"{job.name}: records of offload beside CUDA graphs of layers are not modelled. Leave "
+            "cuda_graph_impl out, or do not offload."
+        )
+    if offload and job.config.get("overlap_moe_expert_parallel_comm"):
+        raise OptionError(
+            f"{job.name}: records of offload beside EP overlap are not modelled. Leave offload "
+            "or the overlap out; what the job's own setting needs, meta.need.own_need says."
+        )
+
+
+def _beside_graphs(
+    job: Job, kinds: tuple[LayerKind, ...], progress: Progress
+) -> tuple[tuple[LayerKind, ...], tuple[str, ...]]:
+    """The kinds with what the job's CUDA graphs change, and what Megatron refuses beside them."""
+    if job.graphs.implementation == "none":
+        return kinds, ()
+    kinds, refused = without_refused(job, kinds)
+    if not counts_graphs(job):
+        return kinds, refused
+    progress(f"{job.name}: layers as CUDA graphs")
+    return with_graphs(job, kinds), refused
+
+
+def counts_graphs(job: Job) -> bool:
+    """Whether layers have records of CUDA graphs."""
+    return job.graphs.of_layers and not job.config.get("overlap_moe_expert_parallel_comm")
 
 
 def traffic(job: Job) -> Traffic:
@@ -424,9 +455,12 @@ class _Counted:
         self._moe |= dict.fromkeys(of_depths, job.experts_of_depth) if job.experts_of_depth else {}
         self._built_moe += job.experts_of_depth * len(sites)
         self._kept_bytes: dict[int, int] = {}
-        self.embedding = static_bytes(job, device, self._embedding)
+        both = not several or bool(mtp)
+        first = kept_microbatches(job, embedding=True, head=not several)
+        self.embedding = replace(static_bytes(job, device, self._embedding), shared=first)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
         head = shared_buffers(job, device, model.output_layer) | deferred_output_layer(job)
+        head |= kept_microbatches(job, embedding=both, head=True)
         self.head = replace(static_bytes(job, device, self._head), shared=head)
 
     def with_ends_of(self, whole: _Counted) -> _Counted:
@@ -637,7 +671,13 @@ def _assumed_of_graphs(job: Job) -> str:
             "so the optimizer step counts on top of every peak; the samples of all microbatches "
             "stay."
         )
-    return "CUDA graphs of layers: the bytes of their memory pools are not counted."
+    if counts_graphs(job):
+        depths = " (not of MTP depths)" * bool(job.mtp_num_layers)
+        return (
+            f"CUDA graphs of layers{depths} have a memory pool of their own, with what they save, "
+            "their inputs and outputs; peaks are the most in the pool and the most outside it."
+        )
+    return "CUDA graphs of layers beside EP overlap: what their pool takes besides is not counted."
 
 
 def stated(imbalance: dict[str, float]) -> str:

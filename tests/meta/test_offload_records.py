@@ -131,7 +131,7 @@ def test_a_file_has_the_records_that_were_asked_for(tmp_path, capsys):
             "no support for Pipeline parallelism with CPU offloading",
         ),
         ({"mtp_num_layers": 1}, [("cpu_offloading",)], OptionError, "depths stay"),
-        ({"overlap_moe_expert_parallel_comm": True}, SETS, OptionError, "own_need"),
+        ({"overlap_moe_expert_parallel_comm": True}, SETS, OptionError, "beside EP overlap"),
     ],
 )
 def test_what_has_no_records_is_refused(fields, sets, error, said):
