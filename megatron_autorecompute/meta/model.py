@@ -136,6 +136,7 @@ def meta_megatron(job: Job) -> Iterator[None]:
         grouped_gradients=not job.keeps_dummies("grouped"),
         fuses_gradients=job.fuses_weight_gradients,
         routers_of_te=job.routers_of_te,
+        softmax_in_place=not job.has_te(2, 19),
         weight_copy_bytes=2 * COPY_BYTES[job.precision] if job.copies_weights else 0,
     )
     # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
