@@ -32,19 +32,17 @@ class ChunkColumns:
         return np.where(outside, self.held_bytes, 0)
 
     def transient_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
-        """Transient of each unit, plus the chunk's output gradient if its record does not count it.
+        """Transient of each unit, plus what the gradient of the chunk's output adds to it.
 
         The schedule holds that gradient until the chunk's backward ends. It is the incoming
-        gradient of the last unit, whose record counts it throughout only if the unit keeps it as
-        well. For other last units it is added, and counts twice if the record's highest point comes
-        before the unit frees the gradient.
+        gradient of the last unit, whose transient counts it until the unit would free it.
         """
         if direction == "forward":
             return np.array([unit.forward_transient_bytes for unit in self.units], np.int64)
         own = np.array([unit.backward_transient_bytes for unit in self.units], np.int64)
         gradient_bytes = 0 if self.chunk.head else boundary_bytes
         own[:-1] += gradient_bytes
-        own[-1:] += 0 if self.units[-1].keeps_output_gradient else gradient_bytes
+        own[-1:] += 0 if self.chunk.head else self.units[-1].kept_gradient_bytes
         return own
 
     def reach_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
