@@ -91,7 +91,7 @@ def read(path: str | Path, what: str) -> str:
         return read_text(path)
     except (OSError, ValueError) as error:
         raise ProfileError(
-            f"Cannot read {path}: {error}. Give the path of a {what} JSON file."
+            f"Cannot read {path}: {reason(error)}. Give the path of a {what} JSON file."
         ) from error
 
 
@@ -101,7 +101,15 @@ def read_text(path: str | Path) -> str:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
-    return data.decode("utf-8")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError("it is no UTF-8 text") from error
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be read or written, without its name."""
+    return str(getattr(error, "strerror", None) or error)
 
 
 def has_fields(text: str, *names: str) -> bool:
@@ -212,8 +220,7 @@ def _write_through(data: bytes, path: str | Path) -> None:
 
 def _not_written(path: str | Path, error: Exception) -> ProfileError:
     # Not str(error): it names the temporary file.
-    reason = getattr(error, "strerror", None) or error
-    return ProfileError(f"Cannot write {path}: {reason}. Give a writable path.")
+    return ProfileError(f"Cannot write {path}: {reason(error)}. Give a writable path.")
 
 
 def _refuse_newer(data: Any, source: str, major: int) -> None:

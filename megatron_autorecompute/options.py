@@ -8,9 +8,17 @@ import os
 import sys
 import typing
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 Options = TypeVar("Options")
+
+
+class Parser(argparse.ArgumentParser):
+    """Its errors are one line: what is wrong, and where all flags are listed."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with exit code 2."""
+        self.exit(2, f"{self.prog}: {message}. All flags: {self.prog} --help\n")
 
 
 def option(default: Any, help: str, *, formerly: str | None = None) -> Any:

@@ -146,6 +146,19 @@ class PartBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphBytes:
+    """What a layer's CUDA graphs have in their memory pool, which nothing else can use, and in the
+    buffers that their inputs are copied to; as in the record."""
+
+    held_bytes: Bytes
+    """From the forward to the backward: tensors saved in the graph, its inputs and its outputs."""
+    forward_transient_bytes: Bytes
+    """Besides, in the forward's graph."""
+    backward_transient_bytes: Bytes
+    """Besides, in the backward's graph."""
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadGroup:
     """What a layer copies to host memory at once and back, as one of Megatron's fine-grained
     offloading groups."""
@@ -228,6 +241,9 @@ class ChoiceRecord:
     parts: tuple[PartBytes, ...] = ()
     """With EP overlap: the layer's parts, in the order of their forwards. Without them the whole
     layer counts beside another microbatch's."""
+    graph: GraphBytes | None = None
+    """With CUDA graphs of layers: the part of the three byte figures that is in the graphs' memory
+    pool. The pool's highest point counts beside that of everything else."""
     offload_groups: tuple[OffloadGroup, ...] = ()
     """Of a choice that offloads: what goes to host memory, in the order in which copies out begin.
     held_bytes are without `device_bytes` of all of them, backward_transient_bytes have them as they
@@ -565,6 +581,9 @@ class Profile:
     """Megatron's setting of that name: outputs sent on are freed at once."""
     overlap_p2p_comm: bool = True
     """Megatron's setting of that name, for interleaved schedules: tensors are received early."""
+    graph_of_iteration: bool = False
+    """Whether all forwards and backwards of a step are one CUDA graph. The optimizer step cannot
+    use the memory of its pool, so it counts on top of every peak."""
     host_link: HostLink | None = None
     """For choices that offload; without it they cannot be planned."""
     boundary_line: Line | None = None
@@ -600,6 +619,11 @@ class Profile:
         Otherwise None, which takes records as they are: measured ones at their maximum.
         """
         return IMBALANCE_PERCENTILE if any(kind.imbalance for kind in self.kinds) else None
+
+    @property
+    def graphs_of_layers(self) -> bool:
+        """Whether any record has a part in the memory pool of CUDA graphs."""
+        return any(record.graph for kind in self.kinds for record in kind.choices)
 
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of a global 0-based layer index."""

@@ -9,6 +9,7 @@ import argparse
 import csv
 import multiprocessing
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -210,6 +211,8 @@ def job(row: dict[str, str]) -> Job:
         "mtp_num_layers": number(row["mtp_layers"]),
         "pipeline_model_parallel_layout": row["pp_layout"] or None,
         "overlap_moe_expert_parallel_comm": row["ep_a2a_overlap"] == "True",
+        "cuda_graph_impl": row["cuda_graph_impl"],
+        "cuda_graph_scope": re.findall(r"\w+", row["cuda_graph_scope"]),
     }
     if row["moe_dispatcher"] in ("deepep", "hybridep"):
         sizes["moe_token_dispatcher_type"] = "flex"
@@ -299,7 +302,10 @@ def compared(row: dict[str, str]) -> list[str]:
     ]
 
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "transients", "buffers")
+PARTS = (
+    *("weights", "gradients", "optimizer", "activations", "transients", "buffers"),
+    "graphs",
+)
 
 
 def parts_bytes(model: Planner, cost: PolicyCost) -> dict[str, int]:
@@ -318,6 +324,7 @@ def parts_bytes(model: Planner, cost: PolicyCost) -> dict[str, int]:
         + at_peak.overhead_bytes,
         "transients": at_peak.transient_bytes,
         "buffers": at_peak.static_bytes - kept,
+        "graphs": at_peak.graph_bytes,
     }
 
 
@@ -485,16 +492,17 @@ code on meta tensors, times from a roofline at assumed shares of the device's pe
 [no-device.md](no-device.md) has all assumptions. Use the step times to compare choices, not to
 predict throughput.
 
-The columns from weights to buffers are GiB at the peak of NVIDIA's own setting on its fullest
+The columns from weights to graphs are GiB at the peak of NVIDIA's own setting on its fullest
 stage, and add up to it; buffers are dummies of weight gradients, workspaces and what layers keep
-between steps. Where that setting does not fit, "why not" says by how much, when, and which part is
-the largest.
+between steps, graphs what CUDA graphs take because their memory pool and everything else cannot use
+each other's memory. Where that setting does not fit, "why not" says by how much, when, and which
+part is the largest.
 
 Also assumed for every recipe: gradients in bf16 (`grad_reduce_in_fp32=False`, as Bridge's
 performance recipes set it), bf16 Adam moments for DeepSeek-V3 and Moonlight (their recipes'
-precision-aware optimizer), even routing, no bytes for CUDA graphs' pools, LoRA of rank 16 on all
-linear layers for PEFT. Budget: the device's memory less 5% and what is assumed outside torch, with
-DeepEP's or HybridEP's buffers.
+precision-aware optimizer), even routing, no bytes for the pools of CUDA graphs of layers, LoRA
+of rank 16 on all linear layers for PEFT. Budget: the device's memory less 5% and what is assumed
+outside torch, with DeepEP's or HybridEP's buffers.
 """
 DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here with these
 sources, `tests/meta/test_job.py` with the column `model_dims_public` of the table.

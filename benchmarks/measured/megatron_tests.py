@@ -33,6 +33,7 @@ TEST_CASES = "tests/functional_tests/test_cases/"
 DATA = Path(__file__).parents[1] / "data"
 CONTAINERS = DATA / "megatron_test_containers.csv"
 RECORDINGS = DATA / "megatron_recordings.csv"
+KEPT_MICROBATCHES = DATA / "megatron_kept_microbatches.csv"
 LARGE_WORKSPACES = (
     "hybrid/hybrid_mr_mcore_te_",
     "hybrid/hybrid_flextron_nightly_",
@@ -120,10 +121,12 @@ def first_step(row: Mapping[str, str]) -> int | None:
 def environment(row: Mapping[str, str], given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """What the test's variables and its container say of the job.
 
-    That of long support was 24.01, with Transformer Engine 1.2 and no flash-attn that it takes,
-    before it became 25.09 (Megatron-LM 23a1dcaf7): deterministic runs on A100 have scores. The
+    That of long support was 24.01, with Transformer Engine 1.2, before it became 25.09 (Megatron-LM
+    23a1dcaf7). It takes no flash-attn 2 where NVTE_ALLOW_NONDETERMINISTIC_ALGO is 0
+    (pytorch/attention.py `self.deterministic`), so deterministic runs on A100 have scores. The
     development container has torch's pull request 175344 since 26.04. Muon's layout is
-    Megatron-LM's 0044db1f2.
+    Megatron-LM's 0044db1f2. Microbatches are kept on first tensor parallel ranks
+    (`Job.keeps_microbatches`); the last rank is one only without tensor parallelism.
     """
     found: list[tuple[str, Any]] = []
     if row["case"].startswith(LARGE_WORKSPACES):
@@ -132,9 +135,12 @@ def environment(row: Mapping[str, str], given: Mapping[str, Any]) -> tuple[tuple
         found.append(("expandable_segments", True))
     date = row.get("golden_date") or "9"
     if (row.get("variant") or "").startswith("lts") and date < NEW_LTS:
-        found += [("flash_attn", False), ("te_version", "1.2")]
+        found += [("flash_attn", "deterministic-mode" not in given), ("te_version", "1.2")]
     if "muon" in str(given.get("optimizer")) and date < LAYER_WISE_LAYOUT:
         found.append(("use_layer_wise_param_layout", False))
+    first = int(given.get("tensor-model-parallel-size") or 1) == 1
+    if first and kept_microbatches_since().get(_path(row), "9") <= date:
+        found.append(("keeps_microbatches", True))
     if row["platform"] == "dgx_gb200" and _container(row, date) >= NEW_TORCH:
         found.append(("torch_version", "2.12"))
     return tuple(found)
@@ -156,6 +162,14 @@ def recordings() -> dict[tuple[str, str], str]:
     with open(RECORDINGS, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return {(row["golden_path"], row["golden_commit"]): row["recorded_with"] for row in rows}
+
+
+@functools.cache
+def kept_microbatches_since() -> dict[str, str]:
+    """Golden files whose peaks are those of runs of Megatron-LM from 5e4fc931b to bf32f4415, by the
+    file's history, and since when."""
+    with open(KEPT_MICROBATCHES, newline="", encoding="utf-8") as file:
+        return {row["golden_path"]: row["since"] for row in csv.DictReader(file)}
 
 
 @functools.cache

@@ -128,8 +128,8 @@ def _planner(case: Case, world: int) -> tuple[Planner, Job]:
 def job_of(flags: Sequence[str], world: int) -> Job:
     """The job of a run. Megatron 0.19 refuses Transformer Engine's cross entropy, and deterministic
     mode with `--tp-comm-overlap`, with which older runs were made; the model can still be built
-    with both."""
-    older: dict[str, Any] = {}
+    with both. Runs report what torch allocated, to which the pool of a CUDA graph adds nothing."""
+    older: dict[str, Any] = {"cuda_graph_impl": "none"}
     refused = [*_pairs(flags, "--cross-entropy-fusion-impl", "te")]
     if refused:
         older["cross_entropy_fusion_impl"] = "te"
@@ -182,7 +182,7 @@ def _stage(cost: StageCost, blocks: Rounding | None) -> Stage:
     if blocks:
         more_bytes = blocks.peak_bytes
         first_bytes = cost.peak_high_bytes - blocks.moments_bytes + blocks.first_peak_bytes
-    names = ("static", "in_flight", "running", "transient", "embedding_head", "overhead")
+    names = ("static", "in_flight", "running", "transient", "embedding_head", "overhead", "graph")
     by_name = {name: int(getattr(parts, f"{name}_bytes")) for name in names}
     by_name["blocks"] = more_bytes
     return Stage(cost.peak_high_bytes + more_bytes, cost.peak.moment, first_bytes, by_name)

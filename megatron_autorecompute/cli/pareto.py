@@ -72,17 +72,17 @@ class ParetoCommand(Command):
             )
         points = [curve_point(point) for point in found]
         without = _without_offload(planner, args.points)
-        if args.plot:
-            _draw(planner, strategies, args.points, args.plot)
         if args.csv:
             print(as_csv(points, strategies), end="")
-            return
-        said = [*asked.notes, *terminal.imbalance_lines(planner.profile, planner.percentile)]
-        parts: list[RenderableType] = [terminal.curve_view(points, strategies)]
-        if without:
-            parts += [Text("Without offload:"), terminal.curve_view(without, ())]
-        view = Group(*parts, *map(Text, said))
-        print_result(args, as_json(points, strategies, without), view)
+        else:
+            said = [*asked.notes, *terminal.imbalance_lines(planner.profile, planner.percentile)]
+            parts: list[RenderableType] = [terminal.curve_view(points, strategies)]
+            if without:
+                parts += [Text("Without offload:"), terminal.curve_view(without, ())]
+            view = Group(*parts, *map(Text, said))
+            print_result(args, as_json(points, strategies, without), view)
+        if args.plot:
+            _draw(planner, strategies, args.points, args.plot)
 
 
 def _without_offload(planner: Planner, num_points: int) -> list[CurvePoint]:

@@ -17,6 +17,7 @@ from megatron_autorecompute import __version__
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.errors import AutorecomputeError, MachineError
+from megatron_autorecompute.options import Parser
 from megatron_autorecompute.packages import needed
 
 PROGRAM = "megatron-autorecompute"
@@ -70,7 +71,7 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     return args
 
 
-class _Parser(ArgumentParser):
+class _Parser(Parser):
     """Prints what was given on the command line without what a terminal would obey."""
 
     def error(self, message: str) -> NoReturn:

@@ -24,7 +24,7 @@ class VerifyCommand(Command):
     """Runs Megatron's schedule under a plan, on meta tensors."""
 
     name = "verify"
-    description = "Ends with 10 where a stage exceeds its budget or differs by more than 0.5%%."
+    description = "Ends with 10 where a stage exceeds its budget or differs by more than 0.5%."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the plan's file, and that of a job."""
@@ -73,6 +73,7 @@ def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
         unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
         job = measured is not None
         calls = args.lengths or verify_calls.calls_of(plan)
+        verify_calls.fullest_parts(plan, calls)  # refused before anything runs
         beside = Beside(bool(calls) or job, job)
         lines = Lines(unit, beside) if not args.json and not sys.stdout.isatty() else None
         if measured is not None:

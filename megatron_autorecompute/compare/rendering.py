@@ -23,6 +23,8 @@ _COLOUR: dict[Family, str] = {
     "tried": "#e8c79b",
     "ours": "#c8322f",
 }
+NOISY = 0.2
+"""Spread of steps over their median from which on the table warns of it."""
 HEADINGS = ("strategy", "step ms", "spread", "peak MiB", "search s", "fits")
 
 
@@ -40,7 +42,7 @@ def table(comparison: Comparison) -> Group:
         shown.add_row(*map(escape, cells(comparison, strategy)), style=style)
         policy = escape(strategy.policy.replace(",", ", "))
         policies.add_row(escape(strategy.name), policy, style=style)
-    return Group(shown, policies, *map(escape, by_hand(comparison)))
+    return Group(shown, policies, *map(escape, remarks(comparison)))
 
 
 def markdown(comparison: Comparison) -> str:
@@ -50,9 +52,20 @@ def markdown(comparison: Comparison) -> str:
     for strategy in comparison.rows():
         row = (*cells(comparison, strategy), f"`{strategy.policy}`")
         lines.append(f"| {' | '.join(row)} |")
-    for line in by_hand(comparison):
+    for line in remarks(comparison):
         lines += ["", line]
     return "\n".join(lines) + "\n"
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """What stands below the table: whether times mean little, and what was not tried."""
+    times = [(row.spread_ms, row.median_ms) for row in comparison.rows() if row.median_ms]
+    share = max((spread / median for spread, median in times), default=0.0)
+    noise = (
+        f"Step times spread by up to {share:.0%} of their median, as on a busy machine: smaller "
+        "differences say nothing. The peaks hold."
+    )
+    return [noise] * (share > NOISY) + by_hand(comparison)
 
 
 def by_hand(comparison: Comparison) -> list[str]:
@@ -97,7 +110,7 @@ def fits(comparison: Comparison, strategy: StrategyResult) -> str:
 def picture(comparison: Comparison, path: Path) -> None:
     """Draw step time against the fullest stage's peak, a point per strategy, the budget a line.
 
-    Raises: MachineError if the file cannot be written.
+    Raises: ProfileError if the file cannot be written.
     """
     figure, axes = pyplot.subplots(figsize=(8.5, 5.2), dpi=150, layout="constrained")
     timed = [strategy for strategy in comparison.strategies if strategy.step_ms]

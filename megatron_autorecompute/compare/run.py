@@ -6,7 +6,6 @@ finished is lost. All ranks do the same; they agree on figures before these deci
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import platform
@@ -15,9 +14,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
@@ -41,8 +41,9 @@ from megatron_autorecompute.errors import (
     MachineError,
     OptionError,
 )
+from megatron_autorecompute.interrupts import interrupts_held
 from megatron_autorecompute.json_records import write_atomically
-from megatron_autorecompute.options import add_flags, from_flags, option
+from megatron_autorecompute.options import Parser, add_flags, from_flags, option
 from megatron_autorecompute.packages import lacking_kernels, needed
 from megatron_autorecompute.planner.hybrid_pattern import FAMILIES
 from megatron_autorecompute.planner.layout import Layout
@@ -53,7 +54,7 @@ from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import with_missed_bytes
 from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html
-from megatron_autorecompute.units import GIB, MOST_GIB
+from megatron_autorecompute.units import GIB, MOST_GIB, gib
 
 WARM_UP_STEPS = 2
 LONGEST_S = 7 * 24 * 3600
@@ -66,6 +67,9 @@ COUNTS = (
     "num_microbatches",
     "pipeline_stages",
 )
+PICTURE, PLAN, PAGE = "comparison.png", "plan.json", "plan.html"
+RANK_BYTES = 1 << 28
+"""Of a process that has loaded torch and Megatron, at least."""
 CORRECTIONS = 3
 """How often a plan whose measured peak exceeds the budget is corrected."""
 
@@ -140,31 +144,40 @@ def _refused(options: Any, name: str, rule: str) -> OptionError:
 
 def main(arguments: Sequence[str] | None = None, prog: str = "compare_policies") -> int:
     """Run the comparison and print its table; the exit code is 0, or that of the error."""
-    console = Console()
+    console = Console(highlight=False)
     try:
         with needed("The comparison"):
             settings = parse(arguments, prog)
+            folder = Path(settings.output)
             comparison = run(settings, console)
-            write_report(Path(settings.output))
+            console.print(table(comparison))  # though the disk may be full by now
+            write_report(comparison, folder)
     except AutorecomputeError as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         return error.exit_code
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Interrupted: what was finished is in the output folder.")
+    except KeyboardInterrupt as interrupt:
+        said = str(interrupt) or "nothing was begun."
+        Console(stderr=True).print(f"Interrupted: {said}", highlight=False, soft_wrap=True)
         return 130
-    show(comparison, Path(settings.output), console)
+    console.print(f"Written: {folder}/comparison.json, comparison.md, {PICTURE}, {PLAN}")
+    console.print(f"Our plan as a page to open in a browser: {folder}/{PAGE}")
     return 0
 
 
-def write_report(folder: Path) -> None:
-    """Write the report of the folder's plan beside it. Raises: ProfileError if it cannot."""
-    plan = Plan.load(folder / "plan.json")
-    write_atomically(html(report_data(plan)), folder / "plan.html")
+def write_report(comparison: Comparison, folder: Path) -> None:
+    """Draw what was measured, and write the page of the folder's plan, if there is one.
+
+    Raises: ProfileError if it cannot.
+    """
+    if comparison.rows():
+        picture(comparison, folder / PICTURE)
+    if comparison.rows() and (folder / PLAN).exists():
+        write_atomically(html(report_data(Plan.load(folder / PLAN))), folder / PAGE)
 
 
 def parse(arguments: Sequence[str] | None, prog: str = "compare_policies") -> Settings:
     """The settings from the command line; defaults depend on whether there is a GPU."""
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    parser = Parser(prog=prog, description=__doc__)
     add_flags(parser, Settings)
     add_flags(parser, Shape, _default_shape())
     parsed = parser.parse_args(arguments)
@@ -173,18 +186,11 @@ def parse(arguments: Sequence[str] | None, prog: str = "compare_policies") -> Se
 
 def _default_shape() -> Shape:
     """A step of about a second, with activations much larger than the parameters."""
+    if version("torch").endswith("+cpu"):  # known without loading it, which takes seconds
+        return Shape()
     import torch
 
-    if not torch.cuda.is_available():
-        return Shape()
-    return ON_A_GPU
-
-
-def show(comparison: Comparison, folder: Path, console: Console) -> None:
-    """Print the table and the paths of the files."""
-    console.print(table(comparison))
-    console.print(f"Written: {folder}/comparison.json, comparison.md, comparison.png, plan.json")
-    console.print(f"Our plan as a page to open in a browser: {folder}/plan.html")
+    return ON_A_GPU if torch.cuda.is_available() else Shape()
 
 
 def run(settings: Settings, console: Console) -> Comparison:
@@ -201,6 +207,7 @@ def run(settings: Settings, console: Console) -> Comparison:
         raise MachineError(
             f"Cannot make the output folder {folder}: {error.strerror}. Give another with --output."
         ) from error
+    _check_memory(settings.shape.pipeline_stages)
     comparison = Comparison(budget_bytes=None)
     progress_bar = Progress(
         TextColumn("{task.description}"),
@@ -212,27 +219,47 @@ def run(settings: Settings, console: Console) -> Comparison:
         refresh_per_second=2,  # of the ranks' cores
     )
     try:
-        with _ranks(settings) as readers, progress_bar as progress:
+        with from_ranks(settings) as messages, progress_bar as progress:
             task = progress.add_task("starting Megatron", total=None)
-            for message in _messages(readers, settings.timeout_s):
+            for message in messages:
                 if isinstance(message, Comparison):
+                    message.save(folder / "comparison.json")
+                    write_atomically(markdown(message), folder / "comparison.md")
+                    if not comparison.rows():  # those of an earlier run
+                        for name in (PICTURE, PLAN, PAGE):
+                            with suppress(OSError):  # what is no file is named when written
+                                (folder / name).unlink()
                     comparison = message
-                    comparison.save(folder / "comparison.json")
-                    write_atomically(markdown(comparison), folder / "comparison.md")
                 elif isinstance(message, Plan):
-                    message.save(folder / "plan.json")
+                    message.save(folder / PLAN)
                 else:
                     text, done, total = message
                     progress.update(task, description=text, completed=done, total=total)
-    finally:  # only once: drawing while ranks run would slow their steps down
-        if comparison.rows():
-            picture(comparison, folder / "comparison.png")
+    except BaseException as error:
+        with suppress(AutorecomputeError):  # the first error is the one to tell
+            write_report(comparison, folder)
+        if isinstance(error, KeyboardInterrupt):
+            done = "what was finished is in the output folder"
+            nothing = f"nothing was finished; {folder} is as it was"
+            raise KeyboardInterrupt(f"{done if comparison.rows() else nothing}.") from None
+        raise
     return comparison
 
 
+def _check_memory(num_processes: int) -> None:
+    """Raise MachineError where so many ranks cannot even load what they run."""
+    needed_bytes = num_processes * RANK_BYTES
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed_bytes > machine_bytes:
+        raise MachineError(
+            f"--pipeline-stages {num_processes}: so many processes take {gib(needed_bytes)} GiB "
+            f"before they train; this machine has {gib(machine_bytes)} GiB. Give fewer stages."
+        )
+
+
 @contextmanager
-def _ranks(settings: Settings) -> Iterator[dict[Connection, int]]:
-    """One process per rank; all of them end with the block."""
+def from_ranks(settings: Settings) -> Iterator[Iterator[Any]]:
+    """One process per rank, and what they say; all of them end with the block."""
     context = multiprocessing.get_context("spawn")
     processes, readers = [], {}
     with tempfile.TemporaryDirectory() as folder:
@@ -241,12 +268,13 @@ def _ranks(settings: Settings) -> Iterator[dict[Connection, int]]:
             process = context.Process(
                 target=_rank_main, args=(writer, rank, settings, f"{folder}/store"), daemon=True
             )
-            process.start()
+            with interrupts_held():  # Ctrl-C is the parent's
+                process.start()
             writer.close()  # only the child's copy is left, so reading ends if it dies
             readers[reader] = rank
             processes.append(process)
         try:
-            yield readers
+            yield _messages(readers, settings.timeout_s)
         finally:
             for process in processes:
                 process.kill()
@@ -310,6 +338,11 @@ def _distributed(rank: int, settings: Settings, store_path: str) -> Iterator[Non
     size = settings.shape.pipeline_stages
     on_cuda = torch.cuda.is_available()
     if on_cuda:
+        if size > torch.cuda.device_count():
+            raise MachineError(
+                f"--pipeline-stages {size}: this machine has {torch.cuda.device_count()} GPUs, and "
+                "every stage needs one. Give fewer stages."
+            )
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     with nullcontext() if on_cuda else without_cuda.activate():
@@ -403,7 +436,7 @@ class Contest:
         budget = int(between if asked is None else asked * GIB)
         if budget < peaks["full"]:
             raise InfeasibleError(
-                f"The budget of {budget / GIB:.3f} GiB is below what full recompute of every layer "
+                f"The budget of {gib(budget)} GiB is below what full recompute of every layer "
                 f"needs, {peaks['full'] / GIB:.3f} GiB on the fullest stage. Raise --budget-gib, "
                 "or lower --micro-batch-size or --seq-length."
             )

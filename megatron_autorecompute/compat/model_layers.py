@@ -218,6 +218,13 @@ def tower_layers(chunks: Iterable[Chunk]) -> int:
     return 0 if name == ENCODER else layers
 
 
+def ties_weights(chunk: Chunk) -> bool:
+    """Whether a decoder's chunk has both ends of the model, with the same weights."""
+    model: Any = unwrapped(chunk)
+    tied = bool(model.share_embeddings_and_output_weights)
+    return tied and bool(model.pre_process and model.post_process) and not encoder_layers([chunk])
+
+
 def mtp_sites(modules: Iterable[Chunk]) -> list[MtpSite]:
     """Every multi-token-prediction layer below `modules`.
 

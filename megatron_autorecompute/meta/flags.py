@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.meta.determinism import deterministic
+from megatron_autorecompute.meta.graph_scope import FIELDS
 from megatron_autorecompute.meta.job import TE_VERSION, Job, job_from
 from megatron_autorecompute.patched import patched, patched_environ
 from megatron_autorecompute.planner.hybrid_pattern import check_flags
@@ -144,6 +145,8 @@ def plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
             value = getattr(value, "input_data", value)
         if name == "attention_backend":
             value = getattr(value, "name", value)
+        if name in FIELDS and isinstance(value, list):
+            value = [getattr(each, "name", each) for each in value]
         try:
             json.dumps(value)
         except TypeError:

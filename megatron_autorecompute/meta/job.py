@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.json_records import shown_name
+from megatron_autorecompute.meta.graph_scope import SAMPLE_BYTES, GraphScope
 from megatron_autorecompute.meta.job_checks import MOST_RANKS, MOST_WIDTH, check_config
 from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.layout import Layout
@@ -110,6 +111,10 @@ class Job:
     attention_mask_in_dataloader: bool = False
     """Whether every microbatch brings a mask of a byte for each query and key, as in Megatron-LM
     without --no-create-attention-mask-in-dataloader."""
+    keeps_microbatches: bool = False
+    """Whether every microbatch of a step stays on the GPU, as in Megatron-LM from 5e4fc931b
+    (2026-05-21) to bf32f4415 (2026-07-06) on first tensor parallel ranks: get_batch moves the
+    tensors of the dictionary that RerunDataIterator keeps."""
     lora_rank: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
     """Above 0: base weights are frozen; every linear layer outside experts has such an adapter."""
     described_by: Literal["yaml", "flags", "recipe"] = "yaml"
@@ -221,6 +226,22 @@ class Job:
         if not self.attention_mask_in_dataloader or self.packed_samples:
             return 0
         return self.micro_batch_size * self.seq_length * self.seq_length // self.size("context")
+
+    @property
+    def graphs(self) -> GraphScope:
+        """What runs as CUDA graphs."""
+        return GraphScope.of(self.config)
+
+    @property
+    def graph_input_bytes(self) -> int:
+        """Copies of a step's samples that one CUDA graph of the iteration reads, on a rank that
+        loads data: megatron-core full_cuda_graph.py `StaticBufferLoader` keeps those of every
+        microbatch, whole sequences, with the data loader's mask if it makes one."""
+        if not self.graphs.of_iteration:
+            return 0
+        masks = self.seq_length * self.attention_mask_in_dataloader
+        sample = self.seq_length * (SAMPLE_BYTES + masks)
+        return self.num_microbatches * self.micro_batch_size * sample
 
     @property
     def keeps_bf16_weights(self) -> bool:
@@ -357,7 +378,10 @@ def load_job(path: str | Path) -> Job:
     try:
         text = json_records.read_text(path)
     except (OSError, ValueError) as error:
-        raise OptionError(f"Cannot read the job {path}: {error}.") from error
+        raise OptionError(
+            f"Cannot read the job {path}: {json_records.reason(error)}. Give the path of a YAML "
+            "file."
+        ) from error
     try:
         data = yaml.safe_load(text)
     # The parser lets every error of its own out: of dates, of numbers, of the depth.

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.json_records import shown_name
+from megatron_autorecompute.meta.graph_scope import wrong_scope
 from megatron_autorecompute.profile import MOST_LAYERS
 
 ACTIVATIONS = ("gelu", "silu", "relu", "squared_relu", "quick_gelu", "fast_gelu")
@@ -94,6 +95,7 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"config.{name}: {value!r:.80}; give one of {known} for all layers"
         elif name == "pipeline_model_parallel_layout" and not _is_layout(value):
             yield f"config.{name}: {value!r:.80}; give a text such as Et*3|(tt|)*6mL"
+    yield from wrong_scope(given)
     for name in ("moe_layer_freq", "window_attn_skip_freq", "linear_attention_freq"):
         if name in given and not _is_pattern(given[name], config["num_layers"]):
             yield (

@@ -24,9 +24,7 @@ import inspect
 import logging
 import multiprocessing
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -37,8 +35,9 @@ import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_autorecompute.compat import attention_variants
+from megatron_autorecompute.compat import attention_variants, model_layers
 from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.interrupts import interrupts_held
 from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.shapes_exchanged import shapes_exchanged
 from megatron_autorecompute.patched import patched
@@ -212,7 +211,7 @@ def in_processes_beside(
     before = multiprocessing.active_children()
     with pool:
         try:
-            with _interrupts_held():
+            with interrupts_held():
                 futures = [pool.submit(run, stage) for stage in stages]
             yield futures
         except BrokenProcessPool as error:
@@ -224,19 +223,6 @@ def in_processes_beside(
             for process in set(multiprocessing.active_children()) - set(before):
                 process.kill()
             raise
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """In this block SIGINT waits, and processes that start in it never see one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def _start_process() -> None:
@@ -287,14 +273,14 @@ def _check_runs_without_device(config: Any) -> None:
         f"context_parallel_size={config.context_parallel_size}": config.context_parallel_size > 1,
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
         f"moe_token_dispatcher_type={config.moe_token_dispatcher_type!r}": moe
-        and config.moe_token_dispatcher_type != "alltoall",
+        and config.moe_token_dispatcher_type not in ("alltoall", "allgather"),
     }
     refused = [setting for setting, there in found.items() if there]
     if refused:
         raise MachineError(
             f"A step on meta tensors was asked for a config with {', '.join(refused)}, whose code "
-            "runs on CUDA only. Run it without (alltoall as MoE dispatcher), or measure on the "
-            "device."
+            "runs on CUDA only. Run it without (MoE dispatchers: alltoall, allgather), or measure "
+            "on the device."
         )
 
 
@@ -567,6 +553,9 @@ def run_step(models: list[torch.nn.Module], shape: StepShape, forward_step: Forw
         micro_batch_size=shape.micro_batch_size,
         forward_only=False,
     )
+    for model in models:  # as the drain of deferred gradients does, which needs real groups
+        for name in ("embedding_activation_buffer", "grad_output_buffer"):
+            (getattr(model_layers.unwrapped(model), name, None) or []).clear()
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -26,6 +26,7 @@ from megatron_autorecompute.compat import layer_modules, stage_layout
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.meta import hybrid, job_checks, kernels, without_cuda
 from megatron_autorecompute.meta.determinism import deterministic
+from megatron_autorecompute.meta.graph_scope import FIELDS
 from megatron_autorecompute.meta.hybrid import build_hybrid
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
@@ -37,7 +38,8 @@ MAX_CHOICES = 96
 """Choices tried per kind of layer; MLA with MoE has 83."""
 
 LEFT_OUT = {
-    **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_scope", "cuda_graph_impl")},
+    **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_impl", "enable_cuda_graph")},
+    **{name: None for name in (*FIELDS, "external_cuda_graph")},
     **{name: False for name in ("moe_router_fusion", "tp_comm_overlap")},
     "moe_shared_expert_overlap": False,
     **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
@@ -50,7 +52,6 @@ LEFT_OUT = {
     **megatron_fields.NO_OFFLOAD,
     **{name: False for name in ("fp8_param", "fp4_param")},
     megatron_fields.POLICY_FIELD: None,
-    **{name: "alltoall" for name in ("moe_token_dispatcher_type",)},
 }
 """Fields that the model is built without: they need a device, or are what is to be planned."""
 
@@ -396,6 +397,8 @@ def megatron_config(
         **{name: value for name, value in job.config.items() if name not in left_out},
         **changed,
     }
+    if fields["moe_token_dispatcher_type"] == "flex":  # its kernels need a device
+        fields["moe_token_dispatcher_type"] = "alltoall"
     pattern = fields.pop("hybrid_layer_pattern", None)
     if pattern is not None:
         hybrid.check_supported(job.name)

@@ -55,7 +55,9 @@ def _read(path: str) -> list[int]:
     try:
         lines = json_records.read_text(Path(path)).splitlines()
     except (OSError, ValueError) as error:
-        raise OptionError(f"Cannot read sample_lengths {path}: {error}.") from error
+        raise OptionError(
+            f"Cannot read sample_lengths {path}: {json_records.reason(error)}."
+        ) from error
     return [_length(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
 
 

@@ -22,6 +22,7 @@ from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
+from megatron_autorecompute.meta.graph_rules import without_refused
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.layer_parts import with_parts
 from megatron_autorecompute.meta.lengths import profile_lengths
@@ -43,8 +44,14 @@ from megatron_autorecompute.meta.offload_records import (
     with_inert_offload,
 )
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
+from megatron_autorecompute.meta.outside_torch import dispatcher
 from megatron_autorecompute.meta.roofline import Roofline, Traffic
-from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, shared_buffers
+from megatron_autorecompute.meta.shared_buffers import (
+    deferred_output_layer,
+    graph_inputs,
+    kept_microbatches,
+    shared_buffers,
+)
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
 from megatron_autorecompute.meta.whole_layer_records import check_whole_layers, with_whole_layers
@@ -123,6 +130,9 @@ def profile_job(
     counted = decoder.counted.with_ends_of(whole.counted)
     kinds = tuple(_beside_mask(job, kind) for kind in with_inert(kinds))
     kinds = tuple(with_inert_offload(kind, offload) for kind in kinds)
+    refused: tuple[str, ...] = ()
+    if job.graphs.implementation != "none":
+        kinds, refused = without_refused(job, kinds)
     facts = _facts(job, decoder.layer_facts)
     profile = Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
@@ -138,9 +148,10 @@ def profile_job(
         head_static=counted.head,
         deallocate_pipeline_outputs=bool(job.config.get("deallocate_pipeline_outputs", True)),
         overlap_p2p_comm=bool(job.config.get("overlap_p2p_comm", True)),
+        graph_of_iteration=job.graphs.of_iteration,
         host_link=device.host.link,
         fingerprint=_fingerprint(job, device, efficiency),
-        assumptions=assumed(job, device, efficiency),
+        assumptions=(*assumed(job, device, efficiency), *refused),
     )
     profile = with_whole_layers(job, profile) if whole_layers else profile
     if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
@@ -269,8 +280,8 @@ def _measured(
     model = built.model
     step = JobStep(job)
     depth = len(built.kind_of)
-    own = job.mtp_num_layers and job.size("pipeline") > 1
-    parameters = [*model.parameters(), *(own_embedding(model) if own else [])]
+    own = own_embedding(job, model) if job.size("pipeline") > 1 else []
+    parameters = [*model.parameters(), *own]
     gradients = add_main_gradients(parameters, dummies=job.makes_dummies)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
@@ -311,8 +322,12 @@ def _measured(
     return profile
 
 
-def own_embedding(model: Any) -> list[torch.nn.Parameter]:
-    """Give MTP depths the copy of the embedding that their stage has."""
+def own_embedding(job: Job, model: Any) -> list[torch.nn.Parameter]:
+    """Give the head, and MTP depths, the copy of the embedding that their stage has. One weight for
+    both ends would have one gradient, which waits for the embedding's part of it."""
+    tied = not job.untie_embeddings_and_output_weights
+    if not (tied or job.mtp_num_layers):
+        return []
     groups = torch.distributed.ProcessGroup  # cannot be copied
     shared = [v for m in model.embedding.modules() for v in vars(m).values()]
     own = copy.deepcopy(model.embedding, {id(v): v for v in shared if isinstance(v, groups)})
@@ -320,7 +335,10 @@ def own_embedding(model: Any) -> list[torch.nn.Parameter]:
     def replaced(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "embedding": own}
 
-    model.mtp.register_forward_pre_hook(replaced, with_kwargs=True)
+    if tied:
+        model.shared_embedding_or_output_weight = lambda: own.word_embeddings.weight
+    if job.mtp_num_layers:
+        model.mtp.register_forward_pre_hook(replaced, with_kwargs=True)
     return list(own.parameters())
 
 
@@ -403,9 +421,12 @@ class _Counted:
         self._moe |= dict.fromkeys(of_depths, job.experts_of_depth) if job.experts_of_depth else {}
         self._built_moe += job.experts_of_depth * len(sites)
         self._kept_bytes: dict[int, int] = {}
-        self.embedding = static_bytes(job, device, self._embedding)
+        both = not several or bool(mtp)
+        first = kept_microbatches(job, embedding=True, head=not several)
+        self.embedding = replace(static_bytes(job, device, self._embedding), shared=first)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
         head = shared_buffers(job, device, model.output_layer) | deferred_output_layer(job)
+        head |= kept_microbatches(job, embedding=both, head=True)
         self.head = replace(static_bytes(job, device, self._head), shared=head)
 
     def with_ends_of(self, whole: _Counted) -> _Counted:
@@ -447,6 +468,8 @@ class _Counted:
         """Record of one pipeline stage."""
         parts = [self.layer(index) for index in layers]
         parts += [self.embedding] * embedding + [self.head] * head
+        if embedding or head:
+            parts.append(StaticBytes(shared=graph_inputs(self.job)))
         counts = self.weights(layers, embedding, head)
         return StageRecord(
             layers=layers,
@@ -607,6 +630,16 @@ def _weight_gradients(job: Job) -> str:
     )
 
 
+def _assumed_of_graphs(job: Job) -> str:
+    if job.graphs.of_iteration:
+        return (
+            "CUDA graph of the iteration: forwards and backwards have a memory pool of their own, "
+            "so the optimizer step counts on top of every peak; the samples of all microbatches "
+            "stay."
+        )
+    return "CUDA graphs of layers: the bytes of their memory pools are not counted."
+
+
 def stated(imbalance: dict[str, float]) -> str:
     """What a job says of uneven routing, as the end of a sentence about its records."""
     if not imbalance:
@@ -642,6 +675,7 @@ def _assumed_of_times(job: Job, device: Device, efficiency: Efficiency) -> tuple
 def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]:
     """Every assumption behind the figures, one sentence each."""
     left_out = sorted(n for n, v in LEFT_OUT.items() if job.config.get(n) not in (None, v))
+    left_out = [name for name in left_out if "cuda_graph" not in name]
     sentences = [
         "Nothing here is measured: bytes are those of a run on meta tensors, times a roofline.",
         *_assumed_of_times(job, device, efficiency),
@@ -663,8 +697,14 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
         sentences.append(
             "MoE: in the records every expert gets equally many tokens"
             + stated(job.moe_imbalance)
-            + "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
+            + (
+                "; tokens are gathered (allgather)."
+                if dispatcher(job) == "allgather"
+                else "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
+            )
         )
+    if job.graphs.implementation != "none":
+        sentences.append(_assumed_of_graphs(job))
     if job.lora_rank:
         sentences.append(f"LoRA of rank {job.lora_rank} on every linear layer but the experts'.")
     if left_out:

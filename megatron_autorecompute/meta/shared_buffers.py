@@ -35,7 +35,8 @@ def shared_buffers(job: Job, device: Device, *parts: torch.nn.Module | None) -> 
 def deferred_output_layer(job: Job) -> dict[str, int]:
     """What `defer_embedding_wgrad_compute` keeps of microbatches on the head's stage: the gradients
     of their logits, and the output layer's inputs, until the pipeline drains (megatron-core
-    tensor_parallel/layers.py, `grad_output_buffer` and `embedding_activation_buffer`).
+    tensor_parallel/layers.py, `grad_output_buffer` and `embedding_activation_buffer`). These inputs
+    have their graph, which ends at what the stage received: so it stays too, with its gradient.
 
     Of all microbatches but the one that runs, which the head holds, or of `wgrad_deferral_limit`.
     """
@@ -46,8 +47,25 @@ def deferred_output_layer(job: Job) -> dict[str, int]:
     tokens = job.micro_batch_size * job.seq_length // job.size("context")
     tensor, hidden = job.size("tensor"), job.config["hidden_size"]
     input_size = tokens * hidden // (tensor if job.config.get("sequence_parallel") else 1)
-    each = 2 * (tokens * job.padded_vocab_size // tensor + input_size)
+    each = 2 * (tokens * job.padded_vocab_size // tensor + 3 * input_size)
     return {"deferred gradients of logits": each * min(limit, products - 1)}
+
+
+def graph_inputs(job: Job) -> dict[str, int]:
+    """What a CUDA graph of the iteration reads, on stages whose ranks load data."""
+    size = job.graph_input_bytes
+    return {"samples of a CUDA graph": size} if size else {}
+
+
+def kept_microbatches(job: Job, *, embedding: bool, head: bool) -> dict[str, int]:
+    """What `Job.keeps_microbatches` keeps of all microbatches of a step but the one that runs, on a
+    stage with one end of the model or both: masks, and per token 8 bytes each of the token, its
+    position and its label, and 4 of the loss mask."""
+    if not job.keeps_microbatches:
+        return {}
+    tokens = job.micro_batch_size * job.seq_length // job.size("context")
+    each = job.attention_mask_bytes + tokens * (16 * embedding + 12 * head)
+    return {"microbatches kept for a rerun": each * (job.num_microbatches - 1)}
 
 
 def dummy_weight_gradients(job: Job, modules: Iterable[torch.nn.Module]) -> dict[str, int]:

@@ -131,7 +131,14 @@ def verify(
     Raises: ProfileError if the profile does not say how to build the model, MachineError if the
     model's code needs a device.
     """
-    peaks = _peaks(plan, plan.schedule, **WITHOUT_OPTIMIZER)
+    if plan.profile.graphs_of_layers:
+        raise OptionError(
+            "verify runs layers as they are, and the profile counts them as CUDA graphs. Make the "
+            "profile without cuda_graph_impl to verify the rest."
+        )
+    # Its bytes are on top of every peak if forwards and backwards are one CUDA graph.
+    changed = {} if plan.profile.graph_of_iteration else WITHOUT_OPTIMIZER
+    peaks = _peaks(plan, plan.schedule, **changed)
     comparable = _peaks(plan, plan.schedule, AT_ONCE, **COMPARABLE)
     static = [
         peak.breakdown.static_bytes - kept

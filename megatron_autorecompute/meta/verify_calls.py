@@ -70,22 +70,10 @@ def verify_calls(
         bounds: the plan's own checks, every microbatch as long as the plan's.
         done: called with each stage's check, call after call.
 
-    Raises: ProfileError if the profile holds for one length, OptionError with EP overlap, and what
-    `verify.verify` raises.
+    Raises: what `fullest_parts` and `verify.verify` raise.
     """
-    if calls and plan.schedule.overlap_moe_expert_parallel_comm:
-        raise OptionError(
-            "Calls of mixed lengths were asked for under overlap_moe_expert_parallel_comm: what a "
-            "forward takes beside the backward of a shorter microbatch is not predicted. Leave "
-            "the lengths out."
-        )
     found: list[StageCheck] = []
-    stages = len(bounds)
-    parts = [
-        _fullest_part(plan, _padded(plan, lengths), stage)
-        for lengths in calls
-        for stage in range(stages)
-    ]
+    stages, parts = len(bounds), fullest_parts(plan, calls)
 
     def check(run: StageStep) -> None:
         call, stage = divmod(len(found), stages)
@@ -95,6 +83,24 @@ def verify_calls(
     if calls:
         run_stages_of(plan, [len(part) for part in parts], check, parts)
     return tuple(found)
+
+
+def fullest_parts(plan: Plan, calls: Sequence[Lengths]) -> list[Lengths]:
+    """What every stage runs of each call: the microbatches with its highest peak; call after call.
+
+    Raises: ProfileError if the profile holds for one length, OptionError with EP overlap.
+    """
+    if calls and plan.schedule.overlap_moe_expert_parallel_comm:
+        raise OptionError(
+            "Calls of mixed lengths were asked for under overlap_moe_expert_parallel_comm: what a "
+            "forward takes beside the backward of a shorter microbatch is not predicted. Leave "
+            "the lengths out."
+        )
+    return [
+        _fullest_part(plan, _padded(plan, lengths), stage)
+        for lengths in calls
+        for stage in range(plan.layout.num_stages)
+    ]
 
 
 def _checked(

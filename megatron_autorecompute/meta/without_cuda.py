@@ -492,38 +492,55 @@ def _kept_by_the_process(device: torch.device) -> Iterator[Patch]:
 
 
 def _even_routing(device: torch.device) -> Iterator[Patch]:
-    """Symptom: aten::masked_select, .tolist() and .numpy() fail on meta tensors: no data to count.
+    """Symptom: aten::masked_select, .tolist(), .numpy() and .cpu() fail on meta: no data to count.
 
-    Upstream: MoEAlltoAllTokenDispatcher counts each expert's tokens and permutes by them. On meta
-    every token goes to the next top-k experts in turn, so all experts get equally many (to one).
-    The counting is Megatron's own, on a small real map on CPU.
+    Upstream: MoEAlltoAllTokenDispatcher and MoEAllGatherTokenDispatcher count each expert's tokens
+    and permute by them. On meta every token goes to the next top-k experts in turn, so all experts
+    get equally many (to one). The counting is Megatron's own, on a small real map on CPU.
     Remove when: never; a meta step has to assume a routing.
     """
     if device.type != "meta":
         return
     module = _module("megatron.core.transformer.moe.token_dispatcher")
-    dispatcher = module.MoEAlltoAllTokenDispatcher
-    original_preprocess, original_permute = dispatcher.preprocess, module.permute
+    to_all, gathering = module.MoEAlltoAllTokenDispatcher, module.MoEAllGatherTokenDispatcher
+    original_preprocess, original_permute = to_all.preprocess, module.permute
+    original_postprocess = gathering.dispatch_postprocess
 
     @functools.wraps(original_preprocess)
     def preprocess(self: Any, routing_map: torch.Tensor) -> Any:
-        tokens, experts = routing_map.shape
-        chosen = torch.arange(tokens * self.config.moe_router_topk, device="cpu") % experts
-        even = torch.zeros(tokens, experts, dtype=torch.bool, device="cpu")
-        even.scatter_(1, chosen.view(tokens, -1), True)
         with patched(torch.cuda, "current_device", lambda: torch.device("cpu")):
-            return original_preprocess(self, even)
+            return original_preprocess(self, _even_map(self.config, routing_map))
+
+    @functools.wraps(original_postprocess)
+    def dispatch_postprocess(self: Any, *args: Any) -> Any:
+        counts = _even_map(self.config, self.routing_map)[:, self.local_expert_indices].sum(0)
+        with (
+            patched(torch.Tensor, "cpu", lambda _: counts),
+            patched(torch.Tensor, "masked_select", _select(int(counts.sum()))),
+        ):
+            return original_postprocess(self, *args)
 
     @functools.wraps(original_permute)
     def permute(*args: Any, num_out_tokens: int, **kwargs: Any) -> Any:
-        def select(source: torch.Tensor, mask: torch.Tensor) -> Any:
-            return _MaskedSelect.apply(source, mask, int(num_out_tokens))
+        with patched(torch.Tensor, "masked_select", _select(int(num_out_tokens))):
+            return original_permute(*args, num_out_tokens=int(num_out_tokens), **kwargs)
 
-        with patched(torch.Tensor, "masked_select", select):
-            return original_permute(*args, num_out_tokens=num_out_tokens, **kwargs)
-
-    yield dispatcher, "preprocess", preprocess
+    yield to_all, "preprocess", preprocess
+    yield gathering, "dispatch_postprocess", dispatch_postprocess
     yield module, "permute", permute
+
+
+def _even_map(config: Any, like: torch.Tensor) -> torch.Tensor:
+    """A routing map [tokens, experts] on CPU."""
+    tokens, experts = like.shape
+    chosen = torch.arange(tokens * config.moe_router_topk, device="cpu") % experts
+    even = torch.zeros(tokens, experts, dtype=torch.bool, device="cpu")
+    return even.scatter_(1, chosen.view(tokens, -1), True)
+
+
+def _select(count: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    """`masked_select` that finds `count`."""
+    return lambda source, mask: _MaskedSelect.apply(source, mask, count)
 
 
 def _mla(device: torch.device) -> Iterator[Patch]:

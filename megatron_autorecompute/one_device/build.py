@@ -134,7 +134,8 @@ def hybrid_spec() -> Any:
 
 def left_out(job: Job) -> dict[str, Any]:
     """Fields of the job's config that are not used here, and the values in place of theirs."""
-    return {name: value for name, value in LEFT_OUT.items() if name not in RUN_HERE}
+    used = {name: value for name, value in LEFT_OUT.items() if name not in RUN_HERE}
+    return {**used, "moe_token_dispatcher_type": "alltoall"}
 
 
 def _add_in_the_product(model: torch.nn.Module) -> None:

@@ -159,8 +159,8 @@ def _measured(
     progress: Progress,
 ) -> Profile:
     step = JobStep(job, device)
-    own = job.mtp_num_layers and job.size("pipeline") > 1
-    parameters = [*model.parameters(), *(own_embedding(model) if own else [])]
+    own = own_embedding(job, model) if job.size("pipeline") > 1 else []
+    parameters = [*model.parameters(), *own]
     gradients = add_main_gradients(parameters, dummies=job.fuses_weight_gradients)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     on_cuda = device.type == "cuda"

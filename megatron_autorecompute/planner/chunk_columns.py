@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -11,6 +11,7 @@ from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.schedule import Direction
 from megatron_autorecompute.planner.unit_costs import OUTSIDE, Unit
+from megatron_autorecompute.profile import GraphBytes
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,15 @@ class ChunkColumns:
 
     chunk: Chunk
     units: tuple[Unit, ...]
+
+    def in_graphs(self) -> ChunkColumns:
+        """Of every unit what is in the memory pool of CUDA graphs."""
+        return ChunkColumns(self.chunk, tuple(map(_in_graph, self.units)))
+
+    def outside_graphs(self, boundary_bytes: int) -> ChunkColumns:
+        """Of every unit the rest; a graph's copy of an output's gradient is not the schedule's."""
+        units = (_outside_graph(unit, boundary_bytes) for unit in self.units)
+        return ChunkColumns(self.chunk, tuple(units))
 
     @cached_property
     def held_bytes(self) -> Ints:
@@ -48,3 +58,28 @@ class ChunkColumns:
     def reach_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
         """For each unit while it runs: held bytes of all units up to it, plus its transient."""
         return self.held_bytes.cumsum() + self.transient_bytes(direction, boundary_bytes)
+
+
+_NOTHING = GraphBytes(0, 0, 0)
+
+
+def _in_graph(unit: Unit) -> Unit:
+    own = unit.graph or _NOTHING
+    return replace(
+        unit,
+        held_bytes=own.held_bytes,
+        forward_transient_bytes=own.forward_transient_bytes,
+        backward_transient_bytes=own.backward_transient_bytes,
+        kept_gradient_bytes=0,
+    )
+
+
+def _outside_graph(unit: Unit, boundary_bytes: int) -> Unit:
+    own = unit.graph or _NOTHING
+    return replace(
+        unit,
+        held_bytes=unit.held_bytes - own.held_bytes,
+        forward_transient_bytes=unit.forward_transient_bytes - own.forward_transient_bytes,
+        backward_transient_bytes=unit.backward_transient_bytes - own.backward_transient_bytes,
+        kept_gradient_bytes=boundary_bytes if unit.graph else unit.kept_gradient_bytes,
+    )

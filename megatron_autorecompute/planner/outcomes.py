@@ -151,7 +151,7 @@ class Outcomes:
 
     def _peak(self, stage: int, chunks: Sequence[_ChunkCost]) -> int:
         moments = self._moments[stage]
-        if moments.side_by_side:
+        if moments.side_by_side or self._planner.profile.graphs_of_layers:
             columns = [chunk.columns for chunk in chunks]
             return stage_peak(moments.base, stage, columns, moments.moments).bytes
         held = np.array([chunk.held_bytes for chunk in chunks], np.int64)

@@ -113,13 +113,16 @@ class StageBase:
     """Measured minus predicted, at the asked end of its interval."""
     measured: bool
     """Whether the profile has a record of this stage; otherwise static bytes were added up."""
+    apart_bytes: int = 0
+    """Memory that forwards and backwards cannot use: with one CUDA graph of all of them, whose pool
+    nothing else uses, that of the optimizer step."""
 
     def constant_bytes(self, direction: Direction, extra: int) -> int:
-        """Bytes alive throughout a forward or backward, with `extra` boundary tensors."""
+        """Bytes taken throughout a forward or backward, with `extra` boundary tensors."""
         overhead = self.overhead
         rest = overhead.forward_bytes if direction == "forward" else overhead.backward_bytes
         boundary = extra * self.boundary_bytes
-        return self.static.total_bytes + self.residual_bytes + rest + boundary
+        return self.static.total_bytes + self.residual_bytes + rest + boundary + self.apart_bytes
 
 
 def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nominal") -> StageBase:
@@ -139,7 +142,8 @@ def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nom
             residual = found.residual_bytes + SIGN[bound] * found.uncertainty_bytes
             peak = found.optimizer_step_peak_bytes + (found.others_bytes or 0)
             rest = found.overhead or nothing
-            return StageBase(found.static, peak, rest, boundary, residual, True)
+            apart = found.optimizer_step_peak_bytes * profile.graph_of_iteration
+            return StageBase(found.static, peak, rest, boundary, residual, True, apart)
     return StageBase(_added_static(profile, chunks, stage), 0, nothing, boundary, 0, False)
 
 
@@ -185,6 +189,9 @@ class Breakdown:
     copy_bytes: int = 0
     """Of activations that are to leave for host memory or have come back early, and of those that
     Megatron keeps although they could leave."""
+    graph_bytes: int = 0
+    """That CUDA graphs take besides: what their pool holds and what it does not are each at their
+    most, and neither can use the other's memory."""
 
     @property
     def total_bytes(self) -> int:
@@ -197,6 +204,7 @@ class Breakdown:
             + self.embedding_head_bytes
             + self.overhead_bytes
             + self.copy_bytes
+            + self.graph_bytes
         )
 
 
@@ -254,7 +262,33 @@ def stage_peak(
             best = (total, own, unit, copied)
     peak = _named_peak(base, stage, columns, best[1], best[2])
     split = replace(peak.breakdown, copy_bytes=best[3])
+    if any(unit.graph for chunk in columns for unit in chunk.units):
+        need = _with_graphs(base, columns, moments)
+        split = replace(split, graph_bytes=split.graph_bytes + need - split.total_bytes)
     return replace(peak, bytes=split.total_bytes, breakdown=split)
+
+
+def _with_graphs(
+    base: StageBase, columns: Sequence[ChunkColumns], moments: Sequence[Moment]
+) -> int:
+    """The most in the pool of CUDA graphs, and the most outside it, which cannot use it."""
+    pool = [chunk.in_graphs() for chunk in columns]
+    rest = [chunk.outside_graphs(base.boundary_bytes) for chunk in columns]
+    outside: int = max(
+        constant_bytes(base, moment) + _activations(rest, moment, base.boundary_bytes)
+        for moment in moments
+    )
+    outside = max(outside, base.static.total_bytes + base.optimizer_step_peak_bytes)
+    pooled = max(_activations(pool, moment, 0) for moment in moments)
+    return outside + pooled
+
+
+def _activations(columns: Sequence[ChunkColumns], moment: Moment, boundary_bytes: int) -> int:
+    """The most that units hold and need while an event runs."""
+    held = [int(chunk.held_bytes.sum()) for chunk in columns]
+    reach = columns[moment.chunk].reach_bytes(moment.direction, boundary_bytes)
+    waiting: int = sum(map(mul, moment.in_flight, held))
+    return waiting + int(reach.max())
 
 
 def _highest_with(
@@ -374,7 +408,8 @@ def moment_bytes(
         running_bytes=held - outside_running,
         transient_bytes=reach - held,
         embedding_head_bytes=outside_waiting + outside_running,
-        overhead_bytes=constant_bytes(base, moment) - base.static.total_bytes,
+        overhead_bytes=constant_bytes(base, moment) - base.static.total_bytes - base.apart_bytes,
+        graph_bytes=base.apart_bytes,
     )
 
 

@@ -189,6 +189,11 @@ class Plan:
         Raises: ProfileError with the path of each bad field, or with the first wrong figure, its
         value and the computed value.
         """
+        if json_records.has_fields(text, "kinds", "parallelism"):
+            raise ProfileError(
+                f"{source} is a profile, and a plan was asked for. Make one of it: "
+                f"megatron-autorecompute plan --profile {source} --budget-gib GIB -o PLAN.json"
+            )
         plan = json_records.from_json(cls, text, source=source, major=SCHEMA_VERSION)
         data = json.loads(text)
         return _checked(

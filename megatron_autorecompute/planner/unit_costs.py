@@ -23,6 +23,7 @@ from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy, Run
 from megatron_autorecompute.profile import (
     ChoiceRecord,
+    GraphBytes,
     LayerBytes,
     LayerKind,
     OffloadGroup,
@@ -69,6 +70,8 @@ class Unit:
     parts: tuple[PartBytes, ...] = ()
     """As the record's."""
     offload_groups: tuple[OffloadGroup, ...] = ()
+    """As the record's."""
+    graph: GraphBytes | None = None
     """As the record's."""
 
     @property
@@ -472,6 +475,7 @@ def _unit(
         kept_gradient_bytes,
         record.parts,
         record.offload_groups,
+        record.graph,
     )
 
 

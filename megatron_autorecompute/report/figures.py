@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.report.curve import named
 from megatron_autorecompute.report.data import Curve
 from megatron_autorecompute.report.labels import Box, placed
@@ -121,25 +122,21 @@ def _weight(name: Name) -> str:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a picture and close it. Raises: MachineError if the file cannot be written."""
-    try:
-        # With a salt and no date, equal pictures are equal files.
-        with matplotlib.rc_context({"svg.hashsalt": "megatron-autorecompute"}):
-            dated = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=figure.dpi, metadata=dated)
-    except OSError as error:
-        raise MachineError(
-            f"Cannot write the picture {path}: {error.strerror}. Give another path; all else is "
-            "written."
-        ) from error
-    finally:
-        pyplot.close(figure)
+    """Write a picture, whole or not at all, and close it. Raises: ProfileError if the file cannot
+    be written."""
+    drawn = io.BytesIO()
+    # With a salt and no date, equal pictures are equal files.
+    with matplotlib.rc_context({"svg.hashsalt": "megatron-autorecompute"}):
+        dated = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(drawn, format=path.suffix[1:], dpi=figure.dpi, metadata=dated)
+    pyplot.close(figure)
+    write_atomically(drawn.getvalue(), path)
 
 
 def curve_picture(curve: Curve, path: Path) -> None:
     """Draw step time against the budget, with Megatron's own settings as points beside the line.
 
-    Raises: MachineError if the file cannot be written.
+    Raises: ProfileError if the file cannot be written.
     """
     figure, axes = pyplot.subplots(figsize=(8.5, 4.6), dpi=150, layout="constrained")
     points = sorted(curve.points, key=lambda point: point.budget_bytes)

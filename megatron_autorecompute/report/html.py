@@ -34,6 +34,7 @@ _PARTS = (  # as plan.js draws them
     ("running", "running_bytes"),
     ("transient", "transient_bytes"),
     ("copies", "copy_bytes"),
+    ("overhead", "graph_bytes"),
 )
 
 

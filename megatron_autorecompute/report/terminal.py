@@ -289,12 +289,16 @@ def _factors(kinds: Sequence[LayerKind], percentile: float) -> Iterator[str]:
 def stages_explained(plan: Plan) -> RenderableType:
     """Per stage: the binding moment, and the parts of the peak."""
     unit = unit_for(cost.peak_high_bytes for cost in plan.cost.stages)
-    columns = (*PEAK_COLUMNS, Column(f"peak\n{unit.name}"))
-    parts: list[RenderableType] = [
-        Rows(
-            columns, [(str(cost.stage), *map(unit.text, _parts(cost))) for cost in plan.cost.stages]
-        )
+    graphs = any(cost.peak.breakdown.graph_bytes for cost in plan.cost.stages)
+    columns = (
+        *PEAK_COLUMNS,
+        *([Column("CUDA\ngraphs", name="more by CUDA graphs")] if graphs else []),
+        Column(f"peak\n{unit.name}"),
+    )
+    rows = [
+        (str(cost.stage), *map(unit.text, _parts(cost, graphs=graphs))) for cost in plan.cost.stages
     ]
+    parts: list[RenderableType] = [Rows(columns, rows)]
     for evidence, cost in zip(plan.evidence, plan.cost.stages, strict=True):
         parts.append(
             Text(
@@ -317,7 +321,7 @@ def stages_explained(plan: Plan) -> RenderableType:
     return Group(*parts, *measured_step_view(plan))
 
 
-def _parts(cost: StageCost) -> tuple[int, ...]:
+def _parts(cost: StageCost, *, graphs: bool) -> tuple[int, ...]:
     """Bytes of the parts of a stage's peak, and of the peak, in the order of the columns."""
     split = cost.peak.breakdown
     return (
@@ -327,6 +331,7 @@ def _parts(cost: StageCost) -> tuple[int, ...]:
         split.transient_bytes,
         split.embedding_head_bytes,
         split.overhead_bytes,
+        *([split.graph_bytes] if graphs else []),
         split.total_bytes,
     )
 

@@ -108,7 +108,8 @@ class StageTimeline:
     outside_bytes: Bytes
     """Held by embedding and head for these microbatches."""
     overhead_bytes: Bytes
-    """Boundary tensors, what the measured job itself kept, and the measured residual."""
+    """Boundary tensors, what the measured job itself kept, the measured residual, and what CUDA
+    graphs take besides."""
     static_bytes: int
     """Parameters, gradients, optimizer state, buffers."""
     optimizer_step_peak_bytes: int
@@ -287,7 +288,10 @@ def _stage(
         end_ms=end_ms,
         in_flight_bytes=in_flight @ (held - outside) + other,
         outside_bytes=in_flight @ outside,
-        overhead_bytes=constant - base.static.total_bytes,
+        overhead_bytes=constant
+        + cost.peak.breakdown.graph_bytes
+        - base.apart_bytes
+        - base.static.total_bytes,
         static_bytes=base.static.total_bytes,
         optimizer_step_peak_bytes=base.optimizer_step_peak_bytes,
         binding=binding,

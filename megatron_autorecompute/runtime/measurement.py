@@ -217,6 +217,7 @@ class Measurement:
         """What this rank saw so far; `profile` puts all ranks' together."""
         depths = (site.indices for site in model_layers.mtp_sites(shard.chunks))
         self._depths = set(itertools.chain.from_iterable(depths))
+        self._tied = {n for n, one in enumerate(shard.chunks) if model_layers.ties_weights(one)}
         self._tower_layers = model_layers.tower_layers(shard.chunks)
 
     def policies(
@@ -473,13 +474,16 @@ class Measurement:
         return next((m.place for m in one.marks if self.shard.has(one.chunk, m.place)), None)
 
     def _bases(self, one: Pass, forward: Pass) -> dict[Place, int]:
-        """Base bytes (alive, and not of the place) at each place of a pass; only with MTP depths.
+        """Base bytes (alive, and not of the place) at each place of a pass; only with MTP depths,
+        and where embedding and head share their weights.
 
-        They are counted up from what earlier places hold. Without depths, the base is read when the
-        place ends. A depth leaves gradients behind that belong to no place: those of the hidden
-        states of all losses, and of an embedding that waits for the first layer's gradient.
+        They are counted up from what earlier places hold. Otherwise the base is read when the place
+        ends. A depth leaves gradients behind that belong to no place: those of the hidden states of
+        all losses. So does a head whose weights are the embedding's: the gradient waits for the
+        embedding's part of it.
         """
-        if not self._depths.intersection(mark.place for mark in forward.marks):
+        places = {mark.place for mark in forward.marks}
+        if not places & self._depths and forward.chunk not in self._tied:
             return {}
         own = {
             span.place: _held_bytes(span) + forward.kept.get(span.place, 0)

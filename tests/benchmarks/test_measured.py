@@ -89,12 +89,15 @@ def test_flags_are_those_that_the_shell_would_read():
 def test_the_container_of_a_run_says_what_its_flags_do_not():
     row = {"case": "moe/some", "platform": "dgx_a100", "variant": "lts_dgx_a100"}
     row |= {"golden_date": "2025-10-21"}
-    assert environment(row, {}) == (("flash_attn", False), ("te_version", "1.2"))
+    assert environment(row, {}) == (("flash_attn", True), ("te_version", "1.2"))
+    assert ("flash_attn", False) in environment(row, {"deterministic-mode": True})
     assert environment(row | {"golden_date": "2026-01-16"}, {}) == ()
     path = f"{TEST_CASES}gpt/gpt3_mcore_te_tp2_pp2_cp2/golden_values_dev_dgx_gb200.json"
     row = {"case": "gpt/some", "platform": "dgx_gb200", "golden_path": path}
+    split, newer = {"tensor-model-parallel-size": 2}, row | {"golden_date": "2026-08-19"}
     assert environment(row | {"golden_date": "2026-04-20"}, {}) == ()
-    assert environment(row | {"golden_date": "2026-08-19"}, {}) == (("torch_version", "2.12"),)
+    assert environment(newer, split) == (("torch_version", "2.12"),)
+    assert ("keeps_microbatches", True) in environment(newer, {})
     row = {"case": "moe/some", "platform": "dgx_h100", "golden_date": "2026-04-14"}
     muon = {"optimizer": "dist_muon"}
     assert environment(row, muon) == (("use_layer_wise_param_layout", False),)

@@ -102,8 +102,6 @@ class Answer:
     def _is_one_message(self) -> bool:
         lines = [line for line in self.err.splitlines() if not line.startswith(" ")]
         lines = [line for line in lines if "the old one still works" not in line]
-        if len(lines) == 2 and lines[0].startswith("usage: "):
-            lines = lines[1:]
         return len(lines) == 1 and lines[0].startswith("megatron-autorecompute")
 
 

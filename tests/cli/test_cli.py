@@ -321,8 +321,16 @@ def test_the_package_and_its_command_line_run_as_modules(module):
 
 
 def test_a_missing_file_is_exit_code_4(tmp_path, capsys):
-    assert main(["show", str(tmp_path / "absent.json")]) == 4
-    assert "Cannot read" in capsys.readouterr().err
+    absent = tmp_path / "absent.json"
+    assert main(["show", str(absent)]) == 4
+    assert f"Cannot read {absent}: No such file or directory. Give" in capsys.readouterr().err
+
+
+def test_a_profile_in_a_plans_place_is_named_and_the_way_to_a_plan_is_said(capsys):
+    assert main(["explain", LLAMA]) == 4
+    said = capsys.readouterr().err
+    assert f"{LLAMA} is a profile, and a plan was asked for" in said
+    assert f"plan --profile {LLAMA} --budget-gib" in said
 
 
 @pytest.mark.parametrize(
@@ -355,7 +363,9 @@ def test_wrong_usage_is_exit_code_2(verb, words, message, capsys):
     with pytest.raises(SystemExit) as caught:
         main([verb, "--profile", LLAMA, *SHAPE, *words])
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("gib", ["nan", "inf", "-1"])

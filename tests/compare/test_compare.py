@@ -20,11 +20,12 @@ from megatron.core.tensor_parallel import random as megatron_random
 from rich.console import Console
 
 from megatron_autorecompute.cli import main as verify
-from megatron_autorecompute.compare import rendering
+from megatron_autorecompute.compare import rendering, run
 from megatron_autorecompute.compare.comparison import Comparison, Shape
 from megatron_autorecompute.compare.run import Contest, Settings, main, parse
 from megatron_autorecompute.compat import lost_step, model_layers
 from megatron_autorecompute.errors import InfeasibleError, MachineError
+from megatron_autorecompute.patched import patched
 from megatron_autorecompute.planner.plan import Plan
 from tests.default_model import flags, layers
 from tests.hybrid_models import HAVE_HYBRID, runnable
@@ -127,10 +128,11 @@ def test_the_plan_is_what_megatrons_schedule_does(finished, capsys):
 
 
 @pytest.mark.any_version
-def test_strategies_of_the_parent_need_no_megatron():
-    code = "import sys, megatron_autorecompute.compare.run; print('megatron.core' in sys.modules)"
+def test_the_parent_needs_no_megatron_and_without_cuda_no_torch():
+    code = "import sys; from megatron_autorecompute.compare.run import parse; parse([]); "
+    code += "print(*{'megatron.core', 'torch'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout.strip() == "False"
+    assert result.stdout.strip() == ("" if torch.__version__.endswith("+cpu") else "torch")
 
 
 @pytest.mark.any_version
@@ -149,6 +151,7 @@ def test_strategies_of_the_parent_need_no_megatron():
         (["--budget-fraction", "nan"], 9, "--budget-fraction nan: it must be from 0 (full) to 1"),
         (["--timeout-s", "inf"], 9, "--timeout-s inf: it must be above 0, and"),
         (["--seed", "-1"], 9, "--seed -1: it must be from 0 to"),
+        (["--pipeline-stages", "9000", "--num-layers", "9000"], 7, "processes take 2250.00 GiB"),
         (["--output", "LICENSE/x"], 7, "Cannot make the output folder LICENSE/x"),
         ([f"{PATTERN}=-*-"], 8, "3 of its 3 layers cannot be divided evenly"),
         ([f"{PATTERN}=*-|X"], 8, "'X' at position 3 is no layer"),
@@ -329,6 +332,7 @@ def test_out_of_memory_on_one_of_two_stages_says_what_to_give():
 
 @pytest.mark.any_version
 def test_on_a_gpu_there_is_one_stage_however_many_gpus(monkeypatch):
+    monkeypatch.setattr("megatron_autorecompute.compare.run.version", lambda _: "2.11.0+cu130")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert parse([]).shape.pipeline_stages == 1
@@ -377,9 +381,49 @@ def test_interrupting_keeps_what_was_finished(running, tmp_path):
     os.killpg(running.pid, signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert "what was finished is in the output folder" in errors
+    assert errors == "Interrupted: what was finished is in the output folder.\n"
     assert not Comparison.load(tmp_path / "comparison.json").complete
     assert (tmp_path / "comparison.png").exists()
+
+
+def ranks_that_say(messages):
+    said = contextlib.nullcontext(messages)
+    return patched(run, "from_ranks", lambda settings: said)
+
+
+@pytest.mark.parametrize("measured", [0, 1])
+def test_a_folder_never_holds_files_of_two_comparisons(finished, measured, tmp_path, capsys):
+    earlier = {file.name: file.read_bytes() for file in finished[0].iterdir()}
+    for name, data in earlier.items():
+        (tmp_path / name).write_bytes(data)
+    first = replace(Comparison.load(tmp_path / "comparison.json"), complete=False)
+    first = replace(first, strategies=first.strategies[:1])
+
+    def messages():
+        yield from [first] * measured
+        raise KeyboardInterrupt
+
+    with ranks_that_say(messages()):
+        assert main([*SMALL, "--output", str(tmp_path)]) == 130
+    found = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    if measured:
+        assert found.keys() == {"comparison.json", "comparison.md", "comparison.png"}
+        assert found["comparison.png"] != earlier["comparison.png"]
+    else:
+        assert found == earlier
+        assert "is as it was" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_table_on_the_screen(
+    finished, tmp_path, capsys
+):
+    whole = Comparison.load(finished[0] / "comparison.json")
+    (tmp_path / "comparison.png").mkdir()
+    with ranks_that_say([whole]):
+        assert main([*SMALL, "--output", str(tmp_path)]) == 4
+    said = capsys.readouterr()
+    assert "comparison.png: Is a directory" in " ".join(said.err.split())
+    assert "manual" in said.out
 
 
 def kill_a_rank_in_its_rounds(path):

@@ -1,10 +1,12 @@
 """Dummy weight gradients and workspaces: one for each shape of a stage, by Megatron's own calls."""
 
 import importlib
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core import full_cuda_graph
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -13,6 +15,7 @@ from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.model import JobStep, add_main_gradients, shard
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, workspaces
+from megatron_autorecompute.meta.stage_runs import built_stage
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.peak_memory import stage_base
@@ -188,26 +191,45 @@ def test_a_shared_buffer_counts_once_and_at_its_largest():
 
 @pytest.mark.parametrize("limit", [0, 2])
 def test_deferred_gradients_of_logits_are_those_that_megatrons_output_layer_keeps(limit):
-    sizes = {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": limit}
-    asked = job({**sizes, "tensor_model_parallel_size": 2, "sequence_parallel": True})
-    with shard(replace(asked, config={**asked.config, **dict.fromkeys(sizes, 0)}), [1]) as built:
-        output_layer = built.model.output_layer
-        output_layer.config.defer_embedding_wgrad_compute = True
-        output_layer.config.wgrad_deferral_limit = limit
-        inputs, gradients = [], []
-        output_layer.embedding_activation_buffer, output_layer.grad_output_buffer = (
-            inputs,
-            gradients,
-        )
-        parameters = list(built.model.parameters())
-        add_main_gradients(parameters, dummies=asked.makes_dummies)
-        step = JobStep(asked)
+    fused = {"gradient_accumulation_fusion": True, "defer_embedding_wgrad_compute": True}
+    both = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    asked = job({**fused, **both, "wgrad_deferral_limit": limit, "sequence_parallel": True})
+    with built_stage(asked, asked.num_microbatches, stage=1) as ([model], _, step):
+        add_main_gradients(model.parameters(), dummies=asked.makes_dummies)
+        received = []
         for _ in range(asked.num_microbatches if limit else asked.num_microbatches - 1):
-            step(None, built.model)[0].float().mean().backward()
+            size = (asked.seq_length // 2, asked.micro_batch_size, asked.config["hidden_size"])
+            with torch.device("meta"):
+                tensor = torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
+            model.set_input_tensor(tensor)
+            step(None, model)[0].float().mean().backward()
+            received.append(weakref.ref(tensor))
+        model.set_input_tensor(None)
+        del tensor
+        alive = [leaf for one in received if (leaf := one()) is not None]
+        kept = [*model.embedding_activation_buffer, *model.grad_output_buffer, *alive]
         assert deferred_output_layer(asked) == {
-            "deferred gradients of logits": storage_bytes([*inputs, *gradients])
+            "deferred gradients of logits": storage_bytes([*kept, *(one.grad for one in alive)])
         }
     assert not deferred_output_layer(job())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_microbatches_kept_for_a_rerun_are_what_the_data_loader_made_of_them(stages):
+    asked = job({"pipeline_model_parallel_size": stages})
+    asked = replace(asked, attention_mask_in_dataloader=True, keeps_microbatches=True)
+    size = (asked.micro_batch_size, asked.seq_length)
+    token, position, label = (torch.empty(size, dtype=torch.int64, device="meta") for _ in range(3))
+    mask = torch.empty(size[0], 1, size[1], size[1], dtype=torch.bool, device="meta")
+    loss_mask = torch.empty(size, device="meta")
+    first, last = [token, position], [label, loss_mask]
+    both = [*first, *last]
+    profile = profile_job(asked, H100, only=())
+    ends = zip((profile.embedding_static, profile.head_static), (first, last), strict=True)
+    for static, own in ends:
+        each = storage_bytes([mask, *(both if stages == 1 else own)])
+        kept = static.shared["microbatches kept for a rerun"]
+        assert kept == (asked.num_microbatches - 1) * each
 
 
 def test_the_compiled_backward_of_the_fused_cross_entropy_makes_one_fp32_copy_more():
@@ -235,3 +257,21 @@ def test_instances_of_the_distributed_optimizer_each_have_the_whole_state():
         for number in (1, 2)
     )
     assert two.optimizer_state_bytes == 2 * one.optimizer_state_bytes == 2 * 12 * 1000
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_graph_of_the_iteration_keeps_what_megatrons_loader_copies(monkeypatch, stages):
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    fields = {"pipeline_model_parallel_size": stages, "cuda_graph_impl": "local"}
+    asked = job({**fields, "cuda_graph_scope": ["full_iteration"]}, global_batch_size=8)
+    asked = replace(asked, attention_mask_in_dataloader=True)
+    length = (1, asked.seq_length)
+    sample = {name: torch.zeros(length, dtype=torch.int64) for name in ("tokens", "labels")}
+    sample["position_ids"], sample["loss_mask"] = sample["tokens"] + 1, torch.zeros(length)
+    sample["attention_mask"] = torch.ones(1, 1, *2 * [asked.seq_length], dtype=torch.bool)
+    kept = [full_cuda_graph.copy_tensors_in_struct(sample) for _ in range(asked.num_microbatches)]
+    copies = [tensor for own in kept for tensor in own.values()]
+    profile = profile_job(asked, H100)
+    found = [stage.static.shared.get("samples of a CUDA graph", 0) for stage in profile.stages]
+    ends = {0, stages - 1}
+    assert found == [storage_bytes(copies) * (stage in ends) for stage in range(stages)]

@@ -11,6 +11,7 @@ from tests.rules.imports import PACKAGE, ROOT, imports, part, sources
 WORDS = {
     "block_names",
     "errors",
+    "interrupts",
     "json_records",
     "lines",
     "megatron_fields",

@@ -250,12 +250,13 @@ class StageProblem:
     floor_bytes: int
     """Peak outside forwards and backwards: static bytes and the optimizer step."""
     paired: Bools
-    """Whether an event is one of two side by side, here without the other: see `side_by_side`."""
+    """Whether an event is one of two side by side, here without the other, or in part a CUDA graph:
+    see `side_by_side`."""
     true_peak: Callable[[Split], int] | None = None
-    """Peak of choices; None where the moments say it, because nothing runs side by side."""
+    """Peak of choices; None where the moments say it, because no event is such a one."""
 
     def apart(self, added_bytes: int) -> StageProblem:
-        """With some bytes added to events of pairs, and no true peak."""
+        """With some bytes added to these events, and no true peak."""
         return replace(self, constant=self.constant + self.paired * added_bytes, true_peak=None)
 
 
@@ -267,6 +268,7 @@ def stage_problem(
 ) -> StageProblem:
     """Combine chunks and moments, without the moments that others imply."""
     pairs = [moment for moment in moments if moment.beside is not None]
+    graphs = true_peak is not None and not pairs
     moments = [*moments, *map(turned, pairs)]
     kept = [moment for moment in moments if not _implied(moment, moments, chunks, base)]
     return StageProblem(
@@ -278,7 +280,7 @@ def stage_problem(
             [base.constant_bytes(moment.direction, moment.extra) for moment in kept], np.int64
         ),
         base.static.total_bytes + base.optimizer_step_peak_bytes,
-        np.array([moment.beside is not None for moment in kept], np.bool_),
+        np.array([graphs or moment.beside is not None for moment in kept], np.bool_),
         true_peak,
     )
 

@@ -1,10 +1,15 @@
-"""The search of a stage on which forwards run beside backwards (EP overlap).
+"""The search of a stage on which forwards run beside backwards (EP overlap), or whose layers are
+CUDA graphs.
 
-What such a pair needs is no sum of what its two chunks need: it depends on which layers of both are
-alive at once. So the search sees the two events of a pair one after the other, each without the
-other's microbatch. No choices that fit need less than that, so its bound holds; what it finds is
-then held against the true peak, and where that is too high, the search is asked again with some
-bytes added to the events of pairs.
+What a pair of events side by side needs is no sum of what its two chunks need: it depends on which
+layers of both are alive at once. So the search sees the two events of a pair one after the other,
+each without the other's microbatch. No choices that fit need less than that, so its bound holds;
+what it finds is then held against the true peak, and where that is too high, the search is asked
+again with some bytes added to the events of pairs.
+
+With CUDA graphs of layers, what their pool and everything else need together is at least what any
+moment has of both, and here too only all choices of a stage say how much more: bytes are added to
+all events.
 """
 
 from __future__ import annotations
@@ -45,8 +50,9 @@ class _Search(Protocol):
 def true_peak(
     table: CostTable, chunks: Sequence[Chunk], base: StageBase, moments: Sequence[Moment]
 ) -> Callable[[Split], int] | None:
-    """A function for the peak of a stage's choices; None where nothing runs side by side."""
-    if all(moment.beside is None for moment in moments):
+    """A function for the peak of a stage's choices; None where its moments say it, because nothing
+    runs side by side and no layer is a CUDA graph."""
+    if not table.profile.graphs_of_layers and all(moment.beside is None for moment in moments):
         return None
     num_layers = table.profile.num_layers
 

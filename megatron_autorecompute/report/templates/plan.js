@@ -6,7 +6,7 @@ const GIB = 2 ** 30, MIB = 2 ** 20;
 const GUTTER = 104, AXIS = 20, MARK = 8; // pixels left of the pictures, below them, above a lane
 const WAY = 12; // pixels of a row of copies, one each way
 const PARTS = [ // from the bottom of the stack to its top
-  ["static", "static (weights, gradients, optimizer)"], ["overhead", "between stages"],
+  ["static", "static (weights, gradients, optimizer)"], ["overhead", "between stages, CUDA graphs"],
   ["outside", "embedding, head"], ["in-flight", "in flight (microbatches that wait)"],
   ["running", "running chunk"], ["transient", "transient"],
   ["copies", "to leave for host memory, back early, or kept from leaving"],
