@@ -102,6 +102,7 @@ def run(row: Mapping[str, str]) -> Run:
         between_steps_bytes=whole(row, "mem_allocated_first") if between else None,
         first_step_bytes=first_step(row),
         step_ms=milliseconds(row, "iter_s_median_2nd_half", 1e3),
+        hashes_weights=str(given.get("check-weight-hash-across-dp-replicas-interval")) == "1",
         encoder_decoder=sizes,
         environment=environment(row, given),
         date=row.get("golden_date") or "",
@@ -237,9 +238,6 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
     folder = case.partition("/")[0]
     if folder in BY_FOLDER:
         return BY_FOLDER[folder]
-    both = ("recompute-modules", "mla_up_proj"), ("offload-modules", "qkv_linear")
-    if all(module in str(given.get(name)) for name, module in both):
-        return "recompute of mla_up_proj reads what qkv_linear offloads before it is back"
     return next((reason for flag, reason in BY_FLAG.items() if flag in given), "")
 
 
