@@ -12,8 +12,8 @@ from megatron_autorecompute.meta.job import load_job
 from megatron_autorecompute.meta.recipe import job_from_recipe
 from megatron_autorecompute.profile import Profile
 from scripts import nvidia_recipes
+from scripts.public_models import hub_config
 from tests.bridge import recipes
-from tests.bridge.test_recipes import hf_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "no_device"
 
@@ -26,7 +26,7 @@ def hub(bridge, monkeypatch):
     monkeypatch.setattr(
         AutoBridge,
         "from_hf_pretrained",
-        classmethod(lambda cls, path, **_: cls.from_hf_config(hf_config(path))),
+        classmethod(lambda cls, path, **_: cls.from_hf_config(hub_config(path))),
     )
 
 
@@ -107,7 +107,7 @@ def test_dimensions_of_public_models_are_those_of_bridges_providers(bridge, name
 
 
 def test_what_bridges_class_of_deepseek_leaves_out_is_in_the_public_config(bridge):
-    public = hf_config("deepseek-ai/DeepSeek-V3")
+    public = hub_config("deepseek-ai/DeepSeek-V3")
     assert (public.num_attention_heads, public.q_lora_rank) == (128, 1536)
     assert (public.qk_nope_head_dim, public.qk_rope_head_dim, public.v_head_dim) == (128, 64, 128)
 

@@ -11,43 +11,11 @@ import torch
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import stage_layout
 from megatron_autorecompute.integrations import megatron_bridge
+from scripts.public_models import hub_config
 from tests.bridge import recipes
 from tests.bridge.test_model import built, gradients, same_bits
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "bridge"
-
-
-def hf_config(name):
-    """The published dimensions, which Bridge reads from the hub."""
-    import transformers
-
-    llama = {"vocab_size": 128256, "num_key_value_heads": 8, "rope_theta": 500000.0}
-    known = {
-        "meta-llama/Meta-Llama-3-8B": (
-            transformers.LlamaConfig,
-            {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, **llama},
-        ),
-        "meta-llama/Meta-Llama-3-70B": (
-            transformers.LlamaConfig,
-            {
-                "num_hidden_layers": 80,
-                "hidden_size": 8192,
-                "intermediate_size": 28672,
-                "num_attention_heads": 64,
-                **llama,
-            },
-        ),
-        "Qwen/Qwen3-30B-A3B": (
-            transformers.Qwen3MoeConfig,
-            {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8},
-        ),
-        # transformers' defaults are V3's.
-        "deepseek-ai/DeepSeek-V3": (transformers.DeepseekV3Config, {"num_nextn_predict_layers": 1}),
-    }
-    kind, fields = known[name]
-    model = {"Llama": "Llama", "Qwen3M": "Qwen3Moe", "Deepse": "DeepseekV3"}
-    prefix = next(value for key, value in model.items() if kind.__name__.startswith(key))
-    return kind(**fields, architectures=[f"{prefix}ForCausalLM"], torch_dtype="bfloat16")
 
 
 @pytest.fixture
@@ -58,7 +26,7 @@ def example(bridge, monkeypatch):
         monkeypatch.setattr(
             AutoBridge,
             "from_hf_pretrained",
-            classmethod(lambda cls, path, **_: cls.from_hf_config(hf_config(path))),
+            classmethod(lambda cls, path, **_: cls.from_hf_config(hub_config(path))),
         )
         # Bridge asks the device which expert dispatcher to use.
         h100 = types.SimpleNamespace(major=9, minor=0, name="NVIDIA H100 80GB HBM3")
