@@ -104,6 +104,7 @@ def run(row: Mapping[str, str]) -> Run:
         step_ms=milliseconds(row, "iter_s_median_2nd_half", 1e3),
         encoder_decoder=sizes,
         environment=environment(row, given),
+        evaluates=evaluates(row, given),
         date=row.get("golden_date") or "",
         recorded_with=recordings().get((_path(row), (row.get("golden_commit") or "")[:9]), ""),
         old_container=(row.get("variant") or "").startswith("lts"),
@@ -116,6 +117,12 @@ def first_step(row: Mapping[str, str]) -> int | None:
     """The peak of the first step, unless the run goes on from a checkpoint."""
     known = row.get("mem_max_first") and not (row.get("variant") or "").endswith("_2nd")
     return whole(row, "mem_max_first") if known else None
+
+
+def evaluates(row: Mapping[str, str], given: Mapping[str, Any]) -> bool:
+    """Whether an evaluation precedes the last step of the row."""
+    interval, number = int(given.get("eval-interval") or 0), int(given.get("eval-iters", 100))
+    return bool(number) and 0 < interval < whole(row, "steps")
 
 
 def environment(row: Mapping[str, str], given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

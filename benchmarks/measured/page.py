@@ -193,9 +193,6 @@ OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
   What is not evenly routed shows where the first step fits and the last does not: the job with fp8
   experts grows by 4.4 GB after its first step, of which 2.5 are Adam's moments. Two runs of Mixtral
   from a checkpoint, on H100 and A100, differ by 1 GB besides what their optimizers hold.
-- fp8 under context parallelism on GB200, 433 MB: 9.7 of the missing 14.8 MB come at step 1,001,
-  after an evaluation, which is not predicted (its golden values by step). Why its first step
-  already has the peak of those after it, unlike in the same test on H100, is not known.
 - First steps with fused cross entropy: up to 128 MB more, in some runs of equal flags. torch's
   inductor times what it compiled, and makes a tensor of the L2 cache's size for it
   (torch/_inductor/runtime/benchmarking.py `L2_cache_size`; 126.5 MiB on B200): the extra bytes of
