@@ -32,8 +32,17 @@ def case(run: Run) -> Case:
     between = run.between_steps_bytes if several else None
     sizes = run.encoder_decoder
     stages = tuple(sorted({one.stage for one in run.measured}))
-    environment, evaluates = run.environment, run.evaluates
-    return Case(run.flags, run.worlds, run.gpu, between, sizes, environment, stages, evaluates)
+    return Case(
+        run.flags,
+        run.worlds,
+        run.gpu,
+        between,
+        sizes,
+        run.environment,
+        stages,
+        run.scatters,
+        run.evaluates,
+    )
 
 
 def predictions(runs: list[Run], processes: int) -> dict[Case, Prediction]:
