@@ -500,9 +500,9 @@ part is the largest.
 
 Also assumed for every recipe: gradients in bf16 (`grad_reduce_in_fp32=False`, as Bridge's
 performance recipes set it), bf16 Adam moments for DeepSeek-V3 and Moonlight (their recipes'
-precision-aware optimizer), even routing, no bytes for the pools of CUDA graphs of layers, LoRA
-of rank 16 on all linear layers for PEFT. Budget: the device's memory less 5% and what is assumed
-outside torch, with DeepEP's or HybridEP's buffers.
+precision-aware optimizer), even routing, no bytes for the pools of CUDA graphs beside EP
+overlap, LoRA of rank 16 on all linear layers for PEFT. Budget: the device's memory less 5% and what
+is assumed outside torch, with DeepEP's or HybridEP's buffers.
 """
 DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here with these
 sources, `tests/meta/test_job.py` with the column `model_dims_public` of the table.

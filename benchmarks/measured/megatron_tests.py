@@ -102,6 +102,7 @@ def run(row: Mapping[str, str]) -> Run:
         between_steps_bytes=whole(row, "mem_allocated_first") if between else None,
         first_step_bytes=first_step(row),
         step_ms=milliseconds(row, "iter_s_median_2nd_half", 1e3),
+        hashes_weights=str(given.get("check-weight-hash-across-dp-replicas-interval")) == "1",
         encoder_decoder=sizes,
         environment=environment(row, given),
         date=row.get("golden_date") or "",

@@ -42,6 +42,8 @@ class Run:
     """Of the settled run; None if the source does not say."""
     other_step_ms: Mapping[str, float] = field(default_factory=dict)
     """What other estimators predict, by their names."""
+    hashes_weights: bool = False
+    """Whether every step hashes all weights on the CPU, which is no training."""
     encoder_decoder: tuple[int, int, int] | None = None
     """Of T5: encoder layers, decoder layers, decoder sequence length."""
     environment: tuple[tuple[str, Any], ...] = ()

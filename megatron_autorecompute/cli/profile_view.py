@@ -69,21 +69,25 @@ def _made_for(profile: Profile) -> Iterator[str]:
 def _records(profile: Profile) -> Rows:
     shown_ms = 0.005  # the least that two digits show
     apart = any(r.communication_ms >= shown_ms for kind in profile.kinds for r in kind.choices)
+    graphs = profile.graphs_of_layers
     columns = (
         Column("layers", left=True),
         Column("choice", folded=True),
+        *([Column("graph MiB", name="held in CUDA graphs MiB")] if graphs else []),
         *map(Column, ("held MiB", "fwd +MiB", "bwd +MiB", "fwd ms", "bwd ms")),
         *([Column("comm.", name="of it communication ms")] if apart else []),
     )
     named = [(f"{len(k.layers)} {k.name}", r) for k in profile.kinds for r in k.choices]
     norm = [("final norm", profile.final_norm)] if profile.final_norm else []
     places = [("embedding", profile.embedding), *named, *norm, ("head", profile.head)]
-    return Rows(columns, [(place, *_cells(record, apart)) for place, record in places])
+    return Rows(columns, [(place, *_cells(record, apart, graphs)) for place, record in places])
 
 
-def _cells(record: ChoiceRecord, apart: bool) -> tuple[str, ...]:
-    """A record's row, with its communication if that is told apart."""
+def _cells(record: ChoiceRecord, apart: bool, graphs: bool) -> tuple[str, ...]:
+    """A record's row, with its communication, and what graphs hold of it, if these are told
+    apart."""
     sizes = (
+        *([record.graph.held_bytes if record.graph else 0] if graphs else []),
         record.held_bytes,
         record.forward_transient_bytes,
         record.backward_transient_bytes,

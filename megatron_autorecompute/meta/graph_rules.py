@@ -9,6 +9,7 @@ from typing import Any
 from megatron_autorecompute.compat import rules
 from megatron_autorecompute.compat.graph_fields import graph_fields
 from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.meta.graph_scope import FIELDS
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
@@ -20,9 +21,13 @@ from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind
 
 
-def fields_of(job: Job) -> dict[str, Any]:
-    """The job's CUDA graphs as fields of the installed Megatron's config."""
-    return graph_fields(job.graphs.implementation, job.graphs.modules)
+def with_graph_fields(job: Job, implementation: str) -> tuple[Job, dict[str, Any]]:
+    """The job with its CUDA graphs in fields of the installed Megatron's config, by an
+    implementation, and what of LEFT_OUT is left out of it all the same."""
+    fields = graph_fields(implementation, job.graphs.modules)
+    rest = {name: value for name, value in job.config.items() if name not in FIELDS}
+    left_out = {name: value for name, value in LEFT_OUT.items() if name not in fields}
+    return replace(job, config={**rest, **fields}), left_out
 
 
 def without_refused(
@@ -35,9 +40,7 @@ def without_refused(
     """
     choices = list(dict.fromkeys(record.policy for kind in kinds for record in kind.choices))
     with meta_megatron(job):
-        fields = fields_of(job)
-        asked = replace(job, config={**job.config, **fields})
-        left_out = {name: value for name, value in LEFT_OUT.items() if name not in fields}
+        asked, left_out = with_graph_fields(job, job.graphs.implementation)
         config, _ = shard_config(asked, [1] * len(job_kinds(job)), left_out)
         refused = {choice: reason for choice in choices if (reason := _reason(config, choice))}
     if not refused:
@@ -45,8 +48,8 @@ def without_refused(
     kept = tuple(_without(kind, refused) for kind in kinds)
     named: dict[str, list[str]] = {}
     for choice, reason in refused.items():
-        smaller = any(set(other.modules) < set(choice.modules) for other in refused)
-        if choice.granularity == "full" or not smaller:
+        smaller = any(other.modules and {*other.modules} < {*choice.modules} for other in refused)
+        if not smaller:
             named.setdefault(reason, []).append(str(choice))
     said = tuple(f"Left out: {', '.join(texts)}. {reason}" for reason, texts in named.items())
     return kept, said

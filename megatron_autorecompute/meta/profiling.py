@@ -22,6 +22,7 @@ from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
+from megatron_autorecompute.meta.graph_layers import with_graphs
 from megatron_autorecompute.meta.graph_rules import without_refused
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.layer_parts import with_parts
@@ -38,6 +39,7 @@ from megatron_autorecompute.meta.model import (
     job_kinds,
     shard,
 )
+from megatron_autorecompute.meta.muon import NO_MATRICES, orthogonalized, split_rows
 from megatron_autorecompute.meta.offload_records import (
     MetaOffloadCounter,
     checked,
@@ -103,15 +105,12 @@ def profile_job(
     """
     efficiency = efficiency or device.reaches
     job = with_backend(job, device)
-    if job.max_tokens_per_microbatch and offload:
-        raise OptionError(f"{job.name}: records of offload hold for one length alone.")
+    _refuse_together(job, offload)
     if job.max_tokens_per_microbatch:
         return profile_lengths(
             job, lambda one: profile_job(one, device, efficiency, progress, clock_type, only)
         )
     job.layout(), job.schedule()  # refused before anything is built
-    if offload and job.config.get("overlap_moe_expert_parallel_comm"):
-        raise OptionError(f"{job.name}: records of offload beside EP overlap are not modelled.")
     reached = efficiency
     if job.config.get("attention_backend") == "flash":
         reached = efficiency.with_flash()
@@ -130,9 +129,7 @@ def profile_job(
     counted = decoder.counted.with_ends_of(whole.counted)
     kinds = tuple(_beside_mask(job, kind) for kind in with_inert(kinds))
     kinds = tuple(with_inert_offload(kind, offload) for kind in kinds)
-    refused: tuple[str, ...] = ()
-    if job.graphs.implementation != "none":
-        kinds, refused = without_refused(job, kinds)
+    kinds, refused = _beside_graphs(job, kinds, progress)
     facts = _facts(job, decoder.layer_facts)
     profile = Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
@@ -159,10 +156,48 @@ def profile_job(
     return profile
 
 
+def _refuse_together(job: Job, offload: Sequence[Sequence[str]]) -> None:
+    if job.max_tokens_per_microbatch and offload:
+        raise OptionError(f"{job.name}: records of offload hold for one length alone.")
+    if job.max_tokens_per_microbatch and job.graphs.implementation != "none":
+        raise OptionError(
+            f"{job.name}: CUDA graphs hold for the one length that they were captured with, and "
+            "max_tokens_per_microbatch says that lengths vary. Leave one of them out."
+        )
+    if offload and job.graphs.of_layers:
+        raise OptionError(
+            f"{job.name}: records of offload beside CUDA graphs of layers are not modelled. Leave "
+            "cuda_graph_impl out, or do not offload."
+        )
+    if offload and job.config.get("overlap_moe_expert_parallel_comm"):
+        raise OptionError(f"{job.name}: records of offload beside EP overlap are not modelled.")
+
+
+def _beside_graphs(
+    job: Job, kinds: tuple[LayerKind, ...], progress: Progress
+) -> tuple[tuple[LayerKind, ...], tuple[str, ...]]:
+    """The kinds with what the job's CUDA graphs change, and what Megatron refuses beside them."""
+    if job.graphs.implementation == "none":
+        return kinds, ()
+    kinds, refused = without_refused(job, kinds)
+    if not counts_graphs(job):
+        return kinds, refused
+    progress(f"{job.name}: layers as CUDA graphs")
+    return with_graphs(job, kinds), refused
+
+
+def counts_graphs(job: Job) -> bool:
+    """Whether layers have records of CUDA graphs."""
+    return job.graphs.of_layers and not job.config.get("overlap_moe_expert_parallel_comm")
+
+
 def traffic(job: Job) -> Traffic:
     """How the job communicates."""
     flex = job.config.get("moe_token_dispatcher_type") == "flex"
+    chunks = [chunk for stage in job.layout().stages for chunk in stage]
+    several = job.size("pipeline") > 1
     return Traffic(
+        layers_of_call=job.num_layers / len(chunks) if several else 0.0,
         userbuffers=bool(job.config.get("tp_comm_overlap")),
         expert_alltoall=bool(job.config.get("overlap_moe_expert_parallel_comm")),
         copies=int(job.config.get("moe_router_topk") or 0) if flex else 0,
@@ -484,22 +519,25 @@ def counted_weights(part: Any) -> Weights:
     if part is None:
         return found
     linear = {id(m.weight) for m in part.modules() if isinstance(m, kernels.LINEAR_TYPES)}
+    rows = split_rows(part)
     for parameter in part.parameters():
-        count = _counted(parameter)
+        count = _counted(parameter, rows.get(id(parameter)))
         found += Weights(quantised=count) if id(parameter) in linear else Weights(others=count)
     return found
 
 
-def _counted(parameter: torch.Tensor) -> Parameters:
+def _counted(parameter: torch.Tensor, rows: Sequence[int] | None) -> Parameters:
     if not parameter.requires_grad:
         return Parameters(frozen=parameter.numel())
     # Experts of stand-ins are one tensor of three dimensions, in Transformer Engine one each.
     outside = getattr(parameter, "is_embedding_or_output_parameter", False)
     count, is_expert = parameter.numel(), not getattr(parameter, "allreduce", True)
-    matrices = count * (not outside and parameter.dim() == 2 + is_expert)
+    matrices, muon = 0, NO_MATRICES
+    if not outside and parameter.dim() == 2 + is_expert:
+        matrices, muon = count, orthogonalized(parameter, rows or parameter.shape[-2:-1])
     if is_expert:
-        return Parameters(expert=count, expert_matrices=matrices)
-    return Parameters(dense=count, dense_matrices=matrices)
+        return Parameters(expert=count, expert_matrices=matrices, expert_muon=muon)
+    return Parameters(dense=count, dense_matrices=matrices, dense_muon=muon)
 
 
 def _stages(job: Job, counted: _Counted) -> tuple[StageRecord, ...]:
@@ -637,7 +675,13 @@ def _assumed_of_graphs(job: Job) -> str:
             "so the optimizer step counts on top of every peak; the samples of all microbatches "
             "stay."
         )
-    return "CUDA graphs of layers: the bytes of their memory pools are not counted."
+    if counts_graphs(job):
+        depths = " (not of MTP depths)" * bool(job.mtp_num_layers)
+        return (
+            f"CUDA graphs of layers{depths} have a memory pool of their own, with what they save, "
+            "their inputs and outputs; peaks are the most in the pool and the most outside it."
+        )
+    return "CUDA graphs of layers beside EP overlap: what their pool takes besides is not counted."
 
 
 def stated(imbalance: dict[str, float]) -> str:

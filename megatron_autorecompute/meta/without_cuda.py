@@ -37,6 +37,7 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.meta.ops import generator_states
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.runtime.live_bytes import count_once
 
@@ -374,8 +375,8 @@ def _tracker(device: torch.device) -> Iterator[Patch]:
         yield random, "_set_cuda_rng_state", lambda state, *a, **k: torch.set_rng_state(state)
         return
     yield random.CudaRNGStatesTracker, "fork", lambda self, *a: contextlib.nullcontext()
-    yield random, "_get_all_rng_states", lambda: (None, None, None)
-    yield random, "_set_all_rng_states", lambda *states: None
+    yield random, "_get_all_rng_states", lambda: generator_states() or (None, None, None)
+    yield random, "_set_all_rng_states", lambda *states: generator_states()
 
 
 def _te_names(device: torch.device) -> Iterator[Patch]:

@@ -17,6 +17,7 @@ OTHERS = {
     "_deepcopy_dispatch",
     "_dump_snapshot",
     "_exit",
+    "_get_sample_arguments",
     "_get_share_storage",
     "_modules",
     "_record_memory_history",

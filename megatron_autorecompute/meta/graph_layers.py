@@ -1,0 +1,294 @@
+"""Bytes of layers that are CUDA graphs, whole or in part, by Megatron's own code on meta tensors.
+
+Every layer runs twice by itself: as Transformer Engine captures it, and as Megatron runs it beside
+the graph's replay, with a stand-in for the graph. The first gives what is in the graphs' memory
+pool, the second all the rest.
+
+TE pytorch/graph.py `_make_graphed_callables` and megatron-core 0.19.2 transformer/cuda_graphs.py
+`_get_sample_arguments`: each microbatch in flight has a forward and a backward graph of every
+layer, all in one pool, captured in the order of the schedule. Saved tensors and outputs are in the
+pool until the backward is captured; then others use their memory (TE >= 2.7). Inputs are copied to
+buffers outside of it, of which a backward's can be used again; with attention a mask is one.
+
+With the implementation `local` whole layers hand their output on in the pool, and no mask is an
+input (`_resolve_input_buffer`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+
+from megatron_autorecompute.compat import graph_fields, model_layers
+from megatron_autorecompute.meta.graph_rules import with_graph_fields
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.meta_step import applied, fake_ranks, kept_between_steps
+from megatron_autorecompute.meta.model import (
+    JobStep,
+    add_main_gradients,
+    build_chunk,
+    job_kinds,
+    meta_megatron,
+    shard_config,
+    step_shape,
+)
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.profile import ChoiceRecord, GraphBytes, LayerBytes, LayerKind
+from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
+
+
+def with_graphs(job: Job, kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    """Decoder layers' kinds with the bytes that each choice has in graphs and beside them.
+
+    Kinds of MTP depths are unchanged.
+
+    Args:
+        job: with `graphs.of_layers`.
+        kinds: of the whole model, with choices that Megatron allows beside the graphs.
+    """
+    built = job_kinds(job)
+    asked = [next((k for k in kinds if one.layers[0] in k.layers), None) for one in built]
+    first = [kind is not None and kind not in asked[:at] for at, kind in enumerate(asked)]
+    own = [k if k is not None and new else None for k, new in zip(asked, first, strict=True)]
+    ran = [(k.name, record.policy) for k in own if k is not None for record in k.choices]
+    copies = [0 if k is None else len(k.choices) for k in own]
+    runs = _runs(job, copies, [choice for _, choice in ran])
+    found = dict(zip(ran, runs, strict=True))
+    return tuple(_replaced(kind, found) for kind in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRun:
+    """One layer as a graph."""
+
+    pool: GraphBytes
+    rest: LayerBytes
+    keeps_input: bool
+    """Whether the rest keeps the layer's input."""
+
+
+def _replaced(
+    kind: LayerKind, found: Mapping[tuple[str, LayerPolicy], GraphRun | None]
+) -> LayerKind:
+    records = [_record(each, found.get((kind.name, each.policy))) for each in kind.choices]
+    inert = _inert(records)
+    inert |= {choice: inert.get(other, other) for choice, other in kind.inert.items()}
+    choices = tuple(record for record in records if record.choice not in inert)
+    return replace(kind, choices=choices, inert=inert)
+
+
+def _inert(records: Sequence[ChoiceRecord]) -> dict[str, str]:
+    """Choices that change nothing, and what they equal: since 0.19 Megatron makes no checkpoint
+    while it captures (tensor_parallel/random.py `checkpoint`)."""
+    found: dict[str, str] = {}
+    for larger, smaller in itertools.product(records, repeat=2):
+        within = set(smaller.policy.modules) < set(larger.policy.modules)
+        alike = LayerBytes.of(larger) == LayerBytes.of(smaller) and larger.graph == smaller.graph
+        if larger.graph and within and alike and larger.choice not in found:
+            found[larger.choice] = found.get(smaller.choice, smaller.choice)
+    return found
+
+
+def _record(record: ChoiceRecord, run: GraphRun | None) -> ChoiceRecord:
+    if run is None:
+        return record
+    pool, rest = run.pool, run.rest
+    return replace(
+        record,
+        held_bytes=rest.held + pool.held_bytes,
+        forward_transient_bytes=rest.forward_transient + pool.forward_transient_bytes,
+        backward_transient_bytes=rest.backward_transient + pool.backward_transient_bytes,
+        input_kept=run.keeps_input,
+        graph=pool,
+    )
+
+
+def _runs(job: Job, copies: Sequence[int], choices: Sequence[LayerPolicy]) -> list[GraphRun | None]:
+    """Of every layer of a shard, each with its choice; None where nothing of it is captured."""
+    asked, left_out = with_graph_fields(job, "transformer_engine")
+    with meta_megatron(asked):
+        config, _ = shard_config(asked, copies, left_out)
+        shape = step_shape(asked, 1)
+        with fake_ranks(config, 0, shape):
+            with torch.device("meta"):
+                model = build_chunk(config, True, True, None, shape, job=asked)
+            model = model.to(config.params_dtype).train()
+            step = JobStep(asked)
+            parameters = list(model.parameters())
+            static = [*parameters, *add_main_gradients(parameters, dummies=job.makes_dummies)]
+            static += [*model.buffers(), *step.static]
+            (site,) = model_layers.block_sites([model])
+            layers = list(site.block.layers)
+            policy = RecomputePolicy((*choices, *[LayerPolicy()] * job.mtp_num_layers))
+            with (
+                applied(policy, [model]),
+                graph_fields.in_torch(layers),
+                LiveBytes(static) as live,
+                kept_between_steps([model], live),
+            ):
+                # What dispatchers keep until the next forward is alive from here on.
+                kwargs = _called_with(layers, lambda: _loss(step, model).backward())
+                return [
+                    _run(job, layer, own, live, config)
+                    for layer, own in zip(layers, kwargs, strict=True)
+                ]
+
+
+def _loss(step: JobStep, model: torch.nn.Module) -> torch.Tensor:
+    return step(None, model)[0].float().mean()
+
+
+def _called_with(
+    layers: Sequence[Any], step: Callable[[], Any]
+) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
+    """In a step each layer's keyword arguments, and the shape of its hidden states."""
+    found: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+
+    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kwargs = dict(kwargs)
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        found.append((tuple(hidden.shape), kwargs))
+
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _run(
+    job: Job,
+    layer: Any,
+    called: tuple[tuple[int, ...], dict[str, Any]],
+    live: LiveBytes,
+    config: Any,
+) -> GraphRun | None:
+    if not graph_fields.is_graphable(layer, config):
+        return None
+    shape, kwargs = called
+    for tensor in tree_iter(kwargs):
+        if isinstance(tensor, torch.Tensor):
+            live.exclude(tensor)
+    like = torch.empty(shape, dtype=config.params_dtype, device="meta")
+    live.exclude(like)
+    of_attention = not job.graphs.modules or "attn" in job.graphs.modules
+    captured, outputs = _captured(layer, like, kwargs if of_attention else {}, live)
+    masked = job.graphs.implementation == "transformer_engine" and of_attention
+    mask = mask_bytes(job) * masked
+    static_gradient = torch.empty_like(like)
+    live.exclude(static_gradient)
+
+    def graph(hidden: torch.Tensor, _: torch.Tensor) -> Any:
+        return _Graph.apply(outputs, static_gradient, hidden)
+
+    hands_on = False
+
+    def replay(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal hands_on
+        output = graph_fields.replay(layer, graph, hidden, dict(kwargs), mask)
+        output = output[0] if isinstance(output, tuple) else output
+        hands_on = storage_bytes([output, *outputs]) == storage_bytes(outputs)
+        return output
+
+    rest, keeps_input = _alone(replay, like, live)
+    held = captured.held + storage_bytes([like]) + mask
+    if job.graphs.implementation == "local" and of_attention and hands_on:
+        held -= storage_bytes(outputs)  # the next layer's input
+    pool = GraphBytes(held, captured.forward_transient, captured.backward_transient)
+    return GraphRun(pool, rest, keeps_input)
+
+
+def mask_bytes(job: Job) -> int:
+    """The mask that Transformer Engine's graphs of attention have as an input, whether a job has
+    one or not (megatron-core transformer_layer.py `get_layer_static_inputs`)."""
+    return job.micro_batch_size * job.seq_length * job.seq_length // job.size("context")
+
+
+def _captured(
+    layer: Any, like: torch.Tensor, kwargs: dict[str, Any], live: LiveBytes
+) -> tuple[LayerBytes, tuple[torch.Tensor, ...]]:
+    """Bytes in the pool, outputs included, and tensors like the outputs, which are not counted."""
+    hidden = _leaf(like, live)
+    before = live.current_bytes
+    live.reset_peak()
+    outputs = graph_fields.capture(layer, hidden, dict(kwargs))
+    held, highest = live.current_bytes - before, live.peak_bytes - before
+    found = tuple(out for out in outputs if isinstance(out, torch.Tensor))
+    trained = [out for out in found if out.requires_grad]
+    live.reset_peak()
+    torch.autograd.backward(trained, [torch.empty_like(out) for out in trained])
+    sizes = LayerBytes(held, highest - held, max(0, live.peak_bytes - before - held))
+    alike = tuple(out.detach().clone().requires_grad_(out.requires_grad) for out in found)
+    for tensor in alike:
+        live.exclude(tensor)
+    return sizes, alike
+
+
+def _alone(
+    run: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor, live: LiveBytes
+) -> tuple[LayerBytes, bool]:
+    """Bytes of a layer as its record counts them, and whether it keeps its input.
+
+    Args:
+        run: the layer's forward.
+        like: its input, of the same shape.
+        live: counts.
+    """
+    leaf, before = _leaf(like, live), live.current_bytes
+    live.reset_peak()
+    received = [leaf.clone()]
+    storage = weakref.ref(received[0].untyped_storage())
+    output = run(received.pop())
+    end = _End.apply(output)
+    one = torch.ones_like(end)
+    for tensor in (end, one):
+        live.exclude(tensor)
+    highest = live.peak_bytes - before
+    del output
+    held, keeps_input = live.current_bytes - before, storage() is not None
+    live.reset_peak()
+    torch.autograd.backward(end, one)
+    return LayerBytes(held, highest - held, max(0, live.peak_bytes - before - held)), keeps_input
+
+
+def _leaf(like: torch.Tensor, live: LiveBytes) -> torch.Tensor:
+    leaf = torch.empty_like(like).requires_grad_()
+    live.exclude(leaf)
+    return leaf
+
+
+class _End(torch.autograd.Function):
+    """What follows a layer: keeps nothing, and gives a gradient of its output."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.shape, ctx.dtype = output.shape, output.dtype
+        return torch.empty((), dtype=output.dtype, device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return torch.empty(ctx.shape, dtype=ctx.dtype, device="meta")
+
+
+class _Graph(torch.autograd.Function):
+    """TE's `Graphed`: outputs and the gradient of the input are in the pool."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Any, gradient: torch.Tensor, hidden: torch.Tensor) -> Any:
+        ctx.gradient = gradient
+        found = tuple(out.detach() for out in outputs)
+        pairs = zip(found, outputs, strict=True)
+        ctx.mark_non_differentiable(*(one for one, like in pairs if not like.requires_grad))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None, ctx.gradient.detach()
