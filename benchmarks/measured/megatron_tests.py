@@ -238,9 +238,6 @@ def uncovered(given: Mapping[str, Any], case: str) -> str:
     folder = case.partition("/")[0]
     if folder in BY_FOLDER:
         return BY_FOLDER[folder]
-    both = ("recompute-modules", "mla_up_proj"), ("offload-modules", "qkv_linear")
-    if all(module in str(given.get(name)) for name, module in both):
-        return "recompute of mla_up_proj reads what qkv_linear offloads before it is back"
     return next((reason for flag, reason in BY_FLAG.items() if flag in given), "")
 
 

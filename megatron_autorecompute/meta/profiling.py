@@ -170,7 +170,10 @@ def _refuse_together(job: Job, offload: Sequence[Sequence[str]]) -> None:
             "cuda_graph_impl out, or do not offload."
         )
     if offload and job.config.get("overlap_moe_expert_parallel_comm"):
-        raise OptionError(f"{job.name}: records of offload beside EP overlap are not modelled.")
+        raise OptionError(
+            f"{job.name}: records of offload beside EP overlap are not modelled. Leave offload "
+            "or the overlap out; what the job's own setting needs, meta.need.own_need says."
+        )
 
 
 def _beside_graphs(
