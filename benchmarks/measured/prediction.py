@@ -16,12 +16,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE and Apex
 
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
+from megatron_autorecompute.meta import model  # noqa: E402
 from megatron_autorecompute.meta.blocks import Rounding, rounding  # noqa: E402
+from megatron_autorecompute.meta.determinism import deterministic  # noqa: E402
 from megatron_autorecompute.meta.devices import device  # noqa: E402
 from megatron_autorecompute.meta.encoder_decoder import encoder_decoder_need  # noqa: E402
 from megatron_autorecompute.meta.flags import job_from_flags  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
+from megatron_autorecompute.meta.need import Need, own_need  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
+from megatron_autorecompute.patched import patched  # noqa: E402
 from megatron_autorecompute.planner.planner import Planner  # noqa: E402
 from megatron_autorecompute.planner.policy_cost import StageCost  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
@@ -43,6 +47,8 @@ class Case:
     """As `Run`'s."""
     measured_stages: tuple[int, ...] = (-1,)
     """Those whose peaks are asked for; what the allocator's blocks add is predicted of these."""
+    scatters: bool = False
+    """As `Run`'s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class Prediction:
 def predicted(case: Case) -> Prediction:
     """Predict a case. An error becomes its reason; it never ends the others."""
     try:
-        with _quiet():
+        with _quiet(), _older(case):
             return _nearest(case)
     except AutorecomputeError as error:
         reason = " ".join(str(error).split())
@@ -91,6 +97,13 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+def _older(case: Case) -> contextlib.AbstractContextManager[None]:
+    """In this block deterministic mode keeps what it did in the run's Megatron."""
+    if not case.scatters:
+        return contextlib.nullcontext()
+    return patched(model, "deterministic", lambda _: deterministic(False))
 
 
 def _nearest(case: Case) -> Prediction:
@@ -116,12 +129,15 @@ def _static(case: Case, world: int) -> int:
     return model.profile.stages[-1].static.total_bytes
 
 
+def _job(case: Case, world: int) -> Job:
+    return replace(job_of(case.flags, world), **dict(case.environment))
+
+
 def _planner(case: Case, world: int) -> tuple[Planner, Job]:
-    job = replace(job_of(case.flags, world), **dict(case.environment))
+    job = _job(case, world)
     modules = job.config.get("recompute_modules") or ()
     selective = job.config.get("recompute_granularity") == "selective"
-    offload = [each] if (each := _offloaded(job.config)) else []
-    profile = profile_job(job, device(case.gpu), only=modules if selective else (), offload=offload)
+    profile = profile_job(job, device(case.gpu), only=modules if selective else ())
     return Planner(profile, job.layout(), job.schedule()), job
 
 
@@ -148,6 +164,8 @@ def _pairs(flags: Sequence[str], name: str, value: str) -> Iterator[int]:
 
 
 def _of_world(case: Case, world: int) -> Prediction:
+    if _job(case, world).config.get("fine_grained_activation_offloading"):
+        return _of_own_setting(case, world)
     model, job = _planner(case, world)
     layers = model.profile.model.num_layers
     chunks = [[i for i in chunk if i < layers] for chunk in model.layout.chunk_layers()]
@@ -167,13 +185,29 @@ def _of_world(case: Case, world: int) -> Prediction:
 
 def _of_encoder_decoder(case: Case, sizes: tuple[int, int, int]) -> Prediction:
     """T5: what Megatron's own schedule holds on meta tensors."""
-    job = replace(job_of(case.flags, case.worlds[0]), **dict(case.environment))
-    need = encoder_decoder_need(job, *sizes, device(case.gpu))
+    world = case.worlds[0]
+    need = encoder_decoder_need(_job(case, world), *sizes, device(case.gpu))
+    return Prediction((_needed(need),), world)
+
+
+def _of_own_setting(case: Case, world: int) -> Prediction:
+    """A run that offloads: the stages asked for, as Megatron's own schedule and its manager of
+    copies run them. What torch reports as allocated is free before its copy has ended, so that
+    copies take no time here; with them the step is not predicted."""
+    job = _job(case, world)
+    number = job.layout().num_stages
+    asked = {range(number)[stage] for stage in case.measured_stages}
+    found = {stage: _needed(own_need(job, device(case.gpu), stage)) for stage in asked}
+    return Prediction(tuple(found.get(stage, UNASKED) for stage in range(number)), world)
+
+
+def _needed(need: Need) -> Stage:
     parts = {"static": need.static_bytes, "activations": need.activation_bytes}
     parts["blocks"] = need.rounding_bytes
-    late = need.optimizer_step_bytes > need.activation_bytes
-    moment = "optimizer step" if late else "Megatron's schedule on meta tensors"
-    return Prediction((Stage(need.peak_bytes, moment, None, parts),), case.worlds[0])
+    return Stage(need.peak_bytes, need.moment, need.first_step_bytes, parts)
+
+
+UNASKED = Stage(0, "not asked for", None, {})
 
 
 def _stage(cost: StageCost, blocks: Rounding | None) -> Stage:
@@ -193,7 +227,6 @@ def setting(config: dict[str, Any]) -> str:
     granularity = config.get("recompute_granularity")
     if config.get("cpu_offloading"):
         return f"megatron:cpu_offloading/{config['cpu_offloading_num_layers']}"
-    offload = f"offload[{'+'.join(modules)}]" if (modules := _offloaded(config)) else ""
     if granularity == "full":
         number = config.get("recompute_num_layers")
         method = config.get("recompute_method")
@@ -201,13 +234,5 @@ def setting(config: dict[str, Any]) -> str:
             return "megatron:none"
         return f"megatron:{method}/{number}"
     if granularity == "selective":
-        chosen = f"megatron:selective[{'+'.join(config['recompute_modules'])}]"
-        return f"{chosen}+{offload}" if offload else chosen
-    return f"megatron:{offload or 'none'}"
-
-
-def _offloaded(config: dict[str, Any]) -> tuple[str, ...]:
-    """The run's own `offload_modules`."""
-    if not config.get("fine_grained_activation_offloading"):
-        return ()
-    return tuple(sorted(config["offload_modules"]))
+        return f"megatron:selective[{'+'.join(config['recompute_modules'])}]"
+    return "megatron:none"

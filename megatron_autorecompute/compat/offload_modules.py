@@ -71,7 +71,7 @@ def check_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
         ),
         (
             {"mla_up_proj"} <= {*choice.modules} and {"qkv_linear"} <= {*choice.offload},
-            "recompute of mla_up_proj reads what qkv_linear offloads before it is back",
+            "recompute of mla_up_proj reads what qkv_linear offloads before it must have left",
         ),
         (
             graphs not in ("none", "full_iteration") and choice.offload != (WHOLE_LAYER,),
@@ -196,10 +196,11 @@ def _let_kept_groups_be(chunk: Any) -> None:
     `ChunkOffloadHandler.finish_all_groups` of 0.19: no group is waiting, so it takes the chunk as
     finished. Remove when it asks for further groups first.
     """
-    chunk.finish_all_groups = functools.partial(_has_no_next_group, weakref.proxy(chunk))
+    chunk.finish_all_groups = functools.partial(has_no_next_group, weakref.proxy(chunk))
 
 
-def _has_no_next_group(chunk: Any, name: str) -> bool:
+def has_no_next_group(chunk: Any, name: str) -> bool:
+    """Whether a microbatch's chunk has had its last group of a name."""
     return chunk.find_next_group(name) is None
 
 

@@ -42,6 +42,7 @@ from megatron_autorecompute.meta.static_bytes import (
     static_bytes,
     weight_bytes,
 )
+from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import storage_bytes
 
@@ -75,13 +76,17 @@ def rounding(job: Job, device: Device, policy: RecomputePolicy, stage: int) -> R
 
     Raises OptionError if the job cannot be built.
     """
-    job, schedule = with_backend(job, device), job.schedule()
-    few = 2 * schedule.group_size if schedule.num_chunks > 1 else schedule.num_stages + 1
-    num_microbatches = min(few, schedule.num_microbatches)
-    with built_stage(job, num_microbatches, stage) as (models, shape, step):
+    job, number = with_backend(job, device), few_microbatches(job.schedule())
+    with built_stage(job, number, stage) as (models, shape, step):
         static = StaticBlocks(job, device, models, first_stage=stage == 0)
         with applied(policy, models):
             return rounding_of(static, shape, step)
+
+
+def few_microbatches(schedule: Schedule) -> int:
+    """Of a step that just fills the pipeline."""
+    few = 2 * schedule.group_size if schedule.num_chunks > 1 else schedule.num_stages + 1
+    return min(few, schedule.num_microbatches)
 
 
 def rounding_of(static: StaticBlocks, shape: StepShape, step: Any) -> Rounding:
@@ -95,8 +100,9 @@ def rounding_of(static: StaticBlocks, shape: StepShape, step: Any) -> Rounding:
     ):
         run_step(models, shape, step)
         static.buffers.rest()
-        first_bytes, without_moments = allocator.peak_bytes, allocator.requested_bytes
+        without_moments = allocator.requested_bytes
         static.allocate_moments()
+        first_bytes = allocator.peak_bytes
         moments_bytes = allocator.requested_bytes - without_moments
         run_step(models, shape, step)
     tensor_bytes = static.counted_bytes() + storage_bytes([*kept, *step.static])

@@ -51,13 +51,13 @@ class Efficiency:
     kernel_us: float = 0.0
     """Microseconds that every kernel takes besides."""
     host_us: float = 0.0
-    """Microseconds that the host needs for one of torch's kernels or a collective, with the Python
-    around it."""
-    backward_us: float = 0.0
-    """The same in a backward, which torch's engine runs, and for what is recomputed there."""
+    """Microseconds that the host needs for one operation of torch, views too, or a collective."""
     module_us: float = 0.0
-    """The same for a kernel of Transformer Engine's modules or of Megatron's fused functions, for a
-    step of ring attention, and for the hook that adds a parameter's gradient."""
+    """The same for a kernel of Transformer Engine's modules or of Megatron's fused functions, with
+    the Python around it, and for the hook that adds a parameter's gradient."""
+    call_us: float = 0.0
+    """Microseconds that the host needs besides for one forward or backward of a chunk, where stages
+    send each other tensors."""
     collective_us: float = 0.0
     """Microseconds that every collective takes besides."""
     rank_us: float = 0.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,19 +17,15 @@ from megatron.core.models.T5.t5_model import T5Model
 
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
-from megatron_autorecompute.meta.blocks import StaticBlocks, rounding_of
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.meta_step import fake_ranks, trace_step
+from megatron_autorecompute.meta.meta_step import fake_ranks
 from megatron_autorecompute.meta.model import (
     megatron_config,
     meta_megatron,
     step_shape,
 )
-from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
-from megatron_autorecompute.meta.profiling import counted_weights
-from megatron_autorecompute.meta.shared_buffers import shared_buffers
-from megatron_autorecompute.meta.static_bytes import static_bytes
+from megatron_autorecompute.meta.need import Need, need_of
 from megatron_autorecompute.patched import patched
 
 STAND_INS: dict[str, Any] = {
@@ -40,26 +35,6 @@ STAND_INS: dict[str, Any] = {
     "TENorm": kernels.Norm,
     "TERowParallelLinear": kernels.RowLinear,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """Bytes of the one stage."""
-
-    static_bytes: int
-    """Parameters, gradients, optimizer state, buffers."""
-    activation_bytes: int
-    """Most that is alive beside them."""
-    optimizer_step_bytes: int
-    """Copies that the optimizer step makes."""
-    rounding_bytes: int
-    """What the allocator's blocks add at the fullest moment (`blocks`)."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of the step."""
-        most_bytes = max(self.activation_bytes, self.optimizer_step_bytes)
-        return self.static_bytes + most_bytes + self.rounding_bytes
 
 
 def encoder_decoder_need(
@@ -79,19 +54,8 @@ def encoder_decoder_need(
             with meta:
                 model = _built(job, config, encoder_layers)
             model = model.to(config.params_dtype).train()
-            one_batch = _Step(job, decoder_length)
-            static_blocks = StaticBlocks(job, device, [model], first_stage=True)
-            rounding = rounding_of(static_blocks, shape, one_batch)
-            step = trace_step([model], shape, meta, one_batch)
-            weights = counted_weights(model)
-            shared = shared_buffers(job, device, model)
-    static = static_bytes(job, device, weights)
-    return Need(
-        static.total_bytes + sum(shared.values()) + step.buffer_bytes,
-        step.peak_bytes,
-        optimizer_step_bytes(job, weights),
-        rounding.peak_bytes,
-    )
+            step = _Step(job, decoder_length)
+            return need_of(job, device, [model], shape, step, first_stage=True)
 
 
 def _built(job: Job, config: Any, encoder_layers: int) -> torch.nn.Module:

@@ -63,6 +63,8 @@ class Settings:
     DistributedDataParallel do."""
     routers_of_te: bool = True
     """Whether routers call Transformer Engine's `general_gemm`, as they do if it has one."""
+    softmax_in_place: bool = True
+    """Whether the backward of unfused attention's softmax overwrites the gradient that it gets."""
     weight_copy_bytes: float = 0
     """Bytes per element of a quantised copy of the weight that every microbatch makes and saves."""
 
@@ -564,7 +566,10 @@ class Attention(torch.nn.Module):
             query, key, value = (part.clone() for part in (query, key, value))
         if self.dropout is not None:
             padded = attn_mask_type is not None and "padding" in attn_mask_type.name
-            out = unfused_attention.attend(query, key, value, self.dropout, padded)
+            in_place = _settings.softmax_in_place
+            out = unfused_attention.attend(
+                query, key, value, self.dropout, padded, in_place=in_place
+            )
         elif self.group is None:
             out = _Attention.apply(query, key, value, context_parallel.CAUSAL, self.window_size)
         else:

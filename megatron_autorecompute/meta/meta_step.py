@@ -390,14 +390,17 @@ def _depths_apart(config: Any) -> int | None:
 @contextlib.contextmanager
 def applied(policy: RecomputePolicy | None, models: list[torch.nn.Module]) -> Iterator[None]:
     """In this block the models run a policy; with None their config's own settings."""
-    if policy is None:
-        yield
-        return
     from megatron_autorecompute.meta import offloading
     from megatron_autorecompute.runtime.apply import apply
 
-    offloads = policy.offloads
-    with offloading.on_meta() if offloads else contextlib.nullcontext(), apply(policy, models):
+    config: Any = models[0].config
+    own = getattr(config, "fine_grained_activation_offloading", False)
+    offloads = own if policy is None else policy.offloads
+    with contextlib.ExitStack() as undo:
+        if offloads:
+            undo.enter_context(offloading.on_meta())
+        if policy is not None:
+            undo.enter_context(apply(policy, models))
         yield
 
 

@@ -136,6 +136,7 @@ def meta_megatron(job: Job) -> Iterator[None]:
         grouped_gradients=not job.keeps_dummies("grouped"),
         fuses_gradients=job.fuses_weight_gradients,
         routers_of_te=job.routers_of_te,
+        softmax_in_place=not job.has_te(2, 19),
         weight_copy_bytes=2 * COPY_BYTES[job.precision] if job.copies_weights else 0,
     )
     # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
@@ -334,7 +335,8 @@ def build_chunk(
             f"{job.precision}: both need the stand-ins. Use transformer_engine."
         )
     ends: dict[str, Any] = {
-        "position_embedding_type": job.position_embedding_type,
+        # YaRN's angles have the shapes of rope's, and its fields are on no TransformerConfig.
+        "position_embedding_type": job.position_embedding_type.replace("yarn", "rope"),
         "share_embeddings_and_output_weights": not job.untie_embeddings_and_output_weights,
     }
     pattern = stage_layout.pattern_of(config)

@@ -12,6 +12,7 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_autorecompute.compat import offload_modules
 from megatron_autorecompute.patched import patched
 
 
@@ -53,6 +54,7 @@ def on_meta() -> Iterator[None]:
         without_cuda(),
         patched(handler, "offload", lambda _, source, **__: left(source)),
         patched(handler, "reload", lambda _, state: back(state)),
+        patched(handler, "finish_all_groups", offload_modules.has_no_next_group),
     ):
         yield
 

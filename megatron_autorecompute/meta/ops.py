@@ -155,3 +155,8 @@ kernel = _define(
     lambda moved, flops: flops,
 )
 """A kernel that reads or writes these tensors once, in the caller's count of operations."""
+
+_LIBRARY.define("generator_states() -> ()")
+_LIBRARY.impl("generator_states", lambda: None, "CompositeExplicitAutograd")
+generator_states = torch.ops.megatron_autorecompute.generator_states
+"""A checkpoint reads or sets the states of all random generators: the host alone is busy."""

@@ -39,6 +39,7 @@ from megatron_autorecompute.meta.model import (
     job_kinds,
     shard,
 )
+from megatron_autorecompute.meta.muon import NO_MATRICES, orthogonalized, split_rows
 from megatron_autorecompute.meta.offload_records import (
     MetaOffloadCounter,
     checked,
@@ -169,7 +170,10 @@ def _refuse_together(job: Job, offload: Sequence[Sequence[str]]) -> None:
             "cuda_graph_impl out, or do not offload."
         )
     if offload and job.config.get("overlap_moe_expert_parallel_comm"):
-        raise OptionError(f"{job.name}: records of offload beside EP overlap are not modelled.")
+        raise OptionError(
+            f"{job.name}: records of offload beside EP overlap are not modelled. Leave offload "
+            "or the overlap out; what the job's own setting needs, meta.need.own_need says."
+        )
 
 
 def _beside_graphs(
@@ -193,7 +197,10 @@ def counts_graphs(job: Job) -> bool:
 def traffic(job: Job) -> Traffic:
     """How the job communicates."""
     flex = job.config.get("moe_token_dispatcher_type") == "flex"
+    chunks = [chunk for stage in job.layout().stages for chunk in stage]
+    several = job.size("pipeline") > 1
     return Traffic(
+        layers_of_call=job.num_layers / len(chunks) if several else 0.0,
         userbuffers=bool(job.config.get("tp_comm_overlap")),
         expert_alltoall=bool(job.config.get("overlap_moe_expert_parallel_comm")),
         copies=int(job.config.get("moe_router_topk") or 0) if flex else 0,
@@ -515,22 +522,25 @@ def counted_weights(part: Any) -> Weights:
     if part is None:
         return found
     linear = {id(m.weight) for m in part.modules() if isinstance(m, kernels.LINEAR_TYPES)}
+    rows = split_rows(part)
     for parameter in part.parameters():
-        count = _counted(parameter)
+        count = _counted(parameter, rows.get(id(parameter)))
         found += Weights(quantised=count) if id(parameter) in linear else Weights(others=count)
     return found
 
 
-def _counted(parameter: torch.Tensor) -> Parameters:
+def _counted(parameter: torch.Tensor, rows: Sequence[int] | None) -> Parameters:
     if not parameter.requires_grad:
         return Parameters(frozen=parameter.numel())
     # Experts of stand-ins are one tensor of three dimensions, in Transformer Engine one each.
     outside = getattr(parameter, "is_embedding_or_output_parameter", False)
     count, is_expert = parameter.numel(), not getattr(parameter, "allreduce", True)
-    matrices = count * (not outside and parameter.dim() == 2 + is_expert)
+    matrices, muon = 0, NO_MATRICES
+    if not outside and parameter.dim() == 2 + is_expert:
+        matrices, muon = count, orthogonalized(parameter, rows or parameter.shape[-2:-1])
     if is_expert:
-        return Parameters(expert=count, expert_matrices=matrices)
-    return Parameters(dense=count, dense_matrices=matrices)
+        return Parameters(expert=count, expert_matrices=matrices, expert_muon=muon)
+    return Parameters(dense=count, dense_matrices=matrices, dense_muon=muon)
 
 
 def _stages(job: Job, counted: _Counted) -> tuple[StageRecord, ...]:

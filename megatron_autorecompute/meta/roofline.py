@@ -28,6 +28,7 @@ from megatron_autorecompute.meta.links import ALLTOALL, RING, Links
 _PRECISIONS = ("bf16", "fp8", "fp4")
 _ASYNC = "async_op"
 _HOOK = "add_"
+_OF_HOST = "generator_states"
 _SPLIT = ("_allgather_base_", "_reduce_scatter_base_")
 
 
@@ -40,6 +41,9 @@ class Traffic:
     for the first of as many parts as there are ranks."""
     expert_alltoall: bool = False
     """overlap_moe_expert_parallel_comm: all-to-alls run beside another microbatch's arithmetic."""
+    layers_of_call: float = 0.0
+    """Layers of a chunk, on average, if there are several pipeline stages: each has its part of the
+    host's time for a call of the chunk. 0: one stage."""
     copies: int = 0
     """moe_router_topk with the flex dispatcher, whose kernels (DeepEP, HybridEP) send a token once
     to every domain that one of these copies is for; 0: the alltoall dispatcher sends all copies."""
@@ -68,6 +72,9 @@ class Roofline(TorchDispatchMode):
         self.exposed_seconds = 0.0
         """Of `seconds`, those in which a collective alone runs."""
         self.flops = 0
+        layers = self.traffic.layers_of_call
+        self.call_seconds = 1e-6 * efficiency.call_us / layers if layers else 0.0
+        """Of the host, for every span besides its operations."""
         self.started_seconds = 0.0
         """Of collectives that the next product will run beside."""
         self._room = 0.0  # seconds of the last product that no collective ran beside yet
@@ -78,9 +85,8 @@ class Roofline(TorchDispatchMode):
 
     def ms_between(self, begin: Reading, end: Reading) -> float:
         """Milliseconds of modelled work between two readings of `now`: of the slowest."""
-        return 1e3 * max(
-            end.kernels - begin.kernels, end.host - begin.host, end.alltoall - begin.alltoall
-        )
+        host = end.host - begin.host + self.call_seconds
+        return 1e3 * max(end.kernels - begin.kernels, host, end.alltoall - begin.alltoall)
 
     def __torch_dispatch__(
         self,
@@ -93,7 +99,9 @@ class Roofline(TorchDispatchMode):
         name = func._schema.name.split("::")[-1]
         if func.namespace == "c10d":
             self._add_collective(func, name, args)
-        elif "empty" not in name:
+            return result
+        self.host_seconds += 1e-6 * self._launch_us(name, func.namespace == ops.NAMESPACE)
+        if name != _OF_HOST and "empty" not in name:
             self._add_kernel(func, name, args, kwargs or {}, result)
         return result
 
@@ -117,16 +125,14 @@ class Roofline(TorchDispatchMode):
             self._expose(max(0.0, self.started_seconds - seconds))
             self.started_seconds = 0.0
         self.seconds += seconds
-        self.host_seconds += 1e-6 * self._launch_us(name, func.namespace == ops.NAMESPACE)
 
-    def _launch_us(self, name: str, fused: bool = False) -> float:
-        """Of the host, for one kernel or collective. A step of ring attention is another call of
-        the module. What adds in place in a backward is DistributedDataParallel's hook, which is
-        Python for every parameter."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        if fused or name == RING or (in_backward and name == _HOOK):
-            return self.efficiency.module_us
-        return self.efficiency.backward_us if in_backward else self.efficiency.host_us
+    def _launch_us(self, name: str, fused: bool) -> float:
+        """Of the host, for one operation. What adds in place in a backward is the hook of
+        DistributedDataParallel, which is Python for every parameter; but not what a checkpoint
+        recomputes, which has gradients enabled, as nothing that torch's engine runs has."""
+        in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        python = (fused and name != _OF_HOST) or (in_backward and name == _HOOK)
+        return self.efficiency.module_us if python else self.efficiency.host_us
 
     def _rate(self, name: str, args: Any) -> float:
         """FLOP/s of an operation."""
@@ -161,7 +167,7 @@ class Roofline(TorchDispatchMode):
         ranks = _ranks(args)
         if len(ranks) < 2:
             return
-        self.host_seconds += self._launch_us(name) * 1e-6
+        self.host_seconds += self.efficiency.host_us * 1e-6
         # The largest tensor is everything that the group exchanges.
         whole_bytes = max(_storages(args).values(), default=0)
         copies = self.traffic.copies if name == ALLTOALL else 0
@@ -197,6 +203,10 @@ class Communication(Roofline):
     def now(self) -> Reading:
         """A reading of the modelled clocks."""
         return Reading(self.exposed_seconds, 0.0, 0.0)
+
+    def ms_between(self, begin: Reading, end: Reading) -> float:
+        """The same without the host's."""
+        return 1e3 * (end.kernels - begin.kernels)
 
 
 def _storages(operands: Any) -> dict[int, int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import (
@@ -110,6 +111,12 @@ def overlap_fields(job: Job) -> dict[str, bool]:
     return {name: True for name in names if job.config.get(name)}
 
 
+def _own_setting(job: Job) -> dict[str, Any]:
+    """The job's fields of recompute and offload."""
+    names = (*megatron_fields.NO_RECOMPUTE, *megatron_fields.NO_OFFLOAD)
+    return {name: job.config[name] for name in names if name in job.config}
+
+
 def run_stage(
     job: Job,
     num_microbatches: int,
@@ -127,14 +134,20 @@ def run_stage(
 
 @contextlib.contextmanager
 def built_stage(
-    job: Job, num_microbatches: int, stage: int, lengths: tuple[int, ...] = ()
+    job: Job,
+    num_microbatches: int,
+    stage: int,
+    lengths: tuple[int, ...] = (),
+    *,
+    own_setting: bool = False,
 ) -> Iterator[tuple[list[torch.nn.Module], StepShape, PlannedStep]]:
     """The chunks of one stage, the sizes of a step and what runs a microbatch of it; in this block
-    the process is the stage's first rank."""
+    the process is the stage's first rank. They are built without recompute and offload, or with
+    the job's own."""
     shape = step_shape(job, num_microbatches, lengths)
     with meta_megatron(job):
         fields = {**overlap_fields(job), "variable_seq_lengths": bool(lengths)}
-        config = megatron_config(job, fields)
+        config = megatron_config(job, {**fields, **(_own_setting(job) if own_setting else {})})
         with fake_ranks(config, stage, shape):
             build = functools.partial(build_chunk, job=job)
             models = build_chunks(config, shape, build, torch.device("meta"))

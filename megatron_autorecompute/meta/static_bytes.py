@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import ELEMENT_BYTES, Job
+from megatron_autorecompute.meta.muon import NO_MATRICES, Orthogonalized
 from megatron_autorecompute.profile import StaticBytes
 
 
@@ -30,6 +31,10 @@ class Parameters:
     (megatron-core optimizer/emerging_optimizers.py `_is_nonlinear_or_embedding`)."""
     expert_matrices: int = 0
     """Those of `expert`."""
+    dense_muon: Orthogonalized = NO_MATRICES
+    """What Muon computes over `dense_matrices`."""
+    expert_muon: Orthogonalized = NO_MATRICES
+    """The same over `expert_matrices`."""
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(
@@ -38,6 +43,8 @@ class Parameters:
             self.frozen + other.frozen,
             self.dense_matrices + other.dense_matrices,
             self.expert_matrices + other.expert_matrices,
+            self.dense_muon + other.dense_muon,
+            self.expert_muon + other.expert_muon,
         )
 
     @property

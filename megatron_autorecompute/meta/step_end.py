@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.links import Links
+from megatron_autorecompute.meta.muon import Orthogonalized, muon_ms
 from megatron_autorecompute.meta.static_bytes import Parameters, expert_data_parallel
 
 ADAM_BYTES = 42
@@ -38,21 +39,39 @@ def step_end_ms(job: Job, device: Device, efficiency: Efficiency, stage: StageWo
     """Milliseconds of a step on a stage that no microbatch takes."""
     moved_bytes = 0
     exposed_ms = 0.0
-    for count, ranks in _shards(job, stage.parameters):
-        shard = count // len(ranks) if job.use_distributed_optimizer else count
-        moved_bytes += ADAM_BYTES * shard + BUFFER_BYTES * count
+    matrices_ms = 0.0
+    for count, ranks, matrices, muon in _shards(job, stage.parameters):
+        sharers = len(ranks) if job.use_distributed_optimizer else 1
+        if job.optimizer == "muon":
+            matrices_ms += muon_ms(device, efficiency, muon, matrices, sharers)
+        by_adam = count - matrices * (job.optimizer == "muon")
+        moved_bytes += ADAM_BYTES * (by_adam // sharers) + BUFFER_BYTES * count
         exposed_ms += _collectives_ms(job, Links(device, efficiency), count, ranks, stage)
     moving_ms = moved_bytes / (device.bandwidth_bytes * efficiency.bandwidth) * 1e3
-    return exposed_ms + moving_ms + efficiency.step_ms
+    return exposed_ms + moving_ms + matrices_ms + efficiency.step_ms
 
 
-def _shards(job: Job, parameters: Parameters) -> tuple[tuple[int, range], tuple[int, range]]:
-    """Numbers of dense and of expert parameters, and the ranks that share each."""
+_Shard = tuple[int, range, int, Orthogonalized]
+
+
+def _shards(job: Job, parameters: Parameters) -> tuple[_Shard, _Shard]:
+    """Of dense and of expert parameters: how many, the ranks that share them, those of matrices,
+    and what Muon computes over these."""
     tensor, expert = job.size("tensor"), job.size("expert") * job.expert_tensor_parallel
     dense_ranks = job.data_parallel * job.size("context")
     return (
-        (parameters.dense, range(0, tensor * dense_ranks, tensor)),
-        (parameters.expert, range(0, expert * expert_data_parallel(job), expert)),
+        (
+            parameters.dense,
+            range(0, tensor * dense_ranks, tensor),
+            parameters.dense_matrices,
+            parameters.dense_muon,
+        ),
+        (
+            parameters.expert,
+            range(0, expert * expert_data_parallel(job), expert),
+            parameters.expert_matrices,
+            parameters.expert_muon,
+        ),
     )
 
 

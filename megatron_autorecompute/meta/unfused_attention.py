@@ -16,7 +16,8 @@ from megatron_autorecompute.meta import ops
 class _Softmax(torch.autograd.Function):
     """Scale, mask and softmax as one kernel. Saves: its output. TE
     pytorch/attention/dot_product_attention/softmax.py `scaled_masked_softmax_fwd`; Megatron
-    fusions/fused_softmax.py `ScaledUpperTriangMaskedSoftmax`."""
+    fusions/fused_softmax.py `ScaledUpperTriangMaskedSoftmax`. The scores' gradient takes the place
+    of the output's (Apex; TE pytorch/csrc/extensions/softmax.cpp until 2.19, commit 0c8cf2c03)."""
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -27,7 +28,17 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (ops.pointwise(gradient, None), *(None,) * ctx.inputs)
+        _ = ctx.saved_tensors  # what is offloaded stays in its group until it is read
+        return (gradient.contiguous(), *(None,) * ctx.inputs)
+
+
+class _SoftmaxApart(_Softmax):
+    """The same with a gradient of its own: Transformer Engine since 2.19."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (out,) = ctx.saved_tensors
+        return (ops.pointwise(gradient, out),)
 
 
 SOFTMAX = SimpleNamespace(apply=_Softmax.apply)
@@ -40,6 +51,8 @@ def attend(
     value: torch.Tensor,
     dropout: float,
     padded: bool = False,
+    *,
+    in_place: bool = True,
 ) -> torch.Tensor:
     """q, k, v [s, b, heads, width] to [s, b, heads, v width].
 
@@ -48,6 +61,7 @@ def attend(
     `UnfusedDotProductAttention._forward`; q, k and v that do not lie side by side in one tensor are
     copied before (`get_qkv_layout`). With padding the layer's own mask [b, 1, s, s] too, by which
     what the softmax gave to padding is overwritten. Masks that nothing keeps are left out.
+    `in_place`: whether the softmax's backward overwrites the gradient that it gets.
     """
     if not _side_by_side(query, key, value):
         query, key, value = (part.contiguous() for part in (query, key, value))
@@ -58,7 +72,7 @@ def attend(
     queries, keys, values = (part.flatten(1, 2).transpose(0, 1) for part in (query, key, value))
     scores = queries.new_empty(batch * heads, length, keys.shape[1])
     scores = torch.baddbmm(scores, queries, keys.transpose(1, 2), beta=0.0)
-    probabilities = _Softmax.apply(scores)
+    probabilities = (_Softmax if in_place else _SoftmaxApart).apply(scores)
     if padded:
         mask = queries.new_empty(batch, 1, *probabilities.shape[1:], dtype=torch.bool)
         by_sample = probabilities.view(batch, heads, *probabilities.shape[1:])

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.meta.ops import generator_states
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.runtime.live_bytes import count_once
 
@@ -374,8 +375,8 @@ def _tracker(device: torch.device) -> Iterator[Patch]:
         yield random, "_set_cuda_rng_state", lambda state, *a, **k: torch.set_rng_state(state)
         return
     yield random.CudaRNGStatesTracker, "fork", lambda self, *a: contextlib.nullcontext()
-    yield random, "_get_all_rng_states", lambda: (None, None, None)
-    yield random, "_set_all_rng_states", lambda *states: None
+    yield random, "_get_all_rng_states", lambda: generator_states() or (None, None, None)
+    yield random, "_set_all_rng_states", lambda *states: generator_states()
 
 
 def _te_names(device: torch.device) -> Iterator[Patch]:
@@ -391,6 +392,21 @@ def _te_names(device: torch.device) -> Iterator[Patch]:
     yield random, "fp8_autocast", lambda **kwargs: contextlib.nullcontext()
     no_fp8 = types.SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
     yield random, "FP8GlobalStateManager", no_fp8
+
+
+def _inference_layers(device: torch.device) -> Iterator[Patch]:
+    """Symptom: TypeError: isinstance() arg 2 must be a type, building a model with MTP.
+
+    Upstream: tensor_parallel/inference_layers.py `is_inference_column_parallel_linear` (main of
+    August 2026); without TE its classes derive from a mock, and so are mocks.
+    Remove when: it returns False without TE.
+    """
+    from megatron_autorecompute.compat import versions
+
+    lacks_te = not _module("megatron.core.tensor_parallel.random").HAVE_TE
+    if lacks_te and versions.asks_for_inference_layers():
+        prediction = _module("megatron.core.transformer.multi_token_prediction")
+        yield prediction, "is_inference_column_parallel_linear", lambda module: False
 
 
 def _share_storage(device: torch.device) -> Iterator[Patch]:
@@ -628,6 +644,7 @@ _PATCHES: tuple[Callable[[torch.device], Iterator[Patch]], ...] = (
     _dropout,
     _tracker,
     _te_names,
+    _inference_layers,
     _share_storage,
     _norm_under_sequence_parallel,
     _moe,

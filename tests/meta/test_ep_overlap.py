@@ -6,12 +6,13 @@ import pytest
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import stage_runs
+from megatron_autorecompute.meta.need import own_need
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import require_verified, verify
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.policy import RecomputePolicy
-from tests.meta.test_no_device import H100, MOE, job
+from tests.meta.test_no_device import H100, HEADS, MOE, SEQUENCE, job
 
 LAYERS = 4
 FIELDS = {
@@ -85,6 +86,28 @@ def test_two_stages_of_two_chunks_are_verified_in_the_combined_schedule():
     assert all(check.combined and 0 < check.error < 0.025 for check in checks)
     low = replace(checks[0], predicted_bytes=checks[0].megatron_bytes * 99 // 100)
     assert not low.agrees
+
+
+def test_a_job_that_offloads_beside_a_backward_is_run_as_it_is():
+    """Also what no policy may: `mla_up_proj` made again from what `qkv_linear` offloads."""
+    fields = {
+        **OVERLAP,
+        **{"multi_latent_attention": True, "q_lora_rank": 64, "kv_lora_rank": 64},
+        **{"qk_head_dim": 32, "v_head_dim": 32, "qk_pos_emb_head_dim": 16},
+        **{"attention_backend": "unfused", "attention_dropout": 0.0, "apply_rope_fusion": False},
+    }
+    modules = ["layernorm", "mla_up_proj", "moe_act"]
+    offload = {
+        **{"recompute_granularity": "selective", "recompute_modules": modules},
+        **{"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1},
+        "offload_modules": ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "expert_fc1"],
+    }
+    need = own_need(moe_job(**fields, **offload), H100, 0)
+    less = run(f"selective[{'+'.join(modules)}]", **fields).peak_bytes - need.activation_bytes
+    # Of four layers' scores the last one's stay; others are back, twice as torch saves them twice.
+    scores = 2 * HEADS * SEQUENCE**2
+    assert scores < less < 4 * scores
+    assert need.first_step_bytes < need.peak_bytes  # in the warm-up all groups leave
 
 
 def test_full_is_refused_beside_a_backward_with_what_to_do():

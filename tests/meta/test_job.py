@@ -80,6 +80,7 @@ MOE = {"num_moe_experts": 8}
         ({"num_attention_heads": 5}, "hidden_size 64 is no multiple of num_attention_heads 5"),
         ({"activation_func": "relu6"}, "config.activation_func: 'relu6'; known are gelu, silu"),
         ({**MOE, "moe_router_topk": 9}, "moe_router_topk 9 is more than num_moe_experts 8"),
+        ({**MOE, "moe_expert_rank_capacity_factor": 1.5}, "paged stash of what experts keep"),
         (
             {**MOE, "expert_model_parallel_size": 3},
             "num_moe_experts 8 is no multiple of expert_model_parallel_size 3",

@@ -301,7 +301,7 @@ def test_what_cannot_be_run_is_refused_with_the_way_out(monkeypatch):
         with pytest.raises(ApplyError, match="set cpu_offloading and cpu_offloading_num_layers"):
             apply(whole, models)
         late = RecomputePolicy.parse("selective[mla_up_proj]+offload[qkv_linear]", num_layers=4)
-        with pytest.raises(PolicyError, match="reads what qkv_linear offloads before it is back"):
+        with pytest.raises(PolicyError, match="offloads before it must have left"):
             apply(late, model("mla"))
         with apply(moved, models), pytest.raises(ApplyError, match="does not begin Megatron's"):
             models[0].decoder(torch.zeros(32, 2, 64), attention_mask=None)

@@ -1,0 +1,103 @@
+"""What one stage needs as it is built, by Megatron's own schedule on meta tensors: no plan, no
+records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_autorecompute.meta.attention_backend import with_backend
+from megatron_autorecompute.meta.blocks import StaticBlocks, few_microbatches, rounding_of
+from megatron_autorecompute.meta.devices import Device
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.meta_step import StepShape, applied, trace_step
+from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
+from megatron_autorecompute.meta.profiling import counted_weights
+from megatron_autorecompute.meta.shared_buffers import shared_buffers
+from megatron_autorecompute.meta.stage_runs import built_stage
+from megatron_autorecompute.meta.static_bytes import static_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes of one stage."""
+
+    static_bytes: int
+    """Parameters, gradients, optimizer state, buffers."""
+    activation_bytes: int
+    """Most that is alive beside them."""
+    activation_moment: str
+    """When that is: `backward of layer 11`."""
+    optimizer_step_bytes: int
+    """Copies that the optimizer step makes."""
+    rounding_bytes: int
+    """What the allocator's blocks add at the fullest moment (`blocks`)."""
+    first_step_bytes: int
+    """Peak of a job's first step, before Adam's moments; with offload Megatron's warm-up, in which
+    all groups leave."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the step."""
+        most_bytes = max(self.activation_bytes, self.optimizer_step_bytes)
+        return self.static_bytes + most_bytes + self.rounding_bytes
+
+    @property
+    def moment(self) -> str:
+        """When the peak is."""
+        late = self.optimizer_step_bytes > self.activation_bytes
+        return "optimizer step" if late else self.activation_moment
+
+
+def own_need(job: Job, device: Device, stage: int) -> Need:
+    """What a stage needs under the job's own recompute and fine-grained offload, in this process.
+
+    Every offload that Megatron runs, beside EP overlap, too. A tensor that leaves is free at once,
+    as in `torch.cuda.memory_allocated`, which does not wait for copies under way.
+
+    Args:
+        job: the training job.
+        device: the GPU; workspaces are as large as its.
+        stage: pipeline rank.
+
+    Raises OptionError if the job cannot be built.
+    """
+    job = with_backend(job, device)
+    number = few_microbatches(job.schedule())
+    with built_stage(job, number, stage, own_setting=True) as (models, shape, step):
+        return need_of(job, device, models, shape, step, first_stage=stage == 0)
+
+
+def need_of(
+    job: Job,
+    device: Device,
+    models: Sequence[torch.nn.Module],
+    shape: StepShape,
+    step: Any,
+    *,
+    first_stage: bool,
+) -> Need:
+    """What built chunks need; `step` is Megatron's forward_step_func, with `static` tensors."""
+    chunks = list(models)
+    blocks = StaticBlocks(job, device, chunks, first_stage=first_stage)
+    with applied(None, chunks):
+        rounding = rounding_of(blocks, shape, step)
+        ran = trace_step(chunks, shape, torch.device("meta"), step)
+    weights = counted_weights(torch.nn.ModuleList(chunks))
+    shared = shared_buffers(job, device, *chunks)
+    static = static_bytes(job, device, weights).total_bytes + sum(shared.values())
+    static += ran.buffer_bytes
+    return Need(
+        static_bytes=static,
+        activation_bytes=ran.peak_bytes,
+        activation_moment=str(ran.peak_span.where),
+        optimizer_step_bytes=optimizer_step_bytes(job, weights),
+        rounding_bytes=rounding.peak_bytes,
+        first_step_bytes=static
+        + ran.peak_bytes
+        - rounding.moments_bytes
+        + rounding.first_peak_bytes,
+    )
