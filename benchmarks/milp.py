@@ -116,8 +116,8 @@ class _Model:
             own = slice(start, start + len(single.held))
             row[own] = single.held
             now, last = row.copy(), i + 1 == len(chunk.singles) and not chunk.after
-            now[own] += (single.forward if forward else single.backward) + gradient
-            now[own] -= gradient * single.keeps * last
+            now[own] += single.forward if forward else single.backward
+            now[own] += single.kept_gradient if last and not forward else gradient
             yield now, held
         for unit in chunk.after:
             held += unit.held_bytes

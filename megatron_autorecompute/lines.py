@@ -106,6 +106,8 @@ class RecordLines:
     backward_level_bytes: Line
     forward_ms: Line
     backward_ms: Line
+    kept_level_bytes: Line | None = None
+    """Of the backward, if the gradient of the layer's output stays alive to its end."""
 
 
 Point = tuple[Microbatch, float]

@@ -232,6 +232,10 @@ class ChoiceRecord:
     arithmetic; 0 where all is measured, or all is modelled."""
     percentiles: tuple[BytesAt, ...] = ()
     """Measured MoE layers: the byte figures at percentiles; the fields above are the maximum."""
+    kept_gradient_bytes: Bytes | None = None
+    """How much higher the backward reaches if the gradient of the layer's output stays alive to its
+    end, as the schedule keeps that of a chunk's output. None: not known; then it is
+    `Profile.boundary_bytes`, and 0 under full, because a checkpoint keeps that gradient itself."""
     lines: RecordLines | None = None
     """The figures above as lines in the tokens of a microbatch; None: they hold for one length."""
     parts: tuple[PartBytes, ...] = ()

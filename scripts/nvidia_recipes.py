@@ -142,12 +142,17 @@ MODELS = {
             "window_size": [127, 0],
             "window_attn_skip_freq": 2,
             "apply_rope_fusion": False,
+            "add_bias_linear": True,
+            "activation_func": "quick_gelu",
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
+            "softmax_type": "learnable",
         },
         201088,
-        "GPTOSSProvider120B of Megatron Bridge 0.3.1; window and unfused rotary embedding as in "
-        "Bridge's gpt_oss_bridge.py and perf_recipes/gpt_oss/common.py of August 2026. Its biases, "
-        "sink and clamped SwiGLU are left out, and the vocabulary is the public one, where its "
-        "performance recipes train with Llama 3's 128256",
+        "GPTOSSProvider120B of Megatron Bridge 0.3.1; biases, clamped SwiGLU, sink, window and "
+        "unfused rotary embedding as in Bridge's gpt_oss_bridge.py and "
+        "perf_recipes/gpt_oss/common.py of August 2026. The vocabulary is the public one, where "
+        "its performance recipes train with Llama 3's 128256",
         {},
     ),
     "moonlight_16b": KnownModel(
@@ -190,10 +195,10 @@ def number(text: str) -> int | None:
 
 def uncovered(row: dict[str, str]) -> str | None:
     """Why a recipe is not covered, or None."""
-    if row["cpu_offloading_num_layers"]:
-        return "cpu_offloading of layers is not modelled"
     if row["megatron_fsdp"] == "True":
-        return "Megatron FSDP shards weights and gradients, which is not modelled"
+        reason = "Megatron FSDP shards weights and gradients, which is not modelled"
+        moved = "; layers moved to the host are in offload-recipes.md"
+        return reason + (moved if row["cpu_offloading_num_layers"] else "")
     return None
 
 

@@ -33,7 +33,17 @@ def case(run: Run) -> Case:
     sizes = run.encoder_decoder
     stages = tuple(sorted({one.stage for one in run.measured}))
     other = run.flags_without_quantising
-    return Case(run.flags, run.worlds, run.gpu, between, sizes, run.environment, other, stages)
+    return Case(
+        run.flags,
+        run.worlds,
+        run.gpu,
+        between,
+        sizes,
+        run.environment,
+        other,
+        stages,
+        run.scatters,
+    )
 
 
 def predictions(runs: list[Run], processes: int) -> dict[Case, Prediction]:

@@ -110,7 +110,8 @@ def add_options(parser: ArgumentParser) -> None:
 def estimate(args: Namespace) -> None:
     """The command, without a change to how warnings are shown."""
     output = checked_output(args)
-    job, gpu = read_job(args), device(args.gpu)
+    gpu = device(args.gpu)
+    job = read_job(args, gpu)
     efficiency = read_efficiency(args.efficiency, gpu)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
     if args.measured and args.sensitivity:
@@ -207,7 +208,7 @@ def _refuse_without_effect(args: Namespace) -> None:
             raise without_effect(option, "--json", "it prints the profile, which lacks this")
 
 
-def read_job(args: Namespace) -> Job:
+def read_job(args: Namespace, gpu: Device | None = None) -> Job:
     """The job from a YAML file, a recipe, or Megatron's own flags: exactly one of them."""
     given = [args.job is not None, args.recipe is not None, bool(args.megatron_flags)]
     if sum(given) != 1:
@@ -220,7 +221,7 @@ def read_job(args: Namespace) -> Job:
     if args.recipe is not None:
         from megatron_autorecompute.meta.recipe import job_from_recipe
 
-        return job_from_recipe(args.recipe, args.num_gpus, args.vocab_size)
+        return job_from_recipe(args.recipe, args.num_gpus, args.vocab_size, gpu)
     if args.num_gpus is None:
         raise OptionError("Flags of pretrain_gpt.py do not say how many GPUs: add --num-gpus N.")
     from megatron_autorecompute.meta.flags import job_from_flags

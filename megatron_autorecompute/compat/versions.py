@@ -56,6 +56,13 @@ def compiles_shared_storage() -> bool:
     return hasattr(random, "_get_share_storage")
 
 
+def asks_for_inference_layers() -> bool:
+    """Whether layers of MTP ask if a projection is one of inference's (main of August 2026)."""
+    from megatron.core.transformer import multi_token_prediction
+
+    return hasattr(multi_token_prediction, "is_inference_column_parallel_linear")
+
+
 def unbound_te_names() -> list[tuple[ModuleType, str]]:
     """(module, name): names that a module uses but binds only with Transformer Engine (0.16)."""
     from megatron.core.transformer.moe import moe_utils

@@ -52,6 +52,12 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
     Raises MachineError without megatron.training, OptionError for flags that Megatron refuses.
     """
     args, config = _parsed(list(flags), num_gpus)
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(args, name, False):
+            raise OptionError(
+                f"--{name.replace('_', '-')}: FSDP shards weights and gradients, which is not "
+                "modelled without a device: bytes would be those of whole weights on every rank."
+            )
     if args.vocab_size is None:
         raise OptionError("The flags do not say the vocabulary: add --vocab-size N.")
     if args.optimizer not in OPTIMIZERS:
@@ -100,7 +106,7 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
             without_cuda.activate(training=True),
             deterministic(False),  # the parser turns torch's own on, and leaves it so
             kernels.stand_ins(kernels.Settings()),  # the config asks for some of them
-            _engine(),
+            engine(),
             contextlib.redirect_stdout(io.StringIO()),  # Megatron prints every argument
             patched_environ(world),
             patched(sys, "argv", ["pretrain_gpt.py", *flags]),
@@ -122,12 +128,12 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def _engine() -> Iterator[None]:
-    """In this block Megatron's checks find the version of Transformer Engine that the job will
+def engine(version: str = TE_VERSION) -> Iterator[None]:
+    """In this block Megatron's checks find this version of Transformer Engine, which the job will
     have, whatever is installed here."""
     from megatron.core import utils
 
-    with patched(utils, "_te_version", utils.PkgVersion(TE_VERSION)):
+    with patched(utils, "_te_version", utils.PkgVersion(version)):
         yield
 
 

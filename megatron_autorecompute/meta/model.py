@@ -335,7 +335,8 @@ def build_chunk(
             f"{job.precision}: both need the stand-ins. Use transformer_engine."
         )
     ends: dict[str, Any] = {
-        "position_embedding_type": job.position_embedding_type,
+        # YaRN's angles have the shapes of rope's, and its fields are on no TransformerConfig.
+        "position_embedding_type": job.position_embedding_type.replace("yarn", "rope"),
         "share_embeddings_and_output_weights": not job.untie_embeddings_and_output_weights,
     }
     pattern = stage_layout.pattern_of(config)

@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import math
 import pkgutil
+import types
 from typing import Any
 
+import torch
+
 from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.meta.devices import Device, device
 from megatron_autorecompute.meta.flags import (
     DTYPE_NAMES,
     DTYPES_OF_STATES,
     PRECISION_OF_RECIPE,
+    engine,
     plain_config,
 )
 from megatron_autorecompute.meta.job import Job, job_from
+from megatron_autorecompute.patched import patched
 
 PERF_RECIPES = "megatron.bridge.perf_recipes"
 """Recipes of NVIDIA's own measured runs, one for each world and precision; Bridge 0.6 on."""
+
+NEWEST_TE = "2.14"
+"""A version of Transformer Engine that has what recipes ask for; bytes are of the job's."""
 
 TOWERS = ("vision_config", "vision_model_type", "audio_config", "thinker_config")
 """Fields of the providers whose model has a vision or audio tower before its decoder."""
 
 
-def job_from_recipe(name: str, num_gpus: int | None = None, vocab_size: int | None = None) -> Job:
+def job_from_recipe(
+    name: str,
+    num_gpus: int | None = None,
+    vocab_size: int | None = None,
+    gpu: Device | None = None,
+) -> Job:
     """The job of a recipe function such as llama3_70b_pretrain_config.
 
     num_gpus: the world size, which recipes do not name; by default the smallest that their parallel
@@ -33,9 +48,11 @@ def job_from_recipe(name: str, num_gpus: int | None = None, vocab_size: int | No
 
     vocab_size: where the recipe leaves it to the tokenizer, which only a job reads.
 
+    gpu: what the job will run on, as recipes of MoE models ask for it; by default an H100.
+
     Raises MachineError if Bridge is not installed or cannot read the model's public config,
-    OptionError for an unknown recipe, a vision-language model's, adapters on some layers only, or
-    if nothing says the vocabulary.
+    OptionError for an unknown recipe, a vision-language model's, FSDP, adapters on some layers
+    only, or if nothing says the vocabulary.
     """
     try:
         recipes = importlib.import_module("megatron.bridge.recipes")
@@ -44,14 +61,18 @@ def job_from_recipe(name: str, num_gpus: int | None = None, vocab_size: int | No
             f"--recipe {name} asks for Megatron Bridge, which cannot be imported ({error}). "
             "Install megatron-bridge, or describe the job in YAML (examples/no_device)."
         ) from error
+    here = functools.partial(_properties, gpu or device("h100-80gb"))
     try:
-        cfg = _recipe(recipes, name)()
+        with patched(torch.cuda, "get_device_properties", here):
+            cfg = _recipe(recipes, name)()
     except (OSError, ValueError) as error:  # raised by transformers if it cannot reach the hub
         raise MachineError(
             f"The recipe {name} reads its model's public config, and that failed: {error}. Run it "
             "once where the hub can be reached, or describe the job in YAML (examples/no_device)."
         ) from error
-    _refuse_tower(name, cfg.model)
+    _refuse(name, cfg)
+    num_gpus = num_gpus or _gpus(cfg.model)
+    _set_overlaps(name, cfg, num_gpus)
     data = {"name": name, **_model(cfg.model, num_gpus), **_training(cfg)}
     data["vocab_size"] = vocab_size or data["vocab_size"] or _vocabulary(name, cfg.tokenizer)
     if data.get("precision") == "fp8":
@@ -60,8 +81,20 @@ def job_from_recipe(name: str, num_gpus: int | None = None, vocab_size: int | No
     return job_from(data, f"The recipe {name}")
 
 
-def _refuse_tower(name: str, model: Any) -> None:
-    found = [each for each in TOWERS if getattr(model, each, None) is not None]
+def _properties(gpu: Device, _: Any = None) -> types.SimpleNamespace:
+    """What torch would say of the device."""
+    major, minor = divmod(round(10 * gpu.capability), 10)
+    name = f"NVIDIA {gpu.name.partition('-')[0].upper()}"
+    return types.SimpleNamespace(major=major, minor=minor, name=name, total_memory=gpu.memory_bytes)
+
+
+def _refuse(name: str, cfg: Any) -> None:
+    if getattr(cfg.ddp, "use_megatron_fsdp", False) or getattr(cfg.dist, "use_torch_fsdp2", False):
+        raise OptionError(
+            f"The recipe {name} shards weights and gradients (FSDP), which is not modelled without "
+            "a device: bytes would be those of whole weights on every rank."
+        )
+    found = [each for each in TOWERS if getattr(cfg.model, each, None) is not None]
     if found:
         raise OptionError(
             f"The recipe {name} has a tower before its decoder (model.{found[0]}), which is not "
@@ -70,7 +103,29 @@ def _refuse_tower(name: str, model: Any) -> None:
         )
 
 
-def _model(model: Any, num_gpus: int | None) -> dict[str, Any]:
+def _set_overlaps(name: str, cfg: Any, num_gpus: int) -> None:
+    """Set on the model and on DDP what Bridge sets from comm_overlap when a job starts."""
+    overlap = getattr(cfg, "comm_overlap", None)
+    if overlap is None:
+        return
+    model = cfg.model
+    overlap.data_parallel_size = num_gpus // (
+        model.tensor_model_parallel_size
+        * model.pipeline_model_parallel_size
+        * model.context_parallel_size
+    )
+    try:
+        with (
+            engine(NEWEST_TE),
+            patched(importlib.import_module(type(overlap).__module__), "HAVE_TE", True),
+        ):
+            overlap.finalize()
+            overlap.setup(model, cfg.optimizer, cfg.ddp)
+    except (AssertionError, ValueError) as error:
+        raise OptionError(f"Megatron Bridge refuses the recipe {name}: {error}") from error
+
+
+def _model(model: Any, num_gpus: int) -> dict[str, Any]:
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,
@@ -92,7 +147,7 @@ def _model(model: Any, num_gpus: int | None) -> dict[str, Any]:
     return {
         "described_by": "recipe",
         "config": plain_config(known),
-        "num_gpus": num_gpus or _gpus(config),
+        "num_gpus": num_gpus,
         "seq_length": model.seq_length,
         "vocab_size": model.vocab_size,
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
@@ -141,6 +196,8 @@ def _training(cfg: Any) -> dict[str, Any]:
         "num_distributed_optimizer_instances": getattr(
             cfg.ddp, "num_distributed_optimizer_instances", 1
         ),
+        "overlap_grad_reduce": bool(cfg.ddp.overlap_grad_reduce),
+        "overlap_param_gather": bool(cfg.ddp.overlap_param_gather),
         # Bridge replaces the setting of ddp by that of the precision.
         "accumulate_allreduce_grads_in_fp32": (mixed or cfg.ddp).grad_reduce_in_fp32,
         "lora_rank": _lora_rank(cfg.peft),
@@ -165,15 +222,30 @@ def _gpus(config: Any) -> int:
 
 
 def _recipe(recipes: Any, name: str) -> Any:
-    if callable(found := getattr(recipes, name, None)):
-        return found
-    packages = [recipes]
+    """The recipe function; `perf_recipes.NAME` and `recipes.NAME` say which of two."""
+    packages = {"recipes": recipes}
     if importlib.util.find_spec(PERF_RECIPES):
-        packages.append(importlib.import_module(PERF_RECIPES))
-    for package in packages:
-        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            found = getattr(importlib.import_module(module.name), name, None)
-            if callable(found) and not dataclasses.is_dataclass(found):
-                return found
-    names = " or ".join(package.__name__ for package in packages)
-    raise OptionError(f"Megatron Bridge has no recipe function {name!r} under {names}.")
+        packages["perf_recipes"] = importlib.import_module(PERF_RECIPES)
+    asked, _, plain = name.rpartition(".")
+    searched = {short: package for short, package in packages.items() if asked in ("", short)}
+    found = {short: _function(package, plain) for short, package in searched.items()}
+    found = {short: function for short, function in found.items() if function is not None}
+    if len(found) > 1:
+        names = " or ".join(f"{short}.{plain}" for short in found)
+        raise OptionError(
+            f"Megatron Bridge has two recipes {plain!r}, which may differ: give {names}."
+        )
+    if not found:
+        names = " or ".join(package.__name__ for package in packages.values())
+        raise OptionError(f"Megatron Bridge has no recipe function {name!r} under {names}.")
+    return next(iter(found.values()))
+
+
+def _function(package: Any, name: str) -> Any:
+    if callable(found := getattr(package, name, None)):
+        return found
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        found = getattr(importlib.import_module(module.name), name, None)
+        if callable(found) and not dataclasses.is_dataclass(found):
+            return found
+    return None

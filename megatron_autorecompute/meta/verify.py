@@ -62,15 +62,17 @@ class StageCheck:
     way to host memory add to the peak."""
     budget_bytes: int
     boundary_bytes: int = 0
-    """One boundary tensor. A prediction may be too high by this: the gradient of a chunk's output
-    counts twice if the chunk's last layer is no checkpoint (docs/peak-fidelity.md)."""
+    """One boundary tensor, where a prediction may be too high by this: with EP overlap, and by a
+    profile without `kept_gradient_bytes`, which counts the gradient of a chunk's output twice if
+    the chunk's last layer is no checkpoint. 0 elsewhere."""
     combined: bool = False
     """Whether forwards run beside backwards (EP overlap). Then a prediction may be too high by
     BESIDE boundary tensors: it counts those that neighbours send as alive during both."""
     iteration: int | None = None
     """The job's own iteration whose policy and microbatches ran; None: the plan's."""
     job_bytes: int | None = None
-    """`torch.cuda.max_memory_allocated` of that iteration, on the stage's rank with the most."""
+    """The job's own peak in that iteration, or under the plan, on the stage's rank with the most;
+    None: no job ran it."""
     call: int | None = None
     """The number of the call with mixed lengths that ran; None: microbatches of one length."""
     lengths: tuple[int, ...] = ()
@@ -143,6 +145,8 @@ def verify(
         peak.breakdown.static_bytes - kept
         for peak, kept in zip(comparable, kept_bytes(plan), strict=True)
     ]
+    combined = plan.schedule.overlap_moe_expert_parallel_comm
+    exact = not combined and _knows_kept_gradients(plan)
     checks: list[StageCheck] = []
 
     def check(run: StageStep) -> None:
@@ -156,8 +160,9 @@ def verify(
                 str(run.peak_span.where),
                 static_bytes + peaks[stage].bytes - without.bytes,
                 plan.budget_bytes[stage],
-                plan.profile.boundary_bytes,
-                plan.schedule.overlap_moe_expert_parallel_comm,
+                0 if exact else plan.profile.boundary_bytes,
+                combined,
+                job_bytes=plan.measured_peak_bytes[stage] if plan.measured_peak_bytes else None,
             )
         )
         done(checks[-1])
@@ -187,6 +192,7 @@ def verify_measured(
         plan,
         recompute_policy=tuple(policy.to_config()),
         schedule=replace(plan.schedule, num_microbatches=step.num_microbatches),
+        measured_peak_bytes=(),
     )
     checks: list[StageCheck] = []
 
@@ -239,6 +245,11 @@ def kept_bytes(plan: Plan) -> list[int]:
         for chunks in plan.layout.stages
     ]
     return [sum(kind.static.buffer_bytes for kind in stage if kind.static) for stage in kinds]
+
+
+def _knows_kept_gradients(plan: Plan) -> bool:
+    records = (record for kind in plan.profile.kinds for record in kind.choices)
+    return all(record.kept_gradient_bytes is not None for record in records)
 
 
 def _peaks(

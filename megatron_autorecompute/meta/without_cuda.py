@@ -394,6 +394,21 @@ def _te_names(device: torch.device) -> Iterator[Patch]:
     yield random, "FP8GlobalStateManager", no_fp8
 
 
+def _inference_layers(device: torch.device) -> Iterator[Patch]:
+    """Symptom: TypeError: isinstance() arg 2 must be a type, building a model with MTP.
+
+    Upstream: tensor_parallel/inference_layers.py `is_inference_column_parallel_linear` (main of
+    August 2026); without TE its classes derive from a mock, and so are mocks.
+    Remove when: it returns False without TE.
+    """
+    from megatron_autorecompute.compat import versions
+
+    lacks_te = not _module("megatron.core.tensor_parallel.random").HAVE_TE
+    if lacks_te and versions.asks_for_inference_layers():
+        prediction = _module("megatron.core.transformer.multi_token_prediction")
+        yield prediction, "is_inference_column_parallel_linear", lambda module: False
+
+
 def _share_storage(device: torch.device) -> Iterator[Patch]:
     """Symptom: the first CheckpointWithoutOutput backward compiles C++ for 20 s (g++ and ninja).
 
@@ -629,6 +644,7 @@ _PATCHES: tuple[Callable[[torch.device], Iterator[Patch]], ...] = (
     _dropout,
     _tracker,
     _te_names,
+    _inference_layers,
     _share_storage,
     _norm_under_sequence_parallel,
     _moe,

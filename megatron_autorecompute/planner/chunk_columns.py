@@ -25,9 +25,10 @@ class ChunkColumns:
         """Of every unit what is in the memory pool of CUDA graphs."""
         return ChunkColumns(self.chunk, tuple(map(_in_graph, self.units)))
 
-    def outside_graphs(self) -> ChunkColumns:
-        """Of every unit the rest."""
-        return ChunkColumns(self.chunk, tuple(map(_outside_graph, self.units)))
+    def outside_graphs(self, boundary_bytes: int) -> ChunkColumns:
+        """Of every unit the rest; a graph's copy of an output's gradient is not the schedule's."""
+        units = (_outside_graph(unit, boundary_bytes) for unit in self.units)
+        return ChunkColumns(self.chunk, tuple(units))
 
     @cached_property
     def held_bytes(self) -> Ints:
@@ -41,19 +42,17 @@ class ChunkColumns:
         return np.where(outside, self.held_bytes, 0)
 
     def transient_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
-        """Transient of each unit, plus the chunk's output gradient if its record does not count it.
+        """Transient of each unit, plus what the gradient of the chunk's output adds to it.
 
         The schedule holds that gradient until the chunk's backward ends. It is the incoming
-        gradient of the last unit, whose record counts it throughout only if the unit keeps it as
-        well. For other last units it is added, and counts twice if the record's highest point comes
-        before the unit frees the gradient.
+        gradient of the last unit, whose transient counts it until the unit would free it.
         """
         if direction == "forward":
             return np.array([unit.forward_transient_bytes for unit in self.units], np.int64)
         own = np.array([unit.backward_transient_bytes for unit in self.units], np.int64)
         gradient_bytes = 0 if self.chunk.head else boundary_bytes
         own[:-1] += gradient_bytes
-        own[-1:] += 0 if self.units[-1].keeps_output_gradient else gradient_bytes
+        own[-1:] += 0 if self.chunk.head else self.units[-1].kept_gradient_bytes
         return own
 
     def reach_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
@@ -71,14 +70,16 @@ def _in_graph(unit: Unit) -> Unit:
         held_bytes=own.held_bytes,
         forward_transient_bytes=own.forward_transient_bytes,
         backward_transient_bytes=own.backward_transient_bytes,
+        kept_gradient_bytes=0,
     )
 
 
-def _outside_graph(unit: Unit) -> Unit:
+def _outside_graph(unit: Unit, boundary_bytes: int) -> Unit:
     own = unit.graph or _NOTHING
     return replace(
         unit,
         held_bytes=unit.held_bytes - own.held_bytes,
         forward_transient_bytes=unit.forward_transient_bytes - own.forward_transient_bytes,
         backward_transient_bytes=unit.backward_transient_bytes - own.backward_transient_bytes,
+        kept_gradient_bytes=boundary_bytes if unit.graph else unit.kept_gradient_bytes,
     )

@@ -76,31 +76,37 @@ def _bytes_at(
     if profile.routed_line is not None:
         one = replace(one, routed_tokens=profile.routed_line.at(one))
     norm, sizes = profile.final_norm, profile.parallelism
+    boundary = profile.boundary_line.bytes_at(one)
     sample = max(1, one.tokens) * sizes.context_parallel
     return replace(
         profile,
         parallelism=replace(sizes, micro_batch_size=1, seq_length=sample),
-        kinds=tuple(each for kind in profile.kinds for each in _kinds_at(kind, one, routed)),
-        embedding=_record_at(profile.embedding, one),
-        head=_record_at(profile.head, one),
-        final_norm=None if norm is None else _record_at(norm, one),
-        boundary_bytes=profile.boundary_line.bytes_at(one),
+        kinds=tuple(
+            each for kind in profile.kinds for each in _kinds_at(kind, one, routed, boundary)
+        ),
+        embedding=_record_at(profile.embedding, one, boundary),
+        head=_record_at(profile.head, one, boundary),
+        final_norm=None if norm is None else _record_at(norm, one, boundary),
+        boundary_bytes=boundary,
         stages=tuple(_stage_at(stage, call) for stage in profile.stages),
     )
 
 
-def _kinds_at(kind: LayerKind, one: Microbatch, routed: Mapping[int, int]) -> Iterator[LayerKind]:
+def _kinds_at(
+    kind: LayerKind, one: Microbatch, routed: Mapping[int, int], boundary_bytes: int
+) -> Iterator[LayerKind]:
     """The kind at one length; a layer of which it is known how many tokens it got is one alone."""
     rest = tuple(layer for layer in kind.layers if layer not in routed)
     if rest:
-        yield _kind_at(replace(kind, layers=rest), one)
+        yield _kind_at(replace(kind, layers=rest), one, boundary_bytes)
     for layer in sorted(set(kind.layers) - set(rest)):
         alone = replace(kind, name=f"{kind.name} {layer}", layers=(layer,))
-        yield _kind_at(alone, replace(one, routed_tokens=routed[layer]))
+        yield _kind_at(alone, replace(one, routed_tokens=routed[layer]), boundary_bytes)
 
 
-def _kind_at(kind: LayerKind, one: Microbatch) -> LayerKind:
-    return replace(kind, choices=tuple(_record_at(record, one) for record in kind.choices))
+def _kind_at(kind: LayerKind, one: Microbatch, boundary_bytes: int) -> LayerKind:
+    choices = (_record_at(record, one, boundary_bytes) for record in kind.choices)
+    return replace(kind, choices=tuple(choices))
 
 
 def _with_times(kind: LayerKind, one: Microbatch) -> LayerKind:
@@ -121,16 +127,22 @@ def _timed(record: ChoiceRecord, one: Microbatch) -> ChoiceRecord:
     )
 
 
-def _record_at(record: ChoiceRecord, one: Microbatch) -> ChoiceRecord:
+def _record_at(record: ChoiceRecord, one: Microbatch, boundary_bytes: int) -> ChoiceRecord:
     lines = record.lines
     if lines is None:
         return record
     held = lines.held_bytes.bytes_at(one)
+    backward = max(held, lines.backward_level_bytes.bytes_at(one))
+    kept = None
+    if lines.kept_level_bytes is not None:
+        higher = lines.kept_level_bytes.bytes_at(one) - backward
+        kept = min(boundary_bytes, max(0, higher))
     return replace(
         record,
         held_bytes=held,
         forward_transient_bytes=max(0, lines.forward_level_bytes.bytes_at(one) - held),
-        backward_transient_bytes=max(0, lines.backward_level_bytes.bytes_at(one) - held),
+        backward_transient_bytes=backward - held,
+        kept_gradient_bytes=kept,
     )
 
 

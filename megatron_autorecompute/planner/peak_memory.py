@@ -273,7 +273,7 @@ def _with_graphs(
 ) -> int:
     """The most in the pool of CUDA graphs, and the most outside it, which cannot use it."""
     pool = [chunk.in_graphs() for chunk in columns]
-    rest = [chunk.outside_graphs() for chunk in columns]
+    rest = [chunk.outside_graphs(base.boundary_bytes) for chunk in columns]
     outside: int = max(
         constant_bytes(base, moment) + _activations(rest, moment, base.boundary_bytes)
         for moment in moments

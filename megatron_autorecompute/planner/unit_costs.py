@@ -64,10 +64,9 @@ class Unit:
     backward_ps: int
     spread_ps: int = 0
     """How far single runs of it spread; of several records, their sum."""
-    keeps_output_gradient: bool = False
-    """Whether its backward holds the gradient of its output to the end, so that its transient
-    counts it throughout. A checkpoint does, because the gradient is an argument of its backward.
-    Other layers free it once it is used."""
+    kept_gradient_bytes: int = 0
+    """What its backward transient grows by as the chunk's last unit, because the schedule keeps the
+    gradient of its output to the end. Nothing for a checkpoint, which keeps it itself."""
     parts: tuple[PartBytes, ...] = ()
     """As the record's."""
     offload_groups: tuple[OffloadGroup, ...] = ()
@@ -228,7 +227,10 @@ class CostTable:
             )
         if received and not record.input_kept:
             record = self._with_input(record)
-        return _unit(f"layer {layer}", (layer,), record, policy == FULL)
+        kept = record.kept_gradient_bytes
+        if kept is None:
+            kept = 0 if policy == FULL else self.profile.boundary_bytes
+        return _unit(f"layer {layer}", (layer,), record, kept)
 
     def layer_in(self, chunk: Chunk, layer: int, policy: LayerPolicy) -> Unit:
         """Costs of a layer at its place in a chunk. If the chunk has both the final norm and the
@@ -244,14 +246,14 @@ class CostTable:
         self, chunk: Chunk, layer: int, choices: tuple[LayerPolicy, ...]
     ) -> tuple[Ints, Ints]:
         """Costs of choices of a layer at its place in a chunk, `[column, choice]`, and for each
-        whether it keeps the gradient of its output. Raises: as `layer`.
+        its `kept_gradient_bytes`. Raises: as `layer`.
         """
         first, depth = layer == chunk.layers[0], layer == self.profile.model.num_layers
         alike = self._kinds[layer].name, first, depth, chunk.embedding, choices
         if alike not in self._alike:
             units = [self.layer_in(chunk, layer, choice) for choice in choices]
-            keeps = np.array([unit.keeps_output_gradient for unit in units], np.int64)
-            self._alike[alike] = np.array([unit.costs for unit in units], np.int64).T, keeps
+            kept = np.array([unit.kept_gradient_bytes for unit in units], np.int64)
+            self._alike[alike] = np.array([unit.costs for unit in units], np.int64).T, kept
         return self._alike[alike]
 
     @cached_property
@@ -275,19 +277,24 @@ class CostTable:
         A pipeline output that is not deallocated, and the input that an empty chunk passes on,
         count as held. They come first, because they outlive every backward of the chunk.
         """
-        boundary = ChoiceRecord("none", self.profile.boundary_bytes, 0, 0, 0.0, 0.0)
+        boundary_bytes = self.profile.boundary_bytes
+        boundary = ChoiceRecord("none", boundary_bytes, 0, 0, 0.0, 0.0)
         kept = not chunk.head and not self.profile.deallocate_pipeline_outputs
         passed_on = not (chunk.layers or chunk.embedding or chunk.head)
-        before = [_unit("boundary", (), boundary)] * (kept + passed_on + self._is_cloned(chunk))
+        number = kept + passed_on + self._is_cloned(chunk)
+        before = [_unit("boundary", (), boundary, boundary_bytes)] * number
         if chunk.embedding:
-            before.append(_unit("embedding", (), self._shifted(self.profile.embedding, 1.0)))
+            before.append(self._outside("embedding", self.profile.embedding))
         after = []
         norm = self.profile.final_norm
         if norm is not None and chunk.layers[-1:] == (self.profile.model.num_layers - 1,):
-            after.append(_unit("final norm", (), self._shifted(norm, 1.0)))
+            after.append(self._outside("final norm", norm))
         if chunk.head:
-            after.append(_unit("head", (), self._shifted(self.profile.head, 1.0)))
+            after.append(self._outside("head", self.profile.head))
         return before, after
+
+    def _outside(self, name: str, record: ChoiceRecord) -> Unit:
+        return _unit(name, (), self._shifted(record, 1.0), self.profile.boundary_bytes)
 
     def _is_cloned(self, chunk: Chunk) -> bool:
         """Whether a chunk's layers get a copy of the received tensor, which itself stays alive: a
@@ -379,7 +386,7 @@ class CostTable:
         forward_ps, backward_ps, spread_ps = times
         name = f"layers {layers[0]}-{layers[-1]}"
         sizes = held, forward, backward
-        return Unit(name, tuple(layers), *sizes, forward_ps, backward_ps, spread_ps, True)
+        return Unit(name, tuple(layers), *sizes, forward_ps, backward_ps, spread_ps)
 
     def chunk_units(self, chunk: Chunk, policy: RecomputePolicy) -> tuple[Unit, ...]:
         """The units of one chunk under a policy, in the order their forwards run.
@@ -454,7 +461,7 @@ def _ps(time_ms: float) -> int:
 
 
 def _unit(
-    name: str, layers: tuple[int, ...], record: ChoiceRecord, keeps_output_gradient: bool = False
+    name: str, layers: tuple[int, ...], record: ChoiceRecord, kept_gradient_bytes: int = 0
 ) -> Unit:
     return Unit(
         name,
@@ -465,7 +472,7 @@ def _unit(
         _ps(record.forward_ms),
         _ps(record.backward_ms),
         _ps(record.spread_ms),
-        keeps_output_gradient,
+        kept_gradient_bytes,
         record.parts,
         record.offload_groups,
         record.graph,

@@ -66,9 +66,9 @@ class LiveBytes(TorchDispatchMode):
         for tensor in static:
             self.exclude(tensor)
 
-    def reset_peak(self) -> None:
-        """Restart the peak from the bytes alive now."""
-        self.peak_bytes = self.current_bytes
+    def reset_peak(self, leaving_bytes: int = 0) -> None:
+        """Restart the peak from the bytes alive now, but for those that are being freed."""
+        self.peak_bytes = self.current_bytes - leaving_bytes
 
     def mark(self, label: Hashable) -> None:
         """End the running span and begin the one called label."""

@@ -67,6 +67,9 @@ class Samples:
     entry, because the schedule keeps it in any case."""
     forward_level_bytes: list[int] = field(default_factory=list)
     backward_level_bytes: list[int] = field(default_factory=list)
+    """Of layers whose output's gradient no schedule keeps."""
+    kept_level_bytes: list[int] = field(default_factory=list)
+    """In backward, with the gradient of the layer's output alive to the end."""
     forward_ms: list[float] = field(default_factory=list)
     backward_ms: list[float] = field(default_factory=list)
 
@@ -88,14 +91,19 @@ class Samples:
     def complete(self, choice: LayerPolicy = NONE) -> bool:
         """Whether there is enough for a record. A choice that offloads takes its times from the
         same choice without."""
-        counted = self.held_bytes and self.forward_level_bytes and self.backward_level_bytes
+        counted = self.held_bytes and self.forward_level_bytes and self._backward_levels
         return bool(counted and (choice.offload or (self.forward_ms and self.backward_ms)))
+
+    @property
+    def _backward_levels(self) -> list[int]:
+        """If all layers were the last of their chunk, with the gradient that the schedule keeps."""
+        return self.backward_level_bytes or self.kept_level_bytes
 
     def at(self, percentile: float) -> tuple[int, int, int]:
         """Held bytes without the input, and both levels, at a percentile."""
         held, forward, backward = (
             _nearest_rank(values, percentile)
-            for values in (self.held_bytes, self.forward_level_bytes, self.backward_level_bytes)
+            for values in (self.held_bytes, self.forward_level_bytes, self._backward_levels)
         )
         return held, forward, backward
 
@@ -106,16 +114,21 @@ class Samples:
         """
         input_bytes = max(self.input_bytes, default=boundary_bytes)
         held = max(self.held_bytes) + input_bytes
+        backward_level = max(self._backward_levels)
+        kept_level = max(self.kept_level_bytes, default=None)
         return ChoiceRecord(
             choice=str(choice),
             held_bytes=held,
             forward_transient_bytes=max(0, max(self.forward_level_bytes) - held),
-            backward_transient_bytes=max(0, max(self.backward_level_bytes) - held),
+            backward_transient_bytes=max(0, backward_level - held),
             forward_ms=statistics.median(self.forward_ms),
             backward_ms=statistics.median(self.backward_ms),
             spread_ms=_half_middle_half(self.forward_ms) + _half_middle_half(self.backward_ms),
             runs=min(len(self.forward_ms), len(self.backward_ms)),
             input_kept=input_bytes > 0 or boundary_bytes == 0,
+            kept_gradient_bytes=None
+            if kept_level is None
+            else min(boundary_bytes, max(0, kept_level - max(held, backward_level))),
         )
 
 
@@ -157,6 +170,7 @@ _LISTS: dict[Figure, str] = {
     "input": "input_bytes",
     "forward_level": "forward_level_bytes",
     "backward_level": "backward_level_bytes",
+    "kept_level": "kept_level_bytes",
     "forward_ms": "forward_ms",
     "backward_ms": "backward_ms",
 }
@@ -428,13 +442,16 @@ class Measurement:
             found = {"held": _held_bytes(span), "forward_level": span.peak_bytes - base}
             if not received:
                 found["input"] = input_bytes * (place in one.kept)
-        elif with_bytes and place in bases:
-            found = {"backward_level": span.peak_bytes - bases[place]}
         elif with_bytes:
             # The input's gradient is alive now; the input is freed, unless another stage sent it.
             base = span.end_bytes - input_bytes * (2 if received else 1)
-            level_bytes = span.peak_bytes - base + _context_gradient_bytes(one, place)
-            found = {"backward_level": level_bytes}
+            base -= _context_gradient_bytes(one, place)
+            base = bases.get(place, base)
+            if place == self._sends_from(one):  # the schedule keeps the gradient, as what is around
+                found = {"kept_level": span.peak_bytes - base + span.output_bytes}
+            else:
+                found = {"backward_level": span.peak_bytes - base}
+                found["kept_level"] = span.kept_peak_bytes - base
         if with_times:
             found["forward_ms" if one.phase == "forward" else "backward_ms"] = span.ms
         for figure, value in found.items():
@@ -449,6 +466,12 @@ class Measurement:
         if self.shard.has(one.chunk, "embedding") or first in self._depths:
             return None
         return first
+
+    def _sends_from(self, one: Pass) -> Place | None:
+        """In a backward, the layer whose output another stage got; None if the head is here."""
+        if self.shard.has(one.chunk, "head"):
+            return None
+        return next((m.place for m in one.marks if self.shard.has(one.chunk, m.place)), None)
 
     def _bases(self, one: Pass, forward: Pass) -> dict[Place, int]:
         """Base bytes (alive, and not of the place) at each place of a pass; only with MTP depths,

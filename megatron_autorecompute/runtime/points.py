@@ -10,7 +10,15 @@ from typing import Any, Literal
 from megatron_autorecompute.lines import Line, Microbatch, Point, RecordLines, envelope, middle_line
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 
-Figure = Literal["held", "input", "forward_level", "backward_level", "forward_ms", "backward_ms"]
+Figure = Literal[
+    "held",
+    "input",
+    "forward_level",
+    "backward_level",
+    "kept_level",
+    "forward_ms",
+    "backward_ms",
+]
 Key = tuple[str, LayerPolicy]
 UNEVEN = 1.05
 """Plans are for experts that get more tokens than ever seen, by this factor."""
@@ -113,14 +121,17 @@ class AllPoints:
 
     def record(self, key: Key) -> RecordLines | None:
         """The lines of one choice; None if some figure was never seen."""
-        held, forward, backward = (
-            self._envelope(key, figure) for figure in ("held", "forward_level", "backward_level")
+        held, forward, backward, kept = (
+            self._envelope(key, figure)
+            for figure in ("held", "forward_level", "backward_level", "kept_level")
         )
+        backward = backward or kept
         times = [self._times(key, figure) for figure in ("forward_ms", "backward_ms")]
         if held is None or forward is None or backward is None or not all(times):
             return None
         with_input = held.plus(self._envelope(key, "input") or self._boundary)
-        return RecordLines(with_input, forward, backward, *map(middle_line, times))
+        forward_ms, backward_ms = map(middle_line, times)
+        return RecordLines(with_input, forward, backward, forward_ms, backward_ms, kept)
 
     def overhead(self, ranks: Sequence[int]) -> tuple[Line, Line]:
         """Bytes in a forward and in a backward besides layers and boundary tensors, as lines in the

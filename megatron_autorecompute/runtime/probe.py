@@ -36,8 +36,8 @@ class Memory(Protocol):
     def peak_bytes(self) -> int:
         """The most bytes alive since `reset_peak`."""
 
-    def reset_peak(self) -> None:
-        """Restart the peak from the bytes alive now."""
+    def reset_peak(self, leaving_bytes: int = 0) -> None:
+        """Restart the peak from the bytes alive now; leaving_bytes: of them, those being freed."""
 
 
 class CudaBytes:
@@ -53,8 +53,8 @@ class CudaBytes:
         """The most bytes allocated since `reset_peak`."""
         return torch.cuda.max_memory_allocated()
 
-    def reset_peak(self) -> None:
-        """Restart the peak."""
+    def reset_peak(self, leaving_bytes: int = 0) -> None:
+        """Restart the peak; the allocator counts what is being freed as alive."""
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -103,6 +103,9 @@ class Mark:
     """Size of the hidden state that crosses here, the place's input; 0 before everything."""
     alive_bytes: int = 0
     """Forward only: bytes of the hidden states at earlier boundaries that are still alive."""
+    kept_peak_bytes: int = 0
+    """Backward only: `peak_bytes`, had the gradient of the place's output stayed alive, as a
+    schedule keeps that of a chunk's output."""
 
 
 @dataclass(slots=True)
@@ -168,6 +171,7 @@ class Probe:
         self._hooks: list[TemporaryHook] = []
         self._forward: Pass | None = None
         self._inputs: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._gradient: _OutputGradient | None = None
         self._tower_layers = model_layers.tower_layers(chunks)
 
     def __enter__(self) -> Probe:
@@ -265,7 +269,7 @@ class Probe:
         return forward is not None and any(mark.place == place for mark in forward.marks)
 
     def _end_forward(self, forward: Pass, output: Any) -> None:
-        def on_gradient() -> None:
+        def on_gradient(_: torch.Tensor) -> None:
             forward.output_has_gradient = True
             self._backward_of(forward)
 
@@ -292,17 +296,21 @@ class Probe:
         self._inputs[place] = (weakref.ref(storage), size_bytes)
         if not hidden_states.requires_grad:
             forward.without_gradient[place] = size_bytes
-        self._on_gradient(
-            hidden_states, lambda: self._mark(self._backward_of(forward), place, size_bytes)
-        )
+
+        def on_gradient(gradient: torch.Tensor) -> None:
+            self._mark(self._backward_of(forward), place, size_bytes)
+            if self._memory is not None:
+                self._gradient = _OutputGradient(gradient, self._memory)
+
+        self._on_gradient(hidden_states, on_gradient)
 
     def _is_in_front(self, place: Place) -> bool:
         """Whether the hidden state at this place has a tower's tokens, and not the decoder's."""
         return place == "between" or (isinstance(place, int) and place < self._tower_layers)
 
-    def _on_gradient(self, tensor: torch.Tensor, do: Callable[[], None]) -> None:
+    def _on_gradient(self, tensor: torch.Tensor, do: Callable[[torch.Tensor], None]) -> None:
         if tensor.requires_grad:
-            tensor.register_hook(lambda _: do())
+            tensor.register_hook(do)
 
     def _backward_of(self, forward: Pass) -> Pass:
         """The running backward of a forward; begins one at the first gradient."""
@@ -333,11 +341,46 @@ class Probe:
     def _mark(self, one: Pass, place: Place, input_bytes: int = 0) -> None:
         memory = self._memory
         current, peak = (memory.current_bytes, memory.peak_bytes) if memory else (0, 0)
+        kept_peak = peak
+        if self._gradient is not None:
+            peak, kept_peak = self._gradient.peaks(peak)
+            self._gradient = None
         alive_bytes = sum(self._alive().values())
-        one.marks.append(Mark(place, self._clock.now(), current, peak, input_bytes, alive_bytes))
+        one.marks.append(
+            Mark(place, self._clock.now(), current, peak, input_bytes, alive_bytes, kept_peak)
+        )
         self.peak_bytes = max(self.peak_bytes, peak)
         if memory:
             memory.reset_peak()
+
+
+class _OutputGradient:
+    """The gradient of a place's output, from where the place's backward gets it: the peak until it
+    is freed, and from there on."""
+
+    def __init__(self, gradient: torch.Tensor, memory: Memory) -> None:
+        storage = gradient.untyped_storage()
+        self._size_bytes = storage.nbytes()
+        self._before: int | None = None
+
+        def freed(_: Any) -> None:
+            self._before = memory.peak_bytes
+            memory.reset_peak(self._size_bytes)
+
+        self._storage = weakref.ref(storage, freed)
+        self._tensor, self._version = weakref.ref(gradient), gradient._version
+
+    def peaks(self, peak_bytes: int) -> tuple[int, int]:
+        """The peak of the place's backward, and the same had this gradient stayed alive.
+
+        peak_bytes: the memory's peak where the backward ends.
+        """
+        if self._before is not None:
+            return max(self._before, peak_bytes), max(self._before, peak_bytes + self._size_bytes)
+        tensor = self._tensor()
+        # Autograd may have added to it in place: it became the gradient of the place's input.
+        reused = tensor is not None and tensor._version != self._version
+        return peak_bytes, peak_bytes + self._size_bytes * reused
 
 
 def _cu_seqlens(packed: Any) -> torch.Tensor | None:
@@ -385,6 +428,8 @@ class Span:
     """Size of the hidden state that leaves it; 0 at the end of the model."""
     let_go_bytes: int = 0
     """Forward only: bytes of earlier hidden states that were freed during the span."""
+    kept_peak_bytes: int = 0
+    """Backward only: `peak_bytes`, had the gradient of the place's output stayed alive."""
 
 
 def spans(one: Pass, clock: Clock = DEVICE_CLOCK) -> Iterator[Span]:
@@ -401,4 +446,5 @@ def spans(one: Pass, clock: Clock = DEVICE_CLOCK) -> Iterator[Span]:
             first.input_bytes,
             last.input_bytes,
             begin.alive_bytes + begin.input_bytes - end.alive_bytes if forward else 0,
+            max(end.kept_peak_bytes, begin.current_bytes),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from megatron_autorecompute.lines import RecordLines
 from megatron_autorecompute.planner.lengths import Arrangement
@@ -89,4 +89,5 @@ class Varying:
 
 def _both(one: RecordLines, other: RecordLines) -> RecordLines:
     """Of two places that count as one: at least what either needs."""
-    return RecordLines(*(getattr(one, n).plus(getattr(other, n)) for n in one.__slots__))
+    names = [field.name for field in fields(one) if field.name != "kept_level_bytes"]
+    return RecordLines(*(getattr(one, n).plus(getattr(other, n)) for n in names))

@@ -1,6 +1,7 @@
 """`estimate --recipe`: Bridge's own recipes, whole, with the real dimensions."""
 
 import importlib
+import types
 from pathlib import Path
 
 import pytest
@@ -127,9 +128,55 @@ def test_what_would_be_counted_without_its_tower_or_with_other_adapters_is_refus
     cfg.peft = LoRA(target_modules=["*.layers.3.*.linear_qkv"])
     with pytest.raises(OptionError, match="adapters are on some layers only"):
         job_from_recipe("given_config")
+    cfg.peft, cfg.ddp.use_megatron_fsdp = None, True
+    with pytest.raises(OptionError, match=r"shards weights and gradients \(FSDP\)"):
+        job_from_recipe("given_config")
+    cfg.ddp.use_megatron_fsdp = False
     cfg.model = recipes.tiny_vision_provider()
     with pytest.raises(OptionError, match=r"has a tower before its decoder \(model.vision_config"):
         job_from_recipe("given_config")
+
+
+def test_what_bridge_sets_from_comm_overlap_when_a_job_starts_is_read(hub, monkeypatch):
+    from megatron.bridge import recipes as bridges
+    from megatron.bridge.training.comm_overlap import CommOverlapConfig
+
+    def given():
+        cfg = bridges.qwen3_30b_a3b_pretrain_config()
+        for name in ("granularity", "method", "num_layers"):
+            setattr(cfg.model, f"recompute_{name}", None)
+        cfg.model.expert_model_parallel_size = 8
+        cfg.model.virtual_pipeline_model_parallel_size = 4
+        cfg.model.tensor_model_parallel_size = cfg.model.pipeline_model_parallel_size = 2
+        cfg.model.sequence_parallel = True
+        cfg.comm_overlap = CommOverlapConfig(
+            tp_comm_overlap=True, overlap_moe_expert_parallel_comm=True, overlap_grad_reduce=False
+        )
+        return cfg
+
+    monkeypatch.setattr(bridges, "given_config", given, raising=False)
+    found = job_from_recipe("given_config", 32)
+    assert found.config["overlap_moe_expert_parallel_comm"]
+    assert found.config["tp_comm_overlap"]
+    assert (found.overlap_grad_reduce, found.overlap_param_gather) == (False, True)
+
+
+def test_a_name_that_two_recipes_have_is_asked_for_by_package(bridge, monkeypatch):
+    from megatron.bridge import recipes as bridges
+
+    from megatron_autorecompute.meta import recipe
+
+    other = types.SimpleNamespace(__path__=[], __name__="perf", tiny_config=None)
+    other.tiny_config = lambda: recipes.tiny_llama_pretrain_config()
+    found = importlib.import_module
+    monkeypatch.setattr(bridges, "tiny_config", lambda: 1 / 0, raising=False)
+    monkeypatch.setattr(recipe, "PERF_RECIPES", "json")  # any module that exists
+    monkeypatch.setattr(
+        recipe.importlib, "import_module", lambda n: other if n == "json" else found(n)
+    )
+    with pytest.raises(OptionError, match=r"give recipes\.tiny_config or perf_recipes\.tiny_conf"):
+        job_from_recipe("tiny_config")
+    assert job_from_recipe("perf_recipes.tiny_config").name == "perf_recipes.tiny_config"
 
 
 def test_a_hybrid_recipe_has_its_pattern_and_needs_a_core_with_hybrid_models(bridge, capsys):

@@ -323,10 +323,18 @@ def test_what_a_dispatcher_keeps_counts_once_a_layer_and_not_for_every_microbatc
     profile = profile_job(asked, H100)
     dense, moe = (kind.static.buffer_bytes for kind in profile.kinds)
     assert dense == 0 < moe
-    plan = make_plan(Planner(profile, asked.layout(), asked.schedule()), 1 << 50)
-    # Under none the graphs of microbatches in flight hold a part of it; under full nothing else.
-    for check in verify(replace(plan, recompute_policy=("full",) * 4)):
-        assert abs(check.predicted_bytes - check.megatron_bytes) < moe / 1000
+    planner = Planner(profile, asked.layout(), asked.schedule())
+    plan = replace(make_plan(planner, 1 << 50), recompute_policy=("full", "none", "full", "full"))
+    for check in verify(plan):
+        assert abs(check.predicted_bytes - check.megatron_bytes) < 64 < moe / 1000
+    # The first stage's peak is in its last layer, where its output's gradient is alive anyway.
+    unknown = tuple(
+        replace(kind, choices=tuple(replace(r, kept_gradient_bytes=None) for r in kind.choices))
+        for kind in profile.kinds
+    )
+    higher = Planner(replace(profile, kinds=unknown), asked.layout(), asked.schedule())
+    known, twice = (each.evaluate(plan.policy).stages[0].peak for each in (planner, higher))
+    assert twice.bytes - known.bytes == profile.boundary_bytes
 
 
 def test_a_stand_in_that_keeps_more_than_its_record_says_is_found(moe_job, moe_profile):
@@ -388,11 +396,7 @@ def test_multi_token_prediction_is_what_megatrons_schedule_does(
     for plan in (middle_plan(asked, profile), make_plan(planner, 1 << 50)):
         assert all(stage.recompute_ms >= 0 for stage in plan.cost.stages)
         for check in verify(plan):
-            assert check.error >= -TOLERANCE
-            # Where a chunk ends without a checkpoint, one boundary tensor counts twice.
-            twice = 0 if plan.layout.stages[check.stage][0].head else profile.boundary_bytes
-            too_high = check.predicted_bytes - check.megatron_bytes - twice
-            assert too_high <= TOLERANCE * check.megatron_bytes
+            assert abs(check.error) <= TOLERANCE
 
 
 def test_parameters_of_every_stage_are_megatrons():

@@ -248,11 +248,9 @@ def simulate(profile, layout, schedule, stage, chunk_choices):
     extra = boundary_tensors(profile, schedule, stage)
     chunks = layout.stages[stage]
     all_units = [units(profile, c, p) for c, p in zip(chunks, chunk_choices, strict=True)]
-    ends_in_checkpoint = [
-        bool(p)
-        and p[-1].granularity == "full"
-        and (profile.final_norm is None or chunk.layers[-1] != profile.model.num_layers - 1)
-        for chunk, p in zip(chunks, chunk_choices, strict=True)
+    kept = [
+        _kept_gradient(profile, chunk, choices)
+        for chunk, choices in zip(chunks, chunk_choices, strict=True)
     ]
     peak, waiting = static + optimizer, 0
     for (phase, running, _), count in zip(order(schedule, stage), extra, strict=True):
@@ -269,11 +267,24 @@ def simulate(profile, layout, schedule, stage, chunk_choices):
             live = waiting
             waiting -= total
             for i, (held, _, backward, _) in reversed(list(enumerate(these))):
-                last = i == len(these) - 1 and ends_in_checkpoint[running]
-                own = backward + (0 if last or chunks[running].head else profile.boundary_bytes)
+                last = i == len(these) - 1
+                own = backward + (kept[running] if last else profile.boundary_bytes)
+                own = backward if chunks[running].head else own
                 peak = max(peak, static + residual + boundary + live + own)
                 live -= held
     return peak, sum(u[3] for chunk_units in all_units for u in chunk_units)
+
+
+def _kept_gradient(profile, chunk, choices):
+    """What a chunk's last unit needs more because the schedule keeps its output's gradient."""
+    norm = profile.final_norm is not None and chunk.layers[-1:] == (profile.model.num_layers - 1,)
+    if not choices or norm:
+        return profile.boundary_bytes
+    found = _find(profile, chunk.layers[-1], str(choices[-1])) if choices[-1].group == 1 else None
+    if found is None or (found.kept_gradient_bytes is None and found.choice == "full"):
+        return 0
+    more = found.kept_gradient_bytes
+    return profile.boundary_bytes if more is None else more
 
 
 def runs_of(policies):

@@ -21,14 +21,16 @@ CHOICES = ("none", "full", "selective[core_attn]", "selective[mlp]")
 
 
 def record(rng, choice, forward_ms=None, backward_ms=None):
+    held, forward, backward = rng.randint(1, 12), rng.randint(0, 9), rng.randint(0, 12)
     return ChoiceRecord(
         choice,
-        held_bytes=rng.randint(1, 12),
-        forward_transient_bytes=rng.randint(0, 9),
-        backward_transient_bytes=rng.randint(0, 12),
+        held_bytes=held,
+        forward_transient_bytes=forward,
+        backward_transient_bytes=backward,
         forward_ms=float(forward_ms or rng.randint(1, 4)),
         backward_ms=float(backward_ms or rng.randint(1, 6)),
         input_kept=choice == "full" or rng.random() < 0.7,
+        kept_gradient_bytes=(None, 0, 1, 3)[(held + backward) % 4],
     )
 
 
@@ -149,6 +151,7 @@ def scale(profile, size, time):
             held_bytes=r.held_bytes * size,
             forward_transient_bytes=r.forward_transient_bytes * size,
             backward_transient_bytes=r.backward_transient_bytes * size,
+            kept_gradient_bytes=r.kept_gradient_bytes and r.kept_gradient_bytes * size,
             forward_ms=r.forward_ms * time,
             backward_ms=r.backward_ms * time,
         )

@@ -83,7 +83,7 @@ class ChunkLabels:
         pick = np.repeat(np.arange(len(single.policies)), len(later))
         ids = np.array([self._id(policy) for policy in single.policies], np.int64)
         last = position + 1 == len(chunk.layers) and not chunk.after
-        gradient = chunk.output_gradient_bytes * (1 - single.keeps[pick] * last)
+        gradient = single.kept_gradient[pick] if last else chunk.output_gradient_bytes
         return prepend(
             np.tile(later, (len(single.policies), 1)),
             np.tile(np.arange(start, start + len(later)), len(single.policies)),

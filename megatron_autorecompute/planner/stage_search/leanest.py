@@ -125,10 +125,10 @@ class _Options:
     def __init__(self, chunk: ChunkProblem, position: int, names: dict[LayerPolicy, int]) -> None:
         single, group = chunk.singles[position], chunk.groups[position]
         left, gradient = len(chunk.layers) - position, chunk.output_gradient_bytes
-        # A checkpoint at the end of the chunk already counts the gradient of its output.
+        # At the end of the chunk the unit counts the gradient of its output until it frees it.
         at_end = left == 1 and not chunk.after
         forward = single.held + single.forward
-        backward = single.held + single.backward + gradient * (1 - single.keeps * at_end)
+        backward = single.held + single.backward + (single.kept_gradient if at_end else gradient)
         numbers = [names.setdefault(policy, len(names)) for policy in single.policies]
         columns = *(column.tolist() for column in (single.held, forward, backward)), numbers
         self.alone = _not_worse(zip(*columns, range(len(single.held)), strict=True))

@@ -76,8 +76,8 @@ class Singles:
     backward: Ints
     forward_ps: Ints
     backward_ps: Ints
-    keeps: Ints
-    """1 where the choice is a checkpoint; see `Unit.keeps_output_gradient`."""
+    kept_gradient: Ints
+    """Of backward as the chunk's last unit, as `Unit.kept_gradient_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ class ChunkProblem:
     groups: tuple[Checkpoints, ...]
     """Per position: one checkpoint around the g layers from there on, with index g - 1."""
     output_gradient_bytes: int
-    """In the backward of every unit, but of a checkpoint that is the chunk's last; a head has 0."""
+    """In the backward of every unit but a layer or checkpoint that is the chunk's last; a head has
+    0."""
     weights: tuple[int, int] = (1, 1)
     """How often a forward and a backward count: once, or as often as some path of the step has
     them. What is called time below is their weighted sum."""
@@ -229,9 +230,9 @@ def _singles(table: CostTable, chunk: Chunk, layer: int, only: OnlyChoices | Non
             f"layer {layer}, which has {', '.join(map(str, table.choices(layer)))}. Allow one of "
             "these."
         )
-    costs, keeps = table.units_in(chunk, layer, policies)
+    costs, kept = table.units_in(chunk, layer, policies)
     held, forward, backward, forward_ps, backward_ps, _ = costs
-    return Singles(policies, held, forward, backward, forward_ps, backward_ps, keeps)
+    return Singles(policies, held, forward, backward, forward_ps, backward_ps, kept)
 
 
 @dataclass(frozen=True)
