@@ -43,6 +43,7 @@ def case(run: Run) -> Case:
         other,
         stages,
         run.scatters,
+        run.evaluates,
     )
 
 
