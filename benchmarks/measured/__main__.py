@@ -32,7 +32,9 @@ def case(run: Run) -> Case:
     between = run.between_steps_bytes if several else None
     sizes = run.encoder_decoder
     stages = tuple(sorted({one.stage for one in run.measured}))
-    return Case(run.flags, run.worlds, run.gpu, between, sizes, run.environment, stages)
+    return Case(
+        run.flags, run.worlds, run.gpu, between, sizes, run.environment, stages, run.scatters
+    )
 
 
 def predictions(runs: list[Run], processes: int) -> dict[Case, Prediction]:

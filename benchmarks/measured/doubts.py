@@ -17,6 +17,10 @@ MOST_OF_UNSAID = 0.05
 """The same, where the number of GPUs that comes nearest was taken because the row has none."""
 
 
+MOST_OF_BLOCKS = 0.01
+"""Between two runs of equal flags, by which holes tensors fell into."""
+EXPERTS, WEIGHTED_BEFORE = "--num-experts", "2025-04-09"
+"""Megatron-LM 265963072: experts weight their tokens, before that `unpermute` did."""
 EP_OVERLAP, EP_OVERLAP_RELEASES = "--overlap-moe-expert-parallel-comm", "2026-01-06"
 """Megatron-LM a56a0b001 `release_state`: "this helps avoid memory leak"."""
 
@@ -33,14 +37,39 @@ def doubts(pairs: Sequence[tuple[Run, Prediction | None]]) -> list[str]:
         key=lambda run: (run.date, not run.old_container),
     ):
         newest[_key(run)] = run
+    started: dict[tuple[object, ...], int] = {}
+    for run, _ in pairs:
+        if not run.uncovered and not run.reached_at_once:
+            started[_job(run)] = max(started.get(_job(run), 0), run.measured[0].peak_bytes)
     return [
-        "" if run.uncovered else _by_another(run, newest[_key(run)]) or _by_itself(run, found)
+        ""
+        if run.uncovered
+        else _by_another(run, newest[_key(run)])
+        or _by_loading(run, started.get(_job(run)))
+        or _by_itself(run, found)
         for run, found in pairs
     ]
 
 
 def _key(run: Run) -> tuple[object, ...]:
     return run.source, run.flags, run.gpu, run.worlds, run.environment
+
+
+def _job(run: Run) -> tuple[object, ...]:
+    return run.source, run.flags, run.gpu, run.worlds
+
+
+def _by_loading(run: Run, most_bytes: int | None) -> str:
+    """most_bytes: of runs of the same job whose peaks are known to be of a step."""
+    if not run.reached_at_once or most_bytes is None:
+        return ""
+    more = run.measured[0].peak_bytes / most_bytes - 1
+    if more <= MOST_OF_BLOCKS:
+        return ""
+    return (
+        f"goes on from a checkpoint: the peak, {more:+.1%} against the same job from the start, is "
+        "that of loading, or of the first step after it; no later step took as much"
+    )
 
 
 def _by_another(run: Run, newest: Run) -> str:
@@ -62,6 +91,11 @@ def _by_itself(run: Run, found: Prediction | None) -> str:
         return (
             f"of {run.date}: until {EP_OVERLAP_RELEASES} the parts of layers under EP overlap kept "
             "their tensors until Python collected garbage (Megatron-LM a56a0b001, #2236)"
+        )
+    if EXPERTS in run.flags and "" < run.peaks_since < WEIGHTED_BEFORE:
+        return (
+            f"of {run.peaks_since} or before: until {WEIGHTED_BEFORE} tokens were weighted after "
+            "their experts, which kept other tensors (Megatron-LM 265963072)"
         )
     if run.between_steps_bytes is None or found is None or not found.stages:
         return ""

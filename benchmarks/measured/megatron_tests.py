@@ -33,6 +33,7 @@ TEST_CASES = "tests/functional_tests/test_cases/"
 DATA = Path(__file__).parents[1] / "data"
 CONTAINERS = DATA / "megatron_test_containers.csv"
 RECORDINGS = DATA / "megatron_recordings.csv"
+MOE_RECORDINGS = DATA / "megatron_moe_recordings.csv"
 KEPT_MICROBATCHES = DATA / "megatron_kept_microbatches.csv"
 LARGE_WORKSPACES = (
     "hybrid/hybrid_mr_mcore_te_",
@@ -65,6 +66,9 @@ EXPANDABLE_SEGMENTS = frozenset(
     )
 )
 """Tests whose model_config.yaml sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
+INDEX_ADD = "2025-10-16"
+"""Megatron-LM 56818f9e5, since when deterministic MoE layers add up by `index_add_`, which keeps
+experts' outputs."""
 LAYER_WISE_LAYOUT = "2026-05-21"
 NEW_LTS = "2025-11-05"
 NEW_TORCH = "26.04"
@@ -91,6 +95,7 @@ def run(row: Mapping[str, str]) -> Run:
         sizes = encoder_decoder(given)
         found = flags(given if sizes is None else as_decoder_only(given))
     between = row.get("mem_allocated_first") or ""
+    recorded = moe_recordings().get((_path(row), row["mem_max_last"]), {})
     return Run(
         name=f"{row['case'].rpartition('/')[2]} ({GPUS[row['platform']].partition('-')[0]})",
         source="Megatron-LM's tests",
@@ -101,11 +106,15 @@ def run(row: Mapping[str, str]) -> Run:
         measured=(Measured(-1, peak_bytes),),
         between_steps_bytes=whole(row, "mem_allocated_first") if between else None,
         first_step_bytes=first_step(row),
+        second_step_bytes=whole(recorded, "mem_max_second") if recorded else None,
+        reached_at_once=_resumed(row) and row.get("mem_max_first") == row["mem_max_last"],
         step_ms=milliseconds(row, "iter_s_median_2nd_half", 1e3),
         hashes_weights=str(given.get("check-weight-hash-across-dp-replicas-interval")) == "1",
         encoder_decoder=sizes,
         environment=environment(row, given),
         date=row.get("golden_date") or "",
+        peaks_since=recorded.get("since", ""),
+        scatters="" < recorded.get("since", "") < INDEX_ADD,
         recorded_with=recordings().get((_path(row), (row.get("golden_commit") or "")[:9]), ""),
         old_container=(row.get("variant") or "").startswith("lts"),
         family=family(given),
@@ -115,8 +124,12 @@ def run(row: Mapping[str, str]) -> Run:
 
 def first_step(row: Mapping[str, str]) -> int | None:
     """The peak of the first step, unless the run goes on from a checkpoint."""
-    known = row.get("mem_max_first") and not (row.get("variant") or "").endswith("_2nd")
+    known = row.get("mem_max_first") and not _resumed(row)
     return whole(row, "mem_max_first") if known else None
+
+
+def _resumed(row: Mapping[str, str]) -> bool:
+    return (row.get("variant") or "").endswith("_2nd")
 
 
 def environment(row: Mapping[str, str], given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -171,6 +184,14 @@ def kept_microbatches_since() -> dict[str, str]:
     file's history, and since when."""
     with open(KEPT_MICROBATCHES, newline="", encoding="utf-8") as file:
         return {row["golden_path"]: row["since"] for row in csv.DictReader(file)}
+
+
+@functools.cache
+def moe_recordings() -> dict[tuple[str, str], dict[str, str]]:
+    """Of tests with experts, by golden file and last peak: the commit that first had this peak, its
+    date, and the peak at the second step that was logged (by the file's history)."""
+    with open(MOE_RECORDINGS, newline="", encoding="utf-8") as file:
+        return {(row["golden_path"], row["mem_max_last"]): row for row in csv.DictReader(file)}
 
 
 @functools.cache

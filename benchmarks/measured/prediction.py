@@ -16,13 +16,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE and Apex
 
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
+from megatron_autorecompute.meta import model  # noqa: E402
 from megatron_autorecompute.meta.blocks import Rounding, rounding  # noqa: E402
+from megatron_autorecompute.meta.determinism import deterministic  # noqa: E402
 from megatron_autorecompute.meta.devices import device  # noqa: E402
 from megatron_autorecompute.meta.encoder_decoder import encoder_decoder_need  # noqa: E402
 from megatron_autorecompute.meta.flags import job_from_flags  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
 from megatron_autorecompute.meta.need import Need, own_need  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
+from megatron_autorecompute.patched import patched  # noqa: E402
 from megatron_autorecompute.planner.planner import Planner  # noqa: E402
 from megatron_autorecompute.planner.policy_cost import StageCost  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
@@ -44,6 +47,8 @@ class Case:
     """As `Run`'s."""
     measured_stages: tuple[int, ...] = (-1,)
     """Those whose peaks are asked for; what the allocator's blocks add is predicted of these."""
+    scatters: bool = False
+    """As `Run`'s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class Prediction:
 def predicted(case: Case) -> Prediction:
     """Predict a case. An error becomes its reason; it never ends the others."""
     try:
-        with _quiet():
+        with _quiet(), _older(case):
             return _nearest(case)
     except AutorecomputeError as error:
         reason = " ".join(str(error).split())
@@ -92,6 +97,13 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+def _older(case: Case) -> contextlib.AbstractContextManager[None]:
+    """In this block deterministic mode keeps what it did in the run's Megatron."""
+    if not case.scatters:
+        return contextlib.nullcontext()
+    return patched(model, "deterministic", lambda _: deterministic(False))
 
 
 def _nearest(case: Case) -> Prediction:

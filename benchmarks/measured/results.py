@@ -62,6 +62,7 @@ def _point(run: Run, prediction: Prediction, measured: Measured, doubt: str) -> 
         "predicted_bytes": stage.peak_bytes,
         "error": round(stage.peak_bytes / measured.peak_bytes - 1, 6),
         "first_step_bytes": run.first_step_bytes,
+        "second_step_bytes": run.second_step_bytes,
         "predicted_first_step_bytes": stage.first_step_bytes,
         "moment": stage.moment,
         "doubt": doubt,

@@ -38,6 +38,10 @@ class Run:
     """Allocated between steps; chooses among `worlds`."""
     first_step_bytes: int | None = None
     """The last stage's peak in the run's first step; None if unknown or not from scratch."""
+    second_step_bytes: int | None = None
+    """The last stage's peak at the second step that was logged; None if unknown."""
+    reached_at_once: bool = False
+    """Whether the run goes on from a checkpoint and none of its steps took more than the first."""
     step_ms: float | None = None
     """Of the settled run; None if the source does not say."""
     other_step_ms: Mapping[str, float] = field(default_factory=dict)
@@ -50,6 +54,10 @@ class Run:
     """Fields of `Job` that the flags do not say, and their values."""
     date: str = ""
     """When its source was written, year first."""
+    peaks_since: str = ""
+    """When the source first had these peaks, year first; "" if not known."""
+    scatters: bool = False
+    """Whether its Megatron adds up experts' outputs by `scatter_add_` in deterministic mode."""
     recorded_with: str = ""
     """The commit of Megatron-LM whose run the step is of; "" if not known."""
     old_container: bool = False

@@ -71,16 +71,16 @@ def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
         from megatron_autorecompute.meta import verify, verify_calls  # loads torch and Megatron
 
         unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
-        job = measured is not None
+        steps = measured is not None
         calls = args.lengths or verify_calls.calls_of(plan)
         verify_calls.fullest_parts(plan, calls)  # refused before anything runs
-        beside = Beside(bool(calls) or job, job)
+        beside = Beside(bool(calls) or steps, steps or bool(plan.measured_peak_bytes))
         lines = Lines(unit, beside) if not args.json and not sys.stdout.isatty() else None
         if measured is not None:
             verify.measured_peaks(plan, measured)
         with progress_bars() as bars:
             stages = plan.layout.num_stages
-            task = bars.add_task("Megatron's own schedule", total=stages * (1 + job + len(calls)))
+            task = bars.add_task("Megatron's own schedule", total=stages * (1 + steps + len(calls)))
 
             def done(check: StageCheck) -> None:
                 bars.advance(task)
@@ -127,8 +127,10 @@ def _measured(args: Namespace, plan: Plan) -> Plan | None:
 
 def table(checks: Sequence[StageCheck], unit: Unit) -> Rows:
     """One row per stage, and another one for each where a job measured it."""
-    job = any(check.job_bytes is not None for check in checks)
-    beside = Beside(job or any(check.call is not None for check in checks), job)
+    beside = Beside(
+        any(check.call is not None or check.iteration is not None for check in checks),
+        any(check.job_bytes is not None for check in checks),
+    )
     columns = [Column(name) for name in _names(unit, beside)]
     rows = [_cells(check, unit, beside) for check in checks]
     return Rows([*columns, Column("", left=True)], rows)

@@ -30,6 +30,8 @@ Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Percent = Annotated[str, Field(pattern=r"^(100(\.0+)?|\d{1,2}(\.\d+)?)$")]
 Factor = Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
+CAPACITY, STASH = "moe_expert_rank_capacity_factor", "moe_paged_stash"
+
 TE_VERSION = "2.11"
 """Assumed of Transformer Engine where a job does not say."""
 TORCH_VERSION = "2.11"
@@ -394,7 +396,7 @@ def load_job(path: str | Path) -> Job:
 def job_from(data: Any, source: str) -> Job:
     """Check a job given as plain data. Raises OptionError naming each bad field."""
     try:
-        text = _json(with_pattern(data, source), source)
+        text = _json(_with_fixed_buffers(with_pattern(data, source)), source)
         job = TypeAdapter(Job).validate_json(text, strict=True)
     except ValidationError as error:
         lines = "\n".join(
@@ -421,6 +423,27 @@ def job_from(data: Any, source: str) -> Job:
             "number, or leave moe_imbalance out."
         )
     return job
+
+
+def _with_fixed_buffers(data: Any) -> Any:
+    """A job whose buffers for routed tokens have a fixed size as one with routing that uneven.
+
+    `moe_expert_rank_capacity_factor` gives each rank room for so many times the even share. With
+    `moe_paged_stash` what experts keep is in pages of a buffer with its own factor (Megatron's
+    TransformerConfig).
+    """
+    config = data.get("config") if isinstance(data, dict) else None
+    capacity = config.get(CAPACITY) if isinstance(config, dict) else None
+    if capacity is None or not isinstance(config, dict):
+        return data
+    factor = config.get(f"{STASH}_buffer_size_factor_cuda", 1.1)
+    uneven = factor if config.get(STASH) else capacity
+    if not isinstance(uneven, int | float):
+        raise OptionError(
+            f"config.{STASH}_buffer_size_factor_cuda or {CAPACITY}: {uneven!r:.80}; give a number."
+        )
+    rest = {k: v for k, v in config.items() if k != CAPACITY and not k.startswith(STASH)}
+    return {"moe_imbalance": {"99": abs(uneven)}, **data, "config": rest}
 
 
 def _sparse_attention(config: Mapping[str, Any]) -> str:

@@ -126,12 +126,6 @@ def _wrong_together(config: Mapping[str, Any], seq_length: int) -> Iterator[str]
     yield from _cannot_exchange_heads(config, groups)
     if config.get("hybrid_layer_pattern"):
         yield from _lacks_of_families(config)
-    if config.get("moe_expert_rank_capacity_factor") is not None:
-        yield (
-            "moe_expert_rank_capacity_factor: buffers of a fixed size for routed tokens, and the "
-            "paged stash of what experts keep, are not modelled; leave it out, and "
-            "moe_paged_stash, to see the job with exact buffers"
-        )
     if experts:
         topk, parts = config.get("moe_router_topk"), config.get("expert_model_parallel_size") or 1
         if (topk or 1) > experts:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute.meta.devices import Device, Efficiency
+
+if TYPE_CHECKING:
+    import torch
 
 ITERATIONS = 5
 """Megatron's default of `muon_num_ns_steps`."""

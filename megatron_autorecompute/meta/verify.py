@@ -71,7 +71,8 @@ class StageCheck:
     iteration: int | None = None
     """The job's own iteration whose policy and microbatches ran; None: the plan's."""
     job_bytes: int | None = None
-    """`torch.cuda.max_memory_allocated` of that iteration, on the stage's rank with the most."""
+    """The job's own peak in that iteration, or under the plan, on the stage's rank with the most;
+    None: no job ran it."""
     call: int | None = None
     """The number of the call with mixed lengths that ran; None: microbatches of one length."""
     lengths: tuple[int, ...] = ()
@@ -161,6 +162,7 @@ def verify(
                 plan.budget_bytes[stage],
                 0 if exact else plan.profile.boundary_bytes,
                 combined,
+                job_bytes=plan.measured_peak_bytes[stage] if plan.measured_peak_bytes else None,
             )
         )
         done(checks[-1])
@@ -190,6 +192,7 @@ def verify_measured(
         plan,
         recompute_policy=tuple(policy.to_config()),
         schedule=replace(plan.schedule, num_microbatches=step.num_microbatches),
+        measured_peak_bytes=(),
     )
     checks: list[StageCheck] = []
 

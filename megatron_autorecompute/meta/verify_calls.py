@@ -112,6 +112,7 @@ def _checked(
         predicted_bytes=_predicted_bytes(plan, lengths, run.stage),
         megatron_bytes=run.peak_bytes,
         megatron_moment=str(run.peak_span.where),
+        job_bytes=None,
         call=number,
         lengths=lengths,
         bound_bytes=bound.megatron_bytes if inside else None,

@@ -38,7 +38,7 @@ from megatron_autorecompute.planner.simpler import simpler_within_errors
 from megatron_autorecompute.planner.stage_times import residual_ms
 from megatron_autorecompute.planner.step_interval import StepErrors, StepInterval
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.profile import Choice, Profile, Version
+from megatron_autorecompute.profile import Bytes, Choice, Profile, Version
 
 SCHEMA_VERSION = 1
 DIGEST = "digest"
@@ -122,6 +122,8 @@ class Plan:
     """Further flags that the plan needs: a searched layout or micro-batch size."""
     notes: tuple[str, ...] = ()
     """Sentences about what was searched or corrected."""
+    measured_peak_bytes: tuple[Bytes, ...] = ()
+    """Per stage, the job's own peak in a step under this plan; empty where no job has run it."""
     schema_version: Version = SCHEMA_VERSION
     """Major version of this schema; added fields do not raise it."""
 
@@ -135,6 +137,7 @@ class Plan:
             ("budget_bytes", self.budget_bytes),
             ("evidence", self.evidence),
             ("cost.stages", self.cost.stages),
+            ("measured_peak_bytes", self.measured_peak_bytes or self.budget_bytes),
         ):
             if len(values) != self.layout.num_stages:
                 raise ValueError(
@@ -291,7 +294,7 @@ def _checked(plan: Plan, source: str, *, as_written: bool) -> Plan:
         )
         return _without_proof(replace(right, notes=(*plan.notes, note)))
     _refuse_wrong(plan, right, source)
-    return _without_proof(plan)
+    return _without_proof(replace(plan, measured_peak_bytes=()))
 
 
 def _refuse_wrong(plan: Plan, right: Plan, source: str) -> None:

@@ -44,7 +44,7 @@ def climb(
         if is_whole and decisions.are_kept(plan):
             break
         profile = decisions.corrected(plan)
-    return plan
+    return decisions.with_own_peaks(plan)
 
 
 def _halfway(lean: Sequence[int], budgets: Sequence[int]) -> list[int]:

@@ -300,6 +300,13 @@ class Decisions:
         """Whether every stage kept the plan's budgets in the step that was read last."""
         return all(p <= most for p, most in zip(self.peaks(), plan.budget_bytes, strict=True))
 
+    def with_own_peaks(self, plan: Plan) -> Plan:
+        """The plan with every stage's peak in the step that was read last, which ran under it; as
+        it is where calls differ: that one may have been a small one."""
+        if self.job.calls is not None:
+            return plan
+        return replace(plan, measured_peak_bytes=self.peaks())
+
     def corrected(self, plan: Plan) -> Profile:
         """The plan's profile; bytes that it missed of a stage's peak are added to that stage."""
         predicted = [cost.peak.bytes for cost in plan.cost.stages]

@@ -143,10 +143,13 @@ def test_what_is_not_covered_stands_on_the_page_with_its_reason():
 def test_of_runs_of_equal_flags_the_newest_is_judged_and_a_run_of_another_model_is_not():
     found = [row for row in read(GOLDEN) if isinstance(row, Run) and not row.uncovered]
     why = doubts([(run, None) for run in found])
-    assert 1 <= sum(map(bool, why)) <= len(found) // 100
-    leaked = [run.name for run, reason in zip(found, why, strict=True) if "#2236" in reason]
-    assert leaked == ["gpt3_mcore_te_tp2_pp1_te_a2a_ovlp_8experts_etp1_ep4 (a100)"]
-    assert all("container" in reason or "#2236" in reason for reason in why if reason)
+    assert 1 <= sum(map(bool, why)) <= len(found) // 40
+    causes = {"container": 1, "#2236": 1, "265963072": 5, "that of loading": 2}
+    for cause, number in causes.items():
+        assert sum(cause in reason for reason in why) == number, cause
+    assert sum(map(bool, why)) == sum(causes.values())
+    (leaked,) = [run.name for run, reason in zip(found, why, strict=True) if "#2236" in reason]
+    assert leaked == "gpt3_mcore_te_tp2_pp1_te_a2a_ovlp_8experts_etp1_ep4 (a100)"
     run = next(run for run in found if run.between_steps_bytes and len(run.worlds) == 1)
     for factor, expected in ((1, ""), (3, "another model")):
         static = factor * run.between_steps_bytes

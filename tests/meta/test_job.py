@@ -39,6 +39,15 @@ def job(config=None, **fields):
     return job_from(data, "this job")
 
 
+def test_buffers_of_fixed_size_for_routed_tokens_count_as_routing_that_uneven():
+    fixed = {**MOE, "moe_expert_rank_capacity_factor": 1.5}
+    assert job(fixed).moe_imbalance == {"99": 1.5}
+    stash = {**fixed, "moe_paged_stash": True, "moe_paged_stash_buffer_size_factor_cuda": -1.2}
+    assert job(stash).moe_imbalance == {"99": 1.2}
+    assert job(stash, moe_imbalance={"99": 2.0}).moe_imbalance == {"99": 2.0}
+    assert not [name for name in job(stash).config if "stash" in name or "capacity" in name]
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_example_is_a_job_whose_ranks_and_layers_add_up(path):
     example = load_job(path)
@@ -80,7 +89,6 @@ MOE = {"num_moe_experts": 8}
         ({"num_attention_heads": 5}, "hidden_size 64 is no multiple of num_attention_heads 5"),
         ({"activation_func": "relu6"}, "config.activation_func: 'relu6'; known are gelu, silu"),
         ({**MOE, "moe_router_topk": 9}, "moe_router_topk 9 is more than num_moe_experts 8"),
-        ({**MOE, "moe_expert_rank_capacity_factor": 1.5}, "paged stash of what experts keep"),
         (
             {**MOE, "expert_model_parallel_size": 3},
             "num_moe_experts 8 is no multiple of expert_model_parallel_size 3",

@@ -201,7 +201,9 @@ def test_the_peak_of_the_step_that_a_job_measured_stands_beside_megatrons(
     plan = job_that_measured(plan_of(profile), "full*8", [GIB] * 2)
     leanest = replace(plan, recompute_policy=("full",) * 8)
     totals = [check.total_bytes for check in verify.verify(leanest)]
+    own = [check.total_bytes for check in verify.verify(plan)]
     job = job_that_measured(plan, "full*8", [round(total / 0.99) for total in totals])
+    job = replace(job, measured_peak_bytes=tuple(round(total / 0.995) for total in own))
     job.save(tmp_path / "job.json")
     plan.save(tmp_path / "plan.json")
     words = ["verify", str(tmp_path / "plan.json"), "--measured", str(tmp_path / "job.json")]
@@ -215,8 +217,9 @@ def test_the_peak_of_the_step_that_a_job_measured_stands_beside_megatrons(
     assert [row["static_bytes"] + row["megatron_bytes"] for row in rows[2:]] == totals
 
     assert main(["verify", str(tmp_path / "job.json")]) == 0  # a plan that its own job measured
-    *_, last, verdict = capsys.readouterr().out.splitlines()
-    assert last.split()[:3] == ["iteration", "3", "1"]
+    _, *rows, verdict = capsys.readouterr().out.splitlines()
+    assert [row.split()[-2] for row in rows] == ["-0.50%", "-0.50%", "-1.00%", "-1.00%"]
+    assert rows[-1].split()[:3] == ["iteration", "3", "1"]
     assert verdict.endswith("The job's own peaks differ from these totals by at most 1.00%.")
 
 

@@ -200,6 +200,7 @@ def test_the_plan_in_the_file_is_the_one_that_runs_and_keeps_the_budget(auto):
     plan = Plan.load(path)
     assert plan.policy.format() == ranks[0]["policies"][-1]
     assert plan.policy.format() != "full*8"
+    assert plan.measured_peak_bytes == tuple(rank["peaks"][-1] for rank in ranks)
     for stage, rank in enumerate(ranks):
         assert max(rank["peaks"]) <= plan.budget_bytes[stage]
         assert plan.cost.stages[stage].peak.bytes == pytest.approx(rank["peaks"][-1], rel=0.02)
