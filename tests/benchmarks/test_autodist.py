@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks import autodist
 from benchmarks.gpu.published import ROWS
-from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.planner.planner import Planner
 
@@ -19,7 +18,7 @@ def test_the_page_is_made_of_the_results():
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_megatrons_own_rows_are_near_the_published_ones(sequence_parallel):
     asked = autodist.job(sequence_parallel)
-    profile = profile_job(asked, device("a100"), only=("core_attn",))
+    profile = profile_job(asked, autodist.gpu(), only=("core_attn",))
     model = Planner(profile, asked.layout(), asked.schedule())
     published = {row.name: row for row in ROWS}
     base = autodist.cost_of(model, autodist.POLICIES[autodist.BASE])
