@@ -33,7 +33,15 @@ def case(run: Run) -> Case:
     sizes = run.encoder_decoder
     stages = tuple(sorted({one.stage for one in run.measured}))
     return Case(
-        run.flags, run.worlds, run.gpu, between, sizes, run.environment, stages, run.scatters
+        run.flags,
+        run.worlds,
+        run.gpu,
+        between,
+        sizes,
+        run.environment,
+        stages,
+        run.scatters,
+        run.evaluates,
     )
 
 

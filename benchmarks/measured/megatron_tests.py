@@ -112,6 +112,7 @@ def run(row: Mapping[str, str]) -> Run:
         hashes_weights=str(given.get("check-weight-hash-across-dp-replicas-interval")) == "1",
         encoder_decoder=sizes,
         environment=environment(row, given),
+        evaluates=evaluates(row, given),
         date=row.get("golden_date") or "",
         peaks_since=recorded.get("since", ""),
         scatters="" < recorded.get("since", "") < INDEX_ADD,
@@ -126,6 +127,12 @@ def first_step(row: Mapping[str, str]) -> int | None:
     """The peak of the first step, unless the run goes on from a checkpoint."""
     known = row.get("mem_max_first") and not _resumed(row)
     return whole(row, "mem_max_first") if known else None
+
+
+def evaluates(row: Mapping[str, str], given: Mapping[str, Any]) -> bool:
+    """Whether an evaluation precedes the last step of the row."""
+    interval, number = int(given.get("eval-interval") or 0), int(given.get("eval-iters", 100))
+    return bool(number) and 0 < interval < whole(row, "steps")
 
 
 def _resumed(row: Mapping[str, str]) -> bool:

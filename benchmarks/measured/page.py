@@ -213,9 +213,6 @@ OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
   older than its grouped products; no cause was found.
 - One recording of grouped products on A100, of 2025-05-16, has 82 MB less than another of the same
   model, of 2025-05-29.
-- fp8 under context parallelism on GB200, 433 MB: 9.7 of the missing 14.8 MB come at step 1,001,
-  after an evaluation, which is not predicted (its golden values by step). Why its first step
-  already has the peak of those after it, unlike in the same test on H100, is not known.
 - First steps with fused cross entropy: up to 128 MB more, in some runs of equal flags. torch's
   inductor times what it compiled, and makes a tensor of the L2 cache's size for it
   (torch/_inductor/runtime/benchmarking.py `L2_cache_size`; 126.5 MiB on B200): the extra bytes of

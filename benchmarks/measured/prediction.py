@@ -49,6 +49,8 @@ class Case:
     """Those whose peaks are asked for; what the allocator's blocks add is predicted of these."""
     scatters: bool = False
     """As `Run`'s."""
+    evaluates: bool = False
+    """As `Run`'s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,8 @@ def _of_world(case: Case, world: int) -> Prediction:
     cost = model.evaluate(policy)
     step_ms = cost.step_ms + model.profile.step_end_ms
     asked = {range(len(cost.stages))[stage] for stage in case.measured_stages}
-    blocks = {stage: rounding(job, device(case.gpu), policy, stage) for stage in asked}
+    gpu, evaluates = device(case.gpu), case.evaluates
+    blocks = {one: rounding(job, gpu, policy, one, evaluates=evaluates) for one in asked}
     stages = tuple(_stage(one, blocks.get(stage)) for stage, one in enumerate(cost.stages))
     return Prediction(stages, world, step_ms)
 
@@ -219,7 +222,10 @@ def _stage(cost: StageCost, blocks: Rounding | None) -> Stage:
     names = ("static", "in_flight", "running", "transient", "embedding_head", "overhead", "graph")
     by_name = {name: int(getattr(parts, f"{name}_bytes")) for name in names}
     by_name["blocks"] = more_bytes
-    return Stage(cost.peak_high_bytes + more_bytes, cost.peak.moment, first_bytes, by_name)
+    peak_bytes, moment = cost.peak_high_bytes + more_bytes, cost.peak.moment
+    if blocks and blocks.evaluation_bytes > peak_bytes:
+        peak_bytes, moment = blocks.evaluation_bytes, "evaluation"
+    return Stage(peak_bytes, moment, first_bytes, by_name)
 
 
 def setting(config: dict[str, Any]) -> str:

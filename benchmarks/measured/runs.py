@@ -52,6 +52,8 @@ class Run:
     """Of T5: encoder layers, decoder layers, decoder sequence length."""
     environment: tuple[tuple[str, Any], ...] = ()
     """Fields of `Job` that the flags do not say, and their values."""
+    evaluates: bool = False
+    """Whether an evaluation precedes its last step."""
     date: str = ""
     """When its source was written, year first."""
     peaks_since: str = ""

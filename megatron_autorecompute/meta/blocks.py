@@ -22,6 +22,7 @@ from megatron_autorecompute.meta import kernels, streams
 from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.caching_allocator import Block, CachingAllocator
 from megatron_autorecompute.meta.devices import Device
+from megatron_autorecompute.meta.evaluation import evaluation_bytes, flushed_bytes
 from megatron_autorecompute.meta.grad_buffers import laid_out
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.live_blocks import FirstUse, LiveBlocks
@@ -63,9 +64,13 @@ class Rounding:
     """The same of a job's first step, before Adam's moments."""
     moments_bytes: int
     """Of Adam's moments, which static bytes count."""
+    evaluation_bytes: int = 0
+    """Most blocks of an evaluation after these steps, all bytes counted; 0 if none was asked."""
 
 
-def rounding(job: Job, device: Device, policy: RecomputePolicy, stage: int) -> Rounding:
+def rounding(
+    job: Job, device: Device, policy: RecomputePolicy, stage: int, *, evaluates: bool = False
+) -> Rounding:
     """Rounding on one rank of a stage, in this process, in steps that just fill the pipeline.
 
     Args:
@@ -73,14 +78,16 @@ def rounding(job: Job, device: Device, policy: RecomputePolicy, stage: int) -> R
         device: the GPU; workspaces are as large as its.
         policy: one choice for every layer.
         stage: pipeline rank.
+        evaluates: whether an evaluation follows.
 
     Raises OptionError if the job cannot be built.
     """
     job, number = with_backend(job, device), few_microbatches(job.schedule())
     with built_stage(job, number, stage) as (models, shape, step):
         static = StaticBlocks(job, device, models, first_stage=stage == 0)
+        flushed = flushed_bytes(job, device) if evaluates else None
         with applied(policy, models):
-            return rounding_of(static, shape, step)
+            return rounding_of(static, shape, step, flushed)
 
 
 def few_microbatches(schedule: Schedule) -> int:
@@ -89,8 +96,11 @@ def few_microbatches(schedule: Schedule) -> int:
     return min(few, schedule.num_microbatches)
 
 
-def rounding_of(static: StaticBlocks, shape: StepShape, step: Any) -> Rounding:
-    """Rounding of built chunks; `step` is Megatron's forward_step_func, with `static` tensors."""
+def rounding_of(
+    static: StaticBlocks, shape: StepShape, step: Any, flushed: int | None = None
+) -> Rounding:
+    """Rounding of built chunks; `step` is Megatron's forward_step_func, with `static` tensors.
+    With `flushed`, as `evaluation_bytes` has it, an evaluation follows the steps."""
     allocator, models = static.allocator, static.models
     for tensor in step.static:
         allocator.allocate(storage_bytes([tensor]))
@@ -105,14 +115,18 @@ def rounding_of(static: StaticBlocks, shape: StepShape, step: Any) -> Rounding:
         first_bytes = allocator.peak_bytes
         moments_bytes = allocator.requested_bytes - without_moments
         run_step(models, shape, step)
+        peak_bytes, live_peak_bytes, evaluation = allocator.peak_bytes, live.peak_bytes, 0
+        if flushed is not None:
+            evaluation = evaluation_bytes(models, shape, step, allocator, flushed)
     tensor_bytes = static.counted_bytes() + storage_bytes([*kept, *step.static])
     between_bytes = allocator.allocated_bytes - live.current_bytes
-    all_bytes = tensor_bytes + live.peak_bytes
+    all_bytes = tensor_bytes + live_peak_bytes
     return Rounding(
         between_bytes - tensor_bytes,
-        allocator.peak_bytes - all_bytes,
+        peak_bytes - all_bytes,
         first_bytes - (all_bytes - moments_bytes),
         moments_bytes,
+        evaluation,
     )
 
 

@@ -541,7 +541,13 @@ def trace_step(
     )
 
 
-def run_step(models: list[torch.nn.Module], shape: StepShape, forward_step: ForwardStep) -> None:
+def run_step(
+    models: list[torch.nn.Module],
+    shape: StepShape,
+    forward_step: ForwardStep,
+    *,
+    forward_only: bool = False,
+) -> None:
     """One step of Megatron's schedule on built chunks; needs its parallel state."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -554,7 +560,7 @@ def run_step(models: list[torch.nn.Module], shape: StepShape, forward_step: Forw
         num_microbatches=shape.num_microbatches,
         seq_length=shape.seq_length,
         micro_batch_size=shape.micro_batch_size,
-        forward_only=False,
+        forward_only=forward_only,
     )
     for model in models:  # as the drain of deferred gradients does, which needs real groups
         for name in ("embedding_activation_buffer", "grad_output_buffer"):

@@ -12,9 +12,11 @@ from megatron_autorecompute.meta import ops, shared_buffers, streams
 from megatron_autorecompute.meta.blocks import StaticBlocks, rounding
 from megatron_autorecompute.meta.caching_allocator import SMALLEST, CachingAllocator
 from megatron_autorecompute.meta.devices import device
+from megatron_autorecompute.meta.evaluation import flushed_bytes
 from megatron_autorecompute.meta.grad_buffers import laid_out
 from megatron_autorecompute.meta.live_blocks import FirstUse, LiveBlocks
 from megatron_autorecompute.meta.model import shard
+from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.policy import RecomputePolicy
 from tests.meta.test_no_device import MOE, job
 
@@ -120,3 +122,25 @@ def test_shards_of_all_ranks_are_the_parameters(high_busbw, end):
     assert [sum(own) for own in zip(*(one.shards for one in found), strict=True)] == counts
     # Buckets, from the last parameter on: 9 + 64 + 6000, 7, and the tied 100.
     assert {one.numel for one in found} == {sum(-(-n // end) * end for n in (6128, 7, 100))}
+
+
+def test_inductors_flush_of_the_l2_cache_is_what_first_steps_on_gb200_and_h100_differ_by():
+    # Megatron-LM 6e091e1b6, tests gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion (GB200) and its
+    # _resume_torch_dist_ (H100): as much is allocated between steps, 514,359,808 bytes.
+    measured = 1_754_001_408 - 1_670_115_328
+    blocks = [
+        CachingAllocator().allocate(flushed_bytes(job(), device(name))).size_bytes
+        for name in ("gb200-186gb", "h100-80gb")
+    ]
+    assert blocks[0] - blocks[1] == measured
+
+
+def test_an_evaluation_holds_the_flush_beside_what_stays_and_nothing_of_its_layers():
+    gb200, policy = device("gb200-186gb"), RecomputePolicy.parse("none", num_layers=4)
+    asked = job({"bias_dropout_fusion": True})
+    found = rounding(asked, gb200, policy, 0, evaluates=True)
+    kept = profile_job(asked, gb200, only=()).stages[0].static.total_bytes + found.static_bytes
+    assert 0 < found.evaluation_bytes - kept - (130 << 20) < 4 << 20
+    deterministic = job({"deterministic_mode": True})
+    assert flushed_bytes(deterministic, gb200) == 129 << 20
+    assert not flushed_bytes(replace(deterministic, torch_version="2.10"), gb200)
