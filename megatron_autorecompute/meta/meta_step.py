@@ -39,7 +39,7 @@ from megatron_autorecompute.compat import attention_variants, model_layers
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.interrupts import interrupts_held
 from megatron_autorecompute.meta import without_cuda
-from megatron_autorecompute.meta.shapes_exchanged import shapes_exchanged
+from megatron_autorecompute.meta.shapes_exchanged import Wide, shapes_exchanged
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
@@ -355,7 +355,8 @@ def _works_that_hold() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake_neighbours(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
-    if not shape.lengths:
+    depths_at = _depths_apart(config)
+    if not shape.lengths and depths_at is None:
         yield
         return
     schedule = Schedule(
@@ -367,8 +368,23 @@ def _fake_neighbours(config: Any, stage: int, shape: StepShape) -> Iterator[None
     split = config.tensor_model_parallel_size if config.sequence_parallel else 1
     split *= config.context_parallel_size
     size = (shape.micro_batch_size, config.hidden_size)
-    with shapes_exchanged(schedule, stage, [(own // split, *size) for own in shape.lengths]):
+    lengths = shape.lengths or [shape.seq_length] * shape.num_microbatches
+    shapes = [(own // split, *size) for own in lengths]
+    wide = Wide(depths_at, 1 + (config.mtp_num_layers or 0))
+    with shapes_exchanged(schedule, stage, shapes, wide):
         yield
+
+
+def _depths_apart(config: Any) -> int | None:
+    """The stage whose last chunk has the MTP depths, if the loss is on another one."""
+    if not getattr(config, "mtp_standalone", False):
+        return None
+    layout = config.pipeline_model_parallel_layout.layout
+    return next(
+        stage
+        for stage, chunks in enumerate(layout)
+        if any(getattr(kind, "name", kind) == "mtp" for kind in chunks[-1])
+    )
 
 
 @contextlib.contextmanager

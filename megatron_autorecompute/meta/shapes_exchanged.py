@@ -1,8 +1,9 @@
-"""What stages tell each other before every tensor if microbatches differ in length: its shape.
+"""What stages tell each other before every tensor if microbatches differ in length, or if MTP
+depths are on another stage than the loss: its shape.
 
-Megatron's own code of `variable_seq_lengths` runs, with real small tensors on CPU. The fake process
-group delivers nothing, so what a neighbour would have sent is filled in: neighbours run the same
-schedule, and send the shapes of their microbatches in its order.
+Megatron's own code of `variable_seq_lengths` and `mtp_standalone` runs, with real small tensors on
+CPU. The fake process group delivers nothing, so what a neighbour would have sent is filled in:
+neighbours run the same schedule, and send the shapes of their microbatches in its order.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -22,20 +24,40 @@ Shape = tuple[int, int, int]
 """Of a tensor between stages: tokens, micro-batch, hidden."""
 
 
-def received(schedule: Schedule, stage: int) -> tuple[list[int], list[int]]:
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """Outputs of MTP depths, sent to the stage of the loss: the decoder's output and each depth's
+    in one tensor."""
+
+    first_stage: int | None
+    """From which on the last chunk's outputs are such ones; None: none is."""
+    factor: int
+    """Times as many tokens."""
+
+    def of(self, shape: Shape, stage: int, *, last_chunk: bool) -> Shape:
+        """The shape of an output of a stage's chunk."""
+        if self.first_stage is None or stage < self.first_stage or not last_chunk:
+            return shape
+        return shape[0] * self.factor, *shape[1:]
+
+
+def received(
+    schedule: Schedule, stage: int
+) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]]]:
     """The microbatches whose outputs a stage gets from the stage before it, and those whose
-    gradients it gets from the stage behind it, in the order in which they come."""
+    gradients it gets from the stage behind it, in the order in which they come; of each, whether it
+    is of the last chunk of its stage."""
     last = schedule.num_stages - 1
     before, behind = (stage - 1) % (last + 1), (stage + 1) % (last + 1)
     kept_forward = {schedule.num_chunks - 1} if before == last else set()
     kept_backward = {0} if behind == 0 else set()
     outputs = [
-        event.microbatch
+        (event.microbatch, event.chunk == schedule.num_chunks - 1)
         for event in schedule.events(before)
         if event.direction == "forward" and event.chunk not in kept_forward
     ]
     gradients = [
-        event.microbatch
+        (event.microbatch, behind > 0 and event.chunk == schedule.num_chunks - 1)
         for event in schedule.events(behind)
         if event.direction == "backward" and event.chunk not in kept_backward
     ]
@@ -43,18 +65,22 @@ def received(schedule: Schedule, stage: int) -> tuple[list[int], list[int]]:
 
 
 @contextlib.contextmanager
-def shapes_exchanged(schedule: Schedule, stage: int, shapes: Sequence[Shape]) -> Iterator[None]:
+def shapes_exchanged(
+    schedule: Schedule, stage: int, shapes: Sequence[Shape], wide: Wide
+) -> Iterator[None]:
     """In this block the fake neighbours of a stage send the shapes of their tensors.
 
     Args:
         schedule: of the step.
         stage: pipeline rank of this process.
         shapes: of each microbatch's tensor between stages.
+        wide: which of them are larger.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    outputs, gradients = ([shapes[n] for n in numbers] for numbers in received(schedule, stage))
-    from_before, from_behind = iter(outputs), iter(gradients)
+    outputs, gradients = received(schedule, stage)
+    from_before = iter([wide.of(shapes[n], stage - 1, last_chunk=last) for n, last in outputs])
+    from_behind = iter([wide.of(shapes[n], stage, last_chunk=last) for n, last in gradients])
     original = P2PCommunicator._communicate_shapes
 
     @functools.wraps(original)

@@ -30,7 +30,7 @@ from megatron_autorecompute.planner.p2p_tensors import (
     extra_tensors,
 )
 from megatron_autorecompute.planner.schedule import Direction, Schedule
-from megatron_autorecompute.planner.unit_costs import SIGN, Bound
+from megatron_autorecompute.planner.unit_costs import SIGN, Bound, hidden_states_received
 from megatron_autorecompute.profile import (
     BytesAt,
     ChoiceRecord,
@@ -116,12 +116,15 @@ class StageBase:
     apart_bytes: int = 0
     """Memory that forwards and backwards cannot use: with one CUDA graph of all of them, whose pool
     nothing else uses, that of the optimizer step."""
+    exchanged: int = 1
+    """Hidden states in one tensor between this stage and its neighbours; more where MTP depths are
+    on another stage than the loss."""
 
     def constant_bytes(self, direction: Direction, extra: int) -> int:
         """Bytes taken throughout a forward or backward, with `extra` boundary tensors."""
         overhead = self.overhead
         rest = overhead.forward_bytes if direction == "forward" else overhead.backward_bytes
-        boundary = extra * self.boundary_bytes
+        boundary = extra * self.exchanged * self.boundary_bytes
         return self.static.total_bytes + self.residual_bytes + rest + boundary + self.apart_bytes
 
 
@@ -136,6 +139,7 @@ def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nom
     chunks = layout.stages[stage]
     layers = tuple(sorted(layer for chunk in chunks for layer in chunk.layers))
     boundary, nothing = profile.boundary_bytes, ScheduleOverhead(0, 0)
+    wide = max(hidden_states_received(profile, chunk) for chunk in chunks)
     if stage < len(profile.stages) == layout.num_stages:
         found = profile.stages[stage]
         if tuple(sorted(found.layers)) == layers:
@@ -143,8 +147,9 @@ def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nom
             peak = found.optimizer_step_peak_bytes + (found.others_bytes or 0)
             rest = found.overhead or nothing
             apart = found.optimizer_step_peak_bytes * profile.graph_of_iteration
-            return StageBase(found.static, peak, rest, boundary, residual, True, apart)
-    return StageBase(_added_static(profile, chunks, stage), 0, nothing, boundary, 0, False)
+            return StageBase(found.static, peak, rest, boundary, residual, True, apart, wide)
+    static = _added_static(profile, chunks, stage)
+    return StageBase(static, 0, nothing, boundary, 0, False, exchanged=wide)
 
 
 def stage_moments(profile: Profile, schedule: Schedule, stage: int) -> tuple[Moment, ...]:

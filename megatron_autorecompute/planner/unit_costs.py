@@ -281,7 +281,9 @@ class CostTable:
         boundary = ChoiceRecord("none", boundary_bytes, 0, 0, 0.0, 0.0)
         kept = not chunk.head and not self.profile.deallocate_pipeline_outputs
         passed_on = not (chunk.layers or chunk.embedding or chunk.head)
-        number = kept + passed_on + self._is_cloned(chunk)
+        wide = hidden_states_received(self.profile, chunk)
+        received = wide * (wide > 1)  # the loss reads them, and no record of another stage counts
+        number = kept + passed_on + self._is_cloned(chunk) + received
         before = [_unit("boundary", (), boundary, boundary_bytes)] * number
         if chunk.embedding:
             before.append(self._outside("embedding", self.profile.embedding))
@@ -446,6 +448,14 @@ class CostTable:
         """Of a chunk's first layers with one choice: forwards, backwards, and how many have no
         record of it, `[layers, 3]`."""
         return {}
+
+
+def hidden_states_received(profile: Profile, chunk: Chunk) -> int:
+    """In the tensor that a chunk gets: those of the decoder, and if it has the loss without the MTP
+    depths, of each of them (megatron-core multi_token_prediction.py, `torch.cat`)."""
+    depths = profile.model.mtp_num_layers
+    has_depths = any(layer >= profile.model.num_layers for layer in chunk.layers)
+    return 1 if not chunk.head or has_depths else 1 + depths
 
 
 def _scaled(group: OffloadGroup, factor: float) -> OffloadGroup:

@@ -63,13 +63,6 @@ def test_whole_layers_hold_what_they_hold_without_graphs(eager):
         assert 0 <= more <= HIDDEN_BYTES
 
 
-def test_transformer_engine_adds_outputs_and_masks(eager):
-    without, pooled = records(eager), records(profile_job(graphs("transformer_engine"), H100))
-    for choice, record in pooled.items():
-        same = expected(without, choice, ["core_attn", "mlp"])
-        assert record.held_bytes - same.held_bytes == HIDDEN_BYTES + MASK_BYTES
-
-
 @pytest.mark.parametrize(
     ("modules", "more"),
     [(["attn"], MASK_BYTES), (["mlp"], HIDDEN_BYTES), (["attn", "mlp"], HIDDEN_BYTES + MASK_BYTES)],
