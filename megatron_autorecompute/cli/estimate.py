@@ -29,7 +29,7 @@ from megatron_autorecompute.cli.values import at_least, file, number_of_gib
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency, device
 from megatron_autorecompute.meta.job import Job, load_job
-from megatron_autorecompute.meta.measured import with_measured
+from megatron_autorecompute.meta.measured import measured_kinds, with_measured
 from megatron_autorecompute.meta.outside_torch import outside_torch
 from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import Profile
@@ -121,6 +121,8 @@ def estimate(args: Namespace) -> None:
         )
     offload = [LayerPolicy.parse(f"none+offload[{modules}]").offload for modules in args.offload]
     measured = Profile.load(args.measured) if args.measured else None
+    if measured is not None:
+        measured_kinds(measured)  # refused before the work
     with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
         # Loads torch and Megatron, which only this needs.
         from megatron_autorecompute.meta.profiling import profile_job

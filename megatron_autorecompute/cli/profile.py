@@ -81,13 +81,15 @@ def _profile(args: Namespace) -> None:
     for option in options:
         if getattr(args, option.removeprefix("--")):
             raise without_effect(option, "--device", "the layers' times are measured")
-    output = checked_output(args)
-    # Loads torch and Megatron, which estimate needs only later.
+    output, named = checked_output(args), _named_gpu(args)
+    import torch  # estimate needs it, and Megatron, only later
+
     from megatron_autorecompute.one_device.build import device_of
     from megatron_autorecompute.one_device.profiling import profile_on_device
 
     where = device_of(args.device)
-    job, gpu = _job(args, where), _gpu(args, where)
+    gpu = named or device(torch.cuda.get_device_name(where))
+    job = _job(args, where)
     efficiency = read_efficiency(args.efficiency, gpu)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
     with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
@@ -96,18 +98,16 @@ def _profile(args: Namespace) -> None:
     show_profile(args, profile, output, budget_bytes, [budget])
 
 
-def _gpu(args: Namespace, where: torch.device) -> Device:
-    """The job's GPU; by default the one that measures."""
+def _named_gpu(args: Namespace) -> Device | None:
+    """The job's GPU; None: the one that measures."""
     if args.gpu is not None:
         return device(args.gpu)
-    if where.type == "cpu":
+    if args.device == "cpu":
         raise OptionError(
             "--device cpu does not say what the job runs on: add --gpu NAME, such as h100-80gb, "
             "for its links and memory."
         )
-    import torch
-
-    return device(torch.cuda.get_device_name(where))
+    return None
 
 
 def _job(args: Namespace, where: torch.device) -> Job:

@@ -63,7 +63,7 @@ def _made_for(profile: Profile) -> Iterator[str]:
         words.append(device)
     yield ", ".join(words)
     sources = Counter(record.source for kind in profile.kinds for record in kind.choices)
-    yield "Records: " + "; ".join(f"{number} {source}" for source, number in sources.items())
+    yield "Records: " + "; ".join(f"{number} ({source})" for source, number in sources.items())
 
 
 def _records(profile: Profile) -> Rows:

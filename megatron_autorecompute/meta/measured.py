@@ -45,7 +45,7 @@ def with_measured(profile: Profile, measured: Profile) -> Profile:
 
     Raises OptionError if nothing is measured, or, with the differences, if no kind is the same.
     """
-    kinds = _measured_kinds(measured)
+    kinds = measured_kinds(measured)
     if differing := _differences(profile, measured):
         raise OptionError(
             f"--measured: the measured profile is of other layers than {profile.model.name}: "
@@ -72,8 +72,8 @@ def with_measured(profile: Profile, measured: Profile) -> Profile:
     )
 
 
-def _measured_kinds(profile: Profile) -> list[LayerKind]:
-    """The kinds that have measured records, without their other records."""
+def measured_kinds(profile: Profile) -> list[LayerKind]:
+    """The kinds that have measured records, and only those; OptionError if there are none."""
     found = []
     for kind in profile.kinds:
         records = tuple(record for record in kind.choices if record.source == MEASURED)

@@ -70,7 +70,7 @@ def test_show_says_what_a_profile_is(capsys):
     text = out(["show", MOE], capsys)
     assert text.startswith("moe-16b: 28 layers; modelled, not measured\n")
     assert "micro-batch 1, sequence 4096, ep 8, pipeline not known" in text
-    assert "Records: 9 assumed" in text
+    assert "Records: 9 (assumed)" in text
     profile = Profile.load(MOE)
     for kind in profile.kinds:
         for record in kind.choices:
