@@ -224,7 +224,6 @@ OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
 - Nemotron 3.5 Lightning between steps: 347 MB more. 292 MB of it would be the fp32 main gradients
   of shards, which `--grad-reduce-in-bf16` makes in a step and the next forward no longer has (read
   in distrib_optimizer.py, not run).
-- GPT-3 15B: 66 to 68 MB too much on three GPUs, in the first step as in later ones.
 - Fine-grained offload beside EP overlap: 15 MB missing on H100 in the second step, the first after
   Megatron's warm-up, 62 MB on GB200; the rest of 119 and 84 MB comes step by step until the 26th,
   as routing is learned. The step's time is not predicted.

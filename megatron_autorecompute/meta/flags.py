@@ -27,6 +27,7 @@ _COPIED = (
     "make_vocab_size_divisible_by",
     "transformer_impl",
     "position_embedding_type",
+    "rotary_percent",
     "untie_embeddings_and_output_weights",
     "accumulate_allreduce_grads_in_fp32",
     "optimizer",

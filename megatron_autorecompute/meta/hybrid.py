@@ -45,6 +45,7 @@ def build_hybrid(
     pattern: str,
     spec: Any = None,
     position_embedding_type: str = "none",
+    rotary_percent: float = 1.0,
     share_embeddings_and_output_weights: bool = False,
 ) -> torch.nn.Module:
     """A chunk of a HybridModel; without `spec` it has stand-ins: call it inside `stand_ins`."""
@@ -59,6 +60,7 @@ def build_hybrid(
         pre_process=pre_process,
         post_process=post_process,
         position_embedding_type=position_embedding_type,
+        rotary_percent=rotary_percent,
         share_embeddings_and_output_weights=share_embeddings_and_output_weights,
         vp_stage=vp_stage,
     )

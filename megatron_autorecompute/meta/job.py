@@ -73,6 +73,8 @@ class Job:
     microbatch, and kept until its backward."""
     position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
     """As --position-embedding-type."""
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """As --rotary-percent: the share of every head that is rotated."""
     untie_embeddings_and_output_weights: bool = True
     """Whether the output layer has weights of its own."""
     accumulate_allreduce_grads_in_fp32: bool = True

@@ -436,6 +436,7 @@ def build_gpt(
     shape: StepShape,
     *,
     position_embedding_type: str = "rope",
+    rotary_percent: float = 1.0,
     share_embeddings_and_output_weights: bool = False,
     use_transformer_engine: bool = False,
 ) -> torch.nn.Module:
@@ -476,6 +477,7 @@ def build_gpt(
         pre_process=pre_process,
         post_process=post_process,
         position_embedding_type=position_embedding_type,
+        rotary_percent=rotary_percent,
         share_embeddings_and_output_weights=share_embeddings_and_output_weights,
         mtp_block_spec=mtp_spec,
         vp_stage=vp_stage,

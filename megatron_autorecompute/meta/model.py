@@ -337,6 +337,7 @@ def build_chunk(
     ends: dict[str, Any] = {
         # YaRN's angles have the shapes of rope's, and its fields are on no TransformerConfig.
         "position_embedding_type": job.position_embedding_type.replace("yarn", "rope"),
+        "rotary_percent": job.rotary_percent,
         "share_embeddings_and_output_weights": not job.untie_embeddings_and_output_weights,
     }
     pattern = stage_layout.pattern_of(config)

@@ -639,3 +639,14 @@ def test_flags_that_megatron_does_not_know_are_refused_in_its_parsers_words():
         "megatron-autorecompute estimate: Megatron refuses these flags: "
         "unrecognized arguments: --nonsense\n",
     )
+
+
+def test_unfused_rope_keeps_cosines_and_sines_of_the_rotated_share():
+    whole = job({"apply_rope_fusion": False})
+    held = [
+        profile_job(replace(whole, rotary_percent=share), H100, only=()).kinds[0].record(NONE)
+        for share in (1.0, 0.5)
+    ]
+    of_half_a_head = 2 * whole.seq_length * HIDDEN // HEADS // 2
+    queries_and_keys = 2 * 2 * of_half_a_head
+    assert held[0].held_bytes - held[1].held_bytes == queries_and_keys
