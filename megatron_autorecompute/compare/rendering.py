@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from rich import box
 from rich.console import Group
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_autorecompute.compare.comparison import Comparison, Family, StrategyResult
 from megatron_autorecompute.report.figures import Name, save_figure, write_names
@@ -35,8 +36,10 @@ def table(comparison: Comparison) -> Group:
     )
     for heading in HEADINGS:
         number = heading not in ("strategy", "fits")
-        shown.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    policies = Table.grid(padding=(0, 2))
+        long = heading == "strategy"  # a set of modules: it is folded, and no figure is cut off
+        justify: Literal["left", "right"] = "right" if number else "left"
+        shown.add_column(heading, justify=justify, no_wrap=not long, overflow="fold")
+    policies = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, 2))
     for strategy in comparison.rows():
         style = "bold" if strategy.family == "ours" else None
         shown.add_row(*map(escape, cells(comparison, strategy)), style=style)

@@ -81,7 +81,9 @@ class Settings:
     shape: Shape
     """The training job's size."""
 
-    text: str = option("LICENSE", "file to train on, its bytes as tokens")
+    text: str | None = option(
+        None, "file to train on, its bytes as tokens (default: this program's source)"
+    )
     output: str = option("build/compare", "folder for comparison.json, .md and .png, and our plan")
     budget_gib: float | None = option(None, "memory each pipeline stage may use, in GiB")
     budget_fraction: float = option(
@@ -199,7 +201,7 @@ def run(settings: Settings, console: Console) -> Comparison:
     Raises:
         AutorecomputeError: a rank raised it; finished results are in the output folder.
     """
-    check_length(read_text(Path(settings.text)), settings.shape)
+    check_length(read_text(Path(settings.text or __file__)), settings.shape)
     folder = Path(settings.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -370,7 +372,7 @@ def _compare(settings: Settings, tell: Callable[[Any], None]) -> None:
 
     # With biases, which few current models have, Megatron's own recompute of mlp never ends.
     variant = Variant({"add_bias_linear": False})
-    job = TrainingJob(settings.shape, read_text(Path(settings.text)), variant)
+    job = TrainingJob(settings.shape, read_text(Path(settings.text or __file__)), variant)
     contest = Contest(settings, job, tell)
     contest.warm_up()
     contest.anchors()

@@ -386,6 +386,15 @@ def test_interrupting_keeps_what_was_finished(running, tmp_path):
     assert (tmp_path / "comparison.png").exists()
 
 
+def test_no_figure_is_cut_off_beside_a_long_name(finished):
+    whole = Comparison.load(finished[0] / "comparison.json")
+    none, *rest = whole.strategies
+    long = replace(none, name="manual: selective[core_attn+layernorm+mla_up_proj+moe]")
+    out = StringIO()
+    Console(width=80, file=out).print(rendering.table(replace(whole, strategies=(long, *rest))))
+    assert "…" not in out.getvalue()
+
+
 def ranks_that_say(messages):
     said = contextlib.nullcontext(messages)
     return patched(run, "from_ranks", lambda settings: said)
