@@ -32,6 +32,7 @@ def case(run: Run) -> Case:
     between = run.between_steps_bytes if several else None
     sizes = run.encoder_decoder
     stages = tuple(sorted({one.stage for one in run.measured}))
+    other = run.flags_without_quantising
     return Case(
         run.flags,
         run.worlds,
@@ -39,6 +40,7 @@ def case(run: Run) -> Case:
         between,
         sizes,
         run.environment,
+        other,
         stages,
         run.scatters,
         run.evaluates,

@@ -92,6 +92,12 @@ def _by_itself(run: Run, found: Prediction | None) -> str:
             f"of {run.date}: until {EP_OVERLAP_RELEASES} the parts of layers under EP overlap kept "
             "their tensors until Python collected garbage (Megatron-LM a56a0b001, #2236)"
         )
+    if found and found.without_quantising:
+        peak_bytes = found.without_quantising[run.measured[0].stage].peak_bytes
+        return (
+            "which layers are quantised is in a file that is not public: predicted with every "
+            f"linear layer quantised; with none it would be {peak_bytes / 1e9:.3f} GB"
+        )
     if EXPERTS in run.flags and "" < run.peaks_since < WEIGHTED_BEFORE:
         return (
             f"of {run.peaks_since} or before: until {WEIGHTED_BEFORE} tokens were weighted after "

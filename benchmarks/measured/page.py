@@ -230,7 +230,8 @@ OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
 - T5 with scores: 100 to 135 MB of the release tests' 7 GB.
 """
 NOT_JUDGED = """Not in the statistics above: another run of the same flags on the same GPUs measured
-something else, or the run is not of these flags (`benchmarks/measured/doubts.py`).
+something else, the run is not of these flags, or a file that is not public says how it is
+quantised (`benchmarks/measured/doubts.py`).
 """
 RATIO = ("job", "setting", "to", "published", "predicted", "error", "source")
 RATIOS = """### Steps with a setting to steps without

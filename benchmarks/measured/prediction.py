@@ -45,6 +45,8 @@ class Case:
     """As `Run`'s."""
     environment: tuple[tuple[str, Any], ...] = ()
     """As `Run`'s."""
+    flags_without_quantising: tuple[str, ...] = ()
+    """As `Run`'s."""
     measured_stages: tuple[int, ...] = (-1,)
     """Those whose peaks are asked for; what the allocator's blocks add is predicted of these."""
     scatters: bool = False
@@ -73,6 +75,8 @@ class Prediction:
     num_gpus: int = 0
     step_ms: float = 0.0
     """0 where there is no prediction of it."""
+    without_quantising: tuple[Stage, ...] = ()
+    """Every stage with no layer quantised, where it is not known which are."""
     uncovered: str = ""
 
 
@@ -80,12 +84,20 @@ def predicted(case: Case) -> Prediction:
     """Predict a case. An error becomes its reason; it never ends the others."""
     try:
         with _quiet(), _older(case):
-            return _nearest(case)
+            return _with_bound(case, _nearest(case))
     except AutorecomputeError as error:
         reason = " ".join(str(error).split())
     except Exception as error:
         reason = f"an error of this package: {type(error).__name__}: {error}"
     return Prediction(uncovered=reason[:MOST_REASON])
+
+
+def _with_bound(case: Case, found: Prediction) -> Prediction:
+    if not case.flags_without_quantising:
+        return found
+    flags, worlds = case.flags_without_quantising, (found.num_gpus,)
+    other = _nearest(replace(case, flags=flags, worlds=worlds))
+    return replace(found, without_quantising=other.stages)
 
 
 @contextlib.contextmanager

@@ -64,6 +64,8 @@ class Run:
     """The commit of Megatron-LM whose run the step is of; "" if not known."""
     old_container: bool = False
     """Whether it ran in Megatron's container of long support."""
+    flags_without_quantising: tuple[str, ...] = ()
+    """The same flags in bf16, where a file that is not public says which layers are quantised."""
     family: str = ""
     uncovered: str = ""
     """Why the run is not predicted."""

@@ -66,6 +66,12 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
             f"--optimizer {args.optimizer}: only {' and '.join(OPTIMIZERS)} are known, because the "
             "bytes of others' states are not counted. Take one of them."
         )
+    if getattr(config, "quant_recipe", None) is not None:
+        raise OptionError(
+            "A file says which layers are quantised, and how (--te-precision-config-file or "
+            "Kitchen's flags), which is not read: leave it out, and every linear layer counts as "
+            "--fp8-format or --fp4-format say."
+        )
     data = {name: getattr(args, name) for name in _COPIED}
     layer_wise = getattr(args, "use_layer_wise_distributed_optimizer", False)
     data["use_distributed_optimizer"] = bool(args.use_distributed_optimizer or layer_wise)
@@ -85,6 +91,8 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
     if args.fp8:
         data["precision"] = PRECISION_OF_RECIPE.get(str(args.fp8_recipe), "fp8")
         data["fp8_param_gather"] = bool(args.fp8_param_gather)
+    if getattr(args, "fp4", None):
+        data["precision"] = "nvfp4"
     return job_from(data, "What Megatron read from the flags")
 
 

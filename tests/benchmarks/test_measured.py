@@ -162,6 +162,18 @@ def test_of_runs_of_equal_flags_the_newest_is_judged_and_a_run_of_another_model_
     assert "is not in the row" in reason
 
 
+def test_where_a_file_says_which_layers_are_quantised_both_bounds_are_told():
+    run = next(r for r in read(GOLDEN) if isinstance(r, Run) and r.flags_without_quantising)
+    assert "--fp4-format" in run.flags
+    assert "--te-precision-config-file" not in run.flags
+    assert not any("fp4" in flag for flag in run.flags_without_quantising)
+    assert run.step_ms is None
+    found = Stage(10**10, "m", None, {"static": run.between_steps_bytes})
+    none = Stage(12 * 10**9, "m", None, {})
+    (reason,) = doubts([(run, Prediction((found,), 64, without_quantising=(none,)))])
+    assert reason.endswith("with none it would be 12.000 GB")
+
+
 HAS_PARSER = importlib.util.find_spec("megatron.training") is not None
 
 
