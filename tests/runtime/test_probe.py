@@ -377,10 +377,10 @@ class Allocator:
     ids=["freed", "reused", "kept"],
 )
 def test_a_gradient_that_stays_adds_to_what_comes_after_its_end(fate, found):
-    from megatron_autorecompute.runtime.probe import _OutputGradient
+    from megatron_autorecompute.runtime.probe import OutputGradient
 
     memory, gradients = Allocator(), [torch.zeros(4)]
-    watched = _OutputGradient(gradients[0], memory)
+    watched = OutputGradient(gradients[0], memory)
     fate(gradients)
     assert memory.peak_bytes == (24 if not gradients else 100)
     assert watched.peaks(90) == found
