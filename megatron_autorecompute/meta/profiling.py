@@ -198,9 +198,9 @@ def traffic(job: Job) -> Traffic:
     """How the job communicates."""
     flex = job.config.get("moe_token_dispatcher_type") == "flex"
     chunks = [chunk for stage in job.layout().stages for chunk in stage]
-    several = job.size("pipeline") > 1
+    stages = job.size("pipeline")
     return Traffic(
-        layers_of_call=job.num_layers / len(chunks) if several else 0.0,
+        spans_of_call=(job.num_layers + stages) / len(chunks) if stages > 1 else 0.0,
         userbuffers=bool(job.config.get("tp_comm_overlap")),
         expert_alltoall=bool(job.config.get("overlap_moe_expert_parallel_comm")),
         copies=int(job.config.get("moe_router_topk") or 0) if flex else 0,

@@ -41,9 +41,9 @@ class Traffic:
     for the first of as many parts as there are ranks."""
     expert_alltoall: bool = False
     """overlap_moe_expert_parallel_comm: all-to-alls run beside another microbatch's arithmetic."""
-    layers_of_call: float = 0.0
-    """Layers of a chunk, on average, if there are several pipeline stages: each has its part of the
-    host's time for a call of the chunk. 0: one stage."""
+    spans_of_call: float = 0.0
+    """Layers of a chunk, and the embedding or the head, on average of a first or last stage of
+    several: each has its part of the host's time for a call of the chunk. 0: one stage."""
     copies: int = 0
     """moe_router_topk with the flex dispatcher, whose kernels (DeepEP, HybridEP) send a token once
     to every domain that one of these copies is for; 0: the alltoall dispatcher sends all copies."""
@@ -72,8 +72,8 @@ class Roofline(TorchDispatchMode):
         self.exposed_seconds = 0.0
         """Of `seconds`, those in which a collective alone runs."""
         self.flops = 0
-        layers = self.traffic.layers_of_call
-        self.call_seconds = 1e-6 * efficiency.call_us / layers if layers else 0.0
+        spans = self.traffic.spans_of_call
+        self.call_seconds = 1e-6 * efficiency.call_us / spans if spans else 0.0
         """Of the host, for every span besides its operations."""
         self.started_seconds = 0.0
         """Of collectives that the next product will run beside."""

@@ -107,7 +107,7 @@ class TestRoofline:
             loss.backward(torch.empty((), device="meta"))
         added_ms = clock.ms_between(begin, clock.now())
         assert added_ms == pytest.approx(plain_ms + 5.1)  # as a module, and an empty tensor
-        clocks = [kind(H100, slow, Traffic(layers_of_call=7)) for kind in (Roofline, Communication)]
+        clocks = [kind(H100, slow, Traffic(spans_of_call=7)) for kind in (Roofline, Communication)]
         spans = [clock.ms_between(clock.now(), clock.now()) for clock in clocks]
         assert spans == [pytest.approx(0.1), 0]
 
