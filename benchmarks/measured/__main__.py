@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.progress import track
 
 from benchmarks.measured import page, picture, ratios
+from benchmarks.measured.flags import FieldError
 from benchmarks.measured.prediction import Case, Prediction, predicted
 from benchmarks.measured.results import results
 from benchmarks.measured.runs import Run, Unread
@@ -63,7 +64,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("-o", "--output", type=Path, help="folder for all that is written")
     args = parser.parse_args()
-    read_rows = [row for path in args.rows for row in read(path) if args.only in row.name]
+    try:
+        read_rows = [row for path in args.rows for row in read(path) if args.only in row.name]
+    except (FieldError, OSError) as error:
+        parser.error(str(error))
+    if not read_rows:
+        parser.error(f"no row in {', '.join(map(str, args.rows))} with {args.only!r} in its name")
     runs = [row for row in read_rows if isinstance(row, Run)]
     unread = [row for row in read_rows if isinstance(row, Unread)]
     found = predictions(runs, args.processes)

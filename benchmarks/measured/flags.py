@@ -72,6 +72,14 @@ def _values(name: str, value: Any) -> list[str]:
     return text.split()
 
 
+def number(given: Mapping[str, Any], name: str) -> int:
+    """The whole number that a flag is given."""
+    try:
+        return int(given[name])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FieldError(f"--{name}: a whole number is needed, not {given[name]!r:.40}") from error
+
+
 def milliseconds(row: Mapping[str, str], column: str, unit_ms: float) -> float | None:
     """A positive time of a cell, in `unit_ms`; None if it is empty."""
     text = row.get(column) or ""

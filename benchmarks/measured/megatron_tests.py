@@ -13,7 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measured.flags import FieldError, arguments, flags, milliseconds, whole
+from benchmarks.measured.flags import (
+    FieldError,
+    arguments,
+    flags,
+    milliseconds,
+    number,
+    whole,
+)
 from benchmarks.measured.runs import Measured, Run
 
 COLUMNS = {"case", "tier", "platform", "world", "mem_max_last", "all_args_json"}
@@ -233,12 +240,12 @@ def worlds(row: Mapping[str, str]) -> tuple[int, ...]:
 def vocabulary(given: Mapping[str, Any]) -> int:
     """Entries of the vocabulary, before padding."""
     if given.get("vocab-size"):
-        return int(given["vocab-size"])
+        return number(given, "vocab-size")
     files = (str(given.get(name) or "") for name in ("tokenizer-model", "vocab-file"))
     path = next(filter(None, files), "")
     for end, size in VOCABULARIES.items():
         if path.endswith(end):
-            return size + int(given.get("vocab-extra-ids") or 0)
+            return size + (number(given, "vocab-extra-ids") if given.get("vocab-extra-ids") else 0)
     raise FieldError(
         f"tokenizer-model, vocab-file: {path or 'none'} is no tokenizer whose size is known; "
         "give --vocab-size"
@@ -298,7 +305,7 @@ def first_batch(given: Mapping[str, Any], row: Mapping[str, str]) -> dict[str, A
     if len(growth) != 3 or not all(part.isdigit() and int(part) for part in growth):
         raise FieldError(f"--rampup-batch-size: {growth!r:.60} is no start, growth and samples")
     start, each, samples = map(int, growth)
-    grows = max(1, (int(given["global-batch-size"]) - start) // each)
+    grows = max(1, (number(given, "global-batch-size") - start) // each)
     if whole(row, "steps") * start > samples // grows:
         return {}
     return {"global-batch-size": start, "rampup-batch-size": False}
@@ -311,7 +318,7 @@ def encoder_decoder(given: Mapping[str, Any]) -> tuple[int, int, int] | None:
     names = ("encoder-num-layers", "decoder-num-layers", "decoder-seq-length")
     if lacking := [name for name in names if name not in given]:
         raise FieldError(f"all_args_json: a T5 model lacks {', '.join(lacking)}")
-    encoder, decoder, length = (int(given[name]) for name in names)
+    encoder, decoder, length = (number(given, name) for name in names)
     return encoder, decoder, length
 
 
@@ -334,7 +341,11 @@ def balanced(given: Mapping[str, Any]) -> str:
     coefficients = str(given.get("moe-aux-loss-coeff") or "0").strip("[]").split()
     biased = given.get("moe-router-enable-expert-bias")
     loss = given.get("moe-router-load-balancing-type") != "none"
-    if biased or (loss and any(float(each) for each in coefficients)):
+    try:
+        learned = biased or (loss and any(float(each) for each in coefficients))
+    except ValueError as error:
+        raise FieldError(f"--moe-aux-loss-coeff: {error}") from error
+    if learned:
         return "evened by training"
     return "not evened"
 
@@ -347,7 +358,7 @@ def family(given: Mapping[str, Any]) -> str:
         return "T5"
     if given.get("num-experts"):
         return f"MoE, {balanced(given)}"
-    if int(given.get("context-parallel-size") or 1) > 1:
+    if given.get("context-parallel-size") and number(given, "context-parallel-size") > 1:
         return "context parallel"
     local = given.get("transformer-impl") == "local"
     return "dense, local layers" if local else "dense"

@@ -207,6 +207,10 @@ OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
   gets 0.8 to 1.3 times its share over all layers, 0.2 to 2.2 times in one layer; by Sinkhorn's
   assignment, two of four experts get 0.98 to 1.02 times over six layers. Muon's tests on two nodes
   of GB200 (EP 8, one expert a rank, not evened) need 0.2 GB less than the same tests on H100.
+- Two runs that went on from a checkpoint (Sinkhorn, "reshard_2x1x4") have peaks 0.05 and 0.1 GB
+  above those of the same job from the start, and none of 50 later steps has as much: loading, or
+  what it leaves for the first step. Their checkpoints keep the optimizer by buckets, those of jobs
+  whose peaks are alike do not (`--dist-ckpt-optim-fully-reshardable`); not followed further.
 - Mixtral from a checkpoint, in the first step as in later ones: 0.8 to 1.0 GB on H100, as 7 to 9%
   more tokens than even on the last rank's expert would need (computed; whether they were there is
   in no row), and 2.1 GB on A100 in the container of long support, whose Transformer Engine 1.2 is

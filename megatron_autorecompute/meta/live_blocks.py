@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -81,11 +82,14 @@ class LiveBlocks(LiveBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def exclude(self, tensor: torch.Tensor) -> None:
-        """As LiveBytes; the tensor's block stays."""
-        entry = self._live.get(tensor.untyped_storage()._cdata)
-        if entry is not None:
-            self._blocks.pop(id(entry), None)
+        """As LiveBytes; the tensor's block stays while its storage does (GlobalMemoryBuffer's is
+        replaced when a larger one is asked for)."""
+        storage = tensor.untyped_storage()
+        entry = self._live.get(storage._cdata)
+        block = None if entry is None else self._blocks.pop(id(entry), None)
         super().exclude(tensor)
+        if block is not None:
+            weakref.finalize(storage, self._given_back.append, block).atexit = False
 
     def _count(self, entry: Entry, size_bytes: int) -> None:
         super()._count(entry, size_bytes)

@@ -171,7 +171,7 @@ class Probe:
         self._hooks: list[TemporaryHook] = []
         self._forward: Pass | None = None
         self._inputs: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._gradient: _OutputGradient | None = None
+        self._gradient: OutputGradient | None = None
         self._tower_layers = model_layers.tower_layers(chunks)
 
     def __enter__(self) -> Probe:
@@ -300,7 +300,7 @@ class Probe:
         def on_gradient(gradient: torch.Tensor) -> None:
             self._mark(self._backward_of(forward), place, size_bytes)
             if self._memory is not None:
-                self._gradient = _OutputGradient(gradient, self._memory)
+                self._gradient = OutputGradient(gradient, self._memory)
 
         self._on_gradient(hidden_states, on_gradient)
 
@@ -354,7 +354,7 @@ class Probe:
             memory.reset_peak()
 
 
-class _OutputGradient:
+class OutputGradient:
     """The gradient of a place's output, from where the place's backward gets it: the peak until it
     is freed, and from there on."""
 

@@ -54,6 +54,7 @@ def test_every_row_is_a_run_or_says_why_it_is_none():
         (GOLDEN, "all_args_json", "{", "all_args_json: "),
         (GOLDEN, "all_args_json", '{"vocab-file": "mine.json"}', "mine.json is no tokenizer"),
         (GOLDEN, "all_args_json", '{"vocab-size": 9, "bf16": [1]}', "--bf16: a number"),
+        (GOLDEN, "all_args_json", '{"vocab-size": "big"}', "--vocab-size: a whole number"),
         (B200, "model", "gpt5", "model: 'gpt5'"),
         (B200, "tp", "0", "tp: a whole number"),
         (B200, "max_allocated_mib_by_rank", "1 2", "2 peaks of 8 ranks"),
@@ -70,6 +71,18 @@ def test_a_bad_row_is_named_with_its_field(tmp_path, path, column, value, named)
 def test_a_file_of_other_columns_is_refused_with_what_it_lacks(tmp_path):
     with pytest.raises(FieldError, match=r"lacks .*mem_max_last"):
         list(read(written(tmp_path / "rows.csv", [{"case": "a", "tier": "A"}])))
+
+
+def test_rows_and_files_that_are_no_table_are_named(tmp_path):
+    path = tmp_path / "rows.csv"
+    header = ",".join(rows(GOLDEN)[0])
+    path.write_text(f"{header}\nA,gpt/short\n{header},more\n", encoding="utf-8-sig")
+    short, long = read(path)
+    assert short.reason == "platform: the row ends before it"
+    assert long.reason == "1 more cells than columns"
+    path.write_text(header, encoding="utf-16")
+    with pytest.raises(FieldError, match=r"rows\.csv: no CSV in UTF-8"):
+        list(read(path))
 
 
 def test_flags_are_those_that_the_shell_would_read():

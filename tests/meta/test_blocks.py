@@ -103,6 +103,17 @@ def test_a_workspace_is_made_where_the_first_product_finds_a_hole():
     assert allocator.allocated_bytes == before + 4 * beside.numel()
 
 
+def test_a_kept_buffer_that_a_larger_one_replaces_gives_its_block_back():
+    allocator = CachingAllocator()
+    with LiveBlocks(allocator, [], FirstUse(allocator, {})) as live:
+        kept = torch.empty(4 << 20, dtype=torch.uint8, device="meta")
+        live.exclude(kept)
+        kept = torch.empty(16 << 20, dtype=torch.uint8, device="meta")
+        live.exclude(kept)
+        torch.empty(512, dtype=torch.uint8, device="meta")
+        assert (live.current_bytes, allocator.requested_bytes) == (0, 16 << 20)
+
+
 @pytest.mark.parametrize("layer_wise", [True, False])
 def test_what_muon_divides_is_counted_as_static_bytes_count_it(layer_wise):
     sizes = {"expert_model_parallel_size": 4}

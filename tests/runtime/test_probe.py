@@ -352,3 +352,35 @@ def test_out_of_memory_goes_on_with_zeros_in_the_form_of_the_models_output(kind)
         loss_of(model(**batch)).backward()
         hook.remove()
     assert [p for p in model.parameters() if p.grad is not None] == []
+
+
+# ------------------------------------------------------------------------ an output's gradient
+
+
+class Allocator:
+    """A memory whose peak is set; resetting it takes it to what is alive."""
+
+    peak_bytes, current_bytes = 100, 40
+
+    def reset_peak(self, leaving_bytes=0):
+        self.peak_bytes = self.current_bytes - leaving_bytes
+
+
+@pytest.mark.parametrize(
+    ("fate", "found"),
+    [
+        # 100 before, 90 after: with its 16 bytes alive 106.
+        (lambda gradients: gradients.clear(), (100, 106)),
+        (lambda gradients: gradients[0].add_(1), (90, 106)),  # it became the input's gradient
+        (lambda gradients: None, (90, 90)),
+    ],
+    ids=["freed", "reused", "kept"],
+)
+def test_a_gradient_that_stays_adds_to_what_comes_after_its_end(fate, found):
+    from megatron_autorecompute.runtime.probe import OutputGradient
+
+    memory, gradients = Allocator(), [torch.zeros(4)]
+    watched = OutputGradient(gradients[0], memory)
+    fate(gradients)
+    assert memory.peak_bytes == (24 if not gradients else 100)
+    assert watched.peaks(90) == found
