@@ -18,7 +18,6 @@ import pkgutil
 import re
 import sys
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +173,8 @@ def main() -> None:
     args = parser.parse_args()
     names = [name for name in recipes() if args.only in name]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, context, max_tasks_per_child=12) as workers:
-        found = list(track(workers.map(line, names), description="recipes", total=len(names)))
+    with context.Pool(2, maxtasksperchild=12) as workers:
+        found = list(track(workers.imap(line, names), description="recipes", total=len(names)))
     args.output.write_text(page(names, found), encoding="utf-8")
     print(f"Written to {args.output}.")
 
