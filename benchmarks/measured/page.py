@@ -50,14 +50,16 @@ STATISTICS = ("family", "peaks", "median", "90th percentile", "worst", "mean, si
 
 
 def _all_statistics(data: Data) -> list[list[str]]:
-    """Of every family, of large runs without experts, and of every point, those whose rows do not
-    suffice included."""
+    """Of every family, of all and of large runs without experts, and of every point, those whose
+    rows do not suffice included."""
     rows = by_family(judged(data))
     if moe := [p for name, own in rows.items() for p in own if name.startswith("MoE")]:
         rows["MoE, all"] = moe
     if second := [point for p in judged(data) if (point := _second_step(p))]:
         rows["MoE, second step logged"] = second
     without = [p for name, own in rows.items() for p in own if name.startswith(WITHOUT_EXPERTS)]
+    if without:
+        rows["dense and context parallel, all"] = without
     if large := [point for point in without if point["measured_bytes"] > LARGE_BYTES]:
         rows["dense and context parallel above 4 GB"] = large
     for kind in ("MoE", "context parallel"):
