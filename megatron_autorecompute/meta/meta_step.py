@@ -35,7 +35,7 @@ import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_autorecompute.compat import attention_variants, model_layers
+from megatron_autorecompute.compat import attention_variants
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.interrupts import interrupts_held
 from megatron_autorecompute.meta import without_cuda
@@ -580,6 +580,8 @@ def run_step(
         micro_batch_size=shape.micro_batch_size,
         forward_only=forward_only,
     )
+    from megatron_autorecompute.compat import model_layers
+
     for model in models:  # as the drain of deferred gradients does, which needs real groups
         for name in ("embedding_activation_buffer", "grad_output_buffer"):
             (getattr(model_layers.unwrapped(model), name, None) or []).clear()

@@ -392,12 +392,18 @@ def test_a_recipe_of_a_hybrid_model_is_one_of_its_pattern(monkeypatch, model_con
         mixed_precision=None,
         tokenizer=Namespace(tokenizer_type="NullTokenizer", vocab_size=1000),
         train=Namespace(micro_batch_size=1, global_batch_size=8),
-        ddp=Namespace(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+        ddp=Namespace(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+        ),
+        dist=Namespace(),
         optimizer=Namespace(use_precision_aware_optimizer=False),
         peft=None,
     )
-    monkeypatch.setitem(sys.modules, "megatron.bridge", Namespace())
-    recipes = Namespace(ours=lambda: cfg)
+    monkeypatch.setitem(sys.modules, "megatron.bridge", Namespace(__path__=[]))
+    recipes = Namespace(__path__=[], ours=lambda: cfg)
     monkeypatch.setitem(sys.modules, "megatron.bridge.recipes", recipes)
     asked = recipe.job_from_recipe("ours")
     assert (str(asked.pattern), asked.num_layers, asked.vocab_size) == ("M-*E|M-/*E/*E", 6, 1000)
@@ -429,4 +435,5 @@ def test_a_translated_gpt_plan_has_the_gpts_bytes_and_time():
     planner = Planner(profile_job(same, H100), same.layout(), same.schedule())
     cost = planner.evaluate(for_hybrid(plan.policy, 4))
     assert [s.peak.bytes for s in cost.stages] == [s.peak.bytes for s in plan.cost.stages]
-    assert cost.step_ms == pytest.approx(plan.cost.step_ms)
+    # The host's time for a call of a chunk is divided over more layers, which hide it or not.
+    assert cost.step_ms == pytest.approx(plan.cost.step_ms, rel=0.005)
