@@ -152,7 +152,7 @@ def _model(model: Any, num_gpus: int) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
         "position_embedding_type": model.position_embedding_type,
-        "rotary_percent": model.rotary_percent,
+        "rotary_percent": getattr(model, "rotary_percent", 1.0),
         "disable_parameter_transpose_cache": config.disable_parameter_transpose_cache,
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
     }
