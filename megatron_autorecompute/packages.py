@@ -51,8 +51,9 @@ def needed(by: str) -> Iterator[None]:
         install = _install(error.name or "")
         if install is None:
             raise
+        name = "torch" if (error.name or "").startswith("torch.") else error.name
         raise MachineError(
-            f"{by} runs Megatron's own code, and {error.name} is not installed: {install}."
+            f"{by} runs Megatron's own code, and {name} is not installed: {install}."
         ) from error
 
 

@@ -89,6 +89,11 @@ def _properties(gpu: Device, _: Any = None) -> types.SimpleNamespace:
 
 
 def _refuse(name: str, cfg: Any) -> None:
+    if not hasattr(cfg.model, "position_embedding_type"):
+        raise OptionError(
+            f"The recipe {name} trains no language model ({type(cfg.model).__name__}), and others "
+            "are not modelled without a device."
+        )
     if getattr(cfg.ddp, "use_megatron_fsdp", False) or getattr(cfg.dist, "use_torch_fsdp2", False):
         raise OptionError(
             f"The recipe {name} shards weights and gradients (FSDP), which is not modelled without "
