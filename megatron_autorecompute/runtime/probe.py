@@ -367,14 +367,15 @@ class OutputGradient:
             self._before = memory.peak_bytes
             memory.reset_peak(self._size_bytes)
 
-        self._storage = weakref.ref(storage, freed)
+        self._freed: weakref.ref[torch.UntypedStorage] | None = weakref.ref(storage, freed)
         self._tensor, self._version = weakref.ref(gradient), gradient._version
 
     def peaks(self, peak_bytes: int) -> tuple[int, int]:
         """The peak of the place's backward, and the same had this gradient stayed alive.
 
-        peak_bytes: the memory's peak where the backward ends.
+        peak_bytes: the memory's peak where the backward ends. From here on it is not watched.
         """
+        self._freed = None
         if self._before is not None:
             return max(self._before, peak_bytes), max(self._before, peak_bytes + self._size_bytes)
         tensor = self._tensor()
