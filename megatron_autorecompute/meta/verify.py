@@ -367,8 +367,8 @@ def require_verified(checks: Sequence[StageCheck]) -> None:
             f"Stage {worst.stage}: {worst.predicted_bytes / GIB:.3f} GiB of activations were "
             f"predicted, Megatron's own schedule has {worst.megatron_bytes / GIB:.3f} GiB at its "
             f"fullest moment, {worst.megatron_moment} ({worst.error:+.1%}; at most "
-            f"{TOLERANCE:.1%} below and {TOO_HIGH:.0%} above is allowed). The profile is not of this model or these "
-            "shapes, or a layer's record is wrong: measure it again."
+            f"{TOLERANCE:.1%} below and {TOO_HIGH:.0%} above is allowed). The profile is not of "
+            "this model or these shapes, or a layer's record is wrong: measure it again."
         )
 
 

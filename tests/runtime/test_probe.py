@@ -384,3 +384,6 @@ def test_a_gradient_that_stays_adds_to_what_comes_after_its_end(fate, found):
     fate(gradients)
     assert memory.peak_bytes == (24 if not gradients else 100)
     assert watched.peaks(90) == found
+    memory.peak_bytes = 500
+    gradients.clear()  # in the backward of another place, whose peak stays
+    assert memory.peak_bytes == 500
