@@ -18,6 +18,7 @@ from megatron_autorecompute.meta.devices import Device, device
 from megatron_autorecompute.meta.flags import (
     DTYPE_NAMES,
     DTYPES_OF_STATES,
+    OPTIMIZERS,
     PRECISION_OF_RECIPE,
     engine,
     plain_config,
@@ -208,6 +209,15 @@ def _training(cfg: Any) -> dict[str, Any]:
         "accumulate_allreduce_grads_in_fp32": (mixed or cfg.ddp).grad_reduce_in_fp32,
         "lora_rank": _lora_rank(cfg.peft),
     }
+    kind = str(getattr(cfg.optimizer, "optimizer", "adam"))
+    if kind.removeprefix("dist_") not in OPTIMIZERS:
+        raise OptionError(
+            f"The recipe's optimizer is {kind}: only {' and '.join(OPTIMIZERS)} are known, because "
+            "the bytes of others' states are not counted."
+        )
+    found["optimizer"] = kind.removeprefix("dist_")
+    layer_wise = getattr(cfg.optimizer, "use_layer_wise_distributed_optimizer", False)
+    found["use_distributed_optimizer"] |= kind.startswith("dist_") or bool(layer_wise)
     if cfg.optimizer.use_precision_aware_optimizer:
         found["use_precision_aware_optimizer"] = True
         for name in DTYPES_OF_STATES:
