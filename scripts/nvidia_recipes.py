@@ -435,6 +435,8 @@ def base_row(model: str, dtype: str, gpus: int, gbs: str, sizes: dict[str, str])
         "pp_layout": "",
         "ep_a2a_overlap": "False",
         "moe_dispatcher": "",
+        "cuda_graph_impl": "none",
+        "cuda_graph_scope": "",
         **sizes,
     }
 
