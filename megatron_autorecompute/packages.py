@@ -48,17 +48,16 @@ def needed(by: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        install = _install(error.name or "")
-        if install is None:
+        package = _package(error.name or "")
+        if package is None:
             raise
-        name = "torch" if (error.name or "").startswith("torch.") else error.name
         raise MachineError(
-            f"{by} runs Megatron's own code, and {name} is not installed: {install}."
+            f"{by} runs Megatron's own code, and {package} is not installed: {INSTALL[package]}."
         ) from error
 
 
-def _install(module: str) -> str | None:
-    """The command that installs a module; None if this package does not use it."""
+def _package(module: str) -> str | None:
+    """The innermost package of INSTALL that a module belongs to; None if there is none."""
     parts = module.split(".")
     around = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
-    return next((INSTALL[name] for name in around if name in INSTALL), None)
+    return next((name for name in around if name in INSTALL), None)

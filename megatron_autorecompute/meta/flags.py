@@ -36,6 +36,10 @@ _COPIED = (
     "overlap_param_gather",
     "use_precision_aware_optimizer",
 )
+FSDP = (
+    "FSDP shards weights and gradients, which is not modelled without a device: bytes would be "
+    "those of whole weights on every rank. Leave it out to see the job without it."
+)
 OPTIMIZERS = ("adam", "muon")
 DTYPES_OF_STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 DTYPE_NAMES = {
@@ -55,10 +59,7 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
     args, config = _parsed(list(flags), num_gpus)
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(args, name, False):
-            raise OptionError(
-                f"--{name.replace('_', '-')}: FSDP shards weights and gradients, which is not "
-                "modelled without a device: bytes would be those of whole weights on every rank."
-            )
+            raise OptionError(f"--{name.replace('_', '-')}: {FSDP}")
     if args.vocab_size is None:
         raise OptionError("The flags do not say the vocabulary: add --vocab-size N.")
     if args.optimizer not in OPTIMIZERS:

@@ -18,6 +18,7 @@ from megatron_autorecompute.meta.devices import Device, device
 from megatron_autorecompute.meta.flags import (
     DTYPE_NAMES,
     DTYPES_OF_STATES,
+    FSDP,
     OPTIMIZERS,
     PRECISION_OF_RECIPE,
     engine,
@@ -96,10 +97,7 @@ def _refuse(name: str, cfg: Any) -> None:
             "are not modelled without a device."
         )
     if getattr(cfg.ddp, "use_megatron_fsdp", False) or getattr(cfg.dist, "use_torch_fsdp2", False):
-        raise OptionError(
-            f"The recipe {name} shards weights and gradients (FSDP), which is not modelled without "
-            "a device: bytes would be those of whole weights on every rank."
-        )
+        raise OptionError(f"The recipe {name}: {FSDP}")
     found = [each for each in TOWERS if getattr(cfg.model, each, None) is not None]
     if found:
         raise OptionError(
