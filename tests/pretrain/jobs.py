@@ -15,7 +15,7 @@ LAUNCHER = ("-m", "megatron_autorecompute.pretrain")
 WITHOUT_US = (str(Path(__file__).with_name("without_us.py")),)
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 4 "
     "--lr 1e-3 --lr-decay-iters 100 --vocab-size 127 --tokenizer-type NullTokenizer "
     "--position-embedding-type rope --disable-bias-linear --transformer-impl local "
     "--distributed-backend gloo --no-gradient-accumulation-fusion --no-masked-softmax-fusion "

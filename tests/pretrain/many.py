@@ -68,6 +68,9 @@ def main(job):
         runpy.run_path(str(HERE / job["before"]))
     if job["with_us"]:
         from megatron_autorecompute import pretrain
+        from megatron_autorecompute.integrations import megatron_lm
+
+        megatron_lm.RANK_0_SPEAKS_S = 0.5  # nobody here ends a rank that outlives rank 0
 
         sys.argv = ["pretrain", *command, "--recompute-run-on-cpu"]
         pretrain.main()

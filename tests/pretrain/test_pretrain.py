@@ -86,14 +86,14 @@ SAVED = "--save {folder} --ckpt-format torch --save-interval 1000 "
 SEPARATE = {
     # MoE routing differs from microbatch to microbatch, and from rank to rank.
     "moe": (
-        "--train-iters 20 --num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 "
+        "--train-iters 20 --global-batch-size 8 --num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 "
         "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none ",
         2,
         0.02,
     ),
     "mtp": ("--train-iters 18 --mtp-num-layers 1 ", 1, 0.006),
     "interleaved": (
-        "--train-iters 18 --pipeline-model-parallel-size 2 "
+        "--train-iters 18 --global-batch-size 8 --pipeline-model-parallel-size 2 "
         "--num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer "
         "--overlap-grad-reduce ",
         4,
@@ -114,7 +114,7 @@ def jobs(launched, folder):
     auto = FLAGS + AUTO.format(budget=0.006)
     saved = auto + SAVED.format(folder=folder / "saved")
     cut = auto + SAVED.format(folder=folder / "cut")
-    grown = FLAGS.replace("--global-batch-size 8 ", "") + (
+    grown = FLAGS.replace("--global-batch-size 4 ", "") + (
         "--train-iters 20 --pipeline-model-parallel-size 2 --step-batch-size-schedule 0:4,2240:12 "
     )
     by_name = {
