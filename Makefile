@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+TRITON := $(VENV)/triton
 CORE_019 := build/megatron-core-0.19.2
 BRIDGE_SITE := build/megatron-bridge-0.3.1
 BRIDGE_MAIN := build/bridge-main
@@ -16,7 +17,7 @@ export OMP_NUM_THREADS := 1
 # Of the tests' many processes only the first compiles this package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: compare results examples measured offload-recipes test test-core-016 test-core-019 test-once test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes clean
+.PHONY: compare results examples measured offload-recipes test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes clean
 
 ## Run Megatron under its own strategies and ours, on this machine; print the table, and where the
 ## report of our plan is.
@@ -39,7 +40,7 @@ SETTINGS := none $(patsubst %,'selective[%]',core_attn layernorm moe_act layerno
 WITH_019 := PYTHONPATH=$(CURDIR)/$(CORE_019)
 examples: export PATH := $(CURDIR)/$(BIN):$(PATH)
 examples: export PYTHONWARNINGS := ignore
-examples: $(INSTALLED) $(CORE_019)
+examples: $(TRITON) $(CORE_019)
 	mkdir -p $(NO_DEVICE)
 	examples/no_device/run.sh $(PLANNED) $(EXAMPLES) > $(NO_DEVICE)/plans.txt
 	$(WITH_019) examples/no_device/run.sh $(PLANNED) $(HYBRIDS) > $(NO_DEVICE)/hybrid-plans.txt
@@ -62,43 +63,49 @@ examples: $(INSTALLED) $(CORE_019)
 	$(BIN)/python scripts/quote_results.py
 
 ## Hold predictions against every published measurement: docs/measured-runs.md. Takes minutes.
-measured: $(INSTALLED) $(CORE_019)
+measured: $(TRITON) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m benchmarks.measured $(ARGS)
 
 ## Hold NVIDIA's recipes that offload against the planner: docs/offload-recipes.md. Takes minutes.
-offload-recipes: $(INSTALLED) $(CORE_019)
+offload-recipes: $(TRITON) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python scripts/offload_recipes.py $(ARGS)
 
 ## Run all tests: both supported versions of megatron-core, Megatron Bridge, lint, types and rules.
-test: $(INSTALLED) $(CORE_019) $(BRIDGE_SITE)
-	@rm -f build/test-*.log
-	$(MAKE) --jobs=2 --keep-going test-core-016 test-core-019 test-once test-bridge lint || \
+test:
+	@mkdir -p build && rm -f build/test-*.log
+	$(MAKE) --jobs=2 --keep-going test-core-016 test-core-019 test-once test-bridge test-planner \
+	    lint || \
 	    { grep -E '^(FAILED|ERROR) ' build/test-*.log || echo 'No test failed: see lint above.'; exit 1; }
 
-# Two suites at a time, the longest first: every line says whose it is, and what failed is said
-# again at the end.
+# Two of these at a time, the longest first, and what they need: every line says whose it is, and
+# what failed is said again at the end.
 OF = 2>&1 | tee build/$@.log | sed --unbuffered 's/^/$(1): /'
 
 # What meets Megatron, and asks something of its version.
 MEETS_MEGATRON := $(addprefix tests/, compat runtime meta compare pretrain)
 
-test-core-016: $(INSTALLED)
+test-core-016: $(TRITON)
 	$(BIN)/python -m pytest $(MEETS_MEGATRON) -m "not newest_version" $(ARGS) \
 	    $(call OF,core 0.16.1)
 
-test-core-019: $(INSTALLED) $(CORE_019)
+test-core-019: $(TRITON) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m pytest $(MEETS_MEGATRON) \
 	    tests/benchmarks/test_measured.py tests/benchmarks/test_measured_times.py \
 	    tests/one_device/test_profiling.py -m "not any_version" $(ARGS) \
 	    $(call OF,core 0.19.2)
 
+PLANNER := tests/planner tests/words
+
+test-planner: $(TRITON)
+	$(BIN)/python -m pytest $(PLANNER) $(ARGS) $(call OF,planner)
+
 # All other tests.
-test-once: $(INSTALLED)
-	$(BIN)/python -m pytest tests --ignore=tests/rules $(addprefix --ignore=,$(MEETS_MEGATRON)) \
-	    $(ARGS) $(call OF,once)
+test-once: $(TRITON)
+	$(BIN)/python -m pytest tests --ignore=tests/rules \
+	    $(addprefix --ignore=,$(MEETS_MEGATRON) $(PLANNER)) $(ARGS) $(call OF,once)
 
 ## What runs on a GPU, as far as CPU can: its tests, and every part that needs no checkout.
-gpu-dry-run: $(INSTALLED) $(CORE_019)
+gpu-dry-run: $(TRITON) $(CORE_019)
 	PYTHONPATH=$(CORE_019) GPU_TESTS_ANYWHERE=1 $(BIN)/python -m pytest tests/gpu $(ARGS)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m benchmarks.gpu.run --tiny --only 1 --only 2 --only 3 \
 	    --only 5 --only 6
@@ -109,22 +116,26 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/rules
 
+$(BIN)/python:
+	$(PYTHON) -m venv $(if $(filter True,$(HAS_CUDA)),--system-site-packages) $(VENV)
+
 # torch is pinned in the constraints: any other request for it would bring CUDA's packages along.
-$(INSTALLED): pyproject.toml constraints/cpu.txt
-ifeq ($(HAS_CUDA),True)
-	$(PYTHON) -m venv --system-site-packages $(VENV)
-else
-	$(PYTHON) -m venv $(VENV)
+$(INSTALLED): pyproject.toml constraints/cpu.txt | $(BIN)/python
+ifneq ($(HAS_CUDA),True)
 	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt torch
 endif
 	$(BIN)/python -m pip install --quiet --no-deps megatron-core==0.16.1
 	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev]'
 	touch $@
 
-# The 0.19.2 wheel asks for Python 3.12; its sources run on 3.11. triton is a module it imports.
-$(CORE_019): $(INSTALLED)
-	mkdir -p build
+# megatron-core 0.19 and Bridge import it.
+$(TRITON): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints/cpu.txt triton
+	touch $@
+
+# The 0.19.2 wheel asks for Python 3.12; its sources run on 3.11.
+$(CORE_019): | $(BIN)/python
+	mkdir -p build
 	$(BIN)/python -m pip install --quiet --no-deps --no-binary megatron-core \
 	    --ignore-requires-python --target $@.part megatron-core==0.19.2
 	mv $@.part $@
@@ -144,13 +155,13 @@ BRIDGE_KNOWN := $(addprefix --deselect=tests/unit_tests/training/test_config.py:
     TestMixedPrecisionConsistencyValidation::test_validation_called_during_container_validate)
 
 ## Test Megatron Bridge 0.3.1 with the field, on CPU.
-test-bridge: $(INSTALLED) $(BRIDGE_SITE)
+test-bridge: $(TRITON) $(BRIDGE_SITE)
 	PYTHONPATH=$(CURDIR)/$(BRIDGE_SITE) HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/bridge $(ARGS) \
 	    $(call OF,bridge 0.3.1)
 
 ## Train and plan with hybrid providers of a newer Bridge and Megatron, on CPU:
 ## make bridge-hybrid-checks BRIDGE=path/to/checkout MEGATRON_LM=path/to/checkout
-bridge-hybrid-checks: $(INSTALLED) $(BRIDGE_MAIN)
+bridge-hybrid-checks: $(TRITON) $(BRIDGE_MAIN)
 	@test -d "$(BRIDGE)/src/megatron/bridge/models/hybrid" -a -d "$(MEGATRON_LM)/megatron/core" || { echo \
 	    "BRIDGE=PATH of a Megatron-Bridge after 0.5, MEGATRON_LM=PATH of the Megatron-LM it pins"; exit 2; }
 	PYTHONPATH=$(CURDIR):$(abspath $(BRIDGE))/src:$(abspath $(MEGATRON_LM)):$(CURDIR)/$(BRIDGE_MAIN) \
@@ -159,33 +170,33 @@ bridge-hybrid-checks: $(INSTALLED) $(BRIDGE_MAIN)
 
 ## Hold the settings of Bridge's performance recipes against their devices' memory, without a device:
 ## make bridge-recipes BRIDGE=path/to/checkout MEGATRON_LM=path/to/checkout
-bridge-recipes: $(INSTALLED) $(BRIDGE_MAIN)
+bridge-recipes: $(TRITON) $(BRIDGE_MAIN)
 	@test -d "$(BRIDGE)/src/megatron/bridge/perf_recipes" -a -d "$(MEGATRON_LM)/megatron/core" || { echo \
 	    "BRIDGE=PATH of a Megatron-Bridge after 0.5, MEGATRON_LM=PATH of the Megatron-LM it pins"; exit 2; }
 	PYTHONPATH=$(CURDIR):$(abspath $(BRIDGE))/src:$(abspath $(MEGATRON_LM)):$(CURDIR)/$(BRIDGE_MAIN) \
 	    HF_HUB_OFFLINE=1 $(BIN)/python scripts/bridge_recipes.py
 
-$(BRIDGE_MAIN): $(INSTALLED) constraints/bridge-main.txt
+$(BRIDGE_MAIN): $(TRITON) constraints/bridge-main.txt
 	mkdir -p build
-	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints/cpu.txt triton
 	rm -rf $@.part $@
 	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints/bridge-main.txt --target $@.part
 	mv $@.part $@
 
 ## Run Bridge's own unit tests with the field in place: make bridge-checks BRIDGE=/path/to/checkout
-bridge-checks: $(INSTALLED) $(BRIDGE_SITE)
+bridge-checks: $(TRITON) $(BRIDGE_SITE)
 	@test -d "$(BRIDGE)/tests/unit_tests" || { echo \
 	    "BRIDGE='$(BRIDGE)' is no checkout of Megatron-Bridge v0.3.1: make bridge-checks BRIDGE=PATH"; exit 2; }
 	cd $(BRIDGE) && PYTHONPATH=$(CURDIR)/tests/bridge:$(CURDIR)/$(BRIDGE_SITE) HF_HUB_OFFLINE=1 \
 	    $(CURDIR)/$(BIN)/python -m pytest -q -p with_field -p no:cacheprovider -o addopts= -W ignore \
 	    $(BRIDGE_KNOWN) $(BRIDGE_TESTS)
 
-# Without their dependencies: megatron-bridge asks for packages that compile CUDA code.
-$(BRIDGE_SITE): $(INSTALLED) constraints/bridge.txt
+# Without their dependencies: megatron-bridge asks for packages that compile CUDA code. Of these
+# many modules the tests import, and so compile, few.
+$(BRIDGE_SITE): constraints/bridge.txt | $(BIN)/python
 	mkdir -p build
-	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints/cpu.txt triton
 	rm -rf $@.part $@
-	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints/bridge.txt --target $@.part
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --requirement constraints/bridge.txt \
+	    --target $@.part
 	mv $@.part $@
 	touch $@
 
