@@ -33,7 +33,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen/Qwen3-30B-A3B": (
         "Qwen3Moe",
-        {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8},
+        {
+            "num_hidden_layers": 48,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "head_dim": 128,
+        },
     ),
     "Qwen/Qwen3-235B-A22B": (
         "Qwen3Moe",

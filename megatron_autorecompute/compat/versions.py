@@ -116,3 +116,11 @@ def qk_norm_resolver() -> ModuleType | None:
     """The module that asks a backend for MLA's query and key norms (since 0.19), else None."""
     name = "megatron.core.transformer.mla_qk_norm_config"
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def schedule_nodes() -> ModuleType:
+    """The module with EP overlap's `should_free_input` (moved in 0.19)."""
+    name = "megatron.core.models.common.utils"
+    if importlib.util.find_spec(name) is None:
+        name = "megatron.core.models.gpt.fine_grained_callables"
+    return importlib.import_module(name)

@@ -31,6 +31,11 @@ Percent = Annotated[str, Field(pattern=r"^(100(\.0+)?|\d{1,2}(\.\d+)?)$")]
 Factor = Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 CAPACITY, STASH = "moe_expert_rank_capacity_factor", "moe_paged_stash"
+STASH_FIELDS = (
+    STASH,
+    *(f"{STASH}_{rest}" for rest in ("page_size", "buffer_size_factor_cuda")),
+    f"{STASH}_buffer_size_factor_cpu",
+)
 
 TE_VERSION = "2.11"
 """Assumed of Transformer Engine where a job does not say."""
@@ -432,11 +437,15 @@ def _with_fixed_buffers(data: Any) -> Any:
 
     `moe_expert_rank_capacity_factor` gives each rank room for so many times the even share. With
     `moe_paged_stash` what experts keep is in pages of a buffer with its own factor (Megatron's
-    TransformerConfig).
+    TransformerConfig). With HybridEP both are in the records (`hybrid_ep.Rows`).
     """
     config = data.get("config") if isinstance(data, dict) else None
     capacity = config.get(CAPACITY) if isinstance(config, dict) else None
     if capacity is None or not isinstance(config, dict):
+        return data
+    hybrid_ep = config.get("moe_token_dispatcher_type") == "flex"
+    hybrid_ep &= config.get("moe_flex_dispatcher_backend") == "hybridep"
+    if hybrid_ep and not data.get("moe_imbalance"):
         return data
     factor = config.get(f"{STASH}_buffer_size_factor_cuda", 1.1)
     uneven = factor if config.get(STASH) else capacity

@@ -8,6 +8,7 @@ NVIDIA/Megatron-LM; the tests count them. No values are computed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 from collections.abc import Iterator
@@ -21,7 +22,13 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_autorecompute.compat import versions
-from megatron_autorecompute.meta import context_parallel, ops, permutation, unfused_attention
+from megatron_autorecompute.meta import (
+    context_parallel,
+    hybrid_ep,
+    ops,
+    permutation,
+    unfused_attention,
+)
 from megatron_autorecompute.patched import patched
 
 
@@ -67,6 +74,8 @@ class Settings:
     """Whether the backward of unfused attention's softmax overwrites the gradient that it gets."""
     weight_copy_bytes: float = 0
     """Bytes per element of a quantised copy of the weight that every microbatch makes and saves."""
+    rows: hybrid_ep.Rows = hybrid_ep.EVEN
+    """Of experts, where HybridEP exchanges tokens."""
 
 
 _settings = Settings()
@@ -123,7 +132,8 @@ class _Linear(torch.autograd.Function):
     without a norm the input. The tensor that the weight gradient reads is quantised under fp8
     and fp4, unless the module has `save_original_input`, and not saved if the weight is frozen.
     Under sequence parallelism only this rank's part is saved; it is gathered again in backward.
-    A quantised copy of the weight is saved too if it is not cached (`Job.copies_weights`). TE
+    A quantised copy of the weight is saved too if it is not cached (`Job.copies_weights`). What
+    experts save is in pages under `moe_paged_stash`, as `_stashed` says. TE
     pytorch/module/layernorm_linear.py and linear.py (`_LayerNormLinear`, `_Linear`, their
     `save_for_backward` lists)."""
 
@@ -153,8 +163,10 @@ class _Linear(torch.autograd.Function):
         saved = normed
         if precision.saved_element_bytes < normed.element_size() and not saves_input:
             saved = ops.quantize(normed, precision.saved_element_bytes)
+        ctx.stashed = grouped and _settings.rows.stashed
+        ctx.saved_shape, ctx.saved_dtype = saved.shape, saved.dtype
         if not ctx.frozen:
-            kept.append(saved)
+            kept.append(_stashed(saved) if ctx.stashed else saved)
         total = _gathered(normed, split.group) if split.gathers else normed
         del normed
         y = ops.gemm(total, weight, precision.name)
@@ -181,6 +193,8 @@ class _Linear(torch.autograd.Function):
         if not ctx.frozen:
             weight_gradient = torch.empty_like(weight) if ctx.makes else None
             saved = kept[-1]
+            if ctx.stashed:
+                saved = saved.new_empty(ctx.saved_shape, dtype=ctx.saved_dtype)
             total = _gathered(saved, split.group, beside=True) if split.gathers else saved
             ops.gemm_weight_gradient(gradient, total, weight, precision.name)
             weight.grad_added_to_main_grad = _settings.fuses_gradients
@@ -264,12 +278,17 @@ class _Gated(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, in_fp8: bool
     ) -> torch.Tensor:
-        ctx.save_for_backward(x.to(torch.float8_e4m3fn) if in_fp8 else x, weights)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.stashed = weights is not None and _settings.rows.stashed
+        saved = _stashed(x) if ctx.stashed else x.to(torch.float8_e4m3fn) if in_fp8 else x
+        ctx.save_for_backward(saved, weights)
         return ops.gated(x, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weights = ctx.saved_tensors
+        if ctx.stashed:
+            x = x.new_empty(ctx.shape, dtype=ctx.dtype)
         dx, dweights = ops.gated_backward(gradient, x.to(gradient.dtype), weights)
         return dx, None if weights is None else dweights, None
 
@@ -281,12 +300,16 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weights)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.stashed = weights is not None and _settings.rows.stashed
+        ctx.save_for_backward(_stashed(x) if ctx.stashed else x, weights)
         return ops.pointwise(x, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weights = ctx.saved_tensors
+        if ctx.stashed:
+            x = x.new_empty(ctx.shape, dtype=ctx.dtype)
         dx, dweights = ops.pointwise_backward(gradient, x, weights)
         return dx, None if weights is None else dweights
 
@@ -303,6 +326,15 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return ctx.saved_tensors[0]
+
+
+def _stashed(saved: torch.Tensor) -> torch.Tensor:
+    """The pages of `moe_paged_stash` that what experts save is copied to; a backward copies it to a
+    tensor of the whole room again. Copies run beside the layers, and take no time here.
+    megatron-core transformer/moe/paged_stash.py; what TE marks for it are the tensors saved here
+    (pytorch/utils.py `mark_grouped_tensor`)."""
+    size_bytes = saved.numel() * saved.element_size() * (_settings.rows.stashed or 1.0)
+    return saved.new_empty(round(size_bytes), dtype=torch.uint8)
 
 
 def _gathered(x: torch.Tensor, group: Any, beside: bool = False) -> torch.Tensor:
@@ -722,6 +754,17 @@ def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor, main_gradient: tor
     ops.gemm_weight_gradient(gradient, x, main_gradient, "bf16")
 
 
+def _frees_quantised(original: Any) -> Any:
+    """Which inputs EP overlap frees, of a job in fp8 or fp4: configs here name neither."""
+
+    def should_free_input(name: str, is_moe: bool, config: Any, *rest: Any) -> bool:
+        quantised = copy.copy(config)
+        quantised.fp8 = "e4m3"
+        return bool(original(name, is_moe, quantised, *rest))
+
+    return should_free_input
+
+
 def _backend(original: Any, implementation: str) -> Any:
     return StandIns() if implementation == "transformer_engine" else original(implementation)
 
@@ -790,6 +833,10 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         {"get_batch_per_block": staticmethod(lambda *_: 1)},
     )
     yield module("transformer.moe.router"), {"sinkhorn": _sinkhorn}
+    yield module("transformer.moe.token_dispatcher"), hybrid_ep.replacements(_settings.rows)
+    if _settings.precision != "bf16":
+        nodes = versions.schedule_nodes()
+        yield nodes, {"should_free_input": _frees_quantised(nodes.should_free_input)}
     utils = module("transformer.moe.moe_utils")
     yield utils, {"te_general_gemm": _general_gemm if _settings.routers_of_te else None}
     yield utils, {k: v for k, v in permutation.REPLACEMENTS.items() if hasattr(utils, k)}

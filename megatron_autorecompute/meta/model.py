@@ -24,12 +24,13 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import layer_modules, stage_layout
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
-from megatron_autorecompute.meta import hybrid, job_checks, kernels, without_cuda
+from megatron_autorecompute.meta import hybrid, hybrid_ep, job_checks, kernels, without_cuda
 from megatron_autorecompute.meta.determinism import deterministic
 from megatron_autorecompute.meta.graph_scope import FIELDS
 from megatron_autorecompute.meta.hybrid import build_hybrid
-from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.job import CAPACITY, STASH_FIELDS, Job
 from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
+from megatron_autorecompute.meta.outside_torch import dispatcher
 from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.runtime.oom_guard import is_out_of_memory
@@ -51,6 +52,16 @@ LEFT_OUT = {
     **megatron_fields.NO_RECOMPUTE,
     **megatron_fields.NO_OFFLOAD,
     **{name: False for name in ("fp8_param", "fp4_param")},
+    # HybridEP's room and the pages of what is kept of it are in the stand-ins (`hybrid_ep.Rows`).
+    **{name: None for name in (CAPACITY, *STASH_FIELDS)},
+    # Megatron asks for fp8 beside these. The first pads each expert's tokens to a multiple of 16 to
+    # 256, which even routing mostly has, and HybridEP's stand-in counts; of the second, copies of
+    # the output layer's weights are counted (`shared_buffers.quantised_output_layer`).
+    **{
+        name: False
+        for name in ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
+    },
+    "fp8_output_proj": False,
     megatron_fields.POLICY_FIELD: None,
 }
 """Fields that the model is built without: they need a device, or are what is to be planned."""
@@ -138,6 +149,7 @@ def meta_megatron(job: Job) -> Iterator[None]:
         routers_of_te=job.routers_of_te,
         softmax_in_place=not job.has_te(2, 19),
         weight_copy_bytes=2 * COPY_BYTES[job.precision] if job.copies_weights else 0,
+        rows=hybrid_ep.rows(job),
     )
     # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
@@ -400,8 +412,14 @@ def megatron_config(
         **{name: value for name, value in job.config.items() if name not in left_out},
         **changed,
     }
-    if fields["moe_token_dispatcher_type"] == "flex":  # its kernels need a device
-        fields["moe_token_dispatcher_type"] = "alltoall"
+    if fields["moe_token_dispatcher_type"] == "flex" and dispatcher(job) != "hybridep":
+        fields["moe_token_dispatcher_type"] = "alltoall"  # its kernels have no stand-ins
+    if job.config.get("use_transformer_engine_op_fuser"):
+        # Its activation reads interleaved halves as they are, and clamps them itself (TE
+        # pytorch/ops/fused/grouped_mlp.py saves one tensor, `activation_in`); Megatron's own code,
+        # which runs here, makes copies for both.
+        for name in ("moe_mlp_glu_interleave_size", "activation_func_clamp_value"):
+            fields.pop(name, None)
     pattern = fields.pop("hybrid_layer_pattern", None)
     if pattern is not None:
         hybrid.check_supported(job.name)

@@ -19,7 +19,7 @@ import torch
 
 from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import OptionError, ProfileError
-from megatron_autorecompute.meta import kernels
+from megatron_autorecompute.meta import hybrid_ep, kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.graph_layers import with_graphs
@@ -52,6 +52,7 @@ from megatron_autorecompute.meta.shared_buffers import (
     deferred_output_layer,
     graph_inputs,
     kept_microbatches,
+    quantised_output_layer,
     shared_buffers,
 )
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
@@ -204,6 +205,7 @@ def traffic(job: Job) -> Traffic:
         userbuffers=bool(job.config.get("tp_comm_overlap")),
         expert_alltoall=bool(job.config.get("overlap_moe_expert_parallel_comm")),
         copies=int(job.config.get("moe_router_topk") or 0) if flex else 0,
+        used=hybrid_ep.rows(job).used,
     )
 
 
@@ -464,6 +466,7 @@ class _Counted:
         self.embedding = replace(static_bytes(job, device, self._embedding), shared=first)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
         head = shared_buffers(job, device, model.output_layer) | deferred_output_layer(job)
+        head |= quantised_output_layer(job)
         head |= kept_microbatches(job, embedding=both, head=True)
         self.head = replace(static_bytes(job, device, self._head), shared=head)
 
@@ -719,6 +722,18 @@ def _assumed_of_times(job: Job, device: Device, efficiency: Efficiency) -> tuple
     )
 
 
+def _assumed_of_dispatch(job: Job) -> str:
+    name = dispatcher(job)
+    if name == "allgather":
+        return "tokens are gathered (allgather)"
+    if name != "hybridep":
+        return "the dispatcher is alltoall without DeepEP's buffers"
+    of = hybrid_ep.rows(job)
+    room = "" if of.capacity is None else f", room for {of.capacity:g} times that"
+    pages = "" if of.stashed is None else f", kept in pages for {of.stashed / of.used:g} times that"
+    return f"the dispatcher is HybridEP{room}{pages}"
+
+
 def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]:
     """Every assumption behind the figures, one sentence each."""
     left_out = sorted(n for n, v in LEFT_OUT.items() if job.config.get(n) not in (None, v))
@@ -744,11 +759,7 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
         sentences.append(
             "MoE: in the records every expert gets equally many tokens"
             + stated(job.moe_imbalance)
-            + (
-                "; tokens are gathered (allgather)."
-                if dispatcher(job) == "allgather"
-                else "; the dispatcher is alltoall without DeepEP's or HybridEP's buffers."
-            )
+            + (f"; {_assumed_of_dispatch(job)}.")
         )
     if job.graphs.implementation != "none":
         sentences.append(_assumed_of_graphs(job))

@@ -47,6 +47,8 @@ class Traffic:
     copies: int = 0
     """moe_router_topk with the flex dispatcher, whose kernels (DeepEP, HybridEP) send a token once
     to every domain that one of these copies is for; 0: the alltoall dispatcher sends all copies."""
+    used: float = 1.0
+    """Share of experts' rows that tokens take: kernels skip room that is left over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +149,18 @@ class Roofline(TorchDispatchMode):
 
     def _filled(self, name: str, args: Any) -> float:
         """Share of a product's rate that a grouped product reaches with the rows of one expert."""
-        weight = next((a for a in args if isinstance(a, torch.Tensor) and a.dim() == 3), None)
-        if weight is None or not name.startswith("gemm") or args[0].dim() == 3:
+        weight = _experts(name, args)
+        if weight is None:
             return 1.0
-        rows = args[0].shape[0] / weight.shape[0]
+        rows = self.traffic.used * args[0].shape[0] / weight.shape[0]
         gradient = name == "gemm_weight_gradient"
         half = self.efficiency.half_rows_gradient if gradient else self.efficiency.half_rows
         return rows / (rows + half)
 
     def _flops(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> int:
         if func.namespace == ops.NAMESPACE:
-            return ops.FLOPS[name](*args) if name in ops.FLOPS else 0
+            used = 1.0 if _experts(name, args) is None else self.traffic.used
+            return round(used * ops.FLOPS[name](*args)) if name in ops.FLOPS else 0
         count = flop_registry.get(func.overloadpacket)
         return int(count(*args, **kwargs, out_val=result)) if count else 0
 
@@ -171,7 +174,8 @@ class Roofline(TorchDispatchMode):
         # The largest tensor is everything that the group exchanges.
         whole_bytes = max(_storages(args).values(), default=0)
         copies = self.traffic.copies if name == ALLTOALL else 0
-        seconds = self.links.seconds(name, whole_bytes, ranks, copies)
+        used = self.traffic.used if copies else 1.0
+        seconds = self.links.seconds(name, round(used * whole_bytes), ranks, copies)
         if name == ALLTOALL and self.traffic.expert_alltoall:
             self.alltoall_seconds += seconds
         elif name == RING or _argument(func, args, _ASYNC):
@@ -207,6 +211,13 @@ class Communication(Roofline):
     def ms_between(self, begin: Reading, end: Reading) -> float:
         """The same without the host's."""
         return 1e3 * (end.kernels - begin.kernels)
+
+
+def _experts(name: str, args: Any) -> torch.Tensor | None:
+    """The weights [experts, out, in] of a grouped product; None of any other operation."""
+    weight = next((a for a in args if isinstance(a, torch.Tensor) and a.dim() == 3), None)
+    grouped = weight is not None and name.startswith("gemm") and args[0].dim() != 3
+    return weight if grouped else None
 
 
 def _storages(operands: Any) -> dict[int, int]:

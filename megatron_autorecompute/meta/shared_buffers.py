@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 
 OF_TORCH = "cuBLAS workspaces of torch"
 OF_LINEAR = "cuBLAS workspace"
@@ -49,6 +50,17 @@ def deferred_output_layer(job: Job) -> dict[str, int]:
     input_size = tokens * hidden // (tensor if job.config.get("sequence_parallel") else 1)
     each = 2 * (tokens * job.padded_vocab_size // tensor + 3 * input_size)
     return {"deferred gradients of logits": each * min(limit, products - 1)}
+
+
+def quantised_output_layer(job: Job) -> dict[str, int]:
+    """What `fp8_output_proj` adds: copies in MXFP8 of the output layer's bf16 weights, in both
+    layouts, that Transformer Engine caches (megatron-core extensions/transformer_engine.py
+    `TELMHeadColumnParallelLinear`, which is built outside fp8_model_init). Its input, which is
+    kept in bf16 in these figures, takes half."""
+    if not job.config.get("fp8_output_proj") or job.precision != "mxfp8":
+        return {}
+    elements = job.padded_vocab_size // job.size("tensor") * job.config["hidden_size"]
+    return {"quantised copies of the output layer": round(2 * COPY_BYTES["mxfp8"] * elements)}
 
 
 def graph_inputs(job: Job) -> dict[str, int]:

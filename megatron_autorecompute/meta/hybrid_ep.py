@@ -1,0 +1,147 @@
+"""Stand-ins for HybridEP's dispatch and combine, which the flex dispatcher calls.
+
+They keep what the handle of deepseek-ai/DeepEP, branch hybrid-ep of July 2026, holds
+(csrc/hybrid_ep/executor/executor.cu `metadata_preprocess_core`, in one NVLink domain) until the
+backward of both (megatron-core transformer/moe/fused_a2a.py `HybridEPDispatch`, `HybridEPCombine`).
+Permutation is part of the exchange: no tensor of the rows exists on the sending side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_autorecompute.meta import ops
+from megatron_autorecompute.meta.job import CAPACITY, STASH, Job
+from megatron_autorecompute.meta.outside_torch import dispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How many rows a rank's experts get of evenly routed tokens, and what they keep of them."""
+
+    copies: int = 1
+    """Of each token, on all ranks that exchange tokens, divided by the ranks that hold different
+    experts: router's top-k times expert tensor parallel ranks."""
+    capacity: float | None = None
+    """`moe_expert_rank_capacity_factor`: tensors have room for so many times the even share."""
+    multiple: int = 1
+    """Rows of an expert are padded to it (moe_utils.py `get_align_size_for_quantization`)."""
+    stashed: float | None = None
+    """Pages of `moe_paged_stash` for each row of the room: its factor for the even share, divided
+    by the capacity."""
+
+    @property
+    def used(self) -> float:
+        """Share of the room that tokens take."""
+        return 1 / (self.capacity or 1.0)
+
+    def of(self, tokens: int, experts: int) -> int:
+        """Rows on a rank with so many tokens of its own and so many experts."""
+        even = tokens * self.copies
+        if self.capacity is not None:
+            return math.ceil(even * self.capacity / self.multiple) * self.multiple
+        return experts * math.ceil(even / experts / self.multiple) * self.multiple
+
+
+EVEN = Rows()
+"""Those of a job without HybridEP, which change nothing."""
+
+
+def rows(job: Job) -> Rows:
+    """Of a job."""
+    if dispatcher(job) != "hybridep":
+        return EVEN
+    config = job.config
+    capacity, stashed = config.get(CAPACITY), None
+    if capacity and config.get(STASH):
+        stashed = abs(config.get(f"{STASH}_buffer_size_factor_cuda", 1.1)) / capacity
+    multiple = {"bf16": 1, "mxfp8": 32, "nvfp4": 64}.get(job.precision, 16)
+    if config.get("use_transformer_engine_op_fuser") or config.get("moe_use_grouped_tensor"):
+        multiple = 256
+    copies = int(config.get("moe_router_topk") or 2) * job.expert_tensor_parallel
+    return Rows(copies, capacity, multiple, stashed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Handle:
+    kept: torch.Tensor
+    """Bytes of its maps."""
+    group: Any
+    tokens: int
+    experts: int
+    """Of one rank."""
+    rows: int
+
+
+class _Dispatch(torch.autograd.Function):
+    """Tokens [tokens, hidden] to rows [rows, hidden] ordered by expert, and their probabilities."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, probs: torch.Tensor, handle: _Handle
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.handle = handle
+        return _exchanged(tokens, handle.rows, handle.group), probs.new_empty(handle.rows)
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: torch.Tensor, of_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        handle = ctx.handle
+        every = handle.experts * handle.group.size()
+        dprobs = of_probs.new_empty(handle.tokens, every)
+        return _exchanged(gradient, handle.tokens, handle.group), dprobs, None
+
+
+class _Combine(torch.autograd.Function):
+    """Rows to the sums of each token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, found: torch.Tensor, handle: _Handle) -> torch.Tensor:
+        ctx.handle = handle
+        return _exchanged(found, handle.tokens, handle.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(gradient, ctx.handle.rows, ctx.handle.group), None
+
+
+def _exchanged(x: torch.Tensor, length: int, group: Any) -> torch.Tensor:
+    received: torch.Tensor = ops.reorder(x.contiguous(), length)
+    if group.size() > 1:
+        torch.distributed.all_to_all_single(received, x, group=group)
+    return received
+
+
+def replacements(of: Rows) -> dict[str, Callable[..., Any]]:
+    """By their names in megatron-core's transformer/moe/token_dispatcher.py."""
+
+    def dispatch(
+        x: torch.Tensor,
+        routing_map: torch.Tensor,
+        probs: torch.Tensor,
+        group: Any,
+        num_local_experts: int,
+        num_permuted_tokens: Any = None,
+        **_: Any,
+    ) -> tuple[Any, ...]:
+        """num_permuted_tokens: given where every expert is padded to its capacity."""
+        tokens, experts = len(x), num_local_experts
+        length = num_permuted_tokens or of.of(tokens, experts)
+        # int32 for each rank and token, and a byte and int32 for each local expert of these.
+        kept = x.new_empty(tokens * group.size() * (4 + 5 * experts), dtype=torch.uint8)
+        handle = _Handle(kept, group, tokens, experts, length)
+        hidden, chosen = _Dispatch.apply(x, probs, handle)
+        counts = torch.full((experts,), length // experts, dtype=torch.int64, device="cpu")
+        return hidden, chosen, None, counts, handle
+
+    def combine(x: torch.Tensor, handle: _Handle, **_: Any) -> torch.Tensor:
+        found: torch.Tensor = _Combine.apply(x, handle)
+        return found
+
+    return {"hybrid_ep_dispatch": dispatch, "hybrid_ep_combine": combine}
