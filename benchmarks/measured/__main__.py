@@ -25,7 +25,8 @@ from benchmarks.measured.tables import read
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "benchmarks" / "data"
-ROWS = (DATA / "b200_measured.csv", DATA / "megatron_golden_memory.csv")
+TABLES = ("b200_measured", "megatron_golden_memory", "megatron_golden_memory_added")
+ROWS = tuple(DATA / f"{name}.csv" for name in TABLES)
 
 
 def case(run: Run) -> Case:

@@ -105,6 +105,11 @@ def _by_itself(run: Run, found: Prediction | None) -> str:
         )
     if run.between_steps_bytes is None or found is None or not found.stages:
         return ""
+    if _by_starting(run, found):
+        return (
+            "its first step took most, and no later one as much, which have Adam's moments besides:"
+            " what torch's compiler does once, by which container is not in the row"
+        )
     static, between = found.stages[run.measured[0].stage].parts["static"], run.between_steps_bytes
     held = f"{between / 1e9:.2f} GB between steps, {static / 1e9:.2f} by its flags"
     if max(static, between) > MOST_BETWEEN_STEPS * min(static, between):
@@ -112,3 +117,11 @@ def _by_itself(run: Run, found: Prediction | None) -> str:
     if len(run.worlds) > 1 and abs(static / between - 1) > MOST_OF_UNSAID:
         return f"{held} and the nearest number of GPUs, which is not in the row"
     return ""
+
+
+def _by_starting(run: Run, found: Prediction) -> bool:
+    """Whether the peak is no step's, but of what comes once."""
+    stage, peak_bytes = found.stages[run.measured[0].stage], run.measured[0].peak_bytes
+    if stage.first_step_bytes is None or run.first_step_bytes != peak_bytes:
+        return False
+    return stage.first_step_bytes < (1 - MOST_OF_BLOCKS) * stage.peak_bytes

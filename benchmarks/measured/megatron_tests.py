@@ -42,37 +42,7 @@ CONTAINERS = DATA / "megatron_test_containers.csv"
 RECORDINGS = DATA / "megatron_recordings.csv"
 MOE_RECORDINGS = DATA / "megatron_moe_recordings.csv"
 KEPT_MICROBATCHES = DATA / "megatron_kept_microbatches.csv"
-LARGE_WORKSPACES = (
-    "hybrid/hybrid_mr_mcore_te_",
-    "hybrid/hybrid_flextron_nightly_",
-    "moe/gpt3_mcore_cp2_pp2_ep2_te_4experts2parallel_nondeterministic",
-    "moe/gpt3_moe_mcore_te_tp2_pp2_ep4_etp1_fine_grained_offloading",
-    "moe/gpt3_moe_mcore_te_tp2_pp2_ep4_etp1_no_mtp_no_a2a_ovlp_fine_grained_offloading",
-)
-"""Tests whose model_config.yaml sets CUBLAS_WORKSPACE_CONFIG=:4096:8, but no --deterministic-mode,
-which asks for it too (Megatron-LM cf3b8ee60)."""
-EXPANDABLE_SEGMENTS = frozenset(
-    (
-        "gpt/gpt3_15b_8t_release_sm_gb200",
-        "gpt/gpt3_mcore_te_tp1_pp4_vp1_1node",
-        "gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_decoupled_lr",
-        "gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_dist",
-        "gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather",
-        "gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_untied",
-        "gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_dist_tunable_overlap",
-        "gpt/gpt3_mcore_te_tp1_pp4_vp1_tunable_overlap",
-        "gpt/gpt3_mcore_te_tp2_pp2_resume_torch_dist_no_create_attention_mask_in_dataloader",
-        "mixtral/deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release",
-        "mixtral/deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release_sm",
-        "mixtral/mixtral_8x7b_tp1pp4ep8vpp8_release",
-        "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_mtp_resume_torch_dist_fp8",
-        "moe/gpt3_moe_mcore_te_tp2_pp2_ep4_etp1_fine_grained_offloading",
-        "nemotron/nemotron3_5_lightning_no_load_optim_tp1_pp1_cp1_ep4_dgx_gb200_1N4G",
-        "nemotron/nemotron3_super_release_gb200",
-        "nemotron/nemotron3_super_release_gb200_sm",
-    )
-)
-"""Tests whose model_config.yaml sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
+VARIABLES = DATA / "megatron_test_variables.csv"
 INDEX_ADD = "2025-10-16"
 """Megatron-LM 56818f9e5, since when deterministic MoE layers add up by `index_add_`, which keeps
 experts' outputs."""
@@ -121,6 +91,7 @@ def run(row: Mapping[str, str]) -> Run:
         encoder_decoder=sizes,
         environment=environment(row, given),
         evaluates=evaluates(row, given),
+        added=bool(row.get("added")),
         date=row.get("golden_date") or "",
         peaks_since=recorded.get("since", ""),
         scatters="" < recorded.get("since", "") < INDEX_ADD,
@@ -165,9 +136,10 @@ def environment(row: Mapping[str, str], given: Mapping[str, Any]) -> tuple[tuple
     (`Job.keeps_microbatches`); the last rank is one only without tensor parallelism.
     """
     found: list[tuple[str, Any]] = []
-    if row["case"].startswith(LARGE_WORKSPACES):
-        found.append(("cublas_workspace_config", ":4096:8"))
-    if row["case"] in EXPANDABLE_SEGMENTS:
+    own = variables().get(row["case"], {})
+    if workspaces := own.get("CUBLAS_WORKSPACE_CONFIG"):
+        found.append(("cublas_workspace_config", workspaces))
+    if own.get("PYTORCH_CUDA_ALLOC_CONF"):
         found.append(("expandable_segments", True))
     date = row.get("golden_date") or "9"
     if (row.get("variant") or "").startswith("lts") and date < NEW_LTS:
@@ -206,6 +178,15 @@ def kept_microbatches_since() -> dict[str, str]:
     file's history, and since when."""
     with open(KEPT_MICROBATCHES, newline="", encoding="utf-8") as file:
         return {row["golden_path"]: row["since"] for row in csv.DictReader(file)}
+
+
+@functools.cache
+def variables() -> dict[str, dict[str, str]]:
+    """Of tests whose model_config.yaml sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or
+    CUBLAS_WORKSPACE_CONFIG without --deterministic-mode, which asks for it too (Megatron-LM
+    cf3b8ee60)."""
+    with open(VARIABLES, newline="", encoding="utf-8") as file:
+        return {row["case"]: row for row in csv.DictReader(file)}
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from megatron_autorecompute.meta.encoder_decoder import encoder_decoder_need  # 
 from megatron_autorecompute.meta.flags import job_from_flags  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
 from megatron_autorecompute.meta.need import Need, own_need  # noqa: E402
-from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
+from megatron_autorecompute.meta.profiling import counts_graphs, profile_job  # noqa: E402
 from megatron_autorecompute.patched import patched  # noqa: E402
 from megatron_autorecompute.planner.planner import Planner  # noqa: E402
 from megatron_autorecompute.planner.policy_cost import StageCost  # noqa: E402
@@ -143,23 +143,28 @@ def _static(case: Case, world: int) -> int:
     return model.profile.stages[-1].static.total_bytes
 
 
-def _job(case: Case, world: int) -> Job:
-    return replace(job_of(case.flags, world), **dict(case.environment))
+def _job(case: Case, world: int, *, graphs: bool = False) -> Job:
+    return replace(job_of(case.flags, world, graphs=graphs), **dict(case.environment))
 
 
 def _planner(case: Case, world: int) -> tuple[Planner, Job]:
     job = _job(case, world)
+    return _planner_of(job, case.gpu), job
+
+
+def _planner_of(job: Job, gpu: str) -> Planner:
     modules = job.config.get("recompute_modules") or ()
     selective = job.config.get("recompute_granularity") == "selective"
-    profile = profile_job(job, device(case.gpu), only=modules if selective else ())
-    return Planner(profile, job.layout(), job.schedule()), job
+    profile = profile_job(job, device(gpu), only=modules if selective else ())
+    return Planner(profile, job.layout(), job.schedule())
 
 
-def job_of(flags: Sequence[str], world: int) -> Job:
+def job_of(flags: Sequence[str], world: int, *, graphs: bool = False) -> Job:
     """The job of a run. Megatron 0.19 refuses Transformer Engine's cross entropy, and deterministic
     mode with `--tp-comm-overlap`, with which older runs were made; the model can still be built
-    with both. Runs report what torch allocated, to which the pool of a CUDA graph adds nothing."""
-    older: dict[str, Any] = {"cuda_graph_impl": "none"}
+    with both. Runs report what torch allocated, to which the pool of a CUDA graph adds nothing but
+    while it is captured, so that graphs are left out unless asked for."""
+    older: dict[str, Any] = {} if graphs else {"cuda_graph_impl": "none"}
     refused = [*_pairs(flags, "--cross-entropy-fusion-impl", "te")]
     if refused:
         older["cross_entropy_fusion_impl"] = "te"
@@ -194,8 +199,26 @@ def _of_world(case: Case, world: int) -> Prediction:
     asked = {range(len(cost.stages))[stage] for stage in case.measured_stages}
     gpu, evaluates = device(case.gpu), case.evaluates
     blocks = {one: rounding(job, gpu, policy, one, evaluates=evaluates) for one in asked}
-    stages = tuple(_stage(one, blocks.get(stage)) for stage, one in enumerate(cost.stages))
-    return Prediction(stages, world, step_ms)
+    stages = [_stage(one, blocks.get(stage)) for stage, one in enumerate(cost.stages)]
+    graph_job = _job(case, world, graphs=True)
+    if counts_graphs(graph_job):
+        found = _planner_of(graph_job, case.gpu).evaluate(policy)
+        for stage, own in blocks.items():
+            stages[stage] = _with_capture(stages[stage], found.stages[stage], own)
+    return Prediction(tuple(stages), world, step_ms)
+
+
+def _with_capture(stage: Stage, cost: StageCost, blocks: Rounding) -> Stage:
+    """A stage whose graphs are captured before its first step, all of them in one pool. Later what
+    they save is in the pool, where torch does not report it: if that is most of the job, its
+    highest moment is the capture."""
+    peak = cost.peak
+    first_bytes = peak.breakdown.static_bytes - blocks.moments_bytes + peak.pool_bytes
+    if first_bytes <= peak.bytes - peak.pool_bytes:
+        return stage
+    return replace(
+        stage, peak_bytes=first_bytes, moment="capture of CUDA graphs", first_step_bytes=first_bytes
+    )
 
 
 def _of_encoder_decoder(case: Case, sizes: tuple[int, int, int]) -> Prediction:

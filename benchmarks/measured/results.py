@@ -52,6 +52,7 @@ def _point(run: Run, prediction: Prediction, measured: Measured, doubt: str) -> 
         "run": run.name,
         "source": run.source,
         "tier": run.tier,
+        "added": run.added,
         "family": run.family,
         "gpu": run.gpu,
         "gpus": prediction.num_gpus,

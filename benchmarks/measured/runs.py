@@ -54,6 +54,8 @@ class Run:
     """Fields of `Job` that the flags do not say, and their values."""
     evaluates: bool = False
     """Whether an evaluation precedes its last step."""
+    added: bool = False
+    """Whether it was added when the model was done, so that it can only judge."""
     date: str = ""
     """When its source was written, year first."""
     peaks_since: str = ""

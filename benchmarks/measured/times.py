@@ -34,6 +34,7 @@ def point(run: Run, prediction: Prediction) -> Data | None:
         "gpu": run.gpu,
         "gpus": prediction.num_gpus,
         "role": role(run),
+        "added": run.added,
         "measured_ms": run.step_ms,
         "predicted_ms": round(predicted_ms, 1),
         "error": round(predicted_ms / run.step_ms - 1, 6),
@@ -71,13 +72,16 @@ def section(points: Sequence[Data]) -> Iterator[tuple[str, tuple[str, ...], list
     for one in points:
         chip = one["gpu"].partition("-")[0]
         family = "MoE" if one["family"].startswith("MoE") else "others"
-        said = f"{one['role']}, fitted" if one["run"] in halves else one["role"]
+        fitted = one["run"] in halves and not one["added"]
+        said = f"{one['role']}, fitted" if fitted else one["role"]
         said += ", one node" * (ONE_NODE in one["run"])
         groups.setdefault((said, chip, family), []).append(one)
         if one["role"] != HASHES:
             groups.setdefault(("~", chip, "all of these"), []).append(one)
+            if one["added"]:
+                groups.setdefault(("~ added rows", chip, "all of these"), []).append(one)
     lines = [_statistics(key, groups[key]) for key in sorted(groups)]
-    yield TIMES, STATISTICS, [["all" if cell == "~" else cell for cell in line] for line in lines]
+    yield TIMES, STATISTICS, [[cell.replace("~", "all") for cell in line] for line in lines]
     yield APART, EQUAL_FLAGS, _equal_flags(points)
     before = UNTOLD
     for name in (FITTED, JUDGES, ASSUMED):
@@ -93,7 +97,7 @@ def _hosts_half(points: Sequence[Data]) -> set[str]:
     half: set[str] = set()
     small = [p for p in points if p["role"] in (LAUNCHES, HASHES)]
     for chip in FITTED_HOSTS:
-        names = {p["run"] for p in small if p["gpu"].startswith(chip)}
+        names = {p["run"] for p in small if p["gpu"].startswith(chip) and not p["added"]}
         half.update(sorted(name for name in names if ONE_NODE not in name)[::2])
     half -= {p["run"] for p in small if p["role"] == HASHES}
     return half

@@ -221,6 +221,8 @@ class Peak:
     moment: str
     """A label: `stage 0, backward of layer 11, microbatch 3`."""
     breakdown: Breakdown
+    pool_bytes: int = 0
+    """Of these, what CUDA graphs of layers have in their memory pool and the buffers of inputs."""
 
 
 def stage_peak(
@@ -267,16 +269,18 @@ def stage_peak(
             best = (total, own, unit, copied)
     peak = _named_peak(base, stage, columns, best[1], best[2])
     split = replace(peak.breakdown, copy_bytes=best[3])
+    pooled = 0
     if any(unit.graph for chunk in columns for unit in chunk.units):
-        need = _with_graphs(base, columns, moments)
-        split = replace(split, graph_bytes=split.graph_bytes + need - split.total_bytes)
-    return replace(peak, bytes=split.total_bytes, breakdown=split)
+        outside, pooled = _with_graphs(base, columns, moments)
+        more = outside + pooled - split.total_bytes
+        split = replace(split, graph_bytes=split.graph_bytes + more)
+    return replace(peak, bytes=split.total_bytes, breakdown=split, pool_bytes=pooled)
 
 
 def _with_graphs(
     base: StageBase, columns: Sequence[ChunkColumns], moments: Sequence[Moment]
-) -> int:
-    """The most in the pool of CUDA graphs, and the most outside it, which cannot use it."""
+) -> tuple[int, int]:
+    """The most outside the pool of CUDA graphs, and the most in it, which nothing else can use."""
     pool = [chunk.in_graphs() for chunk in columns]
     rest = [chunk.outside_graphs(base.boundary_bytes) for chunk in columns]
     outside: int = max(
@@ -285,7 +289,7 @@ def _with_graphs(
     )
     outside = max(outside, base.static.total_bytes + base.optimizer_step_peak_bytes)
     pooled = max(_activations(pool, moment, 0) for moment in moments)
-    return outside + pooled
+    return outside, pooled
 
 
 def _activations(columns: Sequence[ChunkColumns], moment: Moment, boundary_bytes: int) -> int:

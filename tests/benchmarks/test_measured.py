@@ -19,6 +19,8 @@ from benchmarks.measured.tables import read
 MOE_CASE = "moe/gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel"
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 GOLDEN, B200 = DATA / "megatron_golden_memory.csv", DATA / "b200_measured.csv"
+ADDED = DATA / "megatron_golden_memory_added.csv"
+GRAPHS = "gpt3_mcore_te_tp2_pp2_ep4_etp1_resume_torch_dist_attn_cudagraph (h100)"
 
 
 def rows(path):
@@ -35,7 +37,7 @@ def written(path, changed):
 
 
 def test_every_row_is_a_run_or_says_why_it_is_none():
-    for path in (GOLDEN, B200):
+    for path in (GOLDEN, B200, ADDED):
         found = list(read(path))
         assert len(found) == len(rows(path))
         for row in found:
@@ -175,6 +177,24 @@ def test_of_runs_of_equal_flags_the_newest_is_judged_and_a_run_of_another_model_
     assert "is not in the row" in reason
 
 
+def test_added_rows_are_of_other_runs_than_those_that_parameters_were_fitted_on():
+    paths = [{row["golden_path"] for row in rows(path)} for path in (GOLDEN, ADDED)]
+    assert not paths[0] & paths[1]
+    assert all(row.added for row in read(ADDED) if isinstance(row, Run))
+    assert not any(row.added for row in read(GOLDEN) if isinstance(row, Run))
+
+
+def test_a_peak_that_only_the_first_step_had_is_not_judged():
+    named = "gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion (a100)"
+    runs = [row for row in read(ADDED) if isinstance(row, Run) and row.name == named]
+    static = {"static": runs[0].between_steps_bytes}
+    found = Prediction((Stage(1_764_363_756, "m", 1_583_373_804, static),), 8)
+    why = doubts([(run, found) for run in runs])
+    once = [run.first_step_bytes == run.measured[0].peak_bytes for run in runs]
+    assert {True, False} == {*once}
+    assert [bool(reason) for reason in why] == once
+
+
 def test_where_a_file_says_which_layers_are_quantised_both_bounds_are_told():
     run = next(r for r in read(GOLDEN) if isinstance(r, Run) and r.flags_without_quantising)
     assert "--fp4-format" in run.flags
@@ -197,6 +217,7 @@ HAS_PARSER = importlib.util.find_spec("megatron.training") is not None
         (B200, "llama3_70b_l12_tp4_pp1_dp2_mbc4_cef", 0.002),
         (B200, "llama3_70b_l12_tp1_cp8_pp1_dp1_seq32768_mbc4_cef", 0.002),
         (GOLDEN, "gpt3_7b_tp1_pp4_memory_speed (gb200)", 0.004),
+        (ADDED, GRAPHS, 0.01),
     ],
 )
 def test_one_run_of_each_family_is_predicted(path, name, bound):

@@ -69,6 +69,7 @@ def test_the_pool_of_layers_and_the_rest_are_each_at_their_most(stage, in_flight
     rest = in_flight * 2 * 40 + max(10, head and 7 + head)
     peak = peak_of(profile, layout, schedule, "none", stage)
     assert peak.bytes == 1000 + pool + max(rest, 90)
+    assert peak.pool_bytes == pool
     assert peak.breakdown.total_bytes == peak.bytes
     mixed = peak_of(profile, layout, schedule, "selective[mlp]*2,selective[core_attn]*2", stage)
     pool = in_flight * 2 * (60, 40)[stage] + (20, 35)[stage]
