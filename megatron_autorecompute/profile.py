@@ -236,6 +236,10 @@ class ChoiceRecord:
     """How much higher the backward reaches if the gradient of the layer's output stays alive to its
     end, as the schedule keeps that of a chunk's output. None: not known; then it is
     `Profile.boundary_bytes`, and 0 under full, because a checkpoint keeps that gradient itself."""
+    also_static_bytes: Bytes = 0
+    """Of held_bytes, what static bytes contain as well: what a MoE dispatcher keeps of its last
+    microbatch, and the layer saves anyway. It counts once in the chunk with the head, of which
+    one microbatch is in flight."""
     lines: RecordLines | None = None
     """The figures above as lines in the tokens of a microbatch; None: they hold for one length."""
     parts: tuple[PartBytes, ...] = ()

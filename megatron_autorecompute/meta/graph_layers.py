@@ -105,6 +105,7 @@ def _record(record: ChoiceRecord, run: GraphRun | None) -> ChoiceRecord:
         forward_transient_bytes=rest.forward_transient + pool.forward_transient_bytes,
         backward_transient_bytes=rest.backward_transient + pool.backward_transient_bytes,
         input_kept=run.keeps_input,
+        also_static_bytes=0,
         graph=pool,
     )
 

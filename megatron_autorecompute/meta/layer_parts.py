@@ -86,6 +86,7 @@ def _record(
         held_bytes=held,
         forward_transient_bytes=max(part.forward_peak_bytes for part in parts) - held,
         backward_transient_bytes=max(part.backward_peak_bytes for part in parts) - held,
+        also_static_bytes=0,
         parts=parts,
     )
 

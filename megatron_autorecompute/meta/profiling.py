@@ -22,6 +22,7 @@ from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta import hybrid_ep, kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
+from megatron_autorecompute.meta.dispatchers import SavedAnyway, counted_once, saved_anyway
 from megatron_autorecompute.meta.graph_layers import with_graphs
 from megatron_autorecompute.meta.graph_rules import without_refused
 from megatron_autorecompute.meta.job import Job
@@ -330,6 +331,7 @@ def _measured(
         return step(None, model)[0].float().mean()
 
     whole = ModelShard([model], all_gather=alone, choices_of=every)
+    shared: SavedAnyway = {}
     with (
         apply(nothing, model, groups=()) as applied,
         LiveBytes(static) as live,
@@ -342,6 +344,8 @@ def _measured(
             # One microbatch is in flight, as in a pipeline. So what a MoE layer's dispatcher keeps
             # until the next forward exists before the watched forward, not on top of it.
             earlier = forward()
+            if not job.config.get("overlap_moe_expert_parallel_comm"):
+                shared |= saved_anyway(model, applied.policy.layers, live)
             offloaded.begin()
             with clock, measurement.watch(live):
                 loss = forward()
@@ -359,7 +363,7 @@ def _measured(
             Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
         )
     counted.keep_buffers([*kept, *step.static], of_one_microbatch=kept_bytes)
-    return profile
+    return replace(profile, kinds=tuple(counted_once(kind, shared) for kind in profile.kinds))
 
 
 def own_embedding(job: Job, model: Any) -> list[torch.nn.Parameter]:

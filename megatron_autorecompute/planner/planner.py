@@ -36,6 +36,7 @@ from megatron_autorecompute.planner.peak_memory import (
     StageBase,
     check_figures,
     check_layout,
+    for_schedule,
     stage_base,
     stage_moments,
     stage_peak,
@@ -179,6 +180,7 @@ class Planner:
     ) -> None:
         check_layout(profile, layout, schedule)
         check_figures(profile, layout, schedule)
+        profile = for_schedule(profile, schedule)
         self.profile, self.layout, self.schedule = profile, layout, schedule
         self.percentile = profile.stated_percentile if percentile == "stated" else percentile
         if allowed is not None and not isinstance(allowed, OnlyChoices):

@@ -20,6 +20,7 @@ from megatron_autorecompute.planner.peak_memory import (
     StageBase,
     check_layout,
     every_moment,
+    for_schedule,
     stage_base,
     stage_moments,
     stage_peak,
@@ -127,6 +128,7 @@ class PolicyCosts:
         percentile: float | None = None,
     ) -> None:
         check_layout(profile, layout, schedule)
+        profile = for_schedule(profile, schedule)
         self.profile, self.layout, self.schedule = profile, layout, schedule
         bounds: tuple[Bound, ...] = tuple(SIGN) if _is_uncertain(profile) else ("nominal",)
         self._tables = {bound: CostTable(profile, percentile, bound) for bound in bounds}

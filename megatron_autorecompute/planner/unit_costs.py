@@ -200,23 +200,26 @@ class CostTable:
         equals = self._equals[self._kinds[layer].name]
         return frozenset([choice, *(inert for inert, other in equals.items() if other == choice)])
 
-    def layer(self, layer: int, policy: LayerPolicy, received: bool = False) -> Unit:
-        """Costs of one layer; `received` if another stage sent its input, which then stays alive.
+    def layer(
+        self, layer: int, policy: LayerPolicy, received: bool = False, alone: bool = False
+    ) -> Unit:
+        """Costs of one layer; `received` if another stage sent its input, which then stays alive,
+        `alone` if no other microbatch ever is in flight.
 
         Raises: ProfileError when the profile has no record of the choice.
         """
-        asked = layer, policy, received
+        asked = layer, policy, received, alone
         unit = self._units.get(asked)
         if unit is None:
             unit = self._units[asked] = self._unit_of(*asked)
         return unit
 
     @cached_property
-    def _units(self) -> dict[tuple[int, LayerPolicy, bool], Unit]:
+    def _units(self) -> dict[tuple[int, LayerPolicy, bool, bool], Unit]:
         """Of layers, by what `layer` was asked."""
         return {}
 
-    def _unit_of(self, layer: int, policy: LayerPolicy, received: bool) -> Unit:
+    def _unit_of(self, layer: int, policy: LayerPolicy, received: bool, alone: bool) -> Unit:
         record = self.record(layer, policy)
         if record is None:
             kind = self._kinds[layer]
@@ -227,6 +230,8 @@ class CostTable:
             )
         if received and not record.input_kept:
             record = self._with_input(record)
+        if alone:
+            record = _counted_once(record)
         kept = record.kept_gradient_bytes
         if kept is None:
             kept = 0 if policy == FULL else self.profile.boundary_bytes
@@ -238,8 +243,8 @@ class CostTable:
         """
         first, norm = layer == chunk.layers[0], self.profile.final_norm
         if layer != self.profile.model.num_layers:
-            return self.layer(layer, policy, received=first and not chunk.embedding)
-        unit = self.layer(layer, policy)
+            return self.layer(layer, policy, first and not chunk.embedding, alone=chunk.head)
+        unit = self.layer(layer, policy, alone=chunk.head)
         return unit if first or norm is None else _behind(self._shifted(norm, 1.0), unit)
 
     def units_in(
@@ -249,7 +254,7 @@ class CostTable:
         its `kept_gradient_bytes`. Raises: as `layer`.
         """
         first, depth = layer == chunk.layers[0], layer == self.profile.model.num_layers
-        alike = self._kinds[layer].name, first, depth, chunk.embedding, choices
+        alike = self._kinds[layer].name, first, depth, chunk.embedding, chunk.head, choices
         if alike not in self._alike:
             units = [self.layer_in(chunk, layer, choice) for choice in choices]
             kept = np.array([unit.kept_gradient_bytes for unit in units], np.int64)
@@ -456,6 +461,17 @@ def hidden_states_received(profile: Profile, chunk: Chunk) -> int:
     depths = profile.model.mtp_num_layers
     has_depths = any(layer >= profile.model.num_layers for layer in chunk.layers)
     return 1 if not chunk.head or has_depths else 1 + depths
+
+
+def _counted_once(record: ChoiceRecord) -> ChoiceRecord:
+    """The record without what static bytes contain as well; the backward's highest point counts
+    what the dispatcher keeps after it as static."""
+    size_bytes = min(record.also_static_bytes, record.held_bytes)
+    return replace(
+        record,
+        held_bytes=record.held_bytes - size_bytes,
+        backward_transient_bytes=record.backward_transient_bytes + size_bytes,
+    )
 
 
 def _scaled(group: OffloadGroup, factor: float) -> OffloadGroup:

@@ -70,6 +70,11 @@ class LiveBytes(TorchDispatchMode):
         """Restart the peak from the bytes alive now, but for those that are being freed."""
         self.peak_bytes = self.current_bytes - leaving_bytes
 
+    def counted_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Of the bytes alive, those of these tensors' storages."""
+        keys = {_key(tensor.untyped_storage()) for tensor in tensors}
+        return sum(self._live[key].counted_bytes for key in keys if key in self._live)
+
     def mark(self, label: Hashable) -> None:
         """End the running span and begin the one called label."""
         name, start_bytes = self._open

@@ -112,6 +112,14 @@ def test_in_flight_counts_what_a_plain_tally_counts(schedule):
 
 
 @given(schedules())
+def test_the_head_runs_alone_where_no_other_microbatch_of_its_chunk_is_in_flight(schedule):
+    last = schedule.num_stages - 1
+    for event, waiting in zip(schedule.events(last), schedule.in_flight(last), strict=True):
+        if schedule.runs_head_alone and event.chunk == schedule.num_chunks - 1:
+            assert waiting[-1] == 0
+
+
+@given(schedules())
 def test_first_stage_holds_most_microbatches(schedule):
     held = [schedule.in_flight(stage).sum(axis=1).max() for stage in range(schedule.num_stages)]
     assert held == sorted(held, reverse=True)
