@@ -127,6 +127,8 @@ class Device:
     """Bytes per second in one direction, between such groups."""
     source: str
     host: Host
+    l2_bytes: int | None = None
+    """`L2_cache_size` of torch's device properties; None: no source found."""
     reaches: Efficiency = Efficiency()
     """What its kernels and links are taken to reach."""
     reached_by: Mapping[str, str] = field(default_factory=dict)
@@ -192,6 +194,13 @@ def _host(data: object) -> Host:
     )
 
 
+def _l2_bytes(data: object) -> int | None:
+    if data is None:
+        return None
+    assert isinstance(data, dict), "devices.json is ours"
+    return round(data["mib"] * (1 << 20))
+
+
 def _device(name: str, data: Mapping[str, object]) -> Device:
     def number(key: str) -> float:
         return float(str(data[key]))
@@ -211,6 +220,7 @@ def _device(name: str, data: Mapping[str, object]) -> Device:
         number("network") * 1e9,
         str(data["source"]),
         _host(data["host"]),
+        _l2_bytes(data.get("l2")),
         Efficiency(**{name: float(value) for name, (value, _) in reaches.items()}),
         {name: source for name, (_, source) in reaches.items()},
     )

@@ -26,18 +26,13 @@ from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, run_step
 from megatron_autorecompute.patched import patched
 
-L2_MIB = {"a100-80gb": 40, "h100-80gb": 50, "h200-141gb": 50, "b200-180gb": 126.5}
-L2_MIB |= {"gb200-186gb": 129}
-"""`L2_cache_size` of torch's device properties: A100 and H100 by NVIDIA's tuning guides, B200 by
-pytorch/ao#4002, GB200 as a published record of one has it (135,266,304 bytes)."""
-
 
 def flushed_bytes(job: Job, device: Device) -> int:
     """Bytes of the tensor by which inductor flushes the L2 cache; 0 if it times nothing, or on a
     device whose cache's size is not known."""
     if job.config.get("deterministic_mode") and not job.has_torch(2, 11):
         return 0
-    return round(L2_MIB.get(device.name, 0) * (1 << 20))
+    return device.l2_bytes or 0
 
 
 def evaluation_bytes(
