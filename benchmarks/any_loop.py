@@ -42,6 +42,7 @@ class Job:
     """Between what the leanest policy and none need."""
     says: bool = True
     """Whether the loop says the lengths of its next call."""
+    layers: int = 6
 
     @property
     def ranks(self) -> int:
@@ -81,7 +82,7 @@ def lengths(job: Job, call: int) -> list[list[int]]:
 
 def trained(job: Job, calls: int, with_auto: bool) -> list[Call]:
     """Runs on every rank."""
-    gpt, auto = SmallGPT(job.pp, job.vpp, job.ep), None
+    gpt, auto = SmallGPT(job.pp, job.vpp, job.ep, layers=job.layers), None
     forward_backward = get_forward_backward_func()
     if with_auto:
         budget_gib = job.budget_kib / 2**20

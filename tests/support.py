@@ -404,7 +404,7 @@ def forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[...,
 def one_step(
     models: list[Any],
     *,
-    num_microbatches: int = 4,
+    num_microbatches: int = 2,
     seed: int = 9,
     clear: bool = True,
     **shape: int,

@@ -38,7 +38,8 @@ def selective(*modules: str) -> dict:
 
 def steps_here(kind: str, sizes: dict, variants: list[dict]) -> list[StepResult]:
     start_parallel(**sizes)
-    return [one_step(tiny_gpt(tiny_config(kind, **sizes, **fields))) for fields in variants]
+    models = [tiny_gpt(tiny_config(kind, **sizes, **fields)) for fields in variants]
+    return [one_step(chunks, num_microbatches=4) for chunks in models]
 
 
 def steps(kind: str, sizes: dict, *variants: dict) -> list[list[StepResult]]:

@@ -189,7 +189,7 @@ def without_us(name, **fields):
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(rng=st.randoms(use_true_random=False))
 def test_random_policies_change_no_bit_of_losses_gradients_and_updated_weights(name, rng):
     modules, fields = MODELS[name]
@@ -298,11 +298,11 @@ def assert_equal_in_ranks(kind, sizes, policies, *fields_of_runs, ranks=2):
 
 
 def policies_for(modules, *, seed, chunk=4, chunks=1):
-    """Three policies that random ones seldom are, and five random ones, all different."""
+    """Three policies that random ones seldom are, and two random ones, all different."""
     rng = random.Random(seed)
     texts = ["full", f"full/{chunk}", f"selective[{'+'.join(modules)}]"]
     policies = {RecomputePolicy.parse(text, num_layers=chunk * chunks): None for text in texts}
-    while len(policies) < 8:
+    while len(policies) < 5:
         policies[random_policy(rng, modules, chunk=chunk, chunks=chunks)] = None
     return list(policies)
 
