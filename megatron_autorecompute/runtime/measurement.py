@@ -480,7 +480,8 @@ class Measurement:
         They are counted up from what earlier places hold. Otherwise the base is read when the place
         ends. A depth leaves gradients behind that belong to no place: those of the hidden states of
         all losses. So does a head whose weights are the embedding's: the gradient waits for the
-        embedding's part of it.
+        embedding's part of it, and of a layer's base only this is taken off, as gradients of its own
+        weights may stay.
         """
         places = {mark.place for mark in forward.marks}
         if not places & self._depths and forward.chunk not in self._tied:
@@ -495,7 +496,18 @@ class Measurement:
         elif self._received_by(one) is not None:
             base -= one.marks[1].input_bytes
         before = itertools.accumulate(own.values(), initial=base)
-        return dict(zip(own, before, strict=False))
+        counted = dict(zip(own, before, strict=False))
+        if one.phase == "forward" or places & self._depths:
+            return counted
+        found = {span.place: span for span in self._spans(one)}
+        head = found["head"]
+        waiting = head.end_bytes - head.input_bytes - counted["head"]
+        read = {
+            place: span.end_bytes - span.input_bytes - _context_gradient_bytes(one, place) - waiting
+            for place, span in found.items()
+            if place not in ("head", "embedding")
+        }
+        return {"head": counted["head"], **read}
 
     def _note_overhead(self, passes: Sequence[Pass], numbers: Sequence[int]) -> None:
         """Note the bytes alive when a pass starts, besides those of layers and boundary tensors."""
