@@ -480,7 +480,7 @@ class Measurement:
         They are counted up from what earlier places hold. Otherwise the base is read when the place
         ends. A depth leaves gradients behind that belong to no place: those of the hidden states of
         all losses. So does a head whose weights are the embedding's: the gradient waits for the
-        embedding's part of it, and of a layer's base only this is taken off, as gradients of its own
+        embedding's part of it. Of a layer's base only this is taken off: gradients of its own
         weights may stay.
         """
         places = {mark.place for mark in forward.marks}
