@@ -97,7 +97,7 @@ def run(plan, tmp_path, capsys):
 
 @pytest.mark.any_version
 def test_the_processes_of_the_stages_say_nothing(profile, tmp_path, capfd):
-    verified(profile, tmp_path, capfd, 4, None)
+    verified(profile, tmp_path, capfd, 2, None)
 
 
 def test_a_plan_is_what_megatrons_schedule_does_with_chunks(profile, tmp_path, capsys):

@@ -22,6 +22,7 @@ from tests.fake_cuda import fake_cuda
 from tests.hybrid_models import make_runnable, runnable, small_model
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.newest_version
 BUDGET_GIB = 13_000 / 2**20
 
 

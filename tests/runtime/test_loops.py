@@ -24,6 +24,7 @@ def test_a_bare_loop(one_rank, capsys):
     assert "recompute auto: the plan" in capsys.readouterr().out
 
 
+@pytest.mark.newest_version
 def test_a_loop_with_log_probs_several_updates_and_sleep(one_rank):
     plain, _ = actor_update.train(8, with_auto=False)
     losses, auto = actor_update.train(8)
@@ -33,6 +34,7 @@ def test_a_loop_with_log_probs_several_updates_and_sleep(one_rank):
     auto.close()
 
 
+@pytest.mark.newest_version
 def test_a_loop_that_knows_nothing_of_us_but_a_hook(one_rank, monkeypatch):
     monkeypatch.setattr(slime_hook, "MODULES", (train_step.__name__,))
     look_up = train_step.get_forward_backward_func
