@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "rope_theta": 500000.0}
-# transformers' defaults are DeepSeek-V3's, and gpt-oss-120b's.
+# transformers' defaults are DeepSeek-V3's, Qwen3-Next-80B's and gpt-oss-120b's.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "meta-llama/Meta-Llama-3-8B": (
         "Llama",
@@ -54,6 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 8,
         },
     ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": ("Qwen3Next", {}),
     "deepseek-ai/DeepSeek-V3": ("DeepseekV3", {"num_nextn_predict_layers": 1}),
     "moonshotai/Kimi-K2-Instruct": (
         "DeepseekV3",
@@ -70,6 +71,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "openai/gpt-oss-120b": ("GptOss", {}),
     "openai/gpt-oss-20b": ("GptOss", {"num_hidden_layers": 24, "num_local_experts": 32}),
 }
+
+VOCABULARIES = {"nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 131072}
+"""Of tokenizers that recipes leave the vocabulary to, as the models' public configs have it."""
 
 
 def hub_config(name: str) -> Any:

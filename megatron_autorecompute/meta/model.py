@@ -52,6 +52,9 @@ LEFT_OUT = {
     **megatron_fields.NO_RECOMPUTE,
     **megatron_fields.NO_OFFLOAD,
     **{name: False for name in ("fp8_param", "fp4_param")},
+    # TE's kernel writes q, k and v apart, as rotating q and k and copying v does, and saves nothing
+    # (pytorch/attention/rope.py `FusedQKVRoPEFunc`).
+    "fused_single_qkv_rope": False,
     # HybridEP's room and the pages of what is kept of it are in the stand-ins (`hybrid_ep.Rows`).
     **{name: None for name in (CAPACITY, *STASH_FIELDS)},
     # Megatron asks for fp8 beside these. The first pads each expert's tokens to a multiple of 16 to

@@ -64,3 +64,16 @@ def test_an_output_layer_in_fp8_has_copies_of_its_weights_in_both_layouts():
         for more in ({}, {"fp8_output_proj": True})
     )
     assert copied - plain == 2 * 33 * 1024 * HIDDEN // 32  # 1000 words are padded to 1024
+
+
+@pytest.mark.any_version
+def test_fields_that_ask_for_fp8_or_a_kernel_are_read_and_named():
+    asked = {"moe_router_padding_for_quantization": True, "fused_single_qkv_rope": True}
+    found = profile_job(job({**FIELDS, **asked}, precision="mxfp8", num_gpus=4), H100)
+    assert all(name in found.assumptions[-1] for name in asked)
+
+
+@pytest.mark.any_version
+def test_the_op_fusers_activation_keeps_its_input_alone():
+    fused = {"use_transformer_engine_op_fuser": True}
+    assert held(**fused, activation_func_clamp_value=7.0) == held(**fused)
