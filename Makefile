@@ -7,9 +7,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 TRITON := $(VENV)/triton
-CORE_019 := build/megatron-core-0.19.2
-BRIDGE_SITE := build/megatron-bridge-0.3.1
-BRIDGE_MAIN := build/bridge-main
+# In a folder of this name: of modules elsewhere hypothesis reads all sources for their constants.
+SITES := build/site-packages
+CORE_019 := $(SITES)/megatron-core-0.19.2
+BRIDGE_SITE := $(SITES)/megatron-bridge-0.3.1
+BRIDGE_MAIN := $(SITES)/bridge-main
 # A machine whose Python already has torch with CUDA keeps that torch.
 HAS_CUDA := $(shell $(PYTHON) -c "import torch; print(torch.cuda.is_available())" 2>/dev/null)
 export TORCHDYNAMO_DISABLE := 1
@@ -135,7 +137,7 @@ $(TRITON): $(INSTALLED)
 
 # The 0.19.2 wheel asks for Python 3.12; its sources run on 3.11.
 $(CORE_019): | $(BIN)/python
-	mkdir -p build
+	mkdir -p $(SITES)
 	$(BIN)/python -m pip install --quiet --no-deps --no-binary megatron-core \
 	    --ignore-requires-python --target $@.part megatron-core==0.19.2
 	mv $@.part $@
@@ -177,7 +179,7 @@ bridge-recipes: $(TRITON) $(BRIDGE_MAIN)
 	    HF_HUB_OFFLINE=1 $(BIN)/python scripts/bridge_recipes.py
 
 $(BRIDGE_MAIN): $(TRITON) constraints/bridge-main.txt
-	mkdir -p build
+	mkdir -p $(SITES)
 	rm -rf $@.part $@
 	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints/bridge-main.txt --target $@.part
 	mv $@.part $@
@@ -193,7 +195,7 @@ bridge-checks: $(TRITON) $(BRIDGE_SITE)
 # Without their dependencies: megatron-bridge asks for packages that compile CUDA code. Of these
 # many modules the tests import, and so compile, few.
 $(BRIDGE_SITE): constraints/bridge.txt | $(BIN)/python
-	mkdir -p build
+	mkdir -p $(SITES)
 	rm -rf $@.part $@
 	$(BIN)/python -m pip install --quiet --no-deps --no-compile --requirement constraints/bridge.txt \
 	    --target $@.part

@@ -71,14 +71,21 @@ def test_every_strategy_of_megatron_is_written_in_megatrons_fields(layout):
         assert again == policy
 
 
-@settings(max_examples=200)
+CHOICES = st.sampled_from([NONE, FULL, CORE_ATTN])
+
+
+@settings(max_examples=80)
 @given(
     st.sampled_from(LAYOUTS),
-    st.lists(st.sampled_from([NONE, FULL, CORE_ATTN]), min_size=24, max_size=24),
+    st.tuples(CHOICES, CHOICES),
+    st.integers(0, 24),
+    st.dictionaries(st.integers(0, 23), CHOICES, max_size=1),
 )
-def test_native_fields_never_say_another_policy(layout, choices):
+def test_native_fields_never_say_another_policy(layout, chunk, first, changed):
+    """The first layers of every chunk have one choice, the rest another, and one layer any."""
     model = Model(24, *layout)
-    policy = RecomputePolicy(tuple(choices))
+    alike = [chunk[layer % chunk_size(model) >= first] for layer in range(24)]
+    policy = RecomputePolicy(tuple(changed.get(*each) for each in enumerate(alike)))
     fields = megatron_bridge.fields_of_policy(policy, model)
     if fields is not None:
         again = RecomputePolicy.parse(strategy_of(fields), num_layers=24, layout=blocks(model))

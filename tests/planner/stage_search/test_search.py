@@ -29,7 +29,7 @@ from tests.planner.random_profiles import another, problem, problem_of_many, sca
 from tests.planner.step_search.random_steps import SEVERAL_CHUNKS, random_step
 
 SEEDS = st.integers(0, 10**6)
-INSTANCES = 1600  # of 1.8 stages on average: almost 3,000, each searched in two ways
+INSTANCES = 1000  # of 1.8 stages on average, each searched in two ways
 AS_LONG_CHUNKS = Effort(complete_layers=-1)
 """Every budget is searched as chunks of many layers are."""
 
@@ -52,7 +52,7 @@ def test_the_optimum_is_that_of_brute_force_in_time_then_peak_then_runs(part):
             assert found(searched, stage, budget) == expected, (seed, stage)
             compared += 1
             feasible += expected is not None
-    assert compared > 600
+    assert compared > 400
     assert compared / 4 < feasible < compared
 
 
