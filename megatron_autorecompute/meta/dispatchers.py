@@ -1,13 +1,13 @@
-"""What MoE dispatchers keep of their last microbatch, and its layer saves for the backward as well.
+"""What MoE dispatchers keep of their last microbatch, beside what its layer saves for the backward.
 
-Such a tensor is alive once, though it counts in what the layer holds and, because it stays until
-the layer's next forward, in static bytes.
+A tensor of both is alive once, though it counts in what the layer holds and, because it stays until
+the layer's next forward, in static bytes. So do tensors that the graph of a kept tensor leads to.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,14 @@ from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import LayerKind
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 
-SavedAnyway = dict[tuple[int, LayerPolicy], int]
+KeptBeside = dict[tuple[int, LayerPolicy], int]
 """Bytes by layer and choice."""
 
 
-def saved_anyway(
+def kept_beside(
     model: torch.nn.Module, policy: Sequence[LayerPolicy], live: LiveBytes
-) -> SavedAnyway:
-    """Bytes that each decoder layer's dispatcher and another share; call it after a forward.
+) -> KeptBeside:
+    """Bytes that only the dispatcher of a decoder layer keeps; call it after a forward.
 
     Args:
         model: on meta tensors.
@@ -35,27 +35,32 @@ def saved_anyway(
     found = {}
     for site in model_layers.block_sites([model]):
         for layer, index in zip(site.block.layers, site.layers, strict=True):
-            sizes = [_shared_bytes(each, live) for each in defects.graph_keepers(layer)]
-            found[index, policy[index]] = sum(sizes)
+            keepers = defects.graph_keepers(layer)
+            if keepers:
+                found[index, policy[index]] = _own_bytes(keepers, live)
     return found
 
 
-def _shared_bytes(keeper: Any, live: LiveBytes) -> int:
-    """Of the tensors that an object keeps, bytes of those that stay alive without it."""
-    kept = {
-        name: each
+def _own_bytes(keepers: Sequence[Any], live: LiveBytes) -> int:
+    """Of the tensors that objects keep, bytes of those that are gone without them."""
+    kept = [
+        (keeper, name, each)
+        for keeper in keepers
         for name, each in vars(keeper).items()
-        if isinstance(each, torch.Tensor) and each.is_meta and live.counted_bytes([each])
-    }
-    size_bytes, before = live.counted_bytes(kept.values()), live.current_bytes
-    known = [(name, _Like(tensor)) for name, tensor in kept.items()]
-    for name in kept:
-        setattr(keeper, name, None)
+        if isinstance(each, torch.Tensor) and live.counted_bytes([each])
+    ]
+    # Numbers of tokens, which have values on the CPU, are nobody else's.
+    own_bytes = live.counted_bytes([each for _, _, each in kept if not each.is_meta])
+    known = [(keeper, name, _Like(each)) for keeper, name, each in kept if each.is_meta]
     kept.clear()
-    shared_bytes = size_bytes - (before - live.current_bytes)
-    for name, like in known:
-        setattr(keeper, name, like.again())
-    return shared_bytes
+    before = live.current_bytes
+    for keeper, name, _ in known:
+        setattr(keeper, name, None)
+    own_bytes += before - live.current_bytes
+    made: dict[int, torch.Tensor] = {}
+    for keeper, name, like in known:
+        setattr(keeper, name, like.again(made))
+    return own_bytes
 
 
 class _Like:
@@ -63,27 +68,35 @@ class _Like:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = weakref.ref(tensor.untyped_storage())
+        self._key = int(tensor.untyped_storage()._cdata)
+        self._size_bytes = tensor.untyped_storage().nbytes()
         self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        self._options: dict[str, Any] = {"dtype": tensor.dtype, "device": "meta"}
+        self._dtype = tensor.dtype
 
-    def again(self) -> torch.Tensor:
-        storage, (offset, shape, stride) = self._storage(), self._place
+    def again(self, made: dict[int, torch.Tensor]) -> torch.Tensor:
+        """made: fills with tensors in place of storages that are gone."""
+        storage = self._storage()
         if storage is None:
-            return torch.empty_strided(shape, stride, **self._options)
-        return torch.empty(0, **self._options).set_(storage, offset, shape, stride)
+            if self._key not in made:
+                made[self._key] = torch.empty(self._size_bytes, dtype=torch.uint8, device="meta")
+            storage = made[self._key].untyped_storage()
+        return torch.empty(0, dtype=self._dtype, device="meta").set_(storage, *self._place)
 
 
-def counted_once(kind: LayerKind, found: Mapping[tuple[int, LayerPolicy], int]) -> LayerKind:
-    """The kind with `also_static_bytes`; of several layers the least."""
+def counted_once(
+    kind: LayerKind, kept_bytes: int, beside: Mapping[tuple[int, LayerPolicy], int]
+) -> LayerKind:
+    """The kind with `also_static_bytes`.
 
-    def least(choice: LayerPolicy) -> int:
-        return min(_of(kind, choice, found), default=0)
+    Args:
+        kind: of the layers that were built.
+        kept_bytes: what static bytes count of a dispatcher.
+        beside: as `kept_beside` found; of several layers the most counts.
+    """
 
-    choices = (replace(each, also_static_bytes=least(each.policy)) for each in kind.choices)
+    def also(choice: LayerPolicy) -> int:
+        own = [beside[i, choice] for i in kind.layers if (i, choice) in beside]
+        return max(0, kept_bytes - max(own)) if own else 0
+
+    choices = (replace(each, also_static_bytes=also(each.policy)) for each in kind.choices)
     return replace(kind, choices=tuple(choices))
-
-
-def _of(
-    kind: LayerKind, choice: LayerPolicy, found: Mapping[tuple[int, LayerPolicy], int]
-) -> Iterator[int]:
-    return (found[i, choice] for i in kind.layers if (i, choice) in found)

@@ -22,7 +22,7 @@ from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta import hybrid_ep, kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
-from megatron_autorecompute.meta.dispatchers import SavedAnyway, counted_once, saved_anyway
+from megatron_autorecompute.meta.dispatchers import KeptBeside, counted_once, kept_beside
 from megatron_autorecompute.meta.graph_layers import with_graphs
 from megatron_autorecompute.meta.graph_rules import without_refused
 from megatron_autorecompute.meta.job import Job
@@ -331,7 +331,7 @@ def _measured(
         return step(None, model)[0].float().mean()
 
     whole = ModelShard([model], all_gather=alone, choices_of=every)
-    shared: SavedAnyway = {}
+    beside: KeptBeside = {}
     with (
         apply(nothing, model, groups=()) as applied,
         LiveBytes(static) as live,
@@ -345,7 +345,7 @@ def _measured(
             # until the next forward exists before the watched forward, not on top of it.
             earlier = forward()
             if not job.config.get("overlap_moe_expert_parallel_comm"):
-                shared |= saved_anyway(model, applied.policy.layers, live)
+                beside |= kept_beside(model, applied.policy.layers, live)
             offloaded.begin()
             with clock, measurement.watch(live):
                 loss = forward()
@@ -363,7 +363,8 @@ def _measured(
             Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
         )
     counted.keep_buffers([*kept, *step.static], of_one_microbatch=kept_bytes)
-    return replace(profile, kinds=tuple(counted_once(kind, shared) for kind in profile.kinds))
+    kinds = (counted_once(kind, counted.of_one_dispatcher, beside) for kind in profile.kinds)
+    return replace(profile, kinds=tuple(kinds))
 
 
 def own_embedding(job: Job, model: Any) -> list[torch.nn.Parameter]:
@@ -465,6 +466,7 @@ class _Counted:
         self._moe |= dict.fromkeys(of_depths, job.experts_of_depth) if job.experts_of_depth else {}
         self._built_moe += job.experts_of_depth * len(sites)
         self._kept_bytes: dict[int, int] = {}
+        self.of_one_dispatcher = 0
         both = not several or bool(mtp)
         first = kept_microbatches(job, embedding=True, head=not several)
         self.embedding = replace(static_bytes(job, device, self._embedding), shared=first)
@@ -489,7 +491,7 @@ class _Counted:
         that the graph of a layer without recompute holds as well.
         """
         if self._moe:
-            each = -(-of_one_microbatch // self._built_moe)
+            each = self.of_one_dispatcher = -(-of_one_microbatch // self._built_moe)
             self._kept_bytes = {index: each * count for index, count in self._moe.items()}
         size_bytes = storage_bytes(tensors)
         if self.job.transformer_impl == "local":

@@ -164,7 +164,8 @@ SamplesByKey = dict[tuple[str, LayerPolicy], Samples]
 
 
 NEAR_PEAK = 0.8
-"""Lines for what a call holds beside layers are of moments that need this share of its peak."""
+"""Lines for what a call holds beside layers are of moments that need this share of its peak; on one
+stage of all, as the longest microbatch may come when all of the call's batch has been touched."""
 _LISTS: dict[Figure, str] = {
     "held": "held_bytes",
     "input": "input_bytes",
@@ -515,6 +516,7 @@ class Measurement:
         high = [max(mark.peak_bytes for mark in one.marks[1:]) for one in passes]
         sizes = {n: self._boundary_bytes(one) for one, n in zip(passes, numbers, strict=True)}
         in_flight: dict[int, deque[int]] = defaultdict(deque)
+        share = NEAR_PEAK if self.shard.config.pipeline_model_parallel_size > 1 else 0.0
         for one, number, owners, peak_bytes in zip(
             passes, numbers, self._owners(passes), high, strict=True
         ):
@@ -525,7 +527,7 @@ class Measurement:
             received = 0 if self.shard.has(one.chunk, outside) else sizes[number]
             rest = above - received - sum(sizes[owner] for owner in owners)
             most[one.phase] = max(most[one.phase], rest)
-            if peak_bytes >= NEAR_PEAK * max(high):
+            if peak_bytes >= share * max(high):
                 near[one.phase] = max(near[one.phase], rest)
             if one.phase == "forward":
                 in_flight[one.chunk].append(self._held_of(one))
