@@ -255,6 +255,8 @@ CHECKED = """What was looked at:
 CHECKED_TOO = """- **llama31_405b in bf16 on 256 GPUs** has the same activations. Bridge's
   tables have 256 GB200 in fp8cs, fp8mx and nvfp4; its pull request 3759 gave nvfp4 there expandable
   segments "due to CUDA OOM".
+- **llama31_405b in fp8mx on 128 B300 or GB300** is the setting of 256 GPUs, which NVIDIA published
+  on GB300, with the optimizer's state divided by half as many ranks.
 """
 
 
