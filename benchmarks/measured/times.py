@@ -166,9 +166,9 @@ parameter. Errors are absolute, but for the worst.
 - *Fitted*: a parameter was fitted on the row.
 - *Judges*: none was, the number of GPUs is known, and the hidden size is 4,096 or more.
 - *Small layers*: the host decides, whose GPU waits for launches. Of those on H100 every other one,
-  by name, is *fitted*: three parameters of the host, and by how much it was slower in two
-  recordings (below). Of those on GB200 likewise two of the three, without the tests on one node;
-  of those on A100 one factor for H100's.
+  by name, is *fitted*: four parameters of the host, and by how much it was slower in two
+  recordings (below). Of those on GB200 likewise two, with a hook as a module, without the tests on
+  one node; of those on A100 one factor for those that H100 had before.
 - *Hosts apart*: the median error if predictions for these two recordings are multiplied by that
   factor, 1.3. It is no GPU's, and no plan has it.
 - *Weights hashed*: `--check-weight-hash-across-dp-replicas-interval 1` has every step copy all

@@ -54,7 +54,9 @@ class Efficiency:
     """Microseconds that the host needs for one operation of torch, views too, or a collective."""
     module_us: float = 0.0
     """The same for a kernel of Transformer Engine's modules or of Megatron's fused functions, with
-    the Python around it, and for the hook that adds a parameter's gradient."""
+    the Python around it."""
+    hook_us: float = 0.0
+    """The same for the hook that adds a parameter's gradient."""
     call_us: float = 0.0
     """Microseconds that the host needs besides for one forward or backward of a chunk, where stages
     send each other tensors."""

@@ -133,7 +133,9 @@ class Roofline(TorchDispatchMode):
         DistributedDataParallel, which is Python for every parameter; but not what a checkpoint
         recomputes, which has gradients enabled, as nothing that torch's engine runs has."""
         in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        python = (fused and name != _OF_HOST) or (in_backward and name == _HOOK)
+        if in_backward and name == _HOOK:
+            return self.efficiency.hook_us
+        python = fused and name != _OF_HOST
         return self.efficiency.module_us if python else self.efficiency.host_us
 
     def _rate(self, name: str, args: Any) -> float:
