@@ -22,6 +22,7 @@ from tests.meta.test_no_device import GROUPS, HEADS, MOE, SEQUENCE, UNIT, job
 
 H100 = device("h100-80gb")
 EVERY_TENSOR = {"min_offloaded_tensor_size": 1}
+ROUNDING = 1e-9  # of shares of a layer's time, which are differences of sums
 SETS = [("core_attn", "attn_proj", "mlp_norm"), ("expert_fc1", "moe_act")]
 
 
@@ -56,7 +57,8 @@ def test_groups_are_those_that_megatrons_modules_save(profile):
     assert (proj.name, proj.host_bytes, proj.device_bytes) == ("attn_proj", 2 * UNIT, 2 * UNIT)
     assert core.device_bytes == core.host_bytes - 2 * UNIT
     assert core.forward_end < proj.forward_end
-    assert proj.backward_begin < proj.backward_end <= core.backward_begin < core.backward_end
+    assert proj.backward_begin < proj.backward_end <= core.backward_begin + ROUNDING
+    assert core.backward_begin < core.backward_end
     fc1, act = moe.record("none+offload[expert_fc1+moe_act]").offload_groups
     routed = SEQUENCE * MOE["moe_router_topk"]
     assert fc1.host_bytes == fc1.device_bytes == 2 * routed * UNIT // SEQUENCE
