@@ -108,7 +108,7 @@ def _by_itself(run: Run, found: Prediction | None) -> str:
     if _by_starting(run, found):
         return (
             "its first step took most, and no later one as much, which have Adam's moments besides:"
-            " what torch's compiler does once, by which container is not in the row"
+            " something that comes once, such as compiling; the container is not in the row"
         )
     static, between = found.stages[run.measured[0].stage].parts["static"], run.between_steps_bytes
     held = f"{between / 1e9:.2f} GB between steps, {static / 1e9:.2f} by its flags"

@@ -163,10 +163,8 @@ class _Linear(torch.autograd.Function):
         saved = normed
         if precision.saved_element_bytes < normed.element_size() and not saves_input:
             saved = ops.quantize(normed, precision.saved_element_bytes)
-        ctx.stashed = grouped and _settings.rows.stashed
-        ctx.saved_shape, ctx.saved_dtype = saved.shape, saved.dtype
         if not ctx.frozen:
-            kept.append(_stashed(saved) if ctx.stashed else saved)
+            kept.append(_stashed(ctx, saved) if grouped else saved)
         total = _gathered(normed, split.group) if split.gathers else normed
         del normed
         y = ops.gemm(total, weight, precision.name)
@@ -192,9 +190,7 @@ class _Linear(torch.autograd.Function):
         weight_gradient = None
         if not ctx.frozen:
             weight_gradient = torch.empty_like(weight) if ctx.makes else None
-            saved = kept[-1]
-            if ctx.stashed:
-                saved = saved.new_empty(ctx.saved_shape, dtype=ctx.saved_dtype)
+            saved = _restored(ctx, kept[-1])
             total = _gathered(saved, split.group, beside=True) if split.gathers else saved
             ops.gemm_weight_gradient(gradient, total, weight, precision.name)
             weight.grad_added_to_main_grad = _settings.fuses_gradients
@@ -278,17 +274,15 @@ class _Gated(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, in_fp8: bool
     ) -> torch.Tensor:
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        ctx.stashed = weights is not None and _settings.rows.stashed
-        saved = _stashed(x) if ctx.stashed else x.to(torch.float8_e4m3fn) if in_fp8 else x
-        ctx.save_for_backward(saved, weights)
+        saved = x if weights is None else _stashed(ctx, x)
+        ctx.save_for_backward(
+            saved.to(torch.float8_e4m3fn) if in_fp8 and saved is x else saved, weights
+        )
         return ops.gated(x, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weights = ctx.saved_tensors
-        if ctx.stashed:
-            x = x.new_empty(ctx.shape, dtype=ctx.dtype)
+        x, weights = _restored(ctx, ctx.saved_tensors[0]), ctx.saved_tensors[1]
         dx, dweights = ops.gated_backward(gradient, x.to(gradient.dtype), weights)
         return dx, None if weights is None else dweights, None
 
@@ -300,16 +294,12 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        ctx.stashed = weights is not None and _settings.rows.stashed
-        ctx.save_for_backward(_stashed(x) if ctx.stashed else x, weights)
+        ctx.save_for_backward(x if weights is None else _stashed(ctx, x), weights)
         return ops.pointwise(x, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weights = ctx.saved_tensors
-        if ctx.stashed:
-            x = x.new_empty(ctx.shape, dtype=ctx.dtype)
+        x, weights = _restored(ctx, ctx.saved_tensors[0]), ctx.saved_tensors[1]
         dx, dweights = ops.pointwise_backward(gradient, x, weights)
         return dx, None if weights is None else dweights
 
@@ -328,13 +318,25 @@ class _CrossEntropy(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-def _stashed(saved: torch.Tensor) -> torch.Tensor:
-    """The pages of `moe_paged_stash` that what experts save is copied to; a backward copies it to a
-    tensor of the whole room again. Copies run beside the layers, and take no time here.
-    megatron-core transformer/moe/paged_stash.py; what TE marks for it are the tensors saved here
+def _stashed(ctx: Any, saved: torch.Tensor) -> torch.Tensor:
+    """What experts save: under `moe_paged_stash` the pages that it is copied to, until `_restored`.
+    Copies run beside the layers, and take no time here. megatron-core
+    transformer/moe/paged_stash.py; what TE marks for it are the tensors saved here
     (pytorch/utils.py `mark_grouped_tensor`)."""
-    size_bytes = saved.numel() * saved.element_size() * (_settings.rows.stashed or 1.0)
+    share = _settings.rows.stashed
+    if share is None:
+        return saved
+    ctx.unstashed = saved.shape, saved.dtype
+    size_bytes = saved.numel() * saved.element_size() * share
     return saved.new_empty(round(size_bytes), dtype=torch.uint8)
+
+
+def _restored(ctx: Any, saved: torch.Tensor) -> torch.Tensor:
+    """A tensor of the whole room, to which a backward copies pages; without any what was saved."""
+    if not hasattr(ctx, "unstashed"):
+        return saved
+    shape, dtype = ctx.unstashed
+    return saved.new_empty(shape, dtype=dtype)
 
 
 def _gathered(x: torch.Tensor, group: Any, beside: bool = False) -> torch.Tensor:

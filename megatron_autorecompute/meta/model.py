@@ -60,10 +60,8 @@ LEFT_OUT = {
     # Megatron asks for fp8 beside these. The first pads each expert's tokens to a multiple of 16 to
     # 256, which even routing mostly has, and HybridEP's stand-in counts; of the second, copies of
     # the output layer's weights are counted (`shared_buffers.quantised_output_layer`).
-    **{
-        name: False
-        for name in ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
-    },
+    "moe_router_padding_for_quantization": False,
+    "moe_router_padding_for_fp8": False,
     "fp8_output_proj": False,
     megatron_fields.POLICY_FIELD: None,
 }

@@ -765,7 +765,7 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
         sentences.append(
             "MoE: in the records every expert gets equally many tokens"
             + stated(job.moe_imbalance)
-            + (f"; {_assumed_of_dispatch(job)}.")
+            + f"; {_assumed_of_dispatch(job)}."
         )
     if job.graphs.implementation != "none":
         sentences.append(_assumed_of_graphs(job))
