@@ -14,6 +14,7 @@ from benchmarks.measured.results import Data
 
 MOST_SHOWN = 0.25
 """Errors beyond are drawn at the edge."""
+MARKERS = "o^s"
 
 
 def write(data: Data, path: Path) -> None:
@@ -21,10 +22,11 @@ def write(data: Data, path: Path) -> None:
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
-    for name, points in by_family(judged(data)).items():
+    for number, (name, points) in enumerate(by_family(judged(data)).items()):
         errors = [max(-MOST_SHOWN, min(MOST_SHOWN, point["error"])) for point in points]
         sizes = [point["measured_bytes"] / 1e9 for point in points]
-        axes.scatter(sizes, errors, s=14, alpha=0.6, label=name)
+        marker = MARKERS[number // 10 % len(MARKERS)]  # of ten colours
+        axes.scatter(sizes, errors, s=14, alpha=0.6, label=name, marker=marker)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xlabel("measured peak, GB")
