@@ -282,7 +282,8 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weights = _restored(ctx, ctx.saved_tensors[0]), ctx.saved_tensors[1]
+        saved, weights = ctx.saved_tensors
+        x = _restored(ctx, saved)
         dx, dweights = ops.gated_backward(gradient, x.to(gradient.dtype), weights)
         return dx, None if weights is None else dweights, None
 
@@ -299,7 +300,8 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weights = _restored(ctx, ctx.saved_tensors[0]), ctx.saved_tensors[1]
+        saved, weights = ctx.saved_tensors
+        x = _restored(ctx, saved)
         dx, dweights = ops.pointwise_backward(gradient, x, weights)
         return dx, None if weights is None else dweights
 
