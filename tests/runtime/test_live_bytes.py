@@ -139,12 +139,12 @@ def test_what_a_collective_keeps_after_its_caller_waited_is_not_counted(one_rank
             return func(*args, **(kwargs or {}))
 
     with SlowThread(), LiveBytes() as live:
-        whole, part = torch.full((2, 128), 3.0), kib(1)
+        whole, part = torch.full((256,), 3.0), torch.empty(256)
         torch.distributed.all_reduce(whole)
         torch.distributed.all_gather_into_tensor(part, whole)
         torch.distributed.reduce_scatter_tensor(whole, part + 1)
-        assert torch.equal(part, torch.full((256,), 3.0))
-        assert torch.equal(whole, torch.full((2, 128), 4.0))
+        assert part.unique().tolist() == [3.0]
+        assert whole.unique().tolist() == [4.0]
         assert live.current_bytes == 2 * KIB
         del whole, part
         assert live.current_bytes == 0
