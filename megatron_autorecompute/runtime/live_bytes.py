@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter
 
 _running: list["LiveBytes"] = []
 _storage_class: Any = torch.UntypedStorage  # mypy does not allow setting a method of a class
@@ -103,10 +103,8 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _COLLECTIVES and _is_awaited(func, args):
-            result = _on_copies(func, args)
-        else:
-            result = func(*args, **(kwargs or {}))
+        run = _exchange if func is torch.ops.c10d.alltoall_base_.default else func
+        result = run(*args, **(kwargs or {}))
         for leaf in [result] if isinstance(result, torch.Tensor) else tree_iter(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf.untyped_storage())
@@ -185,39 +183,18 @@ def count_once(target: torch.UntypedStorage, source: torch.UntypedStorage) -> No
         tracker._share(target, source)
 
 
-# Collectives of c10d, whose first argument is what they write to.
-_COLLECTIVES = {
-    getattr(torch.ops.c10d, name).default
-    for name in (
-        "allreduce_",
-        "alltoall_base_",
-        "_allgather_base_",
-        "_reduce_scatter_base_",
-        "allgather_",
-        "reduce_scatter_",
-        "broadcast_",
-        "reduce_",
-    )
-}
-
-
-def _is_awaited(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a collective is one of the CPU, and its caller waits for it at once."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-    on_cpu = all(leaf.device.type == "cpu" for leaf in tree_iter(args[0]))
-    return on_cpu and not given.get("async_op", True)
-
-
-def _on_copies(func: Any, args: tuple[Any, ...]) -> Any:
-    """A collective of gloo on copies that nobody counts. A thread of gloo has references to what it
-    communicates until some moment after the caller has waited, later where the machine is busy."""
+def _exchange(output: torch.Tensor, source: torch.Tensor, *how: Any) -> Any:
+    """gloo's `all_to_all_single`, on copies that nobody counts. A thread of gloo has references to
+    what it exchanges until some moment after the exchange, later where the machine is busy."""
+    run = torch.ops.c10d.alltoall_base_
+    if output.device.type != "cpu":
+        return run(output, source, *how)
     with _disable_current_modes():
-        copies = tree_map_only(torch.Tensor, torch.clone, args)
-        *_, work = result if isinstance(result := func(*copies), tuple) else (result,)
+        copied = torch.empty_like(output)
+        work = run(copied, source.clone(), *how)
         work.wait()
-        for leaf, copy in zip(tree_iter(args[0]), tree_iter(copies[0]), strict=True):
-            leaf.copy_(copy)
-    return (args[0], work) if isinstance(result, tuple) else work
+        output.copy_(copied)
+    return work
 
 
 _original_resize = torch.UntypedStorage.resize_

@@ -12,6 +12,7 @@ import torch
 from megatron_autorecompute.errors import ApplyError, PolicyError
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from tests.gloo import collectives_on_copies
 from tests.support import microbatch, one_step, tiny_config, tiny_gpt
 
 pytestmark = [
@@ -304,7 +305,8 @@ def test_a_policy_given_at_construction_equals_one_applied_to_a_built_model(fiel
 def held_bytes(model):
     """Bytes alive between forward and backward."""
     gc.collect()
-    with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+    counted = LiveBytes([*model.parameters(), *model.buffers()])
+    with collectives_on_copies(), counted as live:
         loss = model(**microbatch()).mean()
         gc.collect()  # what only a circle of references holds goes at any moment
         held = live.current_bytes
