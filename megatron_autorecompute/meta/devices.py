@@ -55,11 +55,9 @@ class Efficiency:
     module_us: float = 0.0
     """The same for a kernel of Transformer Engine's modules or of Megatron's fused functions, with
     the Python around it."""
-    hook_us: float = 0.0
-    """The same for the hook that adds a parameter's gradient."""
-    call_us: float = 0.0
-    """Microseconds that the host needs besides for one forward or backward of a chunk, where stages
-    send each other tensors."""
+    exchange_us: float = 0.0
+    """The same for an exchange of a ring (context parallelism), with the step of attention that it
+    is for."""
     collective_us: float = 0.0
     """Microseconds that every collective takes besides."""
     rank_us: float = 0.0

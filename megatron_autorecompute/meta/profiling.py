@@ -199,10 +199,7 @@ def counts_graphs(job: Job) -> bool:
 def traffic(job: Job) -> Traffic:
     """How the job communicates."""
     flex = job.config.get("moe_token_dispatcher_type") == "flex"
-    chunks = [chunk for stage in job.layout().stages for chunk in stage]
-    stages = job.size("pipeline")
     return Traffic(
-        spans_of_call=(job.num_layers + stages) / len(chunks) if stages > 1 else 0.0,
         userbuffers=bool(job.config.get("tp_comm_overlap")),
         expert_alltoall=bool(job.config.get("overlap_moe_expert_parallel_comm")),
         copies=int(job.config.get("moe_router_topk") or 0) if flex else 0,

@@ -27,7 +27,6 @@ from megatron_autorecompute.meta.links import ALLTOALL, RING, Links
 
 _PRECISIONS = ("bf16", "fp8", "fp4")
 _ASYNC = "async_op"
-_HOOK = "add_"
 _OF_HOST = "generator_states"
 _SPLIT = ("_allgather_base_", "_reduce_scatter_base_")
 
@@ -41,9 +40,6 @@ class Traffic:
     for the first of as many parts as there are ranks."""
     expert_alltoall: bool = False
     """overlap_moe_expert_parallel_comm: all-to-alls run beside another microbatch's arithmetic."""
-    spans_of_call: float = 0.0
-    """Layers of a chunk, and the embedding or the head, on average of a first or last stage of
-    several: each has its part of the host's time for a call of the chunk. 0: one stage."""
     copies: int = 0
     """moe_router_topk with the flex dispatcher, whose kernels (DeepEP, HybridEP) send a token once
     to every domain that one of these copies is for; 0: the alltoall dispatcher sends all copies."""
@@ -74,9 +70,6 @@ class Roofline(TorchDispatchMode):
         self.exposed_seconds = 0.0
         """Of `seconds`, those in which a collective alone runs."""
         self.flops = 0
-        spans = self.traffic.spans_of_call
-        self.call_seconds = 1e-6 * efficiency.call_us / spans if spans else 0.0
-        """Of the host, for every span besides its operations."""
         self.started_seconds = 0.0
         """Of collectives that the next product will run beside."""
         self._room = 0.0  # seconds of the last product that no collective ran beside yet
@@ -87,8 +80,9 @@ class Roofline(TorchDispatchMode):
 
     def ms_between(self, begin: Reading, end: Reading) -> float:
         """Milliseconds of modelled work between two readings of `now`: of the slowest."""
-        host = end.host - begin.host + self.call_seconds
-        return 1e3 * max(end.kernels - begin.kernels, host, end.alltoall - begin.alltoall)
+        return 1e3 * max(
+            end.kernels - begin.kernels, end.host - begin.host, end.alltoall - begin.alltoall
+        )
 
     def __torch_dispatch__(
         self,
@@ -102,7 +96,9 @@ class Roofline(TorchDispatchMode):
         if func.namespace == "c10d":
             self._add_collective(func, name, args)
             return result
-        self.host_seconds += 1e-6 * self._launch_us(name, func.namespace == ops.NAMESPACE)
+        python = func.namespace == ops.NAMESPACE and name != _OF_HOST
+        reached = self.efficiency
+        self.host_seconds += 1e-6 * (reached.module_us if python else reached.host_us)
         if name != _OF_HOST and "empty" not in name:
             self._add_kernel(func, name, args, kwargs or {}, result)
         return result
@@ -127,16 +123,6 @@ class Roofline(TorchDispatchMode):
             self._expose(max(0.0, self.started_seconds - seconds))
             self.started_seconds = 0.0
         self.seconds += seconds
-
-    def _launch_us(self, name: str, fused: bool) -> float:
-        """Of the host, for one operation. What adds in place in a backward is the hook of
-        DistributedDataParallel, which is Python for every parameter; but not what a checkpoint
-        recomputes, which has gradients enabled, as nothing that torch's engine runs has."""
-        in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        if in_backward and name == _HOOK:
-            return self.efficiency.hook_us
-        python = fused and name != _OF_HOST
-        return self.efficiency.module_us if python else self.efficiency.host_us
 
     def _rate(self, name: str, args: Any) -> float:
         """FLOP/s of an operation."""
@@ -172,7 +158,8 @@ class Roofline(TorchDispatchMode):
         ranks = _ranks(args)
         if len(ranks) < 2:
             return
-        self.host_seconds += self.efficiency.host_us * 1e-6
+        reached = self.efficiency
+        self.host_seconds += 1e-6 * (reached.exchange_us if name == RING else reached.host_us)
         # The largest tensor is everything that the group exchanges.
         whole_bytes = max(_storages(args).values(), default=0)
         copies = self.traffic.copies if name == ALLTOALL else 0

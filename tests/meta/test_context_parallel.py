@@ -6,9 +6,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import context_parallel
+from megatron_autorecompute.meta.devices import Efficiency
+from megatron_autorecompute.meta.roofline import Roofline
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from tests.meta.test_no_device import (
     GROUPS,
+    H100,
     HEADS,
     HIDDEN,
     SEQUENCE,
@@ -38,22 +41,33 @@ def test_the_exchange_of_heads_and_the_gathered_keys_save_the_output_twice(comm_
     assert found["none"].held_bytes == dense_held_bytes() / RANKS + more
 
 
-def attention_peaks(comm_type, ranks):
-    """Most bytes alive in forward and in backward, of heads that have as many keys."""
+def attention(comm_type, ranks, mode, read):
+    """What `read` returns of a mode before forward and backward; of heads that have as many keys.
+    `mode` takes query, key and value."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         size = (SEQUENCE // ranks, 1, HEADS, HIDDEN // HEADS)
         with torch.device("meta"):
             parts = [torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
-        with LiveBytes(parts) as live:
+        with mode(parts) as running:
+            before = read(running)
             group = torch.distributed.group.WORLD
             out = context_parallel.attend(comm_type, parts, group, 0, None)
-            live.mark("backward")
+            between = read(running)
             out.backward(torch.empty_like(out))
-        forward, backward = live.spans()
     finally:
         torch.distributed.destroy_process_group()
-    return forward.peak_bytes, backward.peak_bytes
+    return before, between, read(running)
+
+
+def ended_peak(live):
+    live.mark("next")
+    return live.spans()[-2].peak_bytes
+
+
+def attention_peaks(comm_type, ranks):
+    """Most bytes alive in forward and in backward."""
+    return attention(comm_type, ranks, LiveBytes, ended_peak)[1:]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -64,6 +78,14 @@ def test_the_ring_holds_every_steps_keys_and_outputs(ranks):
     saved = 2 * q + q + lse  # k and v that came last, out; q is the caller's
     # dout; dq; twice k, v and their gradients; dq, dk and dv of one step.
     assert backward == saved + q + q + 8 * q + 3 * q
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ring_goes_on_once_less_forward_than_backward_where_gradients_return(ranks):
+    clock = Roofline(H100, Efficiency(exchange_us=1e9))
+    begin, forward, backward = attention("p2p", ranks, lambda _: clock, Roofline.now)
+    assert clock.ms_between(begin, forward) == pytest.approx(1e6 * (ranks - 1))
+    assert clock.ms_between(forward, backward) == pytest.approx(1e6 * ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

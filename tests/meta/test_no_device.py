@@ -77,7 +77,7 @@ def job(config=None, **fields):
     return job_from(data, "this job")
 
 
-AHEAD = replace(H100, reaches=replace(H100.reaches, host_us=0, module_us=0, hook_us=0, call_us=0))
+AHEAD = replace(H100, reaches=replace(H100.reaches, host_us=0, module_us=0))
 """With a host that layers as small as these do not wait for."""
 
 

@@ -81,35 +81,16 @@ class TestRoofline:
         assert clock.seconds == pytest.approx(4e-3 + 1e-3 + 3e-3, rel=1e-2)
 
     def test_a_span_takes_at_least_as_long_as_the_host_needs_for_it(self):
-        slow = replace(PEAKS, module_us=5000, hook_us=3000, host_us=100, call_us=700)
-        clock = Roofline(H100, slow)
+        clock = Roofline(H100, replace(PEAKS, module_us=5000, host_us=100))
         begin = clock.now()
         self.product(clock)
         with clock:
             torch.empty(4, device="meta").add_(1)
         assert clock.ms_between(begin, clock.now()) == pytest.approx(5.2)
-        x = torch.empty(4, device="meta", requires_grad=True)
-        with clock:
-            loss = x.exp().sum()
-            begin = clock.now()
-            loss.backward(torch.empty((), device="meta"))
-        plain_ms = clock.ms_between(begin, clock.now())
-        assert plain_ms < 1
-
-        def add(x):
-            torch.empty(4, device="meta").add_(x.grad)
-
-        x.grad = None
-        x.register_post_accumulate_grad_hook(add)
-        with clock:
-            loss = x.exp().sum()
-            begin = clock.now()
-            loss.backward(torch.empty((), device="meta"))
-        added_ms = clock.ms_between(begin, clock.now())
-        assert added_ms == pytest.approx(plain_ms + 3.1)  # and an empty tensor
-        clocks = [kind(H100, slow, Traffic(spans_of_call=7)) for kind in (Roofline, Communication)]
-        spans = [clock.ms_between(clock.now(), clock.now()) for clock in clocks]
-        assert spans == [pytest.approx(0.1), 0]
+        clock = Communication(H100, replace(PEAKS, module_us=5000))
+        begin = clock.now()
+        self.product(clock)
+        assert clock.ms_between(begin, clock.now()) == 0
 
     def test_grouped_products_reach_half_at_half_rows(self):
         x = torch.empty(8 * 128, 4096, dtype=torch.bfloat16, device="meta")
