@@ -80,8 +80,9 @@ test:
 	    { grep -E '^(FAILED|ERROR) ' build/test-*.log || echo 'No test failed: see lint above.'; exit 1; }
 
 # Two of these at a time, the longest first, and what they need: every line says whose it is, and
-# what failed is said again at the end.
-OF = 2>&1 | tee build/$@.log | sed --unbuffered 's/^/$(1): /'
+# what failed is said again at the end. Without what triton's bindings (nanobind) say at every end.
+UNSAID = /^nanobind: \|^See https:..nanobind\|^ - leaked \|^ - ... skipped remainder/d
+OF = 2>&1 | sed --unbuffered '$(UNSAID)' | tee build/$@.log | sed --unbuffered 's/^/$(1): /'
 
 # What meets Megatron, and asks something of its version.
 MEETS_MEGATRON := $(addprefix tests/, compat runtime meta compare pretrain)
