@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,6 +16,13 @@ def gib(size_bytes: float) -> str:
     """Bytes as GiB with two decimals, or with more decimals for small figures."""
     value = size_bytes / GIB
     return f"{value:.3g}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
+
+
+def gib_needed(size_bytes: int) -> str:
+    """As `gib`, rounded up: a budget of so many GiB is enough."""
+    if size_bytes < GIB // 10:
+        return gib(size_bytes)
+    return gib(math.ceil(size_bytes * 100 / GIB) / 100 * GIB)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,15 @@ class Device:
         Blackwell's data-center GPUs (TE pytorch/utils.py `is_non_tn_fp8_gemm_supported`)."""
         return not (10 <= self.capability < 12 or self.capability >= 13)
 
+    def check(self, precision: str) -> None:
+        """Raise OptionError for a job's precision that Transformer Engine refuses on this device:
+        blocks of 32 need Blackwell (pytorch/quantization.py `check_mxfp8_support`)."""
+        if precision == "mxfp8" and self.capability < 10:
+            raise OptionError(
+                f"{self.name} has no mxfp8 arithmetic; it has {', '.join(self.flops)}. Choose "
+                "precision fp8 or fp8_block, or another --gpu."
+            )
+
     def rate(self, precision: str) -> float:
         """Peak of matrix products, in FLOP/s; OptionError if the device lacks the precision."""
         if precision not in self.flops:

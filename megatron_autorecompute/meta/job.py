@@ -411,7 +411,9 @@ def job_from(data: Any, source: str) -> Job:
             for item in error.errors(include_url=False)
         )
         raise OptionError(f"{source} is no job description. Correct:\n{lines}") from error
-    check_config(job.config, job.seq_length, source)
+    # Of a recipe Bridge replaces these fields when a job starts, by its mixed precision.
+    precision = None if job.described_by == "recipe" else job.precision
+    check_config(job.config, job.seq_length, source, precision)
     if job.sample_lengths and not job.max_tokens_per_microbatch:
         raise OptionError(
             f"{source}: sample_lengths are given without max_tokens_per_microbatch. Give the most "

@@ -19,7 +19,11 @@ ACTIVATIONS = ("gelu", "silu", "relu", "squared_relu", "quick_gelu", "fast_gelu"
 """Names of `activation_func`: functions of torch.nn.functional and of Megatron."""
 ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 """Names of `attention_backend`."""
-_NAMES = {"activation_func": ACTIVATIONS, "attention_backend": ATTENTION_BACKENDS}
+_NAMES = {
+    "activation_func": ACTIVATIONS,
+    "attention_backend": ATTENTION_BACKENDS,
+    "normalization": ("LayerNorm", "RMSNorm"),
+}
 COMM_TYPES = ("p2p", "all_gather", "allgather", "a2a", "a2a+p2p")
 """Names of `cp_comm_type`."""
 MOST_RANKS = 1 << 20
@@ -61,18 +65,22 @@ NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 """Fields that every job has."""
 
 
-def check_config(config: Mapping[str, Any], seq_length: int, source: str) -> None:
+def check_config(
+    config: Mapping[str, Any], seq_length: int, source: str, precision: str | None = None
+) -> None:
     """Raise OptionError that names each bad field of a job's config.
 
     Args:
         config: fields of Megatron's TransformerConfig.
         seq_length: tokens per sample.
         source: what the error message calls the job.
+        precision: the job's, which the config's fields may not contradict; None: not compared.
     """
     missing = [name for name in NEEDED if config.get(name) is None]
     if missing:
         raise OptionError(f"{source}: config lacks {', '.join(missing)}; give Megatron's values.")
     wrong = [*_wrong_values(config)] or [*_wrong_together(config, seq_length)]
+    wrong += [] if precision is None else _not_of_precision(config, precision)
     if wrong:
         lines = "\n".join(f"  {line}" for line in wrong)
         raise OptionError(f"{source} describes no model that can be built. Correct:\n{lines}")
@@ -123,6 +131,7 @@ def _wrong_together(config: Mapping[str, Any], seq_length: int) -> Iterator[str]
             f"seq_length {seq_length} is no multiple of {tensor * context}, tensor times context "
             "parallel size, as sequence_parallel needs"
         )
+    yield from _cannot_split_mlp(config, tensor)
     yield from _cannot_exchange_heads(config, groups)
     if config.get("hybrid_layer_pattern"):
         yield from _lacks_of_families(config)
@@ -132,6 +141,36 @@ def _wrong_together(config: Mapping[str, Any], seq_length: int) -> Iterator[str]
             yield f"moe_router_topk {topk} is more than num_moe_experts {experts}"
         if experts % parts:
             yield f"num_moe_experts {experts} is no multiple of expert_model_parallel_size {parts}"
+
+
+def _cannot_split_mlp(config: Mapping[str, Any], tensor: int) -> Iterator[str]:
+    name, ranks = "ffn_hidden_size", tensor
+    if config.get("num_moe_experts"):
+        name, ranks = "moe_ffn_hidden_size", config.get("expert_tensor_parallel_size") or tensor
+    if (config.get(name) or ranks) % ranks:
+        yield f"{name} {config[name]} is no multiple of {ranks}, the tensor parallel size"
+
+
+def _not_of_precision(config: Mapping[str, Any], precision: str) -> Iterator[str]:
+    """Fields of the config that ask for another precision than the job's."""
+    if config.get("bf16") is False and not config.get("fp16"):
+        yield "neither bf16 nor fp16: training in fp32 is not modelled; set one (--bf16, --fp16)"
+    if config.get("fp8") and not precision.startswith(("fp8", "mxfp8")):
+        yield (
+            f"config.fp8 {config['fp8']!r:.40} beside precision {precision}; set precision to fp8, "
+            "fp8_block or mxfp8, or leave config.fp8 out"
+        )
+    if config.get("fp4") and precision != "nvfp4":
+        yield (
+            f"config.fp4 {config['fp4']!r:.40} beside precision {precision}; set precision to "
+            "nvfp4, or leave config.fp4 out"
+        )
+    recipe = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}.get(str(config.get("fp8_recipe")))
+    if recipe is not None and precision not in ("bf16", "nvfp4", recipe):
+        yield (
+            f"config.fp8_recipe {config['fp8_recipe']} beside precision {precision}; set precision "
+            f"to {recipe}, or another fp8_recipe"
+        )
 
 
 def _cannot_exchange_heads(config: Mapping[str, Any], groups: int) -> Iterator[str]:

@@ -113,6 +113,7 @@ def profile_job(
             job, lambda one: profile_job(one, device, efficiency, progress, clock_type, only)
         )
     job.layout(), job.schedule()  # refused before anything is built
+    device.check(job.precision)
     reached = efficiency
     if job.config.get("attention_backend") == "flash":
         reached = efficiency.with_flash()

@@ -62,7 +62,7 @@ from megatron_autorecompute.policy import (
     RecomputePolicy,
 )
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.units import gib
+from megatron_autorecompute.units import gib, gib_needed
 
 MOST_MODULES = 9
 """Megatron has no more modules. If a profile has more, only its recorded sets are tried."""
@@ -434,7 +434,7 @@ class Planner:
         if whole is not None and whole[1].peak_high_bytes < need:
             lean, need = whole[0], whole[1].peak_high_bytes
         return InfeasibleError(
-            f"Stage {tightest} needs {gib(need)} GiB even with its leanest "
+            f"Stage {tightest} needs {gib_needed(need)} GiB even with its leanest "
             f"choices ({lean.format() or 'no layers'}{', …' * (self.layout.num_chunks > 1)}); the "
             f"budget is {gib(budgets[tightest])} GiB. Raise the budget, or change the model's "
             "split."

@@ -2,11 +2,13 @@
 
 import pytest
 
+from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.hybrid_ep import Rows
 from megatron_autorecompute.meta.profiling import profile_job
 from tests.meta.test_ep_overlap import FIELDS, HYBRID_EP, OVERLAP
 from tests.meta.test_no_device import H100, HIDDEN, MOE, SEQUENCE, job
 
+B200 = device("b200-180gb")
 EXPERTS = {**FIELDS, **HYBRID_EP}
 TOP_K, FFN = MOE["moe_router_topk"], 512
 ROWS = TOP_K * SEQUENCE
@@ -60,7 +62,7 @@ def test_every_expert_has_whole_blocks_of_rows():
 def test_an_output_layer_in_fp8_has_copies_of_its_weights_in_both_layouts():
     fields = {"precision": "mxfp8", "num_gpus": 4, "global_batch_size": 16}
     plain, copied = (
-        profile_job(job({**FIELDS, **more}, **fields), H100).stages[-1].static.total_bytes
+        profile_job(job({**FIELDS, **more}, **fields), B200).stages[-1].static.total_bytes
         for more in ({}, {"fp8_output_proj": True})
     )
     assert copied - plain == 2 * 33 * 1024 * HIDDEN // 32  # 1000 words are padded to 1024
@@ -69,7 +71,7 @@ def test_an_output_layer_in_fp8_has_copies_of_its_weights_in_both_layouts():
 @pytest.mark.any_version
 def test_fields_that_ask_for_fp8_or_a_kernel_are_read_and_named():
     asked = {"moe_router_padding_for_quantization": True, "fused_single_qkv_rope": True}
-    found = profile_job(job({**FIELDS, **asked}, precision="mxfp8", num_gpus=4), H100)
+    found = profile_job(job({**FIELDS, **asked}, precision="mxfp8", num_gpus=4), B200)
     assert all(name in found.assumptions[-1] for name in asked)
 
 

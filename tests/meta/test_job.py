@@ -93,6 +93,18 @@ MOE = {"num_moe_experts": 8}
             {**MOE, "expert_model_parallel_size": 3},
             "num_moe_experts 8 is no multiple of expert_model_parallel_size 3",
         ),
+        ({"normalization": "rmsnorm"}, "config.normalization: 'rmsnorm'; known are LayerNorm, RMS"),
+        (
+            {"ffn_hidden_size": 129, "tensor_model_parallel_size": 2},
+            "ffn_hidden_size 129 is no multiple of 2, the tensor parallel size",
+        ),
+        (
+            {**MOE, "moe_ffn_hidden_size": 129, "expert_tensor_parallel_size": 2},
+            "moe_ffn_hidden_size 129 is no multiple of 2",
+        ),
+        ({"bf16": False}, "neither bf16 nor fp16: training in fp32 is not modelled"),
+        ({"fp8": "hybrid"}, "config.fp8 'hybrid' beside precision bf16; set precision to fp8,"),
+        ({"fp4": "e2m1"}, "config.fp4 'e2m1' beside precision bf16; set precision to nvfp4"),
         ({**MOE, "moe_layer_freq": 0}, "config.moe_layer_freq: 0; give a whole number from 1 on"),
         ({**MOE, "moe_layer_freq": [1]}, "config.moe_layer_freq: [1]; give a whole number"),
         ({"window_attn_skip_freq": [0]}, "config.window_attn_skip_freq: [0]; give a whole"),
@@ -109,6 +121,17 @@ def test_a_config_that_is_no_models_is_refused_by_field(config, said):
     with pytest.raises(OptionError, match="describes no model that can be built") as caught:
         job(config)
     assert said in str(caught.value)
+
+
+def test_a_recipe_of_fp8_is_that_of_the_precision():
+    assert job({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, precision="mxfp8")
+    assert job({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, precision="fp8")
+    with pytest.raises(OptionError, match="fp8_recipe mxfp8 beside precision fp8; set precision"):
+        job({"fp8_recipe": "mxfp8"}, precision="fp8")
+
+
+def test_what_bridge_replaces_at_the_start_of_a_job_is_not_compared():
+    assert job({"bf16": False, "fp8": "hybrid"}, described_by="recipe")
 
 
 LAUGHS = "a: &a [x, x]\n" + "\n".join(
@@ -262,6 +285,13 @@ def test_an_unknown_device_names_the_known_ones():
 def test_an_a100_has_no_fp8():
     with pytest.raises(OptionError, match="a100-80gb has no fp8 arithmetic"):
         device("a100-80gb").rate("fp8")
+
+
+def test_a_hopper_has_fp8_but_no_mxfp8():
+    device("h100-80gb").check("fp8_block")
+    device("b200-180gb").check("mxfp8")
+    with pytest.raises(OptionError, match="h100-80gb has no mxfp8 arithmetic"):
+        device("h100-80gb").check("mxfp8")
 
 
 # ------------------------------------------------------------------------------------ command

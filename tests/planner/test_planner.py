@@ -1,4 +1,5 @@
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -143,6 +144,15 @@ def test_infeasible_names_the_tightest_stage_its_need_and_the_budget():
     profile = scale(profile, gib, 1.0)
     with pytest.raises(InfeasibleError, match=r"Stage 0 needs \S+ GiB .*full.*the budget is 60.00"):
         solve(profile, Layout.from_flags(12, 3), Schedule(3, 1, 6), 60 * gib)
+
+
+def test_the_need_that_an_infeasible_plan_names_is_enough_as_a_budget():
+    profile, layout, schedule, _ = problem_of_many()
+    planner = Planner(scale(profile, (1 << 30) + 12345, 1.0), layout, schedule)
+    with pytest.raises(InfeasibleError) as caught:
+        planner.solve(60 << 30)
+    named = float(re.findall(r"needs (\S+) GiB", str(caught.value))[0])
+    assert planner.solve(round(named * (1 << 30))).cost.peak_high_bytes <= named * (1 << 30)
 
 
 def test_pareto_falls_in_time_as_the_budget_grows_and_each_point_is_the_optimum():
