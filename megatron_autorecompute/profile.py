@@ -128,8 +128,8 @@ class BytesAt:
 @dataclass(frozen=True, slots=True)
 class PartBytes:
     """A part of a layer that EP overlap runs beside another microbatch's: attention with norms and
-    router, dispatch, experts, combine. Live bytes above the layer's base, its input or the gradient
-    of its output included."""
+    router, dispatch, experts, combine. Live bytes above the layer's base, its input, its output and
+    the gradients of both included."""
 
     forward_peak_bytes: Bytes
     """Highest while the part's forward runs."""
@@ -138,7 +138,8 @@ class PartBytes:
     backward_peak_bytes: Bytes
     """Highest while its backward runs; backwards run from the last part to the first."""
     backward_end_bytes: Bytes
-    """When that has run; of the first part with what the layer keeps until its next forward."""
+    """When that has run; of the first part with what the layer keeps until its next forward,
+    besides `ChoiceRecord.input_stays`."""
 
     def each(self, change: Callable[[int], int]) -> PartBytes:
         """The same change applied to all."""
@@ -245,6 +246,9 @@ class ChoiceRecord:
     parts: tuple[PartBytes, ...] = ()
     """With EP overlap: the layer's parts, in the order of their forwards. Without them the whole
     layer counts beside another microbatch's."""
+    input_stays: bool = False
+    """With EP overlap: whether the layer's input and the gradient of it stay alive until its next
+    forward."""
     graph: GraphBytes | None = None
     """With CUDA graphs of layers: the part of the three byte figures that is in the graphs' memory
     pool. The pool's highest point counts beside that of everything else."""

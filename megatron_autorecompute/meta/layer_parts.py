@@ -2,8 +2,9 @@
 
 Every part has an autograd graph of its own, and some free their input when they have run: so a
 layer holds less than in one piece (megatron-core `models/common/utils.py`, `should_free_input`).
-What remains after a layer's backward is the leaf of its graph with its gradient: the dispatcher's
-`probs` hold on to it until the layer's next forward.
+Every part keeps its output until its backward has run, and who calls the layer's backward keeps the
+gradient of its output as long. Where the dispatcher's `probs` have a graph, the leaf of that, which
+is the layer's input, stays with its gradient until the layer's next forward.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -63,22 +65,25 @@ def with_parts(job: Job, kinds: Sequence[LayerKind], boundary_bytes: int) -> tup
         (k.name, c) for k, n in zip(asked, copies, strict=True) if k and n for c in allowed[k.name]
     ]
     runs = _runs(job, copies, RecomputePolicy((*(choice for _, choice in ran), NONE)))
-    found = {key: _parts(run, boundary_bytes) for key, run in zip(ran, runs, strict=False)}
+    found = {
+        key: (_parts(run, boundary_bytes, above.input_stays), run.input_stays)
+        for key, (run, above) in zip(ran, itertools.pairwise(runs), strict=True)
+    }
     return tuple(_replaced(kind, found, boundary_bytes) for kind in kinds)
 
 
 def _replaced(
     kind: LayerKind,
-    found: Mapping[tuple[str, LayerPolicy], tuple[PartBytes, ...]],
+    found: Mapping[tuple[str, LayerPolicy], tuple[tuple[PartBytes, ...], bool]],
     boundary_bytes: int,
 ) -> LayerKind:
     records = [(record, found.get((kind.name, record.policy))) for record in kind.choices]
-    choices = tuple(_record(r, parts, boundary_bytes) for r, parts in records if parts)
+    choices = tuple(_record(r, *of, boundary_bytes) for r, of in records if of)
     return replace(kind, choices=choices) if choices else kind
 
 
 def _record(
-    record: ChoiceRecord, parts: tuple[PartBytes, ...], boundary_bytes: int
+    record: ChoiceRecord, parts: tuple[PartBytes, ...], input_stays: bool, boundary_bytes: int
 ) -> ChoiceRecord:
     held = parts[-1].forward_end_bytes - boundary_bytes
     return replace(
@@ -88,6 +93,7 @@ def _record(
         backward_transient_bytes=max(part.backward_peak_bytes for part in parts) - held,
         also_static_bytes=0,
         parts=parts,
+        input_stays=input_stays,
     )
 
 
@@ -115,6 +121,8 @@ class _Note(NamedTuple):
     direction: Literal["forward", "backward"]
     start_bytes: int
     peak_bytes: int
+    inputs: tuple[weakref.ref[torch.Tensor], ...]
+    """Of a backward; they end with it unless something has its graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,7 @@ class _Run:
     after_forward: int
     backward: tuple[_Note, ...]
     after_backward: int
+    input_stays: bool
 
 
 def _runs(job: Job, copies: Sequence[int], policy: RecomputePolicy) -> list[_Run]:
@@ -157,7 +166,7 @@ def _runs(job: Job, copies: Sequence[int], policy: RecomputePolicy) -> list[_Run
                     micro_batch_size=shape.micro_batch_size,
                     forward_only=False,
                 )
-    return _by_layer(notes)
+                return _by_layer(notes)
 
 
 @contextlib.contextmanager
@@ -171,10 +180,11 @@ def _noted(live: LiveBytes) -> Iterator[list[_Note]]:
         @functools.wraps(original)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             start = live.current_bytes
+            inputs = tuple(weakref.ref(x) for x in self.inputs or () if x is not None)
             live.reset_peak()
             result = original(self, *args, **kwargs)
             if self.name in (*FIRST, *NAMES, *OUTSIDE):
-                notes.append(_Note(self.name, direction, start, live.peak_bytes))
+                notes.append(_Note(self.name, direction, start, live.peak_bytes, inputs))
             return result
 
         return run
@@ -205,16 +215,23 @@ def _by_layer(notes: Sequence[_Note]) -> list[_Run]:
             of.append((tuple(begun), later.start_bytes))
             begun = []
     pairs = zip(forwards, reversed(backwards), strict=True)
-    return [_Run(*forward, *backward) for forward, backward in pairs]
+    return [_Run(*forward, *backward, _stay(backward[0][-1])) for forward, backward in pairs]
 
 
-def _parts(run: _Run, boundary_bytes: int) -> tuple[PartBytes, ...]:
+def _stay(first: _Note) -> bool:
+    return any(reference() is not None for reference in first.inputs)
+
+
+def _parts(run: _Run, boundary_bytes: int, output_stays: bool) -> tuple[PartBytes, ...]:
+    """output_stays: as the input of the layer above, with its gradient, when this one is done."""
     low = run.forward[0].start_bytes - boundary_bytes  # its input is the layer's own
     forward = _levels(run.forward, run.after_forward, low)
-    # So is the gradient that leaves it, and what its dispatcher keeps.
     held = run.after_forward - run.forward[0].start_bytes
-    low = run.backward[0].start_bytes - boundary_bytes - held
+    # When the backward begins, so are its output and the gradient of it.
+    low = run.backward[0].start_bytes - 2 * boundary_bytes - held
     backward = _levels(run.backward, run.after_backward, low)
+    if output_stays:
+        backward = _without_output(backward, boundary_bytes)
     level, found = forward[FIRST[-1]][1], list[PartBytes]()
     before = run.backward[0].start_bytes - low
     ends = {}
@@ -224,6 +241,17 @@ def _parts(run: _Run, boundary_bytes: int) -> tuple[PartBytes, ...]:
         peak, level = forward.get(name, (level, level))
         found.append(PartBytes(peak, level, backward.get(name, (ends[name],))[0], ends[name]))
     return tuple(found)
+
+
+def _without_output(
+    levels: Mapping[str, tuple[int, int]], boundary_bytes: int
+) -> dict[str, tuple[int, int]]:
+    """Of a backward; its first part has the output anyway, and its last part the gradient of it."""
+    names, found = list(levels), {}
+    for name, (peak, end) in levels.items():
+        less = boundary_bytes * (1 + (name == names[-1]))
+        found[name] = peak - boundary_bytes * (name != names[0]), end - less
+    return found
 
 
 def _levels(notes: Sequence[_Note], after: int, low: int) -> dict[str, tuple[int, int]]:

@@ -10,7 +10,7 @@ megatron-core. `ep_overlap_early_attn_memory_release`, which frees a little earl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from megatron_autorecompute.planner.chunk_columns import ChunkColumns
@@ -29,6 +29,7 @@ _ORDER: tuple[tuple[Direction, int], ...] = (
     ("backward", 0),
 )
 """Of the parts of two layers: attention, dispatch, experts, combine."""
+_LAST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ class _Run:
         """Alive of each between two parts."""
         self.left: dict[int, int] = {}
         """What layers keep until their next forward, by unit."""
+        self.above: _Layer | None = None
+        """That ran backward before."""
 
     def points(self) -> Iterator[Point]:
         """In order of time."""
@@ -137,14 +140,23 @@ class _Run:
                 now = last.parts[part]
                 yield self._backward(last.unit, self.low_other + now.backward_peak_bytes)
                 self.other = self.low_other + now.backward_end_bytes
+                if part == _LAST:
+                    self._stays()  # this layer's output
         if last:
+            self._stays()  # and the gradient of it
             replaced = self.same and one is not None and one.unit >= last.unit
             if self.leaves and not replaced:
-                self.left[last.unit] = last.parts[0].backward_end_bytes - self.boundary
+                self.left[last.unit] = last.parts[0].backward_end_bytes - 2 * self.boundary
+            self.above = last
             self.low_other += self.gradient  # the first incoming one is the last layer's own
             self.gradient = 0
-            self.other = self.low_other + self.boundary
+            self.other = self.low_other + 2 * self.boundary
         self.low_own += one.held if one else 0
+
+    def _stays(self) -> None:
+        """A layer is done with its output, or its gradient: the one above may keep it."""
+        if self.above and self.above.input_stays and self.above.unit in self.left:
+            self.left[self.above.unit] += self.boundary
 
     def _finish(self) -> Iterator[Point]:
         """Head forward, embedding backward."""
@@ -154,7 +166,8 @@ class _Run:
             yield self._forward(unit, self.low_own + costs.forward_transient_bytes)
             self.own = self.low_own
         for unit, costs in reversed(self.backward.before):
-            yield self._backward(unit, self.low_other + costs.backward_transient_bytes)
+            alive = self.low_other + self.boundary  # its output
+            yield self._backward(unit, alive + costs.backward_transient_bytes)
             self.low_other -= costs.held_bytes
 
     def _forward(self, unit: int, own_bytes: int) -> Point:
@@ -171,6 +184,7 @@ class _Layer:
     unit: int
     held: int
     parts: Sequence[PartBytes]
+    input_stays: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +203,16 @@ class _Parts:
         layers = list[_Layer]()
         for number, unit in enumerate(columns.units):
             if unit.layers:
-                layers.append(_Layer(number, unit.held_bytes, _parts(unit, boundary_bytes)))
+                parts = _parts(unit, boundary_bytes)
+                layers.append(_Layer(number, unit.held_bytes, parts, unit.input_stays))
             elif unit.name == "head" or after:
                 after.append((number, unit))
             elif layers:
                 layers[-1] = _with_norm(layers[-1], unit, boundary_bytes)
             else:
                 before.append((number, unit))
+        if columns.chunk.head and layers and not any(u.name == "final norm" for u in columns.units):
+            layers[-1] = _before_head(layers[-1], boundary_bytes)
         total = int(columns.held_bytes.sum())
         return cls(tuple(before), tuple(layers), tuple(after), total)
 
@@ -208,8 +225,20 @@ def _parts(unit: Unit, boundary_bytes: int) -> tuple[PartBytes, ...]:
     backward = unit.held_bytes + unit.backward_transient_bytes
     end = unit.held_bytes + boundary_bytes
     whole = PartBytes(forward, forward, backward, backward)
-    first = PartBytes(forward, forward, backward, boundary_bytes)
+    first = PartBytes(forward, forward, backward, 2 * boundary_bytes)
     return first, whole, whole, PartBytes(forward, end, backward, backward)
+
+
+def _before_head(layer: _Layer, boundary_bytes: int) -> _Layer:
+    """The last layer's last part has the final norm, whose output the head's bytes contain."""
+    *parts, last = layer.parts
+    last = PartBytes(
+        last.forward_peak_bytes + boundary_bytes,
+        last.forward_end_bytes + boundary_bytes,
+        last.backward_peak_bytes + boundary_bytes,
+        last.backward_end_bytes,
+    )
+    return replace(layer, parts=(*parts, last))
 
 
 def _with_norm(layer: _Layer, norm: Unit, boundary_bytes: int) -> _Layer:
@@ -221,4 +250,4 @@ def _with_norm(layer: _Layer, norm: Unit, boundary_bytes: int) -> _Layer:
         max(last.backward_peak_bytes, held + norm.backward_transient_bytes),
         last.backward_end_bytes,
     )
-    return _Layer(layer.unit, held, (*parts, last))
+    return replace(layer, held=held, parts=(*parts, last))

@@ -69,6 +69,8 @@ class Unit:
     gradient of its output to the end. Nothing for a checkpoint, which keeps it itself."""
     parts: tuple[PartBytes, ...] = ()
     """As the record's."""
+    input_stays: bool = False
+    """As the record's."""
     offload_groups: tuple[OffloadGroup, ...] = ()
     """As the record's."""
     graph: GraphBytes | None = None
@@ -500,6 +502,7 @@ def _unit(
         _ps(record.spread_ms),
         kept_gradient_bytes,
         record.parts,
+        record.input_stays,
         record.offload_groups,
         record.graph,
     )

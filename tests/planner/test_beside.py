@@ -37,9 +37,9 @@ def in_parts(rng, record, boundary_bytes):
     """The record with four parts, whose highest points and end are its own."""
     held = record.held_bytes
     forward = max(record.forward_transient_bytes, boundary_bytes)
-    backward = max(record.backward_transient_bytes, boundary_bytes + 2)
+    backward = max(record.backward_transient_bytes, 2 * boundary_bytes + 2)
     ends = [[rng.randint(0, held + most) for _ in range(4)] for most in (forward, backward)]
-    ends[0][3], ends[1][0] = held + boundary_bytes, boundary_bytes + rng.randint(0, 2)
+    ends[0][3], ends[1][0] = held + boundary_bytes, 2 * boundary_bytes + rng.randint(0, 2)
     peaks = [
         [rng.randint(end, held + most) for end in each]
         for each, most in zip(ends, (forward, backward), strict=True)
@@ -51,6 +51,7 @@ def in_parts(rng, record, boundary_bytes):
         forward_transient_bytes=forward,
         backward_transient_bytes=backward,
         parts=tuple(PartBytes(*column) for column in columns),
+        input_stays=rng.random() < 0.5,
     )
 
 
@@ -70,7 +71,7 @@ def walked(units, boundary, head):
     for unit in reversed(after):
         high = max(high, alive_f + in_f + alive_b + unit.backward_transient_bytes)
         alive_b -= unit.held_bytes
-    in_b, gradient = boundary, 0
+    in_b, gradient, normed = boundary, 0, boundary * (head and norm is None)
     for i, f in enumerate(layers):
         j = len(layers) - 1 - i
         b = layers[j]
@@ -81,25 +82,31 @@ def walked(units, boundary, head):
             four(f, boundary, norm if i == depth else None),
             four(b, boundary, norm if j == depth else None),
         )
+        above = j + 1 < len(layers) and layers[j + 1].input_stays
         for who, part in zip("bfbfbffb", (3, 0, 2, 1, 1, 2, 3, 0), strict=True):
             rest = alive_f + alive_b + gradient + sum(left.values())
             if who == "f":
-                high = max(high, rest + four_f[part].forward_peak_bytes + in_b)
-                in_f = four_f[part].forward_end_bytes
+                more = normed if (i, part) == (len(layers) - 1, 3) else 0
+                high = max(high, rest + four_f[part].forward_peak_bytes + more + in_b)
+                in_f = four_f[part].forward_end_bytes + more
                 left.pop(i, None)
             else:
-                high = max(high, rest + four_b[part].backward_peak_bytes + in_f)
+                more = normed if (i, part) == (0, 3) else 0
+                high = max(high, rest + four_b[part].backward_peak_bytes + more + in_f)
                 in_b = four_b[part].backward_end_bytes
+            if (who, part) in (("b", 3), ("b", 0)) and above and j + 1 in left:
+                left[j + 1] += boundary  # this layer's output, and its gradient
         if j > i:
-            left[j] = in_b - boundary
-        alive_f, in_f, in_b = alive_f + held_f, boundary, boundary
+            left[j] = in_b - 2 * boundary
+        alive_f, in_f, in_b = alive_f + held_f, boundary, 2 * boundary
         gradient = 0 if head else boundary
     for unit in after:
         alive_f += unit.held_bytes
         high = max(high, alive_f + unit.forward_transient_bytes + alive_b + in_b + gradient)
         in_f = 0
     for unit in reversed(before):
-        high = max(high, alive_f + in_f + alive_b + gradient + unit.backward_transient_bytes)
+        alive = alive_f + in_f + alive_b + gradient + boundary
+        high = max(high, alive + unit.backward_transient_bytes)
         alive_b -= unit.held_bytes
     return high
 
@@ -113,7 +120,7 @@ def four(unit, boundary, norm):
     backward = unit.held_bytes + unit.backward_transient_bytes
     whole = PartBytes(forward, forward, backward, backward)
     found = unit.parts or (
-        replace(whole, backward_end_bytes=boundary),
+        replace(whole, backward_end_bytes=2 * boundary),
         whole,
         whole,
         replace(whole, forward_end_bytes=unit.held_bytes + boundary),
