@@ -68,7 +68,7 @@ def from_json(
     try:
         return TypeAdapter(record_type).validate_json(text, strict=True)
     except ValidationError as error:
-        lines = "\n".join(f"  {_describe(item)}" for item in error.errors(include_url=False))
+        lines = "\n".join(f"  {described(item)}" for item in error.errors(include_url=False))
         raise ProfileError(
             f"{source} does not fit the {record_type.__name__} schema. Correct:\n{lines}"
         ) from error
@@ -232,7 +232,7 @@ def _refuse_newer(data: Any, source: str, major: int) -> None:
         )
 
 
-def _describe(item: Any) -> str:
+def described(item: Any) -> str:
     """One pydantic error as `kinds[1].choices[2].held_bytes: -3, must be ≥ 0`."""
     path = "".join(f"[{p}]" if isinstance(p, int) else f".{shown_name(p)}" for p in item["loc"])
     path = path.lstrip(".")

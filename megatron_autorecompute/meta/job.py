@@ -16,7 +16,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import OptionError, PipelineError
-from megatron_autorecompute.json_records import shown_name
 from megatron_autorecompute.meta.graph_scope import SAMPLE_BYTES, GraphScope
 from megatron_autorecompute.meta.job_checks import MOST_RANKS, MOST_WIDTH, check_config
 from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
@@ -407,8 +406,7 @@ def job_from(data: Any, source: str) -> Job:
         job = TypeAdapter(Job).validate_json(text, strict=True)
     except ValidationError as error:
         lines = "\n".join(
-            f"  {'.'.join(shown_name(str(p)) for p in item['loc']) or 'the file'}: {item['msg']}"
-            for item in error.errors(include_url=False)
+            f"  {json_records.described(item)}" for item in error.errors(include_url=False)
         )
         raise OptionError(f"{source} is no job description. Correct:\n{lines}") from error
     # Of a recipe Bridge replaces these fields when a job starts, by its mixed precision.

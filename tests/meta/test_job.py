@@ -71,6 +71,15 @@ def test_a_misspelt_field_is_named():
         job(sequence_length=128)
 
 
+def test_a_field_of_a_wrong_value_is_named_with_what_was_found_and_what_may_be_there():
+    with pytest.raises(OptionError) as caught:
+        job(micro_batch_size=0, precision="fp7", global_batch_size=2.5)
+    said = str(caught.value)
+    assert "  micro_batch_size: 0, must be ≥ 1\n" in said
+    assert "  global_batch_size: 2.5, must be a valid integer" in said
+    assert "  precision: 'fp7', must be 'bf16', 'fp8', 'fp8_block', 'mxfp8' or 'nvfp4'" in said
+
+
 MOE = {"num_moe_experts": 8}
 
 
