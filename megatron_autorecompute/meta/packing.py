@@ -100,9 +100,20 @@ class Calls:
 
 
 def simulated(job: Job) -> Calls:
-    """Calls in which every rank takes its part of the global batch, and packs it."""
+    """Calls in which every rank takes its part of the global batch, and packs it.
+
+    Raises:
+        OptionError: as `lengths_of`, or a sample longer than the microbatches that are planned for.
+    """
     lengths, weights = lengths_of(job)
     cap, split = job.max_tokens_per_microbatch, job.size("context")
+    if max(lengths) > cap * split:
+        raise OptionError(
+            f"{job.name}: samples have up to {max(lengths):,} tokens, and a microbatch up to "
+            f"{cap * split:,} (max_tokens_per_microbatch {cap:,} x {split} context parallel "
+            "ranks), for which plans are made. Raise it, or give sample_lengths without longer "
+            "ones (without sample_lengths all have seq_length)."
+        )
     own = max(1, job.global_batch_size // job.data_parallel)
     draw = random.Random(0)
     largest: Counter[int] = Counter()

@@ -197,6 +197,7 @@ def test_lengths_come_from_a_file(tmp_path):
         ({"config": {**JOB["config"], **VARIANT}}, "experimental_attention_variant is 'dsa', and"),
         ({"max_tokens_per_microbatch": 0}, "without max_tokens_per_microbatch"),
         ({"sample_lengths": [2048]}, "Raise seq_length"),
+        ({"max_tokens_per_microbatch": 1000}, "up to 1,024 tokens, and a microbatch up to 1,000"),
         ({"sample_lengths": {"x": 1.0}}, "no number of tokens"),
         ({"sample_lengths": "nowhere.jsonl"}, "Cannot read sample_lengths"),
     ],
