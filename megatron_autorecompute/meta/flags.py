@@ -40,6 +40,10 @@ FSDP = (
     "FSDP shards weights and gradients, which is not modelled without a device: bytes would be "
     "those of whole weights on every rank. Leave it out to see the job without it."
 )
+CPU_OPTIMIZER = (
+    "an optimizer in host memory is not modelled without a device: its state would count on the "
+    "GPU. Leave it out to see the job without it, or use auto in the job."
+)
 OPTIMIZERS = ("adam", "muon")
 DTYPES_OF_STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 DTYPE_NAMES = {
@@ -57,9 +61,6 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
     Raises MachineError without megatron.training, OptionError for flags that Megatron refuses.
     """
     args, config = _parsed(list(flags), num_gpus)
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if getattr(args, name, False):
-            raise OptionError(f"--{name.replace('_', '-')}: {FSDP}")
     if args.vocab_size is None:
         raise OptionError("The flags do not say the vocabulary: add --vocab-size N.")
     if args.optimizer not in OPTIMIZERS:
@@ -116,6 +117,7 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
             from megatron.training import arguments
 
             args = _namespace(arguments)
+            _refuse_unmodelled(args)
             check_flags(args)
             arguments.validate_args(args)
             return args, arguments.core_transformer_config_from_args(args)
@@ -137,6 +139,13 @@ def engine(version: str = TE_VERSION) -> Iterator[None]:
 
     with patched(utils, "_te_version", utils.PkgVersion(version)):
         yield
+
+
+def _refuse_unmodelled(args: Any) -> None:
+    reasons = dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2"), FSDP)
+    for name, reason in {**reasons, "optimizer_cpu_offload": CPU_OPTIMIZER}.items():
+        if getattr(args, name, False):
+            raise OptionError(f"--{name.replace('_', '-')}: {reason}")
 
 
 def _namespace(arguments: Any) -> Any:
