@@ -249,6 +249,9 @@ class ChoiceRecord:
     input_stays: bool = False
     """With EP overlap: whether the layer's input and the gradient of it stay alive until its next
     forward."""
+    output_keeps_bytes: Bytes = 0
+    """With EP overlap: what the graph of the layer's output keeps after its backward, if it is a
+    chunk's output, which the schedule has until the chunk's backward ends."""
     graph: GraphBytes | None = None
     """With CUDA graphs of layers: the part of the three byte figures that is in the graphs' memory
     pool. The pool's highest point counts beside that of everything else."""

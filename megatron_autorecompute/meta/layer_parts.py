@@ -4,7 +4,8 @@ Every part has an autograd graph of its own, and some free their input when they
 layer holds less than in one piece (megatron-core `models/common/utils.py`, `should_free_input`).
 Every part keeps its output until its backward has run, and who calls the layer's backward keeps the
 gradient of its output as long. Where the dispatcher's `probs` have a graph, the leaf of that, which
-is the layer's input, stays with its gradient until the layer's next forward.
+is the layer's input, stays with its gradient until the layer's next forward. A chunk's output keeps
+the leaves of its graph and their gradients until the chunk's backward ends.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def with_parts(job: Job, kinds: Sequence[LayerKind], boundary_bytes: int) -> tup
     ]
     runs = _runs(job, copies, RecomputePolicy((*(choice for _, choice in ran), NONE)))
     found = {
-        key: (_parts(run, boundary_bytes, above.input_stays), run.input_stays)
+        key: (_parts(run, boundary_bytes, above.input_stays), run)
         for key, (run, above) in zip(ran, itertools.pairwise(runs), strict=True)
     }
     return tuple(_replaced(kind, found, boundary_bytes) for kind in kinds)
@@ -74,7 +75,7 @@ def with_parts(job: Job, kinds: Sequence[LayerKind], boundary_bytes: int) -> tup
 
 def _replaced(
     kind: LayerKind,
-    found: Mapping[tuple[str, LayerPolicy], tuple[tuple[PartBytes, ...], bool]],
+    found: Mapping[tuple[str, LayerPolicy], tuple[tuple[PartBytes, ...], _Run]],
     boundary_bytes: int,
 ) -> LayerKind:
     records = [(record, found.get((kind.name, record.policy))) for record in kind.choices]
@@ -83,7 +84,7 @@ def _replaced(
 
 
 def _record(
-    record: ChoiceRecord, parts: tuple[PartBytes, ...], input_stays: bool, boundary_bytes: int
+    record: ChoiceRecord, parts: tuple[PartBytes, ...], run: _Run, boundary_bytes: int
 ) -> ChoiceRecord:
     held = parts[-1].forward_end_bytes - boundary_bytes
     return replace(
@@ -93,7 +94,8 @@ def _record(
         backward_transient_bytes=max(part.backward_peak_bytes for part in parts) - held,
         also_static_bytes=0,
         parts=parts,
-        input_stays=input_stays,
+        input_stays=run.input_stays,
+        output_keeps_bytes=run.backward[0].kept_bytes,
     )
 
 
@@ -123,6 +125,8 @@ class _Note(NamedTuple):
     peak_bytes: int
     inputs: tuple[weakref.ref[torch.Tensor], ...]
     """Of a backward; they end with it unless something has its graph."""
+    kept_bytes: int
+    """Of a backward: leaves of its output's graph, and their gradients, when it has run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +186,12 @@ def _noted(live: LiveBytes) -> Iterator[list[_Note]]:
             start = live.current_bytes
             inputs = tuple(weakref.ref(x) for x in self.inputs or () if x is not None)
             live.reset_peak()
+            leaves = list(_leaves(self.output)) if direction == "backward" else []
             result = original(self, *args, **kwargs)
+            grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+            kept = live.counted_bytes([*leaves, *grads])
             if self.name in (*FIRST, *NAMES, *OUTSIDE):
-                notes.append(_Note(self.name, direction, start, live.peak_bytes, inputs))
+                notes.append(_Note(self.name, direction, start, live.peak_bytes, inputs, kept))
             return result
 
         return run
@@ -194,6 +201,20 @@ def _noted(live: LiveBytes) -> Iterator[list[_Note]]:
         patched(ScheduleNode, "backward", noting(ScheduleNode.backward, "backward")),
     ):
         yield notes
+
+
+def _leaves(outputs: Any) -> Iterator[torch.Tensor]:
+    """Of the graphs of some tensors; parameters too."""
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    left = [output.grad_fn for output in outputs if output is not None]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        found = {n for n, _ in getattr(node, "next_functions", ()) if n is not None} - seen
+        seen |= found
+        left += found
 
 
 def _by_layer(notes: Sequence[_Note]) -> list[_Run]:

@@ -66,7 +66,7 @@ def points(
     yield from _Run(
         _Parts.of(forward, boundary_bytes),
         _Parts.of(backward, boundary_bytes),
-        0 if backward.chunk.head else boundary_bytes,
+        0 if backward.chunk.head else boundary_bytes + _kept(backward),
         boundary_bytes,
         leaves=last,
         same=forward is backward,
@@ -79,7 +79,7 @@ class _Run:
     Args:
         forward: the chunk that runs forward.
         backward: the chunk that runs backward.
-        gradient_bytes: of the chunk's output, which the schedule holds.
+        gradient_bytes: of the chunk's output, which the schedule holds, and of what that keeps.
         boundary_bytes: of a hidden state.
         leaves: whether layers keep something after their backward.
         same: whether both are one chunk.
@@ -175,6 +175,11 @@ class _Run:
 
     def _backward(self, unit: int, own_bytes: int) -> Point:
         return Point("backward", unit, own_bytes, self.own + sum(self.left.values()))
+
+
+def _kept(columns: ChunkColumns) -> int:
+    """By the graph of a chunk's output."""
+    return next((u.output_keeps_bytes for u in reversed(columns.units) if u.layers), 0)
 
 
 @dataclass(frozen=True, slots=True)

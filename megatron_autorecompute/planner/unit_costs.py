@@ -71,6 +71,8 @@ class Unit:
     """As the record's."""
     input_stays: bool = False
     """As the record's."""
+    output_keeps_bytes: int = 0
+    """As the record's."""
     offload_groups: tuple[OffloadGroup, ...] = ()
     """As the record's."""
     graph: GraphBytes | None = None
@@ -503,6 +505,7 @@ def _unit(
         kept_gradient_bytes,
         record.parts,
         record.input_stays,
+        record.output_keeps_bytes,
         record.offload_groups,
         record.graph,
     )

@@ -52,6 +52,7 @@ def in_parts(rng, record, boundary_bytes):
         backward_transient_bytes=backward,
         parts=tuple(PartBytes(*column) for column in columns),
         input_stays=rng.random() < 0.5,
+        output_keeps_bytes=rng.randint(0, 3),
     )
 
 
@@ -99,7 +100,7 @@ def walked(units, boundary, head):
         if j > i:
             left[j] = in_b - 2 * boundary
         alive_f, in_f, in_b = alive_f + held_f, boundary, 2 * boundary
-        gradient = 0 if head else boundary
+        gradient = 0 if head else boundary + layers[-1].output_keeps_bytes
     for unit in after:
         alive_f += unit.held_bytes
         high = max(high, alive_f + unit.forward_transient_bytes + alive_b + in_b + gradient)
