@@ -16,6 +16,7 @@ Each rank is a fork of that process, with the environment torchrun would give it
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -33,6 +34,9 @@ LIMITED = ("sh", "-c", f'ulimit -v {MEMORY_BYTES >> 10} && exec "$@"', "sh")
 a lock that another thread of this process held, and no timeout of `subprocess` covers it."""
 NEIGHBOURS_LIVE_S = 15
 """How long other ranks may go on after one has failed; torchrun ends them at once."""
+PORTS = range(20_000, 32_000)
+"""Below those that systems give to connections, of which another job's may take one before this job
+listens on it."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,8 @@ def _start(main, job: dict[str, Any], rank: int, port: int, log: int) -> int:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One of `PORTS` that nobody listens on now."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", random.SystemRandom().choice(PORTS)))
+            return probe.getsockname()[1]
