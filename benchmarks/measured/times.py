@@ -62,7 +62,8 @@ def width(flags: Sequence[str]) -> int:
 def section(points: Sequence[Data]) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
     """Tables: what stands before one, its header, its rows."""
     groups: dict[tuple[str, str, str], list[Data]] = {}
-    for one in on_their_machines(points):
+    points = on_their_machines(points)
+    for one in points:
         chip = one["gpu"].partition("-")[0]
         family = "MoE" if one["family"].startswith("MoE") else "others"
         said = one["role"] + ", fitted" * _fitted(one) + ", one node" * (ONE_NODE in one["run"])
@@ -131,7 +132,7 @@ def _equal_flags(points: Sequence[Data]) -> list[list[str]]:
 def _recordings(points: Sequence[Data]) -> list[list[str]]:
     """Of every recording with enough small tests, how much longer they took than predicted."""
     groups: dict[tuple[str, str], list[Data]] = {}
-    for one in on_their_machines(points):
+    for one in points:
         if one["role"] == LAUNCHES and one["recorded_with"]:
             groups.setdefault(_recording(one), []).append(one)
     lines = []
