@@ -61,9 +61,7 @@ def from_json(
             data, source = data[field], f"{field} in {source}"
             text = json.dumps(data)
     except (ValueError, RecursionError) as error:
-        raise ProfileError(
-            f"{source} is not whole JSON ({error}). Write it again; a cut-off file cannot be used."
-        ) from error
+        raise ProfileError(_no_json(text, source, record_type.__name__, error)) from error
     _refuse_newer(data, source, major)
     try:
         return TypeAdapter(record_type).validate_json(text, strict=True)
@@ -74,6 +72,16 @@ def from_json(
         ) from error
     except AutorecomputeError as error:  # a part that refuses itself, such as a layout
         raise ProfileError(f"{source}: {error}") from error
+
+
+def _no_json(text: str, source: str, what: str, error: Exception) -> str:
+    begin = text.lstrip()[:MOST_SHOWN].partition("\n")[0]
+    if begin and begin[0] not in '{["':
+        return (
+            f"{source} begins with {begin!r}: that is no JSON, and a {what} is. Of a job in YAML "
+            f"make a profile: megatron-autorecompute estimate --gpu NAME {source} -o PROFILE.json"
+        )
+    return f"{source} is not whole JSON ({error}). Write it again; a cut-off file cannot be used."
 
 
 def load(record_type: type[Record], path: str | Path, *, major: int = 1, field: str = "") -> Record:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context, Decimal
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -21,7 +22,7 @@ def gib(size_bytes: float) -> str:
 def gib_needed(size_bytes: int) -> str:
     """As `gib`, rounded up: a budget of so many GiB is enough."""
     if size_bytes < GIB // 10:
-        return gib(size_bytes)
+        return f"{Context(prec=3, rounding=ROUND_CEILING).divide(Decimal(size_bytes), GIB):f}"
     return gib(math.ceil(size_bytes * 100 / GIB) / 100 * GIB)
 
 

@@ -17,6 +17,7 @@ from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.meta.determinism import deterministic
 from megatron_autorecompute.meta.graph_scope import FIELDS
 from megatron_autorecompute.meta.job import TE_VERSION, Job, job_from
+from megatron_autorecompute.meta.job_checks import refuse_unmodelled
 from megatron_autorecompute.patched import patched, patched_environ
 from megatron_autorecompute.planner.hybrid_pattern import check_flags
 
@@ -35,14 +36,6 @@ _COPIED = (
     "overlap_grad_reduce",
     "overlap_param_gather",
     "use_precision_aware_optimizer",
-)
-FSDP = (
-    "FSDP shards weights and gradients, which is not modelled without a device: bytes would be "
-    "those of whole weights on every rank. Leave it out to see the job without it."
-)
-CPU_OPTIMIZER = (
-    "an optimizer in host memory is not modelled without a device: its state would count on the "
-    "GPU. Leave it out to see the job without it, or use auto in the job."
 )
 OPTIMIZERS = ("adam", "muon")
 DTYPES_OF_STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -117,7 +110,7 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
             from megatron.training import arguments
 
             args = _namespace(arguments)
-            _refuse_unmodelled(args)
+            refuse_unmodelled(vars(args), lambda name: f"--{name.replace('_', '-')}")
             check_flags(args)
             arguments.validate_args(args)
             return args, arguments.core_transformer_config_from_args(args)
@@ -139,13 +132,6 @@ def engine(version: str = TE_VERSION) -> Iterator[None]:
 
     with patched(utils, "_te_version", utils.PkgVersion(version)):
         yield
-
-
-def _refuse_unmodelled(args: Any) -> None:
-    reasons = dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2"), FSDP)
-    for name, reason in {**reasons, "optimizer_cpu_offload": CPU_OPTIMIZER}.items():
-        if getattr(args, name, False):
-            raise OptionError(f"--{name.replace('_', '-')}: {reason}")
 
 
 def _namespace(arguments: Any) -> Any:

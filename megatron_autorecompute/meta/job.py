@@ -17,7 +17,12 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta.graph_scope import SAMPLE_BYTES, GraphScope
-from megatron_autorecompute.meta.job_checks import MOST_RANKS, MOST_WIDTH, check_config
+from megatron_autorecompute.meta.job_checks import (
+    MOST_RANKS,
+    MOST_WIDTH,
+    check_config,
+    refuse_unmodelled,
+)
 from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.schedule import Schedule
@@ -28,6 +33,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Percent = Annotated[str, Field(pattern=r"^(100(\.0+)?|\d{1,2}(\.\d+)?)$")]
 Factor = Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
+Uneven = Annotated[float, Field(ge=1, le=1024, allow_inf_nan=False)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 CAPACITY, STASH = "moe_expert_rank_capacity_factor", "moe_paged_stash"
 STASH_FIELDS = (
@@ -127,8 +133,9 @@ class Job:
     """Above 0: base weights are frozen; every linear layer outside experts has such an adapter."""
     described_by: Literal["yaml", "flags", "recipe"] = "yaml"
     """Where the job was read from; `plan` prints what to paste there."""
-    moe_imbalance: dict[Percent, Factor] = field(default_factory=dict)
-    """Percentile of microbatches on the fullest rank -> factor on a MoE layer's bytes. Assumed;
+    moe_imbalance: dict[Percent, Uneven] = field(default_factory=dict)
+    """Percentile of microbatches on the fullest rank -> factor on a MoE layer's bytes, 1 if all
+    ranks have as many tokens. Assumed;
     plans use `Profile.stated_percentile`."""
 
     max_tokens_per_microbatch: Annotated[int, Field(ge=0, le=1 << 40)] = 0
@@ -396,13 +403,20 @@ def load_job(path: str | Path) -> Job:
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise OptionError(f"Cannot read the job {path}: {reason:.300}.") from error
+    if isinstance(data, dict) and "config" not in data and ("kinds" in data or "profile" in data):
+        raise OptionError(
+            f"{path} is a profile or a plan, and a job was asked for. Plan what it describes: "
+            f"megatron-autorecompute plan --profile {path} --budget-gib GIB"
+        )
     return job_from(data, str(path))
 
 
 def job_from(data: Any, source: str) -> Job:
     """Check a job given as plain data. Raises OptionError naming each bad field."""
+    for part in (data, data.get("config")) if isinstance(data, dict) else ():
+        refuse_unmodelled(part if isinstance(part, dict) else {}, f"{source}: {{}}".format)
     try:
-        text = _json(_with_fixed_buffers(with_pattern(data, source)), source)
+        text = _json(_with_fixed_buffers(with_pattern(_given(data), source)), source)
         job = TypeAdapter(Job).validate_json(text, strict=True)
     except ValidationError as error:
         lines = "\n".join(
@@ -432,6 +446,14 @@ def job_from(data: Any, source: str) -> Job:
     return job
 
 
+def _given(data: Any) -> Any:
+    """The data without fields of config that have no value: they are as if left out."""
+    config = data.get("config") if isinstance(data, dict) else None
+    if not isinstance(config, dict):
+        return data
+    return {**data, "config": {name: v for name, v in config.items() if v is not None}}
+
+
 def _with_fixed_buffers(data: Any) -> Any:
     """A job whose buffers for routed tokens have a fixed size as one with routing that uneven.
 
@@ -443,16 +465,18 @@ def _with_fixed_buffers(data: Any) -> Any:
     capacity = config.get(CAPACITY) if isinstance(config, dict) else None
     if capacity is None or not isinstance(config, dict):
         return data
+    factor = config.get(f"{STASH}_buffer_size_factor_cuda", 1.1)
+    uneven = factor if config.get(STASH) else capacity
+    if not isinstance(uneven, int | float) or not abs(uneven) >= 1:
+        raise OptionError(
+            f"config.{STASH}_buffer_size_factor_cuda or {CAPACITY}: {uneven!r:.80}; give a number "
+            "from 1 on: with less room than even routing fills, rows are dropped or leave for host "
+            "memory, which is not modelled."
+        )
     hybrid_ep = config.get("moe_token_dispatcher_type") == "flex"
     hybrid_ep &= config.get("moe_flex_dispatcher_backend") == "hybridep"
     if hybrid_ep and not data.get("moe_imbalance"):
         return data
-    factor = config.get(f"{STASH}_buffer_size_factor_cuda", 1.1)
-    uneven = factor if config.get(STASH) else capacity
-    if not isinstance(uneven, int | float):
-        raise OptionError(
-            f"config.{STASH}_buffer_size_factor_cuda or {CAPACITY}: {uneven!r:.80}; give a number."
-        )
     rest = {k: v for k, v in config.items() if k != CAPACITY and not k.startswith(STASH)}
     return {"moe_imbalance": {"99": abs(uneven)}, **data, "config": rest}
 
@@ -496,7 +520,7 @@ def with_pattern(data: Any, source: str) -> Any:
             pattern.check_numbers(*numbers)
     except PipelineError as error:
         raise OptionError(f"{source}: {error}") from error
-    return {**data, "config": {name: v for name, v in whole.items() if v is not None}}
+    return {**data, "config": _given({"config": whole})["config"]}
 
 
 def _json(data: Any, source: str) -> str:

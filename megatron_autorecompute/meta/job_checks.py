@@ -7,7 +7,7 @@ not at all: `32.5` layers would be 32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_autorecompute.errors import OptionError
@@ -61,8 +61,28 @@ _SWITCHES = (
     *("overlap_moe_expert_parallel_comm", "multi_latent_attention", "gated_linear_unit"),
     *("sequence_parallel", "add_bias_linear"),
 )
+_FSDP = (
+    "FSDP shards weights and gradients, which is not modelled without a device: bytes would be "
+    "those of whole weights on every rank. Leave it out to see the job without it."
+)
+UNMODELLED = {
+    **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2"), _FSDP),
+    "optimizer_cpu_offload": (
+        "an optimizer in host memory is not modelled without a device: its state would count on "
+        "the GPU. Leave it out to see the job without it, or use auto in the job."
+    ),
+}
+"""Settings that a job may not have, and why."""
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 """Fields that every job has."""
+
+
+def refuse_unmodelled(settings: Mapping[str, Any], named: Callable[[str], str]) -> None:
+    """Raise OptionError for a setting that is on and not modelled; `named` says how it is asked
+    for."""
+    for name, reason in UNMODELLED.items():
+        if settings.get(name):
+            raise OptionError(f"{named(name)}: {reason}")
 
 
 def check_config(
@@ -149,6 +169,12 @@ def _cannot_split_mlp(config: Mapping[str, Any], tensor: int) -> Iterator[str]:
         name, ranks = "moe_ffn_hidden_size", config.get("expert_tensor_parallel_size") or tensor
     if (config.get(name) or ranks) % ranks:
         yield f"{name} {config[name]} is no multiple of {ranks}, the tensor parallel size"
+    shared = config.get("moe_shared_expert_intermediate_size") or 0
+    if shared % tensor:
+        yield (
+            f"moe_shared_expert_intermediate_size {shared} is no multiple of {tensor}, the tensor "
+            "parallel size"
+        )
 
 
 def _not_of_precision(config: Mapping[str, Any], precision: str) -> Iterator[str]:

@@ -18,13 +18,13 @@ from megatron_autorecompute.meta.devices import Device, device
 from megatron_autorecompute.meta.flags import (
     DTYPE_NAMES,
     DTYPES_OF_STATES,
-    FSDP,
     OPTIMIZERS,
     PRECISION_OF_RECIPE,
     engine,
     plain_config,
 )
 from megatron_autorecompute.meta.job import Job, job_from
+from megatron_autorecompute.meta.job_checks import refuse_unmodelled
 from megatron_autorecompute.patched import patched
 
 PERF_RECIPES = "megatron.bridge.perf_recipes"
@@ -53,8 +53,8 @@ def job_from_recipe(
     gpu: what the job will run on, as recipes of MoE models ask for it; by default an H100.
 
     Raises MachineError if Bridge is not installed or cannot read the model's public config,
-    OptionError for an unknown recipe, a vision-language model's, FSDP, adapters on some layers
-    only, or if nothing says the vocabulary.
+    OptionError for an unknown recipe, a vision-language model's, FSDP, an optimizer in host memory,
+    adapters on some layers only, or if nothing says the vocabulary.
     """
     try:
         recipes = importlib.import_module("megatron.bridge.recipes")
@@ -96,8 +96,8 @@ def _refuse(name: str, cfg: Any) -> None:
             f"The recipe {name} trains no language model ({type(cfg.model).__name__}), and others "
             "are not modelled without a device."
         )
-    if getattr(cfg.ddp, "use_megatron_fsdp", False) or getattr(cfg.dist, "use_torch_fsdp2", False):
-        raise OptionError(f"The recipe {name}: {FSDP}")
+    for part in ("ddp", "dist", "optimizer"):
+        refuse_unmodelled(vars(getattr(cfg, part)), f"The recipe {name}: {part}.{{}}".format)
     found = [each for each in TOWERS if getattr(cfg.model, each, None) is not None]
     if found:
         raise OptionError(

@@ -131,7 +131,10 @@ def test_what_would_be_counted_without_its_tower_or_with_other_adapters_is_refus
     cfg.peft, cfg.ddp.use_megatron_fsdp = None, True
     with pytest.raises(OptionError, match="FSDP shards weights and gradients"):
         job_from_recipe("given_config")
-    cfg.ddp.use_megatron_fsdp = False
+    cfg.ddp.use_megatron_fsdp, cfg.optimizer.optimizer_cpu_offload = False, True
+    with pytest.raises(OptionError, match="optimizer_cpu_offload: an optimizer in host memory"):
+        job_from_recipe("given_config")
+    cfg.optimizer.optimizer_cpu_offload = False
     cfg.model = recipes.tiny_vision_provider()
     with pytest.raises(OptionError, match=r"has a tower before its decoder \(model.vision_config"):
         job_from_recipe("given_config")

@@ -333,6 +333,16 @@ def test_a_profile_in_a_plans_place_is_named_and_the_way_to_a_plan_is_said(capsy
     assert f"plan --profile {LLAMA} --budget-gib" in said
 
 
+def test_a_job_in_a_profiles_place_and_the_reverse_are_named_with_the_command_for_it(capsys):
+    job = PROFILES.parent / "no_device" / "llama3-70b.yaml"
+    assert main(["plan", "--profile", str(job), "--budget-gib", "30"]) == 4
+    said = capsys.readouterr().err
+    assert f"{job} begins with '# Llama3-70B pre-training" in said
+    assert f"estimate --gpu NAME {job} -o PROFILE.json" in said
+    assert main(["estimate", "--gpu", "h100", LLAMA, "-o", "-"]) == 9
+    assert f"{LLAMA} is a profile or a plan, and a job was asked" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("verb", "words", "message"),
     [

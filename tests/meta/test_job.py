@@ -46,6 +46,15 @@ def test_buffers_of_fixed_size_for_routed_tokens_count_as_routing_that_uneven():
     assert job(stash).moe_imbalance == {"99": 1.2}
     assert job(stash, moe_imbalance={"99": 2.0}).moe_imbalance == {"99": 2.0}
     assert not [name for name in job(stash).config if "stash" in name or "capacity" in name]
+    with pytest.raises(OptionError, match=r"0\.9; give a number from 1 on"):
+        job({**fixed, "moe_expert_rank_capacity_factor": 0.9})
+
+
+@pytest.mark.parametrize("name", ["optimizer_cpu_offload", "use_megatron_fsdp", "use_torch_fsdp2"])
+def test_a_setting_that_is_not_modelled_is_refused_with_its_reason(name):
+    for given in ({"config": {name: True}}, {name: True}):
+        with pytest.raises(OptionError, match=f"this job: {name}: .* is not modelled"):
+            job(**given)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
@@ -110,6 +119,14 @@ MOE = {"num_moe_experts": 8}
         (
             {**MOE, "moe_ffn_hidden_size": 129, "expert_tensor_parallel_size": 2},
             "moe_ffn_hidden_size 129 is no multiple of 2",
+        ),
+        (
+            {
+                **MOE,
+                "moe_shared_expert_intermediate_size": 33,
+                "tensor_model_parallel_size": 2,
+            },
+            "moe_shared_expert_intermediate_size 33 is no multiple of 2, the tensor parallel size",
         ),
         ({"bf16": False}, "neither bf16 nor fp16: training in fp32 is not modelled"),
         ({"fp8": "hybrid"}, "config.fp8 'hybrid' beside precision bf16; set precision to fp8,"),
@@ -177,6 +194,7 @@ def test_a_file_that_is_no_plain_data_is_refused_in_one_line(tmp_path, text, sai
 
 def test_a_field_of_no_value_is_as_if_it_were_left_out():
     assert all(job({**MOE, "moe_layer_freq": None}).moe_pattern())
+    assert "tensor_model_parallel_size" not in job({"tensor_model_parallel_size": None}).config
 
 
 def test_missing_dimensions_are_named():
@@ -194,8 +212,8 @@ def test_missing_dimensions_are_named():
         )
 
 
-@pytest.mark.parametrize("stated", [{"p99": 1.2}, {"101": 1.2}, {"99": 0.0}, {"99": float("nan")}])
-def test_imbalance_is_a_factor_at_a_percentile(stated):
+@pytest.mark.parametrize("stated", [{"p99": 1.2}, {"101": 1.2}, {"99": 0.9}, {"99": float("nan")}])
+def test_imbalance_is_a_factor_from_1_on_at_a_percentile(stated):
     with pytest.raises(OptionError, match=r"moe_imbalance"):
         job({"num_moe_experts": 8}, moe_imbalance=stated)
 

@@ -146,11 +146,12 @@ def test_infeasible_names_the_tightest_stage_its_need_and_the_budget():
         solve(profile, Layout.from_flags(12, 3), Schedule(3, 1, 6), 60 * gib)
 
 
-def test_the_need_that_an_infeasible_plan_names_is_enough_as_a_budget():
+@pytest.mark.parametrize("unit_bytes", [(1 << 30) + 12345, 123457, 1])
+def test_the_need_that_an_infeasible_plan_names_is_enough_as_a_budget(unit_bytes):
     profile, layout, schedule, _ = problem_of_many()
-    planner = Planner(scale(profile, (1 << 30) + 12345, 1.0), layout, schedule)
+    planner = Planner(scale(profile, unit_bytes, 1.0), layout, schedule)
     with pytest.raises(InfeasibleError) as caught:
-        planner.solve(60 << 30)
+        planner.solve(60 * unit_bytes)
     named = float(re.findall(r"needs (\S+) GiB", str(caught.value))[0])
     assert planner.solve(round(named * (1 << 30))).cost.peak_high_bytes <= named * (1 << 30)
 
