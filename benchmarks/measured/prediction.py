@@ -163,7 +163,7 @@ def job_of(flags: Sequence[str], world: int, *, graphs: bool = False) -> Job:
     """The job of a run. Megatron 0.19 refuses Transformer Engine's cross entropy, and deterministic
     mode with `--tp-comm-overlap`, with which older runs were made; the model can still be built
     with both. Runs report what torch allocated, to which the pool of a CUDA graph adds nothing but
-    while it is captured, so that graphs are left out unless asked for."""
+    while it is captured, so that graphs are left out unless asked for, as for times."""
     older: dict[str, Any] = {} if graphs else {"cuda_graph_impl": "none"}
     refused = [*_pairs(flags, "--cross-entropy-fusion-impl", "te")]
     if refused:
@@ -195,17 +195,18 @@ def _of_world(case: Case, world: int) -> Prediction:
         depth_layers=0 if job.pattern is None else len(job.pattern.depth),
     )
     cost = model.evaluate(policy)
-    step_ms = cost.step_ms + model.profile.step_end_ms
     asked = {range(len(cost.stages))[stage] for stage in case.measured_stages}
     gpu, evaluates = device(case.gpu), case.evaluates
     blocks = {one: rounding(job, gpu, policy, one, evaluates=evaluates) for one in asked}
     stages = [_stage(one, blocks.get(stage)) for stage, one in enumerate(cost.stages)]
     graph_job = _job(case, world, graphs=True)
+    if graph_job.graphs.implementation != "none":
+        model = _planner_of(graph_job, case.gpu)
+        cost = model.evaluate(policy)
     if counts_graphs(graph_job):
-        found = _planner_of(graph_job, case.gpu).evaluate(policy)
         for stage, own in blocks.items():
-            stages[stage] = _with_capture(stages[stage], found.stages[stage], own)
-    return Prediction(tuple(stages), world, step_ms)
+            stages[stage] = _with_capture(stages[stage], cost.stages[stage], own)
+    return Prediction(tuple(stages), world, cost.step_ms + model.profile.step_end_ms)
 
 
 def _with_capture(stage: Stage, cost: StageCost, blocks: Rounding) -> Stage:

@@ -1,8 +1,10 @@
-"""Bytes of layers that are CUDA graphs, whole or in part, by Megatron's own code on meta tensors.
+"""Bytes and times of layers that are CUDA graphs, whole or in part, by Megatron's own code on meta
+tensors.
 
 Every layer runs twice by itself: as Transformer Engine captures it, and as Megatron runs it beside
 the graph's replay, with a stand-in for the graph. The first gives what is in the graphs' memory
-pool, the second all the rest.
+pool, the second all the rest. Kernels take their time in both; the host starts a graph as one
+module, and the operations of the rest.
 
 TE pytorch/graph.py `_make_graphed_callables` and megatron-core 0.19.2 transformer/cuda_graphs.py
 `_get_sample_arguments`: each microbatch in flight has a forward and a backward graph of every
@@ -38,19 +40,22 @@ from megatron_autorecompute.meta.model import (
     shard_config,
     step_shape,
 )
+from megatron_autorecompute.meta.roofline import Reading, Roofline
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, GraphBytes, LayerBytes, LayerKind
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 
 
-def with_graphs(job: Job, kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """Decoder layers' kinds with the bytes that each choice has in graphs and beside them.
+def with_graphs(job: Job, kinds: Sequence[LayerKind], clock: Roofline) -> tuple[LayerKind, ...]:
+    """Decoder layers' kinds with the bytes that each choice has in graphs and beside them, and the
+    time that it takes so.
 
     Kinds of MTP depths are unchanged.
 
     Args:
         job: with `graphs.of_layers`.
         kinds: of the whole model, with choices that Megatron allows beside the graphs.
+        clock: gives the times.
     """
     built = job_kinds(job)
     asked = [next((k for k in kinds if one.layers[0] in k.layers), None) for one in built]
@@ -58,7 +63,7 @@ def with_graphs(job: Job, kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     own = [k if k is not None and new else None for k, new in zip(asked, first, strict=True)]
     ran = [(k.name, record.policy) for k in own if k is not None for record in k.choices]
     copies = [0 if k is None else len(k.choices) for k in own]
-    runs = _runs(job, copies, [choice for _, choice in ran])
+    runs = _runs(job, copies, [choice for _, choice in ran], clock)
     found = dict(zip(ran, runs, strict=True))
     return tuple(_replaced(kind, found) for kind in kinds)
 
@@ -71,6 +76,8 @@ class GraphRun:
     rest: LayerBytes
     keeps_input: bool
     """Whether the rest keeps the layer's input."""
+    forward_ms: float
+    backward_ms: float
 
 
 def _replaced(
@@ -101,6 +108,8 @@ def _record(record: ChoiceRecord, run: GraphRun | None) -> ChoiceRecord:
     pool, rest = run.pool, run.rest
     return replace(
         record,
+        forward_ms=run.forward_ms,
+        backward_ms=run.backward_ms,
         held_bytes=rest.held + pool.held_bytes,
         forward_transient_bytes=rest.forward_transient + pool.forward_transient_bytes,
         backward_transient_bytes=rest.backward_transient + pool.backward_transient_bytes,
@@ -110,7 +119,9 @@ def _record(record: ChoiceRecord, run: GraphRun | None) -> ChoiceRecord:
     )
 
 
-def _runs(job: Job, copies: Sequence[int], choices: Sequence[LayerPolicy]) -> list[GraphRun | None]:
+def _runs(
+    job: Job, copies: Sequence[int], choices: Sequence[LayerPolicy], clock: Roofline
+) -> list[GraphRun | None]:
     """Of every layer of a shard, each with its choice; None where nothing of it is captured."""
     asked, left_out = with_graph_fields(job, "transformer_engine")
     with meta_megatron(asked):
@@ -136,7 +147,7 @@ def _runs(job: Job, copies: Sequence[int], choices: Sequence[LayerPolicy]) -> li
                 # What dispatchers keep until the next forward is alive from here on.
                 kwargs = _called_with(layers, lambda: _loss(step, model).backward())
                 return [
-                    _run(job, layer, own, live, config)
+                    _run(job, layer, own, live, clock, config)
                     for layer, own in zip(layers, kwargs, strict=True)
                 ]
 
@@ -170,6 +181,7 @@ def _run(
     layer: Any,
     called: tuple[tuple[int, ...], dict[str, Any]],
     live: LiveBytes,
+    clock: Roofline,
     config: Any,
 ) -> GraphRun | None:
     if not graph_fields.is_graphable(layer, config):
@@ -181,14 +193,14 @@ def _run(
     like = torch.empty(shape, dtype=config.params_dtype, device="meta")
     live.exclude(like)
     of_attention = not job.graphs.modules or "attn" in job.graphs.modules
-    captured, outputs = _captured(layer, like, kwargs if of_attention else {}, live)
+    captured, outputs, inside = _captured(layer, like, kwargs if of_attention else {}, live, clock)
     masked = job.graphs.implementation == "transformer_engine" and of_attention
     mask = mask_bytes(job) * masked
     static_gradient = torch.empty_like(like)
     live.exclude(static_gradient)
 
     def graph(hidden: torch.Tensor, _: torch.Tensor) -> Any:
-        return _Graph.apply(outputs, static_gradient, hidden)
+        return _Graph.apply(outputs, like, static_gradient, hidden)
 
     hands_on = False
 
@@ -199,12 +211,27 @@ def _run(
         hands_on = storage_bytes([output, *outputs]) == storage_bytes(outputs)
         return output
 
-    rest, keeps_input = _alone(replay, like, live)
+    rest, keeps_input, outside = _alone(replay, like, live, clock)
     held = captured.held + storage_bytes([like]) + mask
     if job.graphs.implementation == "local" and of_attention and hands_on:
         held -= storage_bytes(outputs)  # the next layer's input
     pool = GraphBytes(held, captured.forward_transient, captured.backward_transient)
-    return GraphRun(pool, rest, keeps_input)
+    forward_ms, backward_ms = _together(inside, outside, clock)
+    return GraphRun(pool, rest, keeps_input, forward_ms, backward_ms)
+
+
+Readings = tuple[Reading, Reading]
+"""Of a forward and of its backward."""
+
+
+def _together(inside: Readings, outside: Readings, clock: Roofline) -> tuple[float, float]:
+    """Milliseconds of forward and backward; the host starts what is inside as one module."""
+    launch = Reading(host=1e-6 * clock.efficiency.module_us)
+    forward, backward = (
+        clock.ms_between(Reading(), replace(graph, host=0.0) + rest + launch)
+        for graph, rest in zip(inside, outside, strict=True)
+    )
+    return forward, backward
 
 
 def mask_bytes(job: Job) -> int:
@@ -214,40 +241,55 @@ def mask_bytes(job: Job) -> int:
 
 
 def _captured(
-    layer: Any, like: torch.Tensor, kwargs: dict[str, Any], live: LiveBytes
-) -> tuple[LayerBytes, tuple[torch.Tensor, ...]]:
-    """Bytes in the pool, outputs included, and tensors like the outputs, which are not counted."""
+    layer: Any, like: torch.Tensor, kwargs: dict[str, Any], live: LiveBytes, clock: Roofline
+) -> tuple[LayerBytes, tuple[torch.Tensor, ...], Readings]:
+    """Bytes in the pool, outputs included, tensors like the outputs, which are not counted, and the
+    time inside."""
     hidden = _leaf(like, live)
     before = live.current_bytes
     live.reset_peak()
-    outputs = graph_fields.capture(layer, hidden, dict(kwargs))
+    begin = clock.now()
+    with clock:
+        outputs = graph_fields.capture(layer, hidden, dict(kwargs))
+    middle = clock.now()
     held, highest = live.current_bytes - before, live.peak_bytes - before
     found = tuple(out for out in outputs if isinstance(out, torch.Tensor))
     trained = [out for out in found if out.requires_grad]
     live.reset_peak()
-    torch.autograd.backward(trained, [torch.empty_like(out) for out in trained])
+    gradients = [torch.empty_like(out) for out in trained]
+    with clock:
+        torch.autograd.backward(trained, gradients)
+    inside = middle - begin, clock.now() - middle
+    del gradients
     sizes = LayerBytes(held, highest - held, max(0, live.peak_bytes - before - held))
     alike = tuple(out.detach().clone().requires_grad_(out.requires_grad) for out in found)
     for tensor in alike:
         live.exclude(tensor)
-    return sizes, alike
+    return sizes, alike, inside
 
 
 def _alone(
-    run: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor, live: LiveBytes
-) -> tuple[LayerBytes, bool]:
-    """Bytes of a layer as its record counts them, and whether it keeps its input.
+    run: Callable[[torch.Tensor], torch.Tensor],
+    like: torch.Tensor,
+    live: LiveBytes,
+    clock: Roofline,
+) -> tuple[LayerBytes, bool, Readings]:
+    """Bytes of a layer as its record counts them, whether it keeps its input, and its time.
 
     Args:
         run: the layer's forward.
         like: its input, of the same shape.
         live: counts.
+        clock: gives the time.
     """
     leaf, before = _leaf(like, live), live.current_bytes
     live.reset_peak()
     received = [leaf.clone()]
     storage = weakref.ref(received[0].untyped_storage())
-    output = run(received.pop())
+    begin = clock.now()
+    with clock:
+        output = run(received.pop())
+    middle = clock.now()
     end = _End.apply(output)
     one = torch.ones_like(end)
     for tensor in (end, one):
@@ -256,8 +298,10 @@ def _alone(
     del output
     held, keeps_input = live.current_bytes - before, storage() is not None
     live.reset_peak()
-    torch.autograd.backward(end, one)
-    return LayerBytes(held, highest - held, max(0, live.peak_bytes - before - held)), keeps_input
+    with clock:
+        torch.autograd.backward(end, one)
+    sizes = LayerBytes(held, highest - held, max(0, live.peak_bytes - before - held))
+    return sizes, keeps_input, (middle - begin, clock.now() - middle)
 
 
 def _leaf(like: torch.Tensor, live: LiveBytes) -> torch.Tensor:
@@ -280,10 +324,14 @@ class _End(torch.autograd.Function):
 
 
 class _Graph(torch.autograd.Function):
-    """TE's `Graphed`: outputs and the gradient of the input are in the pool."""
+    """TE's `Graphed`: outputs and the gradient of the input are in the pool; what comes in from
+    before and behind is copied to where the graphs read it."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: Any, gradient: torch.Tensor, hidden: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, outputs: Any, static: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor
+    ) -> Any:
+        static.copy_(hidden)
         ctx.gradient = gradient
         found = tuple(out.detach() for out in outputs)
         pairs = zip(found, outputs, strict=True)
@@ -292,4 +340,4 @@ class _Graph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return None, None, ctx.gradient.detach()
+        return None, None, None, ctx.gradient.detach()

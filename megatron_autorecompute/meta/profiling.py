@@ -117,6 +117,8 @@ def profile_job(
     reached = efficiency
     if job.config.get("attention_backend") == "flash":
         reached = efficiency.with_flash()
+    if job.graphs.of_iteration:
+        reached = reached.without_host()
     clock = functools.partial(clock_type, device, reached, traffic(job))
     every = every_choice if only is None else functools.partial(_set_of, only)
     asked = checked(offload)
@@ -132,7 +134,7 @@ def profile_job(
     counted = decoder.counted.with_ends_of(whole.counted)
     kinds = tuple(_beside_mask(job, kind) for kind in with_inert(kinds))
     kinds = tuple(with_inert_offload(kind, offload) for kind in kinds)
-    kinds, refused = _beside_graphs(job, kinds, progress)
+    kinds, refused = _beside_graphs(job, kinds, clock, progress)
     facts = _facts(job, decoder.layer_facts)
     profile = Profile(
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
@@ -180,7 +182,7 @@ def _refuse_together(job: Job, offload: Sequence[Sequence[str]]) -> None:
 
 
 def _beside_graphs(
-    job: Job, kinds: tuple[LayerKind, ...], progress: Progress
+    job: Job, kinds: tuple[LayerKind, ...], clock: Callable[[], Roofline], progress: Progress
 ) -> tuple[tuple[LayerKind, ...], tuple[str, ...]]:
     """The kinds with what the job's CUDA graphs change, and what Megatron refuses beside them."""
     if job.graphs.implementation == "none":
@@ -189,7 +191,7 @@ def _beside_graphs(
     if not counts_graphs(job):
         return kinds, refused
     progress(f"{job.name}: layers as CUDA graphs")
-    return with_graphs(job, kinds), refused
+    return with_graphs(job, kinds, clock()), refused
 
 
 def counts_graphs(job: Job) -> bool:

@@ -51,9 +51,19 @@ class Traffic:
 class Reading:
     """Seconds of modelled work so far, of what runs side by side."""
 
-    kernels: float
-    host: float
-    alltoall: float
+    kernels: float = 0.0
+    host: float = 0.0
+    alltoall: float = 0.0
+
+    def __add__(self, other: Reading) -> Reading:
+        return Reading(
+            self.kernels + other.kernels, self.host + other.host, self.alltoall + other.alltoall
+        )
+
+    def __sub__(self, other: Reading) -> Reading:
+        return Reading(
+            self.kernels - other.kernels, self.host - other.host, self.alltoall - other.alltoall
+        )
 
 
 class Roofline(TorchDispatchMode):
@@ -80,9 +90,8 @@ class Roofline(TorchDispatchMode):
 
     def ms_between(self, begin: Reading, end: Reading) -> float:
         """Milliseconds of modelled work between two readings of `now`: of the slowest."""
-        return 1e3 * max(
-            end.kernels - begin.kernels, end.host - begin.host, end.alltoall - begin.alltoall
-        )
+        between = end - begin
+        return 1e3 * max(between.kernels, between.host, between.alltoall)
 
     def __torch_dispatch__(
         self,

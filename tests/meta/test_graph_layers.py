@@ -12,6 +12,7 @@ from megatron.core.transformer import cuda_graphs
 
 from megatron_autorecompute.compat.graph_fields import graph_fields
 from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.meta.devices import Efficiency
 from megatron_autorecompute.meta.graph_scope import GraphScope
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.profiling import profile_job
@@ -77,6 +78,45 @@ def test_parts_of_layers_are_in_the_pool_and_the_rest_is_not(eager, modules, mor
         assert record.held_bytes == expected(without, choice, own).held_bytes + more
         if choice == "none":
             assert (record.graph.held_bytes == record.held_bytes) == (len(modules) == 2)
+
+
+SLOW_HOST = Efficiency(module_us=1e3)
+"""A millisecond for each module, and nothing else that counts at this size."""
+
+
+def modules_ms(profile):
+    """Of the layers under none, forward and backward."""
+    record = records(profile)["none"]
+    return record.forward_ms, record.backward_ms
+
+
+def test_the_host_starts_a_graph_as_one_module_and_what_is_beside_it_one_by_one():
+    eager = modules_ms(profile_job(job(), H100, SLOW_HOST))
+    whole = modules_ms(profile_job(graphs("local"), H100, SLOW_HOST))
+    assert whole == pytest.approx((1, 1), abs=0.1)
+    parts = ("attn",), ("mlp",), ("attn", "mlp")
+    attention, mlp, both = (
+        modules_ms(profile_job(graphs("transformer_engine", *one), H100, SLOW_HOST))
+        for one in parts
+    )
+    assert both == pytest.approx((1, 1), abs=0.1)
+    for without, *one in zip(eager, attention, mlp, strict=True):
+        # Each part's graph is one module, and the other part's modules are what it has elsewhere.
+        assert sum(one) == pytest.approx(without + 2, abs=0.2)
+
+
+def test_in_a_graph_of_the_iteration_the_host_takes_no_time():
+    asked = graphs("full_iteration")
+    slow, free = profile_job(asked, H100, SLOW_HOST), profile_job(asked, H100, Efficiency())
+    for one, other in zip(times(slow), times(free), strict=True):
+        assert one == other
+    assert min(times(profile_job(job(), H100, SLOW_HOST))) >= 1
+
+
+def times(profile):
+    """Of all records with modules of Transformer Engine."""
+    found = [*profile.kinds[-1].choices, profile.head]
+    return [ms for record in found for ms in (record.forward_ms, record.backward_ms)]
 
 
 def test_experts_beside_the_graphs_of_their_router_hold_what_they_did():
