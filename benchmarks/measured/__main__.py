@@ -18,6 +18,7 @@ from rich.progress import track
 
 from benchmarks.measured import page, picture, ratios
 from benchmarks.measured.flags import FieldError
+from benchmarks.measured.machines import HOSTS
 from benchmarks.measured.prediction import Case, Prediction, predicted
 from benchmarks.measured.results import results
 from benchmarks.measured.runs import Run, Unread
@@ -46,6 +47,7 @@ def case(run: Run) -> Case:
         stages,
         run.scatters,
         run.evaluates,
+        HOSTS[run.machine],
     )
 
 

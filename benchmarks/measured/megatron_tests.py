@@ -21,6 +21,7 @@ from benchmarks.measured.flags import (
     number,
     whole,
 )
+from benchmarks.measured.machines import machines
 from benchmarks.measured.runs import Measured, Run
 
 COLUMNS = {"case", "tier", "platform", "world", "mem_max_last", "all_args_json"}
@@ -73,6 +74,7 @@ def run(row: Mapping[str, str]) -> Run:
         unsaid = given.pop(QUANTISED_LAYERS, None) is not None
         found = flags(given if sizes is None else as_decoder_only(given))
     between = row.get("mem_allocated_first") or ""
+    recorded_with = recordings().get((_path(row), (row.get("golden_commit") or "")[:9]), "")
     recorded = moe_recordings().get((_path(row), row["mem_max_last"]), {})
     return Run(
         name=f"{row['case'].rpartition('/')[2]} ({GPUS[row['platform']].partition('-')[0]})",
@@ -87,7 +89,7 @@ def run(row: Mapping[str, str]) -> Run:
         second_step_bytes=whole(recorded, "mem_max_second") if recorded else None,
         reached_at_once=_resumed(row) and row.get("mem_max_first") == row["mem_max_last"],
         step_ms=None if unsaid else milliseconds(row, "iter_s_median_2nd_half", 1e3),
-        hashes_weights=str(given.get("check-weight-hash-across-dp-replicas-interval")) == "1",
+        checks_itself=_checks_itself(given),
         encoder_decoder=sizes,
         environment=environment(row, given),
         evaluates=evaluates(row, given),
@@ -95,12 +97,21 @@ def run(row: Mapping[str, str]) -> Run:
         date=row.get("golden_date") or "",
         peaks_since=recorded.get("since", ""),
         scatters="" < recorded.get("since", "") < INDEX_ADD,
-        recorded_with=recordings().get((_path(row), (row.get("golden_commit") or "")[:9]), ""),
+        recorded_with=recorded_with,
+        machine=machines().get(recorded_with, ""),
         old_container=(row.get("variant") or "").startswith("lts"),
         flags_without_quantising=flags(in_bf16(given)) if unsaid else (),
         family=family(given),
         uncovered=reason,
     )
+
+
+def _checks_itself(given: Mapping[str, Any]) -> bool:
+    """Weights hashed on the CPU (megatron-core utils.py `check_param_hashes_across_dp_replicas`),
+    or the norms of queries and keys gathered and compared, layer by layer, the host waiting for
+    each (transformer/attention.py `run_realtime_tests`)."""
+    hashes = str(given.get("check-weight-hash-across-dp-replicas-interval")) == "1"
+    return hashes or bool(given.get("test-mode"))
 
 
 def in_bf16(given: Mapping[str, Any]) -> dict[str, Any]:

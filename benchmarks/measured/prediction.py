@@ -19,7 +19,7 @@ from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
 from megatron_autorecompute.meta import model  # noqa: E402
 from megatron_autorecompute.meta.blocks import Rounding, rounding  # noqa: E402
 from megatron_autorecompute.meta.determinism import deterministic  # noqa: E402
-from megatron_autorecompute.meta.devices import device  # noqa: E402
+from megatron_autorecompute.meta.devices import Efficiency, device  # noqa: E402
 from megatron_autorecompute.meta.encoder_decoder import encoder_decoder_need  # noqa: E402
 from megatron_autorecompute.meta.flags import job_from_flags  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
@@ -53,6 +53,8 @@ class Case:
     """As `Run`'s."""
     evaluates: bool = False
     """As `Run`'s."""
+    host: float = 1.0
+    """How many times as long its host takes as the device's usual one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +151,35 @@ def _job(case: Case, world: int, *, graphs: bool = False) -> Job:
 
 def _planner(case: Case, world: int) -> tuple[Planner, Job]:
     job = _job(case, world)
-    return _planner_of(job, case.gpu), job
+    return _planner_of(case, job), job
 
 
-def _planner_of(job: Job, gpu: str) -> Planner:
+def _planner_of(case: Case, job: Job, efficiency: Efficiency | None = None) -> Planner:
     modules = job.config.get("recompute_modules") or ()
     selective = job.config.get("recompute_granularity") == "selective"
-    profile = profile_job(job, device(gpu), only=modules if selective else ())
+    gpu = device(case.gpu)
+    efficiency = (efficiency or gpu.reaches).with_host(case.host)
+    profile = profile_job(job, gpu, efficiency, only=modules if selective else ())
     return Planner(profile, job.layout(), job.schedule())
+
+
+def step_ms(case: Case, world: int, efficiency: Efficiency | None = None) -> float:
+    """The whole step of a run that does not offload, with its CUDA graphs."""
+    with _quiet(), _older(case):
+        job = _job(case, world, graphs=True)
+        model = _planner_of(case, job, efficiency)
+        return model.evaluate(_own_policy(model, job)).step_ms + model.profile.step_end_ms
+
+
+def _own_policy(model: Planner, job: Job) -> RecomputePolicy:
+    layers = model.profile.model.num_layers
+    chunks = [[i for i in chunk if i < layers] for chunk in model.layout.chunk_layers()]
+    return RecomputePolicy.parse(
+        setting(job.config),
+        num_layers=model.profile.num_layers,
+        layout=chunks,
+        depth_layers=0 if job.pattern is None else len(job.pattern.depth),
+    )
 
 
 def job_of(flags: Sequence[str], world: int, *, graphs: bool = False) -> Job:
@@ -186,14 +209,7 @@ def _of_world(case: Case, world: int) -> Prediction:
     if _job(case, world).config.get("fine_grained_activation_offloading"):
         return _of_own_setting(case, world)
     model, job = _planner(case, world)
-    layers = model.profile.model.num_layers
-    chunks = [[i for i in chunk if i < layers] for chunk in model.layout.chunk_layers()]
-    policy = RecomputePolicy.parse(
-        setting(job.config),
-        num_layers=model.profile.num_layers,
-        layout=chunks,
-        depth_layers=0 if job.pattern is None else len(job.pattern.depth),
-    )
+    policy = _own_policy(model, job)
     cost = model.evaluate(policy)
     asked = {range(len(cost.stages))[stage] for stage in case.measured_stages}
     gpu, evaluates = device(case.gpu), case.evaluates
@@ -201,7 +217,7 @@ def _of_world(case: Case, world: int) -> Prediction:
     stages = [_stage(one, blocks.get(stage)) for stage, one in enumerate(cost.stages)]
     graph_job = _job(case, world, graphs=True)
     if graph_job.graphs.implementation != "none":
-        model = _planner_of(graph_job, case.gpu)
+        model = _planner_of(case, graph_job)
         cost = model.evaluate(policy)
     if counts_graphs(graph_job):
         for stage, own in blocks.items():

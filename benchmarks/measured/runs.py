@@ -46,8 +46,8 @@ class Run:
     """Of the settled run; None if the source does not say."""
     other_step_ms: Mapping[str, float] = field(default_factory=dict)
     """What other estimators predict, by their names."""
-    hashes_weights: bool = False
-    """Whether every step hashes all weights on the CPU, which is no training."""
+    checks_itself: bool = False
+    """Whether every step compares ranks, on the CPU or waiting for it, which is no training."""
     encoder_decoder: tuple[int, int, int] | None = None
     """Of T5: encoder layers, decoder layers, decoder sequence length."""
     environment: tuple[tuple[str, Any], ...] = ()
@@ -64,6 +64,8 @@ class Run:
     """Whether its Megatron adds up experts' outputs by `scatter_add_` in deterministic mode."""
     recorded_with: str = ""
     """The commit of Megatron-LM whose run the step is of; "" if not known."""
+    machine: str = ""
+    """Whose it was, by `machines`; "" if not known."""
     old_container: bool = False
     """Whether it ran in Megatron's container of long support."""
     flags_without_quantising: tuple[str, ...] = ()

@@ -69,12 +69,14 @@ class Efficiency:
         """The same where flash-attn runs."""
         return self.scaled("attention", self.flash).scaled("attention_backward", self.flash)
 
-    def without_host(self) -> Efficiency:
-        """The same where one CUDA graph starts everything."""
-        return replace(self, host_us=0.0, module_us=0.0, exchange_us=0.0)
+    def with_host(self, factor: float) -> Efficiency:
+        """The same with a host that takes `factor` times as long."""
+        return (
+            self.scaled("host_us", factor).scaled("module_us", factor).scaled("exchange_us", factor)
+        )
 
     def scaled(self, name: str, factor: float) -> Efficiency:
-        """The same with one share times `factor`."""
+        """The same with one field times `factor`."""
         return replace(self, **{name: getattr(self, name) * factor})
 
 

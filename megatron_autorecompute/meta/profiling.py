@@ -118,7 +118,7 @@ def profile_job(
     if job.config.get("attention_backend") == "flash":
         reached = efficiency.with_flash()
     if job.graphs.of_iteration:
-        reached = reached.without_host()
+        reached = reached.with_host(0)  # one graph starts everything
     clock = functools.partial(clock_type, device, reached, traffic(job))
     every = every_choice if only is None else functools.partial(_set_of, only)
     asked = checked(offload)

@@ -120,7 +120,7 @@ class Roofline(TorchDispatchMode):
         inputs, outputs = _storages((args, tuple(kwargs.values()))), _storages(result)
         if not func._schema.is_mutable and outputs and set(outputs) <= set(inputs):
             return  # a view
-        moved_bytes = sum(inputs.values()) + sum(outputs.values())
+        moved_bytes = _moved_bytes(name, args, kwargs, inputs, outputs)
         seconds = moved_bytes / (self.device.bandwidth_bytes * self.efficiency.bandwidth)
         flops = self._flops(func, name, args, kwargs, result)
         if flops:
@@ -209,6 +209,29 @@ class Communication(Roofline):
     def ms_between(self, begin: Reading, end: Reading) -> float:
         """The same without the host's."""
         return 1e3 * (end.kernels - begin.kernels)
+
+
+_PICKED = ("index", "index_select", "gather", "embedding")
+"""Operations that read as much of their first operand as they return."""
+_PUT = {"index_put_": 2, "index_add_": 3, "scatter_": 3, "scatter_add_": 3}
+"""Operations that read and write as much of their first operand as they are given; by name the
+place of what is given."""
+
+
+def _moved_bytes(
+    name: str, args: Any, kwargs: dict[str, Any], inputs: dict[int, int], outputs: dict[int, int]
+) -> int:
+    """Bytes that an operation reads and writes, by storage those of its operands: all of them, but
+    for what it leaves alone."""
+    written = sum(outputs.values())
+    others = {key: size for key, size in inputs.items() if key not in _storages(args[:1])}
+    if name in _PICKED:
+        return sum(others.values()) + 2 * written
+    if name in _PUT and isinstance(args[_PUT[name]], torch.Tensor):
+        return sum(others.values()) + 2 * sum(_storages(args[_PUT[name]]).values())
+    if name == "baddbmm" and kwargs.get("beta") == 0:
+        return sum(others.values()) + written
+    return sum(inputs.values()) + written
 
 
 def _experts(name: str, args: Any) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.any_version
 H100 = device("h100-80gb")
 PEAKS = Efficiency()
 GB = 10**9
+ROWS_BYTES, TABLE_BYTES = 4 * 100 * 4096, 4 * 100_000 * 4096
 
 
 def seconds(name, ranks, copies=0, efficiency=PEAKS):
@@ -91,6 +92,37 @@ class TestRoofline:
         begin = clock.now()
         self.product(clock)
         assert clock.ms_between(begin, clock.now()) == 0
+
+    @pytest.mark.parametrize(
+        ("run", "moved"),
+        [
+            (lambda table, at, rows: table[at], 2 * ROWS_BYTES),
+            (lambda table, at, rows: torch.embedding(table, at), 2 * ROWS_BYTES),
+            (lambda table, at, rows: table.index_put_([at], rows), 3 * ROWS_BYTES),
+            (lambda table, at, rows: table.index_add_(0, at, rows), 3 * ROWS_BYTES),
+            (lambda table, at, rows: table.add_(1), 2 * TABLE_BYTES),
+        ],
+        ids=["index", "embedding", "index_put_", "index_add_", "add_"],
+    )
+    def test_what_picks_rows_moves_those_and_not_their_table(self, run, moved):
+        clock = self.clock()
+        table = torch.empty(100_000, 4096, device="meta")
+        at, rows = torch.empty(100, dtype=torch.int64, device="meta"), torch.empty_like(table[:100])
+        with clock:
+            run(table, at, rows)
+        assert clock.seconds == pytest.approx(moved / H100.bandwidth_bytes, rel=1e-3)
+
+    def test_a_product_onto_nothing_does_not_read_what_it_is_written_to(self):
+        scores = torch.empty(8, 4096, 4096, dtype=torch.bfloat16, device="meta")
+        query = torch.empty(8, 4096, 64, dtype=torch.bfloat16, device="meta")
+        found = []
+        for beta in (0, 1):
+            clock = self.clock()
+            with clock:
+                torch.baddbmm(scores, query, query.mT, beta=beta)
+            found.append(clock.seconds * H100.bandwidth_bytes)
+        more = scores.numel() * scores.element_size()
+        assert found[1] - found[0] == pytest.approx(more)
 
     def test_grouped_products_reach_half_at_half_rows(self):
         x = torch.empty(8 * 128, 4096, dtype=torch.bfloat16, device="meta")
