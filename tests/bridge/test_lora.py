@@ -10,11 +10,13 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.lora import DEFAULT_TARGETS
+from megatron_autorecompute.meta.lora import DEFAULT_TARGETS, fields_of_peft
 from megatron_autorecompute.meta.model import JobStep, add_main_gradients, shard
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.recipe import job_from_recipe
 from megatron_autorecompute.meta.roofline import Roofline
+from scripts import nvidia_recipes
+from scripts.public_models import hub_config
 from tests.bridge import recipes
 from tests.bridge.test_model import built, gradients
 
@@ -178,3 +180,17 @@ def test_other_methods_of_bridge_are_refused(given, method):
     given.peft = getattr(importlib.import_module(f"megatron.bridge.peft.{module}"), method)()
     with pytest.raises(OptionError, match=f"trains with {method} .*only LoRA is modelled"):
         job_from_recipe("given_config")
+
+
+def test_adapters_of_nvidias_recipes_are_those_that_their_table_assumes(bridge, monkeypatch):
+    pytest.importorskip("megatron.bridge.perf_recipes", reason="Bridge 0.6 on")
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.perf_recipes.llama import llama3_70b_peft_8gpu_h100_fp8cs_config
+
+    monkeypatch.setattr(
+        AutoBridge,
+        "from_hf_pretrained",
+        classmethod(lambda cls, path, **_: cls.from_hf_config(hub_config(path))),
+    )
+    cfg = llama3_70b_peft_8gpu_h100_fp8cs_config()
+    assert fields_of_peft(cfg.peft, cfg.model, "this") == {**nvidia_recipes.LORA, "lora_dropout": 0}
