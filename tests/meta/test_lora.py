@@ -11,6 +11,7 @@ from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.lora import DEFAULT_TARGETS, TARGETS
 from megatron_autorecompute.meta.model import shard
 from megatron_autorecompute.meta.profiling import assumed, profile_job
+from megatron_autorecompute.meta.verify import verify
 from tests.meta.test_no_device import (
     DENSE,
     FFN,
@@ -23,6 +24,7 @@ from tests.meta.test_no_device import (
     UNIT,
     dense_held_bytes,
     job,
+    middle_plan,
     records,
 )
 
@@ -133,6 +135,23 @@ def test_latent_attention_has_the_adapters_that_are_named():
         "linear_q_down_proj",
         "linear_kv_up_proj",
     }
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_plan_is_what_megatrons_schedule_does_with_adapters(tensor):
+    """But for the first stage: what the embedding gives is a leaf that requires grad, as Bridge's
+    peft/recompute.py and `runtime.apply` make it, and a leaf and its gradient stay as long as the
+    graph of the microbatch before, which schedules drop when the next one has run."""
+    config = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": tensor}
+    config |= {"sequence_parallel": tensor > 1}
+    targets = {"lora_rank": RANK, "lora_target_modules": ["linear_qkv", "linear_fc2"]}
+    asked = job({**MOE, **config}, **targets)
+    profile = profile_job(asked, H100)
+    plan = middle_plan(asked, profile)
+    assert set(plan.recompute_policy) != {"none"}
+    first, last = (check.megatron_bytes - check.predicted_bytes for check in verify(plan))
+    assert abs(last) < 256
+    assert 0 <= first < 2 * profile.boundary_bytes + 256
 
 
 # -------------------------------------------------------------------------------------- the fields
