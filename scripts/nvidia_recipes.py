@@ -185,7 +185,8 @@ PRECISIONS = {
     "nvfp4": "nvfp4",
 }
 DEVICES = {"h100": "h100-80gb", "b200": "b200-180gb"}
-LORA_RANK = 16
+LORA = {"lora_rank": 16, "lora_target_modules": ["linear_qkv"]}
+"""Of Bridge's perf_recipes/llama (llama3_70b_peft_*), rank by recipes/llama/h100/llama3.py."""
 
 
 def number(text: str) -> int | None:
@@ -235,7 +236,7 @@ def job(row: dict[str, str]) -> Job:
         "fp8_param_gather": precision != "fp8_block",
         "accumulate_allreduce_grads_in_fp32": False,
         "disable_parameter_transpose_cache": row["task"] in ("sft", "peft"),
-        "lora_rank": LORA_RANK if row["task"] == "peft" else 0,
+        **(LORA if row["task"] == "peft" else {}),
         **known.more,
     }
     return job_from(data, row["recipe"])
@@ -508,8 +509,8 @@ part is the largest.
 Also assumed for every recipe: gradients in bf16 (`grad_reduce_in_fp32=False`, as Bridge's
 performance recipes set it), bf16 Adam moments for DeepSeek-V3 and Moonlight (their recipes'
 precision-aware optimizer), even routing, no bytes for the pools of CUDA graphs beside EP
-overlap, LoRA of rank 16 on all linear layers for PEFT. Budget: the device's memory less 5% and what
-is assumed outside torch, with DeepEP's or HybridEP's buffers.
+overlap, LoRA of rank 16 on linear_qkv for PEFT, as Bridge's recipes set it. Budget: the device's
+memory less 5% and what is assumed outside torch, with DeepEP's or HybridEP's buffers.
 """
 DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here with these
 sources, `tests/meta/test_job.py` with the column `model_dims_public` of the table.

@@ -23,6 +23,7 @@ from megatron_autorecompute.meta.job_checks import (
     check_config,
     refuse_unmodelled,
 )
+from megatron_autorecompute.meta.lora import DEFAULT_TARGETS, check_targets
 from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.schedule import Schedule
@@ -130,7 +131,12 @@ class Job:
     (2026-05-21) to bf32f4415 (2026-07-06) on first tensor parallel ranks: get_batch moves the
     tensors of the dictionary that RerunDataIterator keeps."""
     lora_rank: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
-    """Above 0: base weights are frozen; every linear layer outside experts has such an adapter."""
+    """Above 0: weights are frozen, and the layers of the next field have adapters of this rank."""
+    lora_target_modules: list[str] = field(default_factory=lambda: list(DEFAULT_TARGETS))
+    """With lora_rank: as `target_modules` of Megatron Bridge's LoRA, names of linear layers or
+    patterns such as *.mlp.linear_fc1; those of experts have one adapter on a rank."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of what adapters read."""
     described_by: Literal["yaml", "flags", "recipe"] = "yaml"
     """Where the job was read from; `plan` prints what to paste there."""
     moe_imbalance: dict[Percent, Uneven] = field(default_factory=dict)
@@ -426,6 +432,13 @@ def job_from(data: Any, source: str) -> Job:
     # Of a recipe Bridge replaces these fields when a job starts, by its mixed precision.
     precision = None if job.described_by == "recipe" else job.precision
     check_config(job.config, job.seq_length, source, precision)
+    if job.lora_rank:
+        check_targets(job.lora_target_modules, source)
+    elif tuple(job.lora_target_modules) != DEFAULT_TARGETS or job.lora_dropout:
+        raise OptionError(
+            f"{source}: lora_target_modules or lora_dropout is given without lora_rank. Give the "
+            "adapters' rank, or leave both out."
+        )
     if job.sample_lengths and not job.max_tokens_per_microbatch:
         raise OptionError(
             f"{source}: sample_lengths are given without max_tokens_per_microbatch. Give the most "

@@ -57,8 +57,8 @@ class Settings:
 
     precision: str = "bf16"
     """A key of PRECISIONS, for the linear layers inside transformer layers."""
-    lora_rank: int = 0
-    """Above 0: weights are frozen, and every linear layer outside experts has an adapter."""
+    userbuffers: bool = False
+    """tp_comm_overlap."""
     linear_gradients: bool = False
     """Whether the backward of a linear layer makes a tensor of its weight's shape, which its
     parameter's hook frees: without gradient accumulation fusion the gradient, and with it the dummy
@@ -130,7 +130,8 @@ class _Split:
 class _Linear(torch.autograd.Function):
     """y = norm(x) W^T. Saves: with a norm its input, its statistics and the normalised input;
     without a norm the input. The tensor that the weight gradient reads is quantised under fp8
-    and fp4, unless the module has `save_original_input`, and not saved if the weight is frozen.
+    and fp4, unless the module has `save_original_input`, and not saved if the weight is frozen,
+    unless an adapter gets the normalised input, too (`shares`: this rank's part, or gathered).
     Under sequence parallelism only this rank's part is saved; it is gathered again in backward.
     A quantised copy of the weight is saved too if it is not cached (`Job.copies_weights`). What
     experts save is in pages under `moe_paged_stash`, as `_stashed` says. TE
@@ -147,8 +148,10 @@ class _Linear(torch.autograd.Function):
         precision: Precision,
         norm_bias: torch.Tensor | None = None,
         saves_input: bool = False,
-    ) -> torch.Tensor:
+        shares: str = "",
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ctx.split, ctx.precision, ctx.normed = split, precision, norm_weight is not None
+        ctx.shares = shares
         grouped = weight.dim() == 3
         ctx.makes = _settings.grouped_gradients if grouped else _settings.linear_gradients
         kept: list[torch.Tensor] = [weight]
@@ -161,22 +164,28 @@ class _Linear(torch.autograd.Function):
             kept += [x, *statistics]
         ctx.input_shape, ctx.frozen = x.shape, not weight.requires_grad
         saved = normed
-        if precision.saved_element_bytes < normed.element_size() and not saves_input:
+        quantises = precision.saved_element_bytes < normed.element_size()
+        if quantises and not saves_input:
             saved = ops.quantize(normed, precision.saved_element_bytes)
-        if not ctx.frozen:
+        if shares or not ctx.frozen:
             kept.append(_stashed(ctx, saved) if grouped else saved)
         total = _gathered(normed, split.group) if split.gathers else normed
+        shared = {"own": normed, "gathered": total}.get(shares)
         del normed
+        if quantises and shares == "gathered":  # gathered in 16 bits for the adapter
+            ops.quantize(total, precision.saved_element_bytes)
         y = ops.gemm(total, weight, precision.name)
         ctx.save_for_backward(*kept)
         if split.scatters:
             y = _scattered(y, split.group)
         elif split.reduces_output:
             torch.distributed.all_reduce(y, group=split.group)
-        return y
+        return y if shared is None else (y, shared)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, gradient: torch.Tensor, of_norm: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
         split, precision = ctx.split, ctx.precision
         weight, *kept = ctx.saved_tensors
         kept = kept[ctx.copies :]
@@ -195,9 +204,11 @@ class _Linear(torch.autograd.Function):
             ops.gemm_weight_gradient(gradient, total, weight, precision.name)
             weight.grad_added_to_main_grad = _settings.fuses_gradients
             del total, saved
+        if ctx.shares == "own":  # Transformer Engine adds no gradient of a gathered one
+            dx = dx + of_norm
         if ctx.normed:
             dx = ops.norm_backward(dx, kept[0], kept[1])
-        return dx, weight_gradient, None, None, None, None, None
+        return dx, weight_gradient, None, None, None, None, None, None
 
 
 class _Attention(torch.autograd.Function):
@@ -364,8 +375,6 @@ class Norm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
         biased = config.normalization == "LayerNorm"
         self.bias = torch.nn.Parameter(torch.empty_like(self.weight)) if biased else None
-        for parameter in self.parameters():
-            parameter.requires_grad_(not _settings.lora_rank)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as x."""
@@ -401,7 +410,12 @@ class _LinearModule(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.group = tp_group or _tensor_group(is_expert)
-        parallel = {None: self.parallel, "duplicated": "none"}.get(parallel_mode, parallel_mode)
+        self.config, self.is_expert = config, is_expert
+        self.inputs, self.outputs = input_size, output_size
+        self.adapter: Any = None  # of LoRA (`adapters`)
+        if parallel_mode is not None:
+            self.parallel = {"duplicated": "none"}.get(parallel_mode, parallel_mode)
+        parallel = self.parallel
         size = self.group.size() if parallel != "none" else 1
         if parallel == "column":
             output_size //= size
@@ -416,7 +430,7 @@ class _LinearModule(torch.nn.Module):
             reduces_output=split and not sequence and parallel == "row",
             reduces_gradient=split and not sequence and parallel == "column",
         )
-        self.precision = PRECISIONS[_settings.precision]
+        self.precision, self.userbuffers = PRECISIONS[_settings.precision], _settings.userbuffers
         self._parameters_of(config, input_size, output_size, bias)
         self.skip_bias_add, self.te_return_bias = skip_bias_add, skip_bias_add and bias
         if is_expert:
@@ -427,43 +441,36 @@ class _LinearModule(torch.nn.Module):
         def made(*size: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.empty(*size, dtype=config.params_dtype))
 
-        rank = _settings.lora_rank
-        self.weight = made(outputs, inputs).requires_grad_(not rank)
-        self.bias = made(outputs).requires_grad_(not rank) if bias else None
-        self.layer_norm_weight = made(inputs).requires_grad_(not rank) if self.normed else None
+        self.weight = made(outputs, inputs)
+        self.bias = made(outputs) if bias else None
+        self.layer_norm_weight = made(inputs) if self.normed else None
         biased = self.normed and config.normalization == "LayerNorm"
-        self.layer_norm_bias = made(inputs).requires_grad_(not rank) if biased else None
-        if rank:
-            self.adapter_in, self.adapter_out = made(rank, inputs), made(outputs, rank)
+        self.layer_norm_bias = made(inputs) if biased else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [..., in] to ([..., out], bias or None)."""
-        if hasattr(self, "adapter_in"):
-            return self._adapted(x), None
         norm = self.layer_norm_weight, self.layer_norm_bias
+        shares = "" if self.adapter is None else self.shares
         kept = self.save_original_input
-        y = _Linear.apply(x, self.weight, norm[0], self.split, self.precision, norm[1], kept)
+        y = _Linear.apply(
+            x, self.weight, norm[0], self.split, self.precision, norm[1], kept, shares
+        )
+        if shares:
+            y, x = y
         if self.bias is not None and not self.skip_bias_add:
             y = y.add_(self.bias)  # in the product's own epilogue
+        if self.adapter is not None:
+            y = y + self.adapter(x).reshape(y.shape)
         return y, self.bias if self.te_return_bias else None
 
-    def _adapted(self, x: torch.Tensor) -> torch.Tensor:
-        """Frozen W x + B A x. The norm runs separately, because A needs its output
-        (`return_layernorm_output`; Bridge peft/lora_layers.py `LoRALinear`). Under sequence
-        parallelism the communication of the frozen product counts; that of the adapter, of only
-        `lora_rank` columns, does not."""
-        if self.layer_norm_weight is not None:
-            x = _Norm.apply(x, self.layer_norm_weight, self.layer_norm_bias)
-        y = _Linear.apply(x, self.weight, None, self.split, self.precision)
-        bf16 = PRECISIONS["bf16"]
-        alone = _Split(self.group)
-        low = _Linear.apply(x, self.adapter_in, None, alone, bf16)
-        ranks = self.group.size()
-        if self.split.gathers:
-            low = low.new_empty(()).expand(low.shape[0] * ranks, *low.shape[1:]) + low[:1] * 0
-        elif self.split.scatters:
-            low = low[: low.shape[0] // ranks]
-        return y + _Linear.apply(low, self.adapter_out, None, alone, bf16)
+    @property
+    def shares(self) -> str:
+        """What of its norm an adapter gets: Transformer Engine's `return_layernorm_output`, and
+        without userbuffers `return_layernorm_output_gathered` (Bridge peft/utils.py
+        `get_adapter_attributes_from_linear`)."""
+        if not self.normed:
+            return ""
+        return "gathered" if self.split.gathers and not self.userbuffers else "own"
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""
@@ -497,6 +504,8 @@ class _GroupedLinear(torch.nn.Module):
 
     parallel = "column"
     save_original_input = False
+    shares = ""
+    is_expert = True
 
     def __init__(
         self,
@@ -513,6 +522,9 @@ class _GroupedLinear(torch.nn.Module):
         super().__init__()
         self.te_return_bias = skip_bias_add and bias
         self.group = pg_collection.expt_tp if pg_collection else _tensor_group(True)
+        self.config, self.split = config, _Split(self.group)
+        self.adapter: Any = None
+        self.inputs, self.outputs = input_size, output_size
         ranks = self.group.size()
         sizes = (output_size // ranks, input_size)
         if self.parallel == "row":
@@ -524,7 +536,6 @@ class _GroupedLinear(torch.nn.Module):
             self.bias = torch.nn.Parameter(empty)
         for parameter in self.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
-            parameter.requires_grad_(not _settings.lora_rank)
         self.precision = PRECISIONS[_settings.precision]
 
     def forward(
@@ -532,9 +543,10 @@ class _GroupedLinear(torch.nn.Module):
     ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """x [tokens, in], sorted by expert, to [tokens, out]. Biases are added in the product, or
         returned, one [out] for each expert, if the caller adds them."""
-        split = _Split(self.group)
         kept = self.save_original_input
-        y = _Linear.apply(x, self.weight, None, split, self.precision, None, kept)
+        y = _Linear.apply(x, self.weight, None, self.split, self.precision, None, kept)
+        if self.adapter is not None:
+            y = y + self.adapter(x).reshape(y.shape)
         if self.bias is None or not self.te_return_bias:
             return y, None
         return y, list(self.bias)

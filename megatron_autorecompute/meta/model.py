@@ -25,6 +25,7 @@ from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import layer_modules, stage_layout
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.meta import hybrid, hybrid_ep, job_checks, kernels, without_cuda
+from megatron_autorecompute.meta.adapters import add_adapters, has_adapters
 from megatron_autorecompute.meta.determinism import deterministic
 from megatron_autorecompute.meta.graph_scope import FIELDS
 from megatron_autorecompute.meta.hybrid import build_hybrid
@@ -135,6 +136,12 @@ def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
         with fake_ranks(config, 0, shape):
             with torch.device("meta"):
                 model = build_chunk(config, True, True, None, shape, job=job)
+            if job.lora_rank and not has_adapters(model):
+                raise OptionError(
+                    f"{job.name}: no layer of the model is one of lora_target_modules "
+                    f"({', '.join(job.lora_target_modules)}), and nothing would be trained. Name "
+                    "layers that it has."
+                )
             yield Shard(model.to(config.params_dtype).train(), kind_of)
 
 
@@ -143,7 +150,7 @@ def meta_megatron(job: Job) -> Iterator[None]:
     """In this block Megatron runs on meta tensors, with the stand-ins that the job needs."""
     settings = kernels.Settings(
         precision=job.precision,
-        lora_rank=job.lora_rank,
+        userbuffers=bool(job.config.get("tp_comm_overlap")),
         linear_gradients=not job.keeps_dummies("linear"),
         grouped_gradients=not job.keeps_dummies("grouped"),
         fuses_gradients=job.fuses_weight_gradients,
@@ -362,18 +369,8 @@ def build_chunk(
     if job.saves_original_inputs:
         layer_modules.note_quantised(config, model)
     if job.lora_rank:
-        _freeze_ends(model)
+        add_adapters(job, model)
     return model
-
-
-def _freeze_ends(model: Any) -> None:
-    for name in ("embedding", "output_layer"):
-        end = getattr(model, name, None)
-        for parameter in end.parameters() if end is not None else ():
-            parameter.requires_grad_(False)
-    if model.pre_process:
-        # As on every stage but the first, and on the first by Bridge's peft/recompute.py.
-        model.embedding.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
 
 
 def shard_config(

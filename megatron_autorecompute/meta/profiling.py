@@ -770,7 +770,8 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
     if job.graphs.implementation != "none":
         sentences.append(_assumed_of_graphs(job))
     if job.lora_rank:
-        sentences.append(f"LoRA of rank {job.lora_rank} on every linear layer but the experts'.")
+        targets = ", ".join(job.lora_target_modules)
+        sentences.append(f"LoRA of rank {job.lora_rank} on {targets}; everything else is frozen.")
     if left_out:
         sentences.append(f"Left out of the config: {', '.join(left_out)}.")
     return tuple(sentences)

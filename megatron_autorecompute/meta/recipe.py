@@ -25,6 +25,7 @@ from megatron_autorecompute.meta.flags import (
 )
 from megatron_autorecompute.meta.job import Job, job_from
 from megatron_autorecompute.meta.job_checks import refuse_unmodelled
+from megatron_autorecompute.meta.lora import fields_of_peft
 from megatron_autorecompute.patched import patched
 
 PERF_RECIPES = "megatron.bridge.perf_recipes"
@@ -54,7 +55,7 @@ def job_from_recipe(
 
     Raises MachineError if Bridge is not installed or cannot read the model's public config,
     OptionError for an unknown recipe, a vision-language model's, FSDP, an optimizer in host memory,
-    adapters on some layers only, or if nothing says the vocabulary.
+    adapters that are not modelled, or if nothing says the vocabulary.
     """
     try:
         recipes = importlib.import_module("megatron.bridge.recipes")
@@ -76,6 +77,7 @@ def job_from_recipe(
     num_gpus = num_gpus or _gpus(cfg.model)
     _set_overlaps(name, cfg, num_gpus)
     data = {"name": name, **_model(cfg.model, num_gpus), **_training(cfg)}
+    data |= fields_of_peft(cfg.peft, cfg.model, name)
     data["vocab_size"] = vocab_size or data["vocab_size"] or _vocabulary(name, cfg.tokenizer)
     if data.get("precision") == "fp8":
         # Bridge sets the model's recipe of fp8 from the mixed precision when a job starts.
@@ -181,17 +183,6 @@ def _mixed_precision(cfg: Any) -> Any:
     return mixed
 
 
-def _lora_rank(peft: Any) -> int:
-    by_layer = [each for each in getattr(peft, "target_modules", None) or () if "layers." in each]
-    if by_layer:
-        raise OptionError(
-            f"The recipe's adapters are on some layers only ({by_layer[0]} in target_modules), and "
-            "are modelled on every layer: what runs before the first of them would be counted as "
-            "kept. In a job auto measures each layer."
-        )
-    return int(getattr(peft, "dim", 0))
-
-
 def _training(cfg: Any) -> dict[str, Any]:
     mixed = _mixed_precision(cfg)
     found = {
@@ -205,7 +196,6 @@ def _training(cfg: Any) -> dict[str, Any]:
         "overlap_param_gather": bool(cfg.ddp.overlap_param_gather),
         # Bridge replaces the setting of ddp by that of the precision.
         "accumulate_allreduce_grads_in_fp32": (mixed or cfg.ddp).grad_reduce_in_fp32,
-        "lora_rank": _lora_rank(cfg.peft),
     }
     kind = str(getattr(cfg.optimizer, "optimizer", "adam"))
     if kind.removeprefix("dist_") not in OPTIMIZERS:
