@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks.measured.spread import Spread
-from benchmarks.published.results import FITTED_ROLE, JUDGES, Data
+from benchmarks.published.results import CHANGED, CHANGED_ROLE, FITTED_ROLE, JUDGES, Data
 from benchmarks.tables import markdown
 
 ALL = "all"
@@ -15,6 +15,7 @@ def text(data: Data) -> str:
     """The whole page."""
     parts = [INTRODUCTION, _fitting(data), counted(data)]
     parts += [statistics(data), ROWS, markdown(HEADER, map(_line, data["points"]))]
+    parts += [KNOWN, markdown(("recipe", "since its run"), _changed(data["points"])), OPEN]
     parts += [NOT_COVERED, _uncovered(data["uncovered"])]
     if data["unread"]:
         lines = ([row["row"], row["reason"]] for row in data["unread"])
@@ -98,6 +99,11 @@ def _range(older: Sequence[Data]) -> str:
     return f"{span} ({releases})"
 
 
+def _changed(points: Sequence[Data]) -> list[list[str]]:
+    names = [point["recipe"] for point in points if point["role"] == CHANGED_ROLE]
+    return [[name.removesuffix("_config"), CHANGED[name]] for name in names]
+
+
 def _uncovered(rows: Sequence[Data]) -> str:
     by_reason: dict[str, list[str]] = {}
     for row in rows:
@@ -138,17 +144,36 @@ not in the model.
 An error is predicted by published, less 1. In the table of statistics errors are absolute, but for
 the last two columns.
 """
-NOTHING_FITTED = f"""No figure of `meta/devices.json` was fitted on a row of this page: every role
-is "{JUDGES}". That file says which figures were fitted on other runs, and which are assumed to be
-as on another device.
+NOTHING_FITTED = f"""No figure of `meta/devices.json` was fitted on a row of this page: no role is
+"{FITTED_ROLE}". That file says which figures were fitted on other runs, and which are assumed to be
+as on another device. Rows whose role is "{CHANGED_ROLE}" do not judge: see below.
 """
 SOME_FITTED = f"""Figures of `meta/devices.json` were fitted on {{fitted}} of these {{all}} rows,
-whose role is "{FITTED_ROLE}" (`FITTED` in `benchmarks/published/results.py`); the others judge.
+whose role is "{FITTED_ROLE}" (`FITTED` in `benchmarks/published/results.py`); those whose role is
+"{JUDGES}" judge, those that are "{CHANGED_ROLE}" do not: see below.
 """
 ROWS = """## All rows
 
 "Runs with" is what the recipe of August 2026 says of CUDA graphs, of the dispatcher of tokens and
 of overlap. A family is that of the model, or LoRA where only adapters are trained.
+"""
+KNOWN = f"""## What is known of rows
+
+- Bridge's docs/releases/software-versions.md: release 26.02 has Bridge 0.3.0, 26.04 has 0.4.0,
+  26.06 has 0.5.0. Their settings are in `scripts/performance/configs/` of these tags.
+- In fp8mx on GB200 and GB300, Qwen3, DeepSeek-V3 and gpt-oss, and Qwen3-30B on B300, have a CUDA
+  graph of the whole iteration, EP overlap and fused grouped products from 0.5.0 on, and attention
+  in fp8 but for DeepSeek-V3 on GB200. Their steps of 26.04.01 and older are of another setting.
+- gpt-oss in 26.06.01: slower by a known issue, NVIDIA/cudnn-frontend 256, says the archive.
+- Kimi-K2 ran with Muon, says the archive; so does the recipe.
+- "{CHANGED_ROLE}": the recipe of August 2026 has another setting than its newest published run.
+"""
+OPEN = """**Open**, by the recipes' sources:
+
+- `fp8_dot_product_attention` is not read: attention is timed in bf16.
+- LoRA's adapters are on `linear_qkv` alone (`cfg.peft.target_modules`), and are timed on every
+  linear layer. With those on `linear_qkv` alone, Llama3-70B's step in fp8cs would be 14% shorter on
+  8 H100, GB200 and GB300.
 """
 NOT_COVERED = """## Not covered
 

@@ -164,7 +164,7 @@ def test_the_newest_release_is_judged_and_older_ones_are_a_range():
 
 
 def test_roles_are_told_apart_once_a_recipe_is_fitted(monkeypatch):
-    assert 'every role\nis "judges"' in page.text(results.results(FOUND, []))
+    assert 'no role is\n"fitted"' in page.text(results.results(FOUND, []))
     monkeypatch.setattr(results, "FITTED", ("b_config",))
     text = page.text(results.results(FOUND, []))
     assert "were fitted on 1 of these 3 rows" in text
@@ -173,6 +173,23 @@ def test_roles_are_told_apart_once_a_recipe_is_fitted(monkeypatch):
     monkeypatch.setattr(results, "FITTED", ("e_config",))
     with pytest.raises(FieldError, match="FITTED: e_config: no published step"):
         results.results(FOUND, [])
+
+
+def test_a_recipe_that_changed_since_its_run_does_not_judge(monkeypatch):
+    monkeypatch.setattr(page, "CHANGED", {"b_config": "EP overlap since"})
+    monkeypatch.setattr(results, "CHANGED", page.CHANGED)
+    text = page.text(results.results(FOUND, []))
+    assert "| judges | all | all | 2 |" in text
+    assert "| changed since | h100 | MoE | 1 | 20.0%" in text
+    assert "| b | EP overlap since |" in text
+    monkeypatch.setattr(results, "FITTED", ("b_config",))
+    with pytest.raises(FieldError, match="FITTED: b_config"):
+        results.results(FOUND, [])
+
+
+def test_every_recipe_that_is_said_to_have_changed_is_in_the_results():
+    points = json.loads(RESULTS.read_text(encoding="utf-8"))["points"]
+    assert set(results.CHANGED) <= {point["recipe"] for point in points}
 
 
 def test_a_published_run_without_a_recipe_is_named():
