@@ -19,7 +19,7 @@ export OMP_NUM_THREADS := 1
 # Of the tests' many processes only the first compiles this package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: compare results examples measured offload-recipes test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes clean
+.PHONY: compare results examples measured offload-recipes test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps clean
 
 ## Run Megatron under its own strategies and ours, on this machine; print the table, and where the
 ## report of our plan is.
@@ -167,17 +167,25 @@ test-bridge: $(TRITON) $(BRIDGE_SITE)
 bridge-hybrid-checks: $(TRITON) $(BRIDGE_MAIN)
 	@test -d "$(BRIDGE)/src/megatron/bridge/models/hybrid" -a -d "$(MEGATRON_LM)/megatron/core" || { echo \
 	    "BRIDGE=PATH of a Megatron-Bridge after 0.5, MEGATRON_LM=PATH of the Megatron-LM it pins"; exit 2; }
-	PYTHONPATH=$(CURDIR):$(abspath $(BRIDGE))/src:$(abspath $(MEGATRON_LM)):$(CURDIR)/$(BRIDGE_MAIN) \
-	    HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/bridge/test_hybrid.py \
+	$(WITH_BRIDGE_MAIN) $(BIN)/python -m pytest tests/bridge/test_hybrid.py \
 	    tests/bridge/test_tower.py $(ARGS)
+
+HAS_PERF_RECIPES = test -d "$(BRIDGE)/src/megatron/bridge/perf_recipes" -a -d "$(MEGATRON_LM)/megatron/core" || { echo \
+    "BRIDGE=PATH of a Megatron-Bridge after 0.5, MEGATRON_LM=PATH of the Megatron-LM it pins"; exit 2; }
+WITH_BRIDGE_MAIN = PYTHONPATH=$(CURDIR):$(abspath $(BRIDGE))/src:$(abspath $(MEGATRON_LM)):$(CURDIR)/$(BRIDGE_MAIN) \
+    HF_HUB_OFFLINE=1
 
 ## Hold the settings of Bridge's performance recipes against their devices' memory, without a device:
 ## make bridge-recipes BRIDGE=path/to/checkout MEGATRON_LM=path/to/checkout
 bridge-recipes: $(TRITON) $(BRIDGE_MAIN)
-	@test -d "$(BRIDGE)/src/megatron/bridge/perf_recipes" -a -d "$(MEGATRON_LM)/megatron/core" || { echo \
-	    "BRIDGE=PATH of a Megatron-Bridge after 0.5, MEGATRON_LM=PATH of the Megatron-LM it pins"; exit 2; }
-	PYTHONPATH=$(CURDIR):$(abspath $(BRIDGE))/src:$(abspath $(MEGATRON_LM)):$(CURDIR)/$(BRIDGE_MAIN) \
-	    HF_HUB_OFFLINE=1 $(BIN)/python scripts/bridge_recipes.py
+	@$(HAS_PERF_RECIPES)
+	$(WITH_BRIDGE_MAIN) $(BIN)/python scripts/bridge_recipes.py $(ARGS)
+
+## Hold predicted steps of the same recipes against NVIDIA's published ones: docs/published-steps.md.
+## make published-steps BRIDGE=path/to/checkout MEGATRON_LM=path/to/checkout
+published-steps: $(TRITON) $(BRIDGE_MAIN)
+	@$(HAS_PERF_RECIPES)
+	$(WITH_BRIDGE_MAIN) $(BIN)/python -m benchmarks.published $(ARGS)
 
 $(BRIDGE_MAIN): $(TRITON) constraints/bridge-main.txt
 	mkdir -p $(SITES)

@@ -8,4 +8,8 @@ from collections.abc import Iterable, Sequence
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Lines of a table, each with its end."""
     lines = [heads, ["---"] * len(heads), *rows]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

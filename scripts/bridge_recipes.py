@@ -9,19 +9,12 @@ from __future__ import annotations
 
 import argparse
 import collections
-import csv
-import functools
-import importlib
-import logging
 import multiprocessing
 import os
-import pkgutil
-import re
 import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 warnings.filterwarnings("ignore")
@@ -30,110 +23,34 @@ sys.path.insert(0, str(ROOT))
 
 from rich.progress import track  # noqa: E402
 
+from benchmarks.measured.flags import FieldError  # noqa: E402
+from benchmarks.published import runs  # noqa: E402
 from megatron_autorecompute.cli.estimate import RESERVE_SHARE, default_budget_bytes  # noqa: E402
-from megatron_autorecompute.errors import AutorecomputeError, OptionError  # noqa: E402
-from megatron_autorecompute.meta.devices import Device, devices  # noqa: E402
+from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
+from megatron_autorecompute.meta.devices import devices  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
 from megatron_autorecompute.meta.sensitivity import planner  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
-from scripts import nvidia_recipes, public_models  # noqa: E402
+from scripts import bridge_jobs, nvidia_recipes  # noqa: E402
 
-NAMED = re.compile(r"_(?P<gpus>\d+)gpu_(?P<gpu>[a-z]+\d+)_")
-PACKAGE = "megatron.bridge.perf_recipes"
-PUBLISHED = ROOT / "benchmarks" / "data" / "bridge_published.csv"
-SIZES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-}
-"""Columns of PUBLISHED, and the fields of a config that they are."""
 FITS = ("yes", "on the device", "no")
-
-
-@functools.cache
-def prepare() -> None:
-    """Import Bridge without CUDA and Transformer Engine, and let it read models of this folder."""
-    from tests.bridge import launch
-
-    logging.disable(logging.WARNING)
-    launch.prepare()
-    from megatron.bridge import AutoBridge
-
-    def known(cls: Any, path: str, **_: Any) -> Any:
-        return cls.from_hf_config(public_models.hub_config(str(path)))
-
-    AutoBridge.from_hf_pretrained = classmethod(known)
-
-
-def recipes() -> list[str]:
-    """Names of all performance recipes."""
-    prepare()
-    package = importlib.import_module(PACKAGE)
-    modules = pkgutil.walk_packages(package.__path__, PACKAGE + ".")
-    names = {
-        name
-        for module in modules
-        for name in vars(importlib.import_module(module.name))
-        if NAMED.search(name) and name.endswith("_config") and not name.startswith("_")
-    }
-    return sorted(names)
-
-
-def setting(job: Job) -> str:
-    """The recipe's own recompute setting in the policy grammar."""
-    config = job.config
-    row = {
-        "recompute_granularity": config.get("recompute_granularity"),
-        "recompute_method": config.get("recompute_method"),
-        "recompute_num_layers": config.get("recompute_num_layers"),
-        "recompute_modules": "+".join(config.get("recompute_modules") or ()),
-    }
-    return nvidia_recipes.setting(row)
-
-
-def offloads(job: Job) -> bool:
-    """Whether the recipe moves activations to host memory."""
-    names = ("cpu_offloading", "fine_grained_activation_offloading")
-    return any(job.config.get(name) for name in names)
-
-
-def job_of(name: str, gpus: int, gpu: Device) -> Job:
-    """The recipe's job; where it leaves the vocabulary to a tokenizer, with the public one."""
-    from megatron_autorecompute.meta.recipe import job_from_recipe
-
-    read = functools.partial(job_from_recipe, f"perf_recipes.{name}", gpus, gpu=gpu)
-    try:
-        return read()
-    except OptionError as error:
-        sizes = public_models.VOCABULARIES.items()
-        known = [size for tokenizer, size in sizes if f"({tokenizer})" in str(error)]
-        if not known:
-            raise
-    return read(vocab_size=known[0])
 
 
 def line(name: str) -> list[str] | str:
     """One line of the table, or why there is none."""
-    prepare()
-    named = NAMED.search(name)
-    assert named is not None
-    gpu = {each.partition("-")[0]: found for each, found in devices().items()}.get(named["gpu"])
-    if gpu is None:
-        return f"no device {named['gpu']} is known"
+    bridge_jobs.prepare()
     try:
-        job = job_of(name, int(named["gpus"]), gpu)
+        gpu, job = bridge_jobs.gpu_of(name), bridge_jobs.job_of(name)
         budget = default_budget_bytes(gpu, None, job)
         model = planner(job, gpu)
-        cost = nvidia_recipes.evaluated(model, setting(job))
+        cost = nvidia_recipes.evaluated(model, bridge_jobs.setting(job))
     except AutorecomputeError as error:
-        return reason(str(error), name)
+        return bridge_jobs.reason(str(error), name)
     peak = nvidia_recipes.peak_bytes(cost)
     fits = FITS[(peak > budget) + (peak > budget + RESERVE_SHARE * gpu.memory_bytes)]
     return [
         name.removesuffix("_config"),
-        setting(job).removeprefix("megatron:") + (", offload left out" if offloads(job) else ""),
+        bridge_jobs.said_setting(job),
         f"{budget / GIB:.1f}",
         f"{peak / GIB:.1f}",
         fits,
@@ -143,44 +60,24 @@ def line(name: str) -> list[str] | str:
     ]
 
 
-@functools.cache
-def published_runs() -> tuple[dict[str, str], ...]:
-    """Rows of PUBLISHED, newest release first."""
-    with open(PUBLISHED, newline="", encoding="utf-8") as file:
-        return tuple(csv.DictReader(file))
-
-
 def published(name: str, job: Job) -> str:
     """The newest release in which NVIDIA published a run of a recipe at these sizes, or nothing."""
-    config = job.config
-    sizes = {column: str(config.get(field) or 1) for column, field in SIZES.items()}
-    sizes |= {"mbs": str(job.micro_batch_size), "seq": str(job.seq_length)}
-    for run in published_runs():
-        named = f"{run['model']}_{run['task']}_{run['gpus']}gpu_{run['gpu']}_{run['precision']}_"
-        if name.startswith(named) and all(run[column] == size for column, size in sizes.items()):
-            return run["release"]
-    return ""
+    known = runs.of_recipe(name, runs.read_runs(runs.PUBLISHED))
+    return next((run.release for run in known if run.of_sizes(runs.sizes(job))), "")
 
 
 def documented() -> list[str]:
     """A line for each recipe whose docstring says other sizes than its body: what these need."""
-    prepare()
+    bridge_jobs.prepare()
     lines, gpu = [], devices()["b200-180gb"]
     for precision in ("bf16", "fp8cs", "fp8mx"):
-        job = job_of(f"llama31_405b_pretrain_128gpu_b200_{precision}_config", 128, gpu)
+        job = bridge_jobs.job_of(f"llama31_405b_pretrain_128gpu_b200_{precision}_config")
         job = replace(job, config={**job.config, **DOCUMENTED})
         model = planner(job, gpu)
-        peak = nvidia_recipes.peak_bytes(nvidia_recipes.evaluated(model, setting(job)))
+        peak = nvidia_recipes.peak_bytes(nvidia_recipes.evaluated(model, bridge_jobs.setting(job)))
         budget = default_budget_bytes(gpu, None, job)
         lines.append(f"  - {precision}: {peak / GIB:.1f} GiB, of a budget of {budget / GIB:.1f}")
     return lines
-
-
-def reason(text: str, name: str) -> str:
-    """An error without the recipe's name, one line of it."""
-    for prefix in (f"The recipe perf_recipes.{name}", f"perf_recipes.{name}"):
-        text = text.replace(prefix, "it")
-    return " ".join(text.split())[:200]
 
 
 def page(names: list[str], found: list[list[str] | str]) -> str:
@@ -265,7 +162,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="recipes whose name contains this")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "bridge-recipes.md")
     args = parser.parse_args()
-    names = [name for name in recipes() if args.only in name]
+    try:
+        runs.all_read(runs.PUBLISHED)
+    except FieldError as error:
+        parser.error(str(error))
+    names = [name for name in bridge_jobs.recipes() if args.only in name]
     context = multiprocessing.get_context("spawn")
     with context.Pool(2, maxtasksperchild=12) as workers:
         found = list(track(workers.imap(line, names), description="recipes", total=len(names)))

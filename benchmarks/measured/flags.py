@@ -92,13 +92,13 @@ def milliseconds(row: Mapping[str, str], column: str, unit_ms: float) -> float |
     return number * unit_ms if text else None
 
 
-def whole(row: Mapping[str, str], column: str) -> int:
-    """A whole number above 0 of a cell."""
+def whole(row: Mapping[str, str], column: str, least: int = 1) -> int:
+    """A whole number of a cell, not below `least`."""
     text = row.get(column) or ""
     try:
         number = int(float(text))
     except (ValueError, OverflowError):
-        number = 0
-    if number < 1:
-        raise FieldError(f"{column}: a whole number above 0 is needed, not {text!r}")
+        number = least - 1
+    if number < least or number != float(text):
+        raise FieldError(f"{column}: a whole number above {least - 1} is needed, not {text!r}")
     return number

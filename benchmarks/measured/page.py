@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from benchmarks.measured.results import Data
+from benchmarks.measured.spread import Spread
 from benchmarks.measured.times import section
+from benchmarks.tables import markdown
 
 PICTURE = "pictures/measured.svg"
 
@@ -16,12 +16,12 @@ def text(data: Data) -> str:
     """The whole page."""
     families = by_family(judged(data))
     parts = [INTRODUCTION.format(core=data["megatron-core"]), _counted(data)]
-    parts += [table(STATISTICS, _all_statistics(data))]
+    parts += [markdown(STATISTICS, _all_statistics(data))]
     parts += [f"![predicted against measured peaks]({PICTURE})\n", OPEN]
     for name, rows in families.items():
         parts += [f"## {name[0].upper()}{name[1:]}\n", _family(rows)]
     for before, header, rows in section(data["times"]):
-        parts += [before, table(header, rows)]
+        parts += [before, markdown(header, rows)]
     parts += [_ratios(data["ratios"])] if data.get("ratios") else []
     parts += ["## Rows that do not suffice\n", NOT_JUDGED, _not_judged(data["points"])]
     parts += ["## Not covered\n", NOT_COVERED, _uncovered(data["uncovered"])]
@@ -30,7 +30,7 @@ def text(data: Data) -> str:
 
 def summary(data: Data) -> str:
     """For the terminal."""
-    return _counted(data) + table(STATISTICS, _all_statistics(data))
+    return _counted(data) + markdown(STATISTICS, _all_statistics(data))
 
 
 def judged(data: Data) -> list[Data]:
@@ -92,12 +92,9 @@ def _second_step(point: Data) -> Data | None:
 
 
 def _statistics(name: str, rows: Sequence[Data]) -> list[str]:
-    sizes = sorted(abs(row["error"]) for row in rows)
-    at = sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))]
-    worst = max((row["error"] for row in rows), key=abs)
-    mean = statistics.fmean(row["error"] for row in rows)
-    middle = statistics.median(sizes)
-    return [name, str(len(rows)), f"{middle:.2%}", f"{at:.2%}", f"{worst:+.2%}", f"{mean:+.2%}"]
+    own = Spread.of(row["error"] for row in rows)
+    sizes = (f"{own.median:.2%}", f"{own.percentile_90:.2%}")
+    return [name, str(own.rows), *sizes, f"{own.worst:+.2%}", f"{own.signed_mean:+.2%}"]
 
 
 def _counted(data: Data) -> str:
@@ -126,12 +123,12 @@ def _family(rows: Sequence[Data]) -> str:
             row["moment"],
         )
         lines[cells] = lines.get(cells, 0) + 1
-    return table(FAMILY, (list(cells) for cells in lines))
+    return markdown(FAMILY, (list(cells) for cells in lines))
 
 
 def _not_judged(points: Sequence[Data]) -> str:
     rows = sorted((p for p in points if p["doubt"]), key=lambda p: (p["tier"], p["run"]))
-    return table(
+    return markdown(
         ("run", "measured GB", "predicted GB", "error", "why"),
         (
             [
@@ -159,7 +156,7 @@ def _ratios(rows: Sequence[Data]) -> str:
         ]
         for row in rows
     ]
-    return RATIOS + table(RATIO, lines)
+    return RATIOS + markdown(RATIO, lines)
 
 
 def _uncovered(rows: Iterable[Data]) -> str:
@@ -167,17 +164,8 @@ def _uncovered(rows: Iterable[Data]) -> str:
     for row in rows:
         by_reason.setdefault(row["reason"], []).append(f"{row['name']} [{row['tier']}]")
     ordered = sorted(by_reason.items(), key=lambda item: -len(item[1]))
-    return table(("reason", "rows", "which"), ([r, str(len(n)), ", ".join(n)] for r, n in ordered))
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(_cell(c) for c in line)} |" for line in lines) + "\n"
-
-
-def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    lines = ([reason, str(len(names)), ", ".join(names)] for reason, names in ordered)
+    return markdown(("reason", "rows", "which"), lines)
 
 
 INTRODUCTION = """# Predictions against measured runs

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from benchmarks.measured import megatron_tests, simumax
+from benchmarks.measured import cells, megatron_tests, simumax
 from benchmarks.measured.flags import FieldError
 from benchmarks.measured.runs import Run, Unread
 
 
 def read(path: Path) -> Iterator[Run | Unread]:
     """Every row of a CSV of one of the known kinds; raises FieldError for another file."""
-    try:
-        yield from _rows(path)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise FieldError(f"{path}: no CSV in UTF-8: {error}") from error
-
-
-def _rows(path: Path) -> Iterator[Run | Unread]:
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        table = csv.DictReader(file)
+    with cells.opened(path) as table:
         columns = set(table.fieldnames or ())
         for kind in (megatron_tests, simumax):
             if columns >= kind.COLUMNS:
@@ -37,14 +27,7 @@ def _rows(path: Path) -> Iterator[Run | Unread]:
         for number, row in enumerate(table, start=2):
             name = row.get("case") or f"line {number}"
             try:
-                _check_cells(row)
+                cells.check(row)
                 yield kind.run(row)
             except FieldError as error:
                 yield Unread(name, row.get("tier") or "", str(error))
-
-
-def _check_cells(row: dict[Any, Any]) -> None:
-    if None in row:
-        raise FieldError(f"{len(row[None])} more cells than columns")
-    if lacking := [name for name, value in row.items() if value is None]:
-        raise FieldError(f"{lacking[0]}: the row ends before it")

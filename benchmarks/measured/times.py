@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.measured.machines import AWS
 from benchmarks.measured.prediction import Prediction
 from benchmarks.measured.runs import Run
+from benchmarks.measured.spread import Spread
 
 Data = dict[str, Any]
 
@@ -133,16 +134,15 @@ STATISTICS = (
 
 
 def _statistics(key: tuple[str, str, str], rows: Sequence[Data]) -> list[str]:
-    sizes = [abs(row["error"]) for row in rows]
-    theirs = [abs(row["others"]["SimuMax"]) for row in rows if "SimuMax" in row["others"]]
-    worst = max((row["error"] for row in rows), key=abs)
+    own = Spread.of(row["error"] for row in rows)
+    theirs = [row["others"]["SimuMax"] for row in rows if "SimuMax" in row["others"]]
     return [
         *key,
-        str(len(rows)),
-        f"{statistics.fmean(sizes):.1%}",
-        f"{statistics.median(sizes):.1%}",
-        f"{worst:+.1%}",
-        f"{statistics.fmean(theirs):.1%}" if theirs else "",
+        str(own.rows),
+        f"{own.mean:.1%}",
+        f"{own.median:.1%}",
+        f"{own.worst:+.1%}",
+        f"{Spread.of(theirs).mean:.1%}" if theirs else "",
     ]
 
 

@@ -1,0 +1,65 @@
+"""Hold predicted steps of Bridge's performance recipes against NVIDIA's published ones.
+
+    python -m benchmarks.published [--only NAME] [--processes N] [-o DIR]
+
+Needs a Bridge with perf_recipes and the Megatron-LM it pins: `make published-steps`. Without -o it
+writes benchmarks/results/published_steps.json and docs/published-steps.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.progress import track
+
+from benchmarks.measured.flags import FieldError
+from benchmarks.measured.runs import Unread
+from benchmarks.published import page
+from benchmarks.published.prediction import Data, predicted
+from benchmarks.published.results import asked, results
+from benchmarks.published.runs import PUBLISHED, ROOT, of_recipes, read, read_runs
+from scripts import bridge_jobs
+
+
+def predictions(names: Sequence[str], processes: int) -> list[Data]:
+    """Of every recipe, in processes of their own."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, maxtasksperchild=12) as workers:
+        found = workers.imap(predicted, names)
+        return list(track(found, description="recipes", total=len(names)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.published", description=__doc__)
+    parser.add_argument("--only", default="", help="recipes whose name contains this")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("-o", "--output", type=Path, help="folder for all that is written")
+    args = parser.parse_args()
+    try:
+        unread = [row for row in read(PUBLISHED) if isinstance(row, Unread)]
+        names = asked(bridge_jobs.recipes(), read_runs(PUBLISHED), args.only)
+        runs = of_recipes(names, read_runs(PUBLISHED)) if args.only else read_runs(PUBLISHED)
+        data = results(predictions(names, args.processes), runs, unread)
+    except (FieldError, OSError) as error:
+        parser.error(str(error))
+    json_path, page_path = _paths(args.output)
+    json_path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    page_path.write_text(page.text(data), encoding="utf-8")
+    print(page.counted(data) + page.statistics(data))
+    print(f"Written to {page_path} and {json_path}.")
+
+
+def _paths(folder: Path | None) -> tuple[Path, Path]:
+    name = "published-steps.md"
+    if folder is None:
+        return ROOT / "benchmarks" / "results" / "published_steps.json", ROOT / "docs" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / "published_steps.json", folder / name
+
+
+if __name__ == "__main__":
+    main()
