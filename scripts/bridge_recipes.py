@@ -46,6 +46,8 @@ def line(name: str) -> list[str] | str:
         cost = nvidia_recipes.evaluated(model, bridge_jobs.setting(job))
     except AutorecomputeError as error:
         return bridge_jobs.reason(str(error), name)
+    except Exception as error:  # a line says so, and no other is lost
+        return f"an error of this package: {type(error).__name__}: {error}"[:200]
     peak = nvidia_recipes.peak_bytes(cost)
     fits = FITS[(peak > budget) + (peak > budget + RESERVE_SHARE * gpu.memory_bytes)]
     return [

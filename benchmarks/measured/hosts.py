@@ -10,6 +10,7 @@ take; on A100 and GB200 how many times as long as H100's. Needs megatron-core 0.
 from __future__ import annotations
 
 import multiprocessing
+import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -124,10 +125,27 @@ def main() -> None:
     for name, factor in zip(FIELDS, fields, strict=True):
         print(f"{H100} {name}: {factor * getattr(device(H100).reaches, name):.1f}")
     print(f"AWS's hosts: {aws:.2f} times as long")
+    own = [test for test in every if test.gpu == H100]
+    for said, factors in (("so", (*fields, aws)), ("as it stands", (1.0, 1.0, 1.0, HOSTS[AWS]))):
+        print(f"{said} tests err by {_median_error(own, factors):.1%} (median)")
     for gpu in sorted({test.gpu for test in every} - {H100}):
         own = [test for test in every if test.gpu == gpu]
         moved = [_with(test, fields) for test in own]
         print(f"{gpu}: {fitted(moved, one_factor=True)[0]:.2f} times as long, {len(own)} tests")
+
+
+def _median_error(chosen: Sequence[Test], factors: Sequence[float]) -> float:
+    """Of predicted steps with these factors of the fields, and of AWS's hosts."""
+    *fields, aws = factors
+    ratios = [
+        _step_ms(_with(test, fields), aws if test.machine == AWS else 1.0) / test.measured_ms
+        for test in chosen
+    ]
+    return statistics.median(abs(ratio - 1) for ratio in ratios)
+
+
+def _step_ms(test: Test, factor: float) -> float:
+    return test.parts.rest + factor * sum(test.parts.of_host)
 
 
 def _with(test: Test, fields: Sequence[float]) -> Test:

@@ -42,7 +42,13 @@ from megatron_autorecompute.meta.model import (
 )
 from megatron_autorecompute.meta.roofline import Reading, Roofline
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
-from megatron_autorecompute.profile import ChoiceRecord, GraphBytes, LayerBytes, LayerKind
+from megatron_autorecompute.profile import (
+    ChoiceRecord,
+    GraphBytes,
+    LayerBytes,
+    LayerKind,
+    in_order,
+)
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 
 
@@ -83,7 +89,9 @@ class GraphRun:
 def _replaced(
     kind: LayerKind, found: Mapping[tuple[str, LayerPolicy], GraphRun | None]
 ) -> LayerKind:
-    records = [_record(each, found.get((kind.name, each.policy))) for each in kind.choices]
+    given = [_record(each, found.get((kind.name, each.policy))) for each in kind.choices]
+    # An output that is recomputed is not quantised, which may be less than recomputing is more.
+    records = [replace(each, spread_ms=0.0) for each in in_order(given, [1.0] * len(given))]
     inert = _inert(records)
     inert |= {choice: inert.get(other, other) for choice, other in kind.inert.items()}
     choices = tuple(record for record in records if record.choice not in inert)
@@ -248,7 +256,7 @@ def _captured(
     hidden = _leaf(like, live)
     before = live.current_bytes
     live.reset_peak()
-    begin = clock.now()
+    begin = clock.settled()
     with clock:
         outputs = graph_fields.capture(layer, hidden, dict(kwargs))
     middle = clock.now()
@@ -259,7 +267,7 @@ def _captured(
     gradients = [torch.empty_like(out) for out in trained]
     with clock:
         torch.autograd.backward(trained, gradients)
-    inside = middle - begin, clock.now() - middle
+    inside = middle - begin, clock.settled() - middle
     del gradients
     sizes = LayerBytes(held, highest - held, max(0, live.peak_bytes - before - held))
     alike = tuple(out.detach().clone().requires_grad_(out.requires_grad) for out in found)
@@ -286,7 +294,7 @@ def _alone(
     live.reset_peak()
     received = [leaf.clone()]
     storage = weakref.ref(received[0].untyped_storage())
-    begin = clock.now()
+    begin = clock.settled()
     with clock:
         output = run(received.pop())
     middle = clock.now()
@@ -301,7 +309,7 @@ def _alone(
     with clock:
         torch.autograd.backward(end, one)
     sizes = LayerBytes(held, highest - held, max(0, live.peak_bytes - before - held))
-    return sizes, keeps_input, (middle - begin, clock.now() - middle)
+    return sizes, keeps_input, (middle - begin, clock.settled() - middle)
 
 
 def _leaf(like: torch.Tensor, live: LiveBytes) -> torch.Tensor:

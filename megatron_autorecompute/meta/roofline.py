@@ -88,6 +88,12 @@ class Roofline(TorchDispatchMode):
         """A reading of the modelled clocks."""
         return Reading(self.seconds, self.host_seconds, self.alltoall_seconds)
 
+    def settled(self) -> Reading:
+        """The same, when all that was started has ended; nothing more will run beside it."""
+        self._expose(self.started_seconds)
+        self.started_seconds = self._room = 0.0
+        return self.now()
+
     def ms_between(self, begin: Reading, end: Reading) -> float:
         """Milliseconds of modelled work between two readings of `now`: of the slowest."""
         between = end - begin
