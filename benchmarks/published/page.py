@@ -171,9 +171,7 @@ KNOWN = f"""## What is known of rows
 OPEN = """**Open**, by the recipes' sources:
 
 - `fp8_dot_product_attention` is not read: attention is timed in bf16.
-- LoRA's adapters are on `linear_qkv` alone (`cfg.peft.target_modules`), and are timed on every
-  linear layer. With those on `linear_qkv` alone, Llama3-70B's step in fp8cs would be 14% shorter on
-  8 H100, GB200 and GB300.
+- Graphs of layers beside EP overlap are not told apart: the host starts their kernels here.
 """
 NOT_COVERED = """## Not covered
 

@@ -11,7 +11,11 @@ from benchmarks.published.runs import PublishedRun, of_recipe
 
 Data = dict[str, Any]
 
-FITTED: tuple[str, ...] = ()
+FITTED: tuple[str, ...] = tuple(
+    f"llama31_405b_pretrain_256gpu_{gpu}_{precision}_config"
+    for gpu in ("gb200", "gb300")
+    for precision in ("fp8cs", "fp8mx", "nvfp4")
+)
 """Recipes whose published steps a figure of meta/devices.json was fitted on, by their names."""
 CHANGED = {
     "qwen3_30b_a3b_pretrain_16gpu_h100_fp8cs_config": "CUDA graphs of attention and router since "

@@ -83,7 +83,9 @@ def add_options(parser: ArgumentParser) -> None:
         metavar="GIB",
         help="memory kept free (default: 5%% of the device and 2 GiB or more)",
     )
-    parser.add_argument("--efficiency", metavar="NAME=SHARE,...", help="assumed shares")
+    parser.add_argument(
+        "--efficiency", metavar="NAME=SHARE,...", help="assumed shares; host=FACTOR"
+    )
     parser.add_argument(
         "--offload",
         action="append",
@@ -231,21 +233,29 @@ def read_job(args: Namespace, gpu: Device | None = None) -> Job:
     return job_from_flags(args.megatron_flags, args.num_gpus)
 
 
+HOST, SLOWEST_HOST = "host", 100
+"""A factor of `--efficiency`, and the most that it may be."""
+
+
 def read_efficiency(text: str | None, gpu: Device) -> Efficiency:
-    """`gemm=0.6,bandwidth=0.8` over the device's own; raises OptionError for anything else."""
-    shares: dict[str, float] = {}
+    """`gemm=0.6,bandwidth=0.8,host=1.6` over the device's own, host times its host's; raises
+    OptionError for anything else."""
+    given: dict[str, float] = {}
     for part in text.split(",") if text else ():
         name, _, value = part.partition("=")
         try:
-            shares[name] = float(value)
+            given[name] = float(value)
         except ValueError:
-            shares[name] = 0.0
-        if name not in SHARES or not 0 < shares[name] <= 1:
+            given[name] = 0.0
+        most = SLOWEST_HOST if name == HOST else 1
+        if name not in (*SHARES, HOST) or not 0 < given[name] <= most:
             raise OptionError(
                 f"Cannot read {part!r} in --efficiency: write NAME=SHARE with a share over 0 and "
-                f"at most 1; names are {', '.join(SHARES)}."
+                f"at most 1; names are {', '.join(SHARES)}. Or {HOST}=FACTOR, how many times as "
+                f"long the host takes, at most {SLOWEST_HOST}: 1.6 where a cloud's are."
             )
-    return replace(gpu.reaches, **shares)
+    host = given.pop(HOST, 1.0)
+    return replace(gpu.reaches, **given).with_host(host)
 
 
 def reserve_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:

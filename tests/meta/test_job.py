@@ -377,9 +377,14 @@ def test_efficiency_is_read_over_the_defaults():
     gpu = device("h100-80gb")
     assert estimate.read_efficiency("gemm=0.5", gpu) == replace(gpu.reaches, gemm=0.5)
     assert estimate.read_efficiency(None, gpu) == gpu.reaches
+    slow = estimate.read_efficiency("host=2,gemm=0.5", gpu)
+    assert slow == replace(gpu.reaches, gemm=0.5).with_host(2)
+    assert slow.host_us == 2 * gpu.reaches.host_us
 
 
-@pytest.mark.parametrize("text", ["gemm=0", "gemm=1.5", "speed=0.5", "gemm", "gemm=x"])
+@pytest.mark.parametrize(
+    "text", ["gemm=0", "gemm=1.5", "speed=0.5", "gemm", "gemm=x", "host=0", "host=101", "host=nan"]
+)
 def test_an_efficiency_that_cannot_be_is_refused(text):
     with pytest.raises(OptionError, match=r"names are gemm, attention, .*, link, network"):
         estimate.read_efficiency(text, device("h100-80gb"))
