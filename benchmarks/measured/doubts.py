@@ -41,10 +41,14 @@ def doubts(pairs: Sequence[tuple[Run, Prediction | None]]) -> list[str]:
     for run, _ in pairs:
         if not run.uncovered and not run.reached_at_once:
             started[_job(run)] = max(started.get(_job(run), 0), run.measured[0].peak_bytes)
+    alike: dict[tuple[object, ...], list[Run]] = {}
+    for run, _ in pairs:
+        alike.setdefault(_values(run), []).append(run)
     return [
         ""
         if run.uncovered
-        else _by_another(run, newest[_key(run)])
+        else _by_copying(run, alike[_values(run)])
+        or _by_another(run, newest[_key(run)])
         or _by_loading(run, started.get(_job(run)))
         or _by_itself(run, found)
         for run, found in pairs
@@ -57,6 +61,25 @@ def _key(run: Run) -> tuple[object, ...]:
 
 def _job(run: Run) -> tuple[object, ...]:
     return run.source, run.flags, run.gpu, run.worlds
+
+
+def _values(run: Run) -> tuple[object, ...]:
+    peaks = tuple((one.stage, one.peak_bytes) for one in run.measured)
+    return run.source, run.gpu, run.step_ms, run.first_step_bytes, peaks
+
+
+def _by_copying(run: Run, alike: Sequence[Run]) -> str:
+    """alike: runs with the same step, to the last digit, and the same peaks, to the byte."""
+    if run.step_ms is None or run.first_step_bytes is None:
+        return ""
+    for other in alike:
+        if {*other.flags} < {*run.flags}:
+            more = " ".join(flag for flag in run.flags if flag not in other.flags)
+            return (
+                f"step and peaks are those of {other.name}, which has no {more}: the file was "
+                "copied"
+            )
+    return ""
 
 
 def _by_loading(run: Run, most_bytes: int | None) -> str:
