@@ -182,12 +182,13 @@ The 7B runs of Megatron's tests have `--deterministic-mode`. On Blackwell a dete
 dropout takes flash-attn, as its bytes show, which reaches 0.39 of cuDNN's rate there (sources in
 meta/devices.json). How much slower its deterministic backward is, is in no source that was found,
 and not counted: 1.5 times would explain what is missing at four stages. In small tests on GB200
-whose name ends in `1node` a step takes 5 to 20 times as long as in the same test on two nodes.
+whose name ends in `1node` a step takes 5 to 20 times as long as in the same test on two nodes: they
+run on four GPUs of GitHub's runners, at AWS (tests/test_utils/recipes/gb200/gpt-1node.yaml).
 """
 APART = """### What no parameter of a GPU can say
 
 Steps of one run are steady: on H100 their quartiles are mostly within 2%. Runs of equal flags are
-not:
+less so, on H100 on one machine:
 
 """
 MACHINES = """
