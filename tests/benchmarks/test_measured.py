@@ -1,6 +1,5 @@
 """Rows of measured runs: what is read, what is named, what is predicted."""
 
-import csv
 import importlib.util
 import json
 from dataclasses import replace
@@ -16,25 +15,13 @@ from benchmarks.measured.prediction import Prediction, Stage
 from benchmarks.measured.results import results
 from benchmarks.measured.runs import Run, Unread
 from benchmarks.measured.tables import read
+from tests.benchmarks.csv_rows import rows, written
 
 MOE_CASE = "moe/gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel"
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 GOLDEN, B200 = DATA / "megatron_golden_memory.csv", DATA / "b200_measured.csv"
 ADDED = DATA / "megatron_golden_memory_added.csv"
 GRAPHS = "gpt3_mcore_te_tp2_pp2_ep4_etp1_resume_torch_dist_attn_cudagraph (h100)"
-
-
-def rows(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def written(path, changed):
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, list(changed[0]))
-        table.writeheader()
-        table.writerows(changed)
-    return path
 
 
 def test_every_row_is_a_run_or_says_why_it_is_none():

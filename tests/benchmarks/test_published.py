@@ -1,6 +1,5 @@
 """NVIDIA's published steps: which recipe a row is of, what cannot be read, what the page says."""
 
-import csv
 import json
 from types import SimpleNamespace
 
@@ -10,24 +9,12 @@ from benchmarks.measured.flags import FieldError
 from benchmarks.measured.runs import Unread
 from benchmarks.measured.spread import Spread
 from benchmarks.published import page, results, runs
+from tests.benchmarks.csv_rows import rows, written
 
 pytestmark = pytest.mark.any_version
 NAME = "llama3_70b_pretrain_64gpu_h100_fp8cs_config"
 RESULTS = runs.ROOT / "benchmarks" / "results" / "published_steps.json"
 PAGE = runs.ROOT / "docs" / "published-steps.md"
-
-
-def rows():
-    with open(runs.PUBLISHED, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def written(path, changed):
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, list(changed[0]))
-        table.writeheader()
-        table.writerows(changed)
-    return path
 
 
 def job(mbs=1, gbs=256, seq=8192, **sizes):
@@ -102,7 +89,7 @@ def test_the_nearest_run_says_in_what_it_differs():
     ],
 )
 def test_a_row_that_cannot_be_read_is_named_with_its_field(tmp_path, column, value, named):
-    first, second = rows()[:2]
+    first, second = rows(runs.PUBLISHED)[:2]
     path = written(tmp_path / "rows.csv", [{**first, column: value}, second])
     bad, good = runs.read(path)
     assert isinstance(bad, Unread)
@@ -115,7 +102,7 @@ def test_a_row_that_cannot_be_read_is_named_with_its_field(tmp_path, column, val
 
 def test_rows_cut_short_and_other_tables_are_named(tmp_path):
     short = tmp_path / "short.csv"
-    short.write_text(",".join(rows()[0]) + "\n26.08,deepseek_v3\n")
+    short.write_text(",".join(rows(runs.PUBLISHED)[0]) + "\n26.08,deepseek_v3\n")
     (bad,) = runs.read(short)
     assert bad.reason == "task: the row ends before it"
     with pytest.raises(FieldError, match=r"it lacks .*fsdp.*tokens_per_s_gpu"):
