@@ -685,15 +685,19 @@ def _assumed_of_graphs(job: Job) -> str:
         return (
             "CUDA graph of the iteration: forwards and backwards have a memory pool of their own, "
             "so the optimizer step counts on top of every peak; the samples of all microbatches "
-            "stay."
+            "stay. The host takes no time in it."
         )
     if counts_graphs(job):
         depths = " (not of MTP depths)" * bool(job.mtp_num_layers)
         return (
             f"CUDA graphs of layers{depths} have a memory pool of their own, with what they save, "
-            "their inputs and outputs; peaks are the most in the pool and the most outside it."
+            "their inputs and outputs; peaks are the most in the pool and the most outside it. The "
+            "host starts each as one module."
         )
-    return "CUDA graphs of layers beside EP overlap: what their pool takes besides is not counted."
+    return (
+        "CUDA graphs of layers beside EP overlap: what their pool takes besides is not counted, "
+        "and the host starts every kernel."
+    )
 
 
 def stated(imbalance: dict[str, float]) -> str:
