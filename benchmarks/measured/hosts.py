@@ -4,7 +4,8 @@
 
 Prints, for devices.json and machines.py: on H100 microseconds for an operation of torch, for a
 module of Transformer Engine, and for an exchange of a ring, and how many times as long AWS's hosts
-take; on A100 and GB200 how many times as long as H100's. Needs megatron-core 0.19 on the path.
+take; on A100 and GB200 how many times as long as H100's (benchmarks/results/hosts.txt). Needs
+megatron-core 0.19 on the path.
 """
 
 from __future__ import annotations
