@@ -67,7 +67,8 @@ class StageCheck:
     the chunk's last layer is no checkpoint. 0 elsewhere."""
     combined: bool = False
     """Whether forwards run beside backwards (EP overlap). Then a prediction may be too high by
-    BESIDE boundary tensors: it counts those that neighbours send as alive during both."""
+    BESIDE boundary tensors: what a dispatcher keeps of its last microbatch and no layer saves
+    counts for every microbatch in flight, and in static bytes."""
     iteration: int | None = None
     """The job's own iteration whose policy and microbatches ran; None: the plan's."""
     job_bytes: int | None = None

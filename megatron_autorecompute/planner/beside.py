@@ -9,7 +9,7 @@ megatron-core. `ep_overlap_early_attn_memory_release`, which frees a little earl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -43,6 +43,8 @@ class Point:
     """Of the microbatch of that direction."""
     other_bytes: int
     """Of the other one."""
+    late: bool = False
+    """Whether all layers have run, and outputs are sent."""
 
     @property
     def bytes(self) -> int:
@@ -51,26 +53,50 @@ class Point:
 
 
 def points(
-    forward: ChunkColumns, backward: ChunkColumns, boundary_bytes: int, *, last: bool = True
+    forward: ChunkColumns | None,
+    backward: ChunkColumns,
+    boundary_bytes: int,
+    *,
+    last: bool = True,
+    idle_bytes: Mapping[int, int] | None = None,
 ) -> Iterator[Point]:
     """Every point of a forward of one chunk beside a backward of one, the same or another.
 
     Args:
-        forward: the chunk that runs forward.
+        forward: the chunk that runs forward; None: the backward is alone.
         backward: the chunk that runs backward.
         boundary_bytes: of a hidden state between two layers, or of its gradient.
         last: whether the backward's chunk has no other microbatch in flight. What a layer keeps
             until its next forward then remains after its backward; otherwise a later forward has
             replaced it.
+        idle_bytes: what units of the chunk that runs forward have kept since their last backward.
     """
     yield from _Run(
-        _Parts.of(forward, boundary_bytes),
+        _Parts.of(forward, boundary_bytes) if forward else _Parts((), (), (), 0),
         _Parts.of(backward, boundary_bytes),
         0 if backward.chunk.head else boundary_bytes + _kept(backward),
         boundary_bytes,
         leaves=last,
         same=forward is backward,
+        idle=idle_bytes or {},
     ).points()
+
+
+def idle_bytes(columns: ChunkColumns, boundary_bytes: int, apart: int) -> dict[int, int]:
+    """What units of an idle chunk keep: the dispatcher's `probs` have a graph, and that of a layer
+    has its input as a leaf, with a gradient.
+
+    Args:
+        columns: the chunk.
+        boundary_bytes: of a hidden state.
+        apart: of the first layer's two how many nothing else counts.
+    """
+    layers = [(number, unit) for number, unit in enumerate(columns.units) if unit.layers]
+    return {
+        number: boundary_bytes * (apart if at == 0 else 2)
+        for at, (number, unit) in enumerate(layers)
+        if unit.input_stays
+    }
 
 
 class _Run:
@@ -83,6 +109,7 @@ class _Run:
         boundary_bytes: of a hidden state.
         leaves: whether layers keep something after their backward.
         same: whether both are one chunk.
+        idle: what units of the forward have kept since their last backward.
     """
 
     def __init__(
@@ -94,15 +121,20 @@ class _Run:
         *,
         leaves: bool,
         same: bool,
+        idle: Mapping[int, int],
     ) -> None:
         self.forward, self.backward, self.gradient = forward, backward, gradient_bytes
         self.boundary, self.leaves, self.same = boundary_bytes, leaves, same
+        self.passed = boundary_bytes if forward.layers or forward.total else 0
+        """Of the hidden state that the forward passes on, if there is one."""
         self.low_own, self.low_other = 0, backward.total
         """Held by the forward's microbatch before what runs, and by the backward's."""
         self.own, self.other = 0, backward.total
         """Alive of each between two parts."""
         self.left: dict[int, int] = {}
-        """What layers keep until their next forward, by unit."""
+        """What layers keep until their next forward, by unit of the backward."""
+        self.idle = dict(idle)
+        """The same, by unit of the forward."""
         self.above: _Layer | None = None
         """That ran backward before."""
 
@@ -119,7 +151,7 @@ class _Run:
         for unit, costs in self.forward.before:
             self.low_own += costs.held_bytes
             yield self._forward(unit, self.low_own + costs.forward_transient_bytes)
-        self.own = self.low_own + self.boundary
+        self.own = self.low_own + self.passed
         for unit, costs in reversed(self.backward.after):
             yield self._backward(unit, self.low_other + costs.backward_transient_bytes)
             self.low_other -= costs.held_bytes
@@ -134,6 +166,7 @@ class _Run:
                 now = one.parts[part]
                 yield self._forward(one.unit, self.low_own + now.forward_peak_bytes)
                 self.own = self.low_own + now.forward_end_bytes
+                self.idle.pop(one.unit, None)
                 if self.same:
                     self.left.pop(one.unit, None)
             elif direction == "backward" and last:
@@ -160,21 +193,27 @@ class _Run:
 
     def _finish(self) -> Iterator[Point]:
         """Head forward, embedding backward."""
-        self.own = self.low_own + self.boundary
+        self.own = self.low_own + self.passed
         for unit, costs in self.forward.after:
             self.low_own += costs.held_bytes
-            yield self._forward(unit, self.low_own + costs.forward_transient_bytes)
+            yield self._late(self._forward(unit, self.low_own + costs.forward_transient_bytes))
             self.own = self.low_own
         for unit, costs in reversed(self.backward.before):
             alive = self.low_other + self.boundary  # its output
-            yield self._backward(unit, alive + costs.backward_transient_bytes)
+            yield self._late(self._backward(unit, alive + costs.backward_transient_bytes))
             self.low_other -= costs.held_bytes
 
     def _forward(self, unit: int, own_bytes: int) -> Point:
-        return Point("forward", unit, own_bytes, self.other + sum(self.left.values()))
+        return Point("forward", unit, own_bytes, self.other + self._waiting())
 
     def _backward(self, unit: int, own_bytes: int) -> Point:
-        return Point("backward", unit, own_bytes, self.own + sum(self.left.values()))
+        return Point("backward", unit, own_bytes, self.own + self._waiting())
+
+    def _waiting(self) -> int:
+        return sum(self.left.values()) + sum(self.idle.values())
+
+    def _late(self, point: Point) -> Point:
+        return replace(point, late=True)
 
 
 def _kept(columns: ChunkColumns) -> int:

@@ -14,9 +14,11 @@ import numpy as np
 from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.schedule import Schedule
 
-_INPUT, _INPUT_GRADIENT, _OUTPUT, _GRADIENT = range(4)
+_INPUT, _INPUT_GRADIENT, _OUTPUT, _GRADIENT, _SENT = range(5)
 """Tensors of one forward or backward. With T forwards, tensor k of a sort is number sort * T + k;
-the gradient that a backward receives has the number of the backward, all others of the forward."""
+the gradient that a backward receives has the number of the backward, all others of the forward.
+What a combined backward sends (EP overlap) is its first layer's gradient, of which the input's
+`.grad` is a copy; elsewhere the two are one tensor."""
 _NO_TENSOR = -1
 
 
@@ -49,6 +51,27 @@ class BoundTensors:
     def extra(self) -> Ints:
         """Tensors alive at each event that belong to no microbatch in flight and no own layer."""
         return _distinct(self._all_held(), 2 * self.total)
+
+    def extra_but_sent(self) -> Ints:
+        """The same without gradients that combined backwards send."""
+        held = self._all_held()
+        return _distinct(held[:, held[0] // self.total != _SENT], 2 * self.total)
+
+    def idle_apart(self, done: Ints) -> Ints:
+        """Of an idle chunk's input and the gradient of it, which its first layer keeps, those that
+        are not among `extra`: 0 to 2.
+
+        Args:
+            done: `[event, chunk]` the forward whose backward ran last in a chunk that is idle then;
+                a negative number if none is.
+        """
+        apart = np.where(done < 0, 0, 2)
+        for tensor, start, stop in _disjoint(self._all_held(), len(done)).T.tolist():
+            sort, forward = divmod(tensor, self.total)
+            if sort in (_INPUT, _SENT):
+                chunk = self.chunk[forward]
+                apart[start:stop, chunk] -= done[start:stop, chunk] == forward
+        return apart
 
     def owners(self) -> tuple[tuple[int, ...], ...]:
         """The microbatch of each of these tensors, at each event."""
@@ -129,9 +152,12 @@ class BoundTensors:
         received = received[received >= self.steady]
         self._variable(self.backward_at[received], received + _GRADIENT * self.total)
         # `send_prev_wait_handle`: the gradient that the last backward of the steady state sends.
-        sent = self._inputs_of(self._forward_of_backward()[self.steady - 1 : self.steady])
-        sent = np.where(sent == _NO_TENSOR, _NO_TENSOR, sent + _INPUT_GRADIENT * self.total)
-        self._variable(self.backward_at[[self.steady - 1]] + 1, sent)
+        # Before, an input's `.grad` is bound longer, unless it is another tensor than what is sent.
+        combined = self.schedule.overlap_moe_expert_parallel_comm
+        first, sort = (0, _SENT) if combined else (self.steady - 1, _INPUT_GRADIENT)
+        sent = self._inputs_of(self._forward_of_backward()[first : self.steady])
+        sent = np.where(sent == _NO_TENSOR, _NO_TENSOR, sent + sort * self.total)
+        self._variable(self.backward_at[first : self.steady] + 1, sent)
 
     def _end_of_iteration(self) -> Ints:
         """After each forward, in the steady state after the backward beside it."""
@@ -178,7 +204,8 @@ class BoundTensors:
         done = np.empty(self.total, np.int64)
         done[self.forwards.ravel()] = self.backward_at[self.backwards.ravel()]
         outputs = (never, never) if self.deallocated else (self.forward_at, done)
-        pairs = (self.forward_at, done), (never, never), outputs, (self.backward_at,) * 2
+        none = never, never
+        pairs = (self.forward_at, done), none, outputs, (self.backward_at,) * 2, none
         first, last = (np.concatenate(own) for own in zip(*pairs, strict=True))
         return first, last
 

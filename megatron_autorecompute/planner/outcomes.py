@@ -192,7 +192,7 @@ class _Moments:
     @property
     def side_by_side(self) -> bool:
         """Whether forwards run beside backwards (EP overlap)."""
-        return any(moment.beside is not None for moment in self.moments)
+        return any(moment.in_parts for moment in self.moments)
 
 
 def _moments(planner: Planner, stage: int) -> _Moments:

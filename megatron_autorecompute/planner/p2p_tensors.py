@@ -15,6 +15,7 @@ is in flight, and counts here if a variable is still bound to it afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -70,6 +71,20 @@ class Moment:
     beside: int | None = None
     """With EP overlap the chunk of the event that runs at the same time, in the other direction;
     its microbatch is not in flight."""
+    idle: tuple[int, ...] = ()
+    """With EP overlap: per chunk, 1 if it has run a backward and no microbatch of it is in flight
+    or runs backward. Its layers' dispatchers then keep their inputs and the gradients of them."""
+    idle_apart: tuple[int, ...] = ()
+    """Per idle chunk, how many of its own input and the gradient of it `extra` does not count."""
+    late: int = 0
+    """Of two events side by side: how many more boundary tensors there are once the last layers
+    have run, and outputs are sent; may be negative."""
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether layers run in the parts of EP overlap, beside another microbatch's or alone, so
+        that `beside` has the bytes. A forward alone is as it is elsewhere."""
+        return self.beside is not None or (self.direction == "backward" and bool(self.idle))
 
 
 @lru_cache(maxsize=4096)
@@ -85,11 +100,9 @@ def decisive_moments(
     counts move from one chunk to another in steps of one.
     """
     short = schedule.shortened()
-    extra = extra_tensors(short, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
-    counts = np.column_stack([short.in_flight(stage), extra])
+    counts = _counts(short, stage, overlap_p2p, deallocated)
     is_backward, chunk, _ = short.order(stage)
     beside = short.beside(stage)
-    alone_in_flight(counts, beside)
     kept: list[int] = []
     # A backward beside a forward is looked at with the forward.
     chunks = schedule.num_chunks
@@ -98,31 +111,101 @@ def decisive_moments(
         positions = np.flatnonzero((events == event) & (~is_backward | (beside < 0)))
         kept += _decisive(positions, counts[positions].astype(np.int16)).tolist()
     kept.sort()
-    return tuple(
-        Moment(
+    numbers = schedule.microbatches(stage, kept)
+    return tuple(_moments(short, stage, counts, dict(zip(kept, numbers, strict=True))))
+
+
+def every_moment(
+    schedule: Schedule, stage: int, *, overlap_p2p: bool = True, deallocated: bool = True
+) -> list[Moment]:
+    """The moment of each event of a stage; arguments as in `extra_tensors`."""
+    counts = _counts(schedule, stage, overlap_p2p, deallocated)
+    numbers = schedule.order(stage)[2].tolist()
+    return list(_moments(schedule, stage, counts, dict(enumerate(numbers))))
+
+
+def _moments(
+    schedule: Schedule, stage: int, counts: Ints, microbatches: dict[int, int]
+) -> Iterator[Moment]:
+    """microbatches: of each event that is asked for."""
+    is_backward, chunk, _ = schedule.order(stage)
+    beside, v = schedule.beside(stage), schedule.num_chunks
+    for at, microbatch in microbatches.items():
+        extra, *row = counts[at].tolist()
+        yield Moment(
             "backward" if is_backward[at] else "forward",
             int(chunk[at]),
-            tuple(counts[at, :-1].tolist()),
-            int(counts[at, -1]),
+            tuple(row[:v]),
+            extra,
             microbatch,
             int(beside[at]) if beside[at] >= 0 else None,
+            tuple(row[v : 2 * v]),
+            tuple(row[2 * v : 3 * v]),
+            sum(row[3 * v :]),
         )
-        for at, microbatch in zip(kept, schedule.microbatches(stage, kept), strict=True)
+
+
+def _counts(schedule: Schedule, stage: int, overlap_p2p: bool, deallocated: bool) -> Ints:
+    """Of each event: boundary tensors, microbatches in flight by chunk, and with EP overlap the
+    last three fields of a moment; none of them makes a moment need less."""
+    extra = np.array(
+        extra_tensors(schedule, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
     )
+    in_flight = schedule.in_flight(stage).astype(np.int64)
+    if not schedule.overlap_moe_expert_parallel_comm:
+        return np.column_stack([extra, in_flight])
+    beside = schedule.beside(stage)
+    done = _done_when_idle(schedule, stage, in_flight, beside)
+    idle = (done >= 0).astype(np.int64)
+    apart, after = 2 * idle, extra.copy()
+    if schedule.num_chunks > 1:
+        bound = BoundTensors(schedule, stage, overlap_p2p, deallocated)
+        apart, after = bound.idle_apart(done), bound.extra_but_sent()
+    late = _in_order(schedule, stage, extra, after, beside)
+    return np.column_stack([extra, in_flight, idle, apart, late])
 
 
-def alone_in_flight(counts: Ints, beside: Ints) -> None:
-    """Take the microbatch that runs beside an event out of its counts, in place; both events of a
-    pair then have the same counts.
+def _done_when_idle(schedule: Schedule, stage: int, in_flight: Ints, beside: Ints) -> Ints:
+    """For each event and chunk, if the chunk is idle, the forward whose backward it ran last; else
+    -1. Takes a microbatch that runs beside an event out of those in flight, in place."""
+    is_backward, chunk, _ = schedule.order(stage)
+    paired = np.flatnonzero(beside >= 0)
+    in_flight[paired, beside[paired]] -= 1
+    first, second = paired[::2], paired[1::2]
+    done = np.full((len(chunk), schedule.num_chunks), -1)
+    for own in range(schedule.num_chunks):
+        forwards = np.flatnonzero(schedule.forward_table()[1] == own)
+        backwards = is_backward & (chunk == own)
+        before = np.cumsum(backwards) - backwards
+        last = np.where(before > 0, forwards[np.maximum(before, 1) - 1], -1)
+        done[:, own] = np.where((in_flight[:, own] > 0) | backwards, -1, last)
+    runs = chunk[second]
+    done[first, runs] = -1
+    done[second] = done[first]
+    return done
+
+
+def _in_order(schedule: Schedule, stage: int, extra: Ints, after: Ints, beside: Ints) -> Ints:
+    """How many more tensors there are when the layers of two events side by side have run.
+
+    What the first one sends, and what is received for later events, comes then. `extra` becomes, in
+    place, that of the time before for both; the gradient that the second one starts from is its
+    own. What it sends then is its own, too, and what the one before sent is gone.
 
     Args:
-        counts: microbatches in flight by chunk, and boundary tensors last, `[event, column]`.
-        beside: the other event's chunk; -1 for none.
+        extra: at each event.
+        after: the same without gradients that are sent.
     """
+    chunk = schedule.order(stage)[1]
     paired = np.flatnonzero(beside >= 0)
-    counts[paired, beside[paired]] -= 1
     first, second = paired[::2], paired[1::2]
-    counts[first, -1] = counts[second, -1] = np.maximum(counts[first, -1], counts[second, -1])
+    head = (stage == schedule.num_stages - 1) & (chunk[second] == schedule.num_chunks - 1)
+    extra[first] -= ~head
+    late = np.zeros_like(extra)
+    most = np.maximum(after[second], np.append(after, 0)[second + 1])
+    late[first] = late[second] = most - extra[first]
+    extra[second] = extra[first]
+    return late
 
 
 def _decisive(positions: Ints, counts: NDArray[np.int16]) -> Ints:

@@ -7,7 +7,8 @@ While unit i of a chunk runs, a stage holds
 
 with the forward transient in a forward and the backward transient in a backward. So position
 matters: in the backward of an early layer the later ones are already freed. Of a forward beside a
-backward (EP overlap) `beside` has the bytes of both.
+backward (EP overlap) `beside` has the bytes of both, and chunks that wait for their next forward
+keep some.
 """
 
 from __future__ import annotations
@@ -16,19 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 
-import numpy as np
-
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.planner import beside
+from megatron_autorecompute.planner import beside, p2p_tensors
 from megatron_autorecompute.planner.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.copied_bytes import StageBytes
 from megatron_autorecompute.planner.layout import Chunk, Layout
-from megatron_autorecompute.planner.p2p_tensors import (
-    Moment,
-    alone_in_flight,
-    decisive_moments,
-    extra_tensors,
-)
+from megatron_autorecompute.planner.p2p_tensors import Moment, decisive_moments
 from megatron_autorecompute.planner.schedule import Direction, Schedule
 from megatron_autorecompute.planner.unit_costs import SIGN, Bound, hidden_states_received
 from megatron_autorecompute.profile import (
@@ -264,17 +258,18 @@ def stage_peak(
         0,
         0,
     )
-    known: dict[tuple[Direction, int, int | None, bool], tuple[int, int, Direction]] = {}
+    known: dict[tuple[object, ...], tuple[int, int, Direction]] = {}
     for number, moment in enumerate(moments):
-        event = moment.direction, moment.chunk, moment.beside, _is_last(moment)
+        event = _event(moment)
         if event not in known:
-            known[event] = _highest(columns, moment, base.boundary_bytes)
+            known[event] = _highest(base, columns, moment)
         reach, unit, direction = known[event]
         alive = constant_bytes(base, moment) + sum(map(mul, moment.in_flight, held))
+        alive += idle_bytes(base, columns, moment)
         copied = copies.during(number) if copies else 0
         if alive + reach + copied <= best[0]:
             continue
-        if copied and copies and moment.beside is None:
+        if copied and copies and not moment.in_parts:
             reach, unit, copied = _highest_with(
                 columns, moment, base.boundary_bytes, copies, number
             )
@@ -336,44 +331,85 @@ def constant_bytes(base: StageBase, moment: Moment) -> int:
     return max(base.constant_bytes(direction, moment.extra) for direction in directions)
 
 
+def idle_bytes(base: StageBase, columns: Sequence[ChunkColumns], moment: Moment) -> int:
+    """Bytes that chunks which do not run keep since their last backward, with EP overlap."""
+    running = _running(moment)[0]
+    return sum(
+        sum(beside.idle_bytes(own, base.boundary_bytes, apart).values())
+        for chunk, (own, idle, apart) in enumerate(
+            zip(columns, moment.idle, moment.idle_apart, strict=False)
+        )
+        if idle and chunk != running
+    )
+
+
+def _event(moment: Moment) -> tuple[object, ...]:
+    """What the highest bytes of what runs depend on."""
+    forward, _ = _running(moment)
+    idle = forward is not None and bool(moment.idle) and moment.idle[forward]
+    apart = moment.idle_apart[forward] if idle and forward is not None else None
+    return moment.direction, moment.chunk, moment.beside, _is_last(moment), apart, moment.late
+
+
+def _running(moment: Moment) -> tuple[int | None, int | None]:
+    """The chunks that run forward and backward."""
+    own, other = moment.chunk, moment.beside
+    return (own, other) if moment.direction == "forward" else (other, own)
+
+
 def _highest(
-    columns: Sequence[ChunkColumns], moment: Moment, boundary_bytes: int
+    base: StageBase, columns: Sequence[ChunkColumns], moment: Moment
 ) -> tuple[int, int, Direction]:
     """The highest bytes of what runs, and in which unit and direction."""
-    if moment.beside is None:
-        reach = columns[moment.chunk].reach_bytes(moment.direction, boundary_bytes)
+    if not moment.in_parts:
+        reach = columns[moment.chunk].reach_bytes(moment.direction, base.boundary_bytes)
         return int(reach.max()), int(reach.argmax()), moment.direction
-    points = _points(columns, moment, boundary_bytes)
-    best = max(points, key=lambda point: point.bytes)
-    return best.bytes, best.unit, best.direction
+    late = late_bytes(base, moment)
+    found = ((p.bytes + late * p.late, p) for p in _points(base, columns, moment))
+    most, best = max(found, key=lambda each: each[0])
+    return most, best.unit, best.direction
 
 
-def highest_beside(columns: Sequence[ChunkColumns], moment: Moment, boundary_bytes: int) -> int:
-    """The highest bytes of an event and of the one beside it while a unit of the first runs; 0 for
-    an event that is alone."""
-    if moment.beside is None:
+def late_bytes(base: StageBase, moment: Moment) -> int:
+    """Boundary tensors that come when the layers of two events have run."""
+    return moment.late * base.exchanged * base.boundary_bytes
+
+
+def highest_in_parts(base: StageBase, columns: Sequence[ChunkColumns], moment: Moment) -> int:
+    """The highest bytes of an event, of the one beside it while a unit of the first runs, and of
+    what idle chunks keep; 0 for an event whose layers do not run in parts."""
+    if not moment.in_parts:
         return 0
-    points = _points(columns, moment, boundary_bytes)
-    return max(point.bytes for point in points if point.direction == moment.direction)
+    late = late_bytes(base, moment)
+    points = _points(base, columns, moment)
+    return idle_bytes(base, columns, moment) + max(
+        p.bytes + late * p.late for p in points if p.direction == moment.direction
+    )
 
 
 def _points(
-    columns: Sequence[ChunkColumns], moment: Moment, boundary_bytes: int
+    base: StageBase, columns: Sequence[ChunkColumns], moment: Moment
 ) -> Iterator[beside.Point]:
-    """All points of a moment of two events side by side."""
-    assert moment.beside is not None
-    forward, backward = columns[moment.chunk], columns[moment.beside]
-    if moment.direction == "backward":
-        forward, backward = backward, forward
-    return beside.points(forward, backward, boundary_bytes, last=_is_last(moment))
+    """All points of a moment whose layers run in parts."""
+    forward, backward = _running(moment)
+    assert backward is not None
+    idle: dict[int, int] = {}
+    if forward is not None and moment.idle and moment.idle[forward]:
+        apart = moment.idle_apart[forward]
+        idle = beside.idle_bytes(columns[forward], base.boundary_bytes, apart)
+    return beside.points(
+        None if forward is None else columns[forward],
+        columns[backward],
+        base.boundary_bytes,
+        last=_is_last(moment),
+        idle_bytes=idle,
+    )
 
 
 def _is_last(moment: Moment) -> bool:
     """Whether no other microbatch of the chunk that runs backward is in flight."""
-    if moment.beside is None:
-        return False
-    chunk = moment.beside if moment.direction == "forward" else moment.chunk
-    return not moment.in_flight[chunk]
+    _, backward = _running(moment)
+    return moment.in_parts and backward is not None and not moment.in_flight[backward]
 
 
 def turned(moment: Moment) -> Moment:
@@ -415,48 +451,30 @@ def moment_bytes(
     outside_running = int(running.outside_bytes[: unit + 1].sum())
     held = int(running.held_bytes[: unit + 1].sum())
     reach = held + int(running.transient_bytes(moment.direction, base.boundary_bytes)[unit])
-    if moment.beside is not None:
-        point = max(
-            (
-                p
-                for p in _points(columns, moment, base.boundary_bytes)
-                if (p.direction, p.unit) == (moment.direction, unit)
-            ),
-            key=lambda point: point.bytes,
-        )
+    overhead = constant_bytes(base, moment) - base.static.total_bytes - base.apart_bytes
+    waiting += idle_bytes(base, columns, moment)
+    if moment.in_parts:
+        late, own = late_bytes(base, moment), (moment.direction, unit)
+        points = (p for p in _points(base, columns, moment) if (p.direction, p.unit) == own)
+        point = max(points, key=lambda point: point.bytes + late * point.late)
         waiting, reach = waiting + point.other_bytes, point.own_bytes
-        held = min(held, reach)
+        held, overhead = min(held, reach), overhead + late * point.late
     return Breakdown(
         static_bytes=base.static.total_bytes,
         in_flight_bytes=waiting - outside_waiting,
         running_bytes=held - outside_running,
         transient_bytes=reach - held,
         embedding_head_bytes=outside_waiting + outside_running,
-        overhead_bytes=constant_bytes(base, moment) - base.static.total_bytes - base.apart_bytes,
+        overhead_bytes=overhead,
         graph_bytes=base.apart_bytes,
     )
 
 
 def every_moment(profile: Profile, schedule: Schedule, stage: int) -> list[Moment]:
     """The moment of each event of a stage, under the profile's settings."""
-    extra = extra_tensors(
+    return p2p_tensors.every_moment(
         schedule,
         stage,
         overlap_p2p=profile.overlap_p2p_comm,
         deallocated=profile.deallocate_pipeline_outputs,
     )
-    counts = np.column_stack([schedule.in_flight(stage), extra])
-    other = schedule.beside(stage)
-    alone_in_flight(counts, other)
-    rows = zip(schedule.events(stage), counts.tolist(), other.tolist(), strict=True)
-    return [
-        Moment(
-            event.direction,
-            event.chunk,
-            tuple(in_flight),
-            count,
-            event.microbatch,
-            chunk if chunk >= 0 else None,
-        )
-        for event, (*in_flight, count), chunk in rows
-    ]

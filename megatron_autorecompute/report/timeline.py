@@ -21,7 +21,7 @@ from megatron_autorecompute.planner.peak_memory import (
     StageBase,
     constant_bytes,
     every_moment,
-    highest_beside,
+    highest_in_parts,
     stage_base,
 )
 from megatron_autorecompute.planner.plan import Plan
@@ -311,13 +311,14 @@ def _copied(
 def _beside(
     columns: Sequence[ChunkColumns], moments: Sequence[PlannedMoment], base: StageBase
 ) -> Bytes:
-    """For each event the highest bytes of it and of the one beside it; 0 where it is alone."""
-    known: dict[tuple[object, ...], int] = {}
+    """For each event in parts the highest bytes of it, of the one beside it and of idle chunks; 0
+    for others."""
+    known: dict[PlannedMoment, int] = {}
     found = []
     for moment in moments:
-        event = moment.direction, moment.chunk, moment.beside, moment.in_flight
+        event = replace(moment, microbatch=0, extra=0)
         if event not in known:
-            known[event] = highest_beside(columns, moment, base.boundary_bytes)
+            known[event] = highest_in_parts(base, columns, moment)
         found.append(known[event])
     return np.array(found, np.int64)
 

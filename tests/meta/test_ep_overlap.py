@@ -90,9 +90,31 @@ def test_two_stages_of_two_chunks_are_verified_in_the_combined_schedule():
     planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
     checks = verify(make_plan(planner, H100.memory_bytes))
     require_verified(checks)
-    assert all(check.combined and 0 < check.error < 0.025 for check in checks)
+    assert all(check.combined and 0 < check.error < 0.004 for check in checks)
     low = replace(checks[0], predicted_bytes=checks[0].megatron_bytes * 99 // 100)
     assert not low.agrees
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [
+        ("none", {}),
+        ("selective[layernorm+moe_act]*2,none*10", {"moe_layer_freq": [0] * 3 + [1] * 9}),
+        ("none", {"overlap_p2p_comm": False}),
+    ],
+)
+def test_chunks_between_a_backward_and_a_forward_keep_inputs_of_layers_and_gradients(
+    policy, fields
+):
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    fields = {**FIELDS, **sizes, **OVERLAP, "num_layers": 12, **fields}
+    asked = job(fields, num_gpus=8, global_batch_size=32)
+    planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
+    layers = RecomputePolicy.parse(policy, num_layers=12).to_config()
+    plan = replace(make_plan(planner, H100.memory_bytes), recompute_policy=tuple(layers))
+    # On the last stage the first chunk's forward beside its backward is highest, with nothing of
+    # the other one in flight. What dispatchers keep that no layer saves counts more than once.
+    assert all(0 <= check.error < 0.004 for check in verify(plan))
 
 
 def test_a_job_that_offloads_beside_a_backward_is_run_as_it_is():

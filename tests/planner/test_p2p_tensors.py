@@ -3,7 +3,11 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_autorecompute.planner.p2p_tensors import decisive_moments, extra_tensors
+from megatron_autorecompute.planner.p2p_tensors import (
+    decisive_moments,
+    every_moment,
+    extra_tensors,
+)
 from megatron_autorecompute.planner.schedule import Schedule
 from tests.planner.random_schedules import schedules
 
@@ -69,3 +73,26 @@ def test_the_number_of_microbatches_adds_no_work_to_the_loads():
         moments = [decisive_moments(Schedule(p, v, m), 0) for m in (40, 4 * 10**8)]
         plain = [[(x.direction, x.chunk, x.in_flight, x.extra) for x in each] for each in moments]
         assert plain[0] == plain[1]
+
+
+@settings(max_examples=60)
+@given(st.integers(2, 4), st.integers(2, 4), st.integers(1, 3))
+def test_a_chunk_is_idle_from_its_last_backward_to_its_next_forward(p, v, groups):
+    schedule = Schedule(p, v, p * groups, overlap_moe_expert_parallel_comm=True)
+    for stage in range(p):
+        alive, ran = [0] * v, [False] * v
+        moments = every_moment(schedule, stage)
+        for at, moment in enumerate(moments):
+            if moment.direction == "forward":
+                pair = moments[at + 1] if moment.beside is not None else None
+                back = moment.beside
+                idle = [ran[c] and not alive[c] and c != back for c in range(v)]
+                assert moment.idle == tuple(map(int, idle))
+                assert pair is None or (pair.idle, pair.idle_apart, pair.late, pair.extra) == (
+                    (moment.idle, moment.idle_apart, moment.late, moment.extra)
+                )
+                alive[moment.chunk] += 1
+            else:
+                alive[moment.chunk] -= 1
+                ran[moment.chunk] = True
+            assert all(a <= 2 * i for a, i in zip(moment.idle_apart, moment.idle, strict=True))

@@ -268,7 +268,7 @@ def stage_problem(
 ) -> StageProblem:
     """Combine chunks and moments, without the moments that others imply."""
     pairs = [moment for moment in moments if moment.beside is not None]
-    graphs = true_peak is not None and not pairs
+    graphs = true_peak is not None and not any(m.in_parts for m in moments)
     moments = [*moments, *map(turned, pairs)]
     kept = [moment for moment in moments if not _implied(moment, moments, chunks, base)]
     return StageProblem(
@@ -280,7 +280,7 @@ def stage_problem(
             [base.constant_bytes(moment.direction, moment.extra) for moment in kept], np.int64
         ),
         base.static.total_bytes + base.optimizer_step_peak_bytes,
-        np.array([graphs or moment.beside is not None for moment in kept], np.bool_),
+        np.array([graphs or moment.in_parts for moment in kept], np.bool_),
         true_peak,
     )
 

@@ -52,7 +52,7 @@ def true_peak(
 ) -> Callable[[Split], int] | None:
     """A function for the peak of a stage's choices; None where its moments say it, because nothing
     runs side by side and no layer is a CUDA graph."""
-    if not table.profile.graphs_of_layers and all(moment.beside is None for moment in moments):
+    if not table.profile.graphs_of_layers and not any(m.in_parts for m in moments):
         return None
     num_layers = table.profile.num_layers
 
