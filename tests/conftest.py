@@ -17,10 +17,6 @@ from hypothesis import HealthCheck, settings
 
 MEMORY_BYTES = 14 << 30
 
-# Otherwise MKL's products differ in their last bit by where in memory their operands are, on some
-# processors, and tests that compare bits find no fault of ours. Read before its first product.
-os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
-
 # An example takes as long as the machine is busy; pytest-timeout catches what hangs.
 settings.register_profile(
     "no_deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow]

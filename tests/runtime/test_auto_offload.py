@@ -137,8 +137,10 @@ def test_a_restart_whose_copies_do_not_hide_says_so_and_gives_offload_up(auto, t
     path.write_text(auto[0].read_text())
     ranks = run_ranks(trained, 2, str(path), 1e6, 9, True)
     said = "\n".join(ranks[0]["said"])
-    for rank, other in zip(ranks, auto[2], strict=True):  # the same job under other policies
-        assert rank["losses"] == other["losses"][: len(rank["losses"])]
+    for rank, other in zip(ranks, auto[2], strict=True):
+        # The same job under other policies. On some processors the last bit of MKL's products
+        # depends on where in memory their operands are, and what came back is elsewhere.
+        assert rank["losses"] == pytest.approx(other["losses"][: len(rank["losses"])], rel=1e-6)
     assert "measuring" not in said
     assert "COPIES DO NOT HIDE: Backwards of stage 0 waited 1,000,000.0 ms a step" in said
     plan = Plan.load(path)
