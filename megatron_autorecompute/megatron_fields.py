@@ -13,6 +13,7 @@ from typing import Any, Literal
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.policy import (
     FULL,
+    OWN_MODULES,
     WHOLE_LAYER,
     LayerPolicy,
     MegatronStrategy,
@@ -66,14 +67,15 @@ def of_strategy(strategy: MegatronStrategy) -> dict[str, Any]:
 def of_choice(choice: LayerPolicy) -> dict[str, Any]:
     """All fields, for a model whose layers all have this choice; those of offload only if it
     offloads. `cpu_offloading` cannot be for all layers, and is for one."""
-    strategy = MegatronStrategy("selective", choice.modules, offload=choice.offload)
+    modules = tuple(module for module in choice.modules if module not in OWN_MODULES)
+    strategy = MegatronStrategy("selective", modules, offload=choice.offload)
     if choice.offload == (WHOLE_LAYER,):
         strategy = MegatronStrategy("cpu_offloading", (), 1)
     if choice.granularity == "full":
         strategy = MegatronStrategy("uniform", (), choice.group)
     if choice.granularity == "inner":
         strategy = MegatronStrategy("block", (), choice.inner)
-    return {**NO_RECOMPUTE, **of_strategy(strategy), "recompute_modules": list(choice.modules)}
+    return {**NO_RECOMPUTE, **of_strategy(strategy), "recompute_modules": list(modules)}
 
 
 def strategy_of(config: Any) -> MegatronStrategy | None:
@@ -121,6 +123,8 @@ def _strategy_like(
 ) -> MegatronStrategy | None:
     """Megatron's strategy with the same choice for every layer as the policy, or None."""
     first = policy.layers[0]
+    if not all(layer.is_megatrons for layer in policy.layers):
+        return None
     if any(WHOLE_LAYER in layer.offload for layer in policy.layers):
         leading = max(_leading(policy, chunk, first) for chunk in chunks)
         whole = MegatronStrategy("cpu_offloading", (), leading)
@@ -131,7 +135,7 @@ def _strategy_like(
         return same if len(set(policy.layers)) == 1 else None
     if policy.format() == f"none*{len(policy.layers)}":
         return MegatronStrategy("none")
-    leading = max((_leading(policy, chunk, FULL) for chunk in chunks), default=0)
+    leading = max((_leading(policy, chunk, FULL.as_megatron) for chunk in chunks), default=0)
     candidates = (
         MegatronStrategy("uniform", (), first.group),
         MegatronStrategy("block", (), leading),

@@ -32,12 +32,14 @@ Granularity = Literal["none", "selective", "inner", "full"]
 Counted = Literal["block", "uniform", "cpu_offloading"]
 
 _OFFLOAD = r"(?:\+offload\[(?P<offload>[^\]]*)\])?"
+_AGAIN = r"(?:\+keep\[(?P<keep>[^\]]*)\]|(?P<all>\+all))?"
 _CHOICE = re.compile(
     r"(?:none|full(?:/(?P<group>\d{1,18})|\+inner/(?P<again>\d{1,18}))?"
-    r"|inner/(?P<inner>\d{1,18})|selective\[(?P<modules>[^\]]*)\])" + _OFFLOAD
+    r"|inner/(?P<inner>\d{1,18})|selective\[(?P<modules>[^\]]*)\])" + _AGAIN + _OFFLOAD
 )
 _RUN = re.compile(
-    r"(?P<choice>[a-z]+(?:(?:\+inner)?/\d{1,18}|\[[^\]]*\])?(?:\+offload\[[^\]]*\])?)"
+    r"(?P<choice>[a-z]+(?:(?:\+inner)?/\d{1,18}|\[[^\]]*\])?"
+    r"(?:\+keep\[[^\]]*\]|\+all)?(?:\+offload\[[^\]]*\])?)"
     r"(?:\*(?P<count>\d{1,18}))?"
 )
 _MODULE = re.compile(r"[a-z][a-z0-9_]*")
@@ -51,11 +53,21 @@ _MEGATRON = re.compile(
 GRAMMAR = (
     "a policy is a comma-separated list of CHOICE*COUNT, CHOICE being none, full, full/N "
     "(one checkpoint around N layers) or selective[MODULE+MODULE], and inner/N or full+inner/N for "
-    "the stack inside a multi-token-prediction depth; none and selective take +offload[MODULE+…]; "
+    "the stack inside a multi-token-prediction depth; full and selective[moe] take +keep[PART+…] "
+    "(runs once) or, as selective, +all (reruns all that Megatron reruns); none and selective take "
+    "+offload[MODULE+…]; "
     "or one CHOICE for all layers; or megatron:none, megatron:selective[MODULE+…], "
     "megatron:offload[MODULE+…], megatron:block/N, megatron:uniform/N, megatron:cpu_offloading/N; "
     "or @FILE; in a model of several blocks also NAME:POLICY;NAME:POLICY"
 )
+
+
+OWN_MODULES = ("experts", "mlp_act", "qkv")
+"""Modules that Megatron's checkpoints lack; `runtime.layer_checkpoints` puts ours around them."""
+ALL = "+all"
+"""Ends the text of a choice that reruns all that Megatron reruns: `LayerPolicy.rerun_all`."""
+HAVE_DEAD_WORK = frozenset({"core_attn", "mlp", "moe"})
+"""Modules whose checkpoints in Megatron rerun work that no backward reads; so does full."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -81,6 +93,15 @@ class LayerPolicy:
     offload: tuple[str, ...] = ()
     """Megatron's `offload_modules`, sorted, or `WHOLE_LAYER`; only with none and selective."""
 
+    keep: tuple[str, ...] = ()
+    """Parts inside the checkpoint that run once, and whose output is kept; sorted. Only with full
+    without inner layers, and with selective[moe]."""
+
+    rerun_all: bool = False
+    """Whether the layer reruns all that Megatron's own checkpoints rerun, also what no backward
+    reads. False where there is no such work: without full and `HAVE_DEAD_WORK`, and beside offload
+    and inner layers, where Megatron's checkpoints run unchanged."""
+
     def __post_init__(self) -> None:
         if self.granularity not in ("none", "selective", "inner", "full"):
             raise PolicyError(
@@ -105,7 +126,7 @@ class LayerPolicy:
                 f"{self.inner} inner layers with granularity {self.granularity!r} and group "
                 f"{self.group}: write inner/N or full+inner/N, N being 1 or more layers."
             )
-        for module in (*self.modules, *self.offload):
+        for module in (*self.modules, *self.offload, *self.keep):
             if not _MODULE.fullmatch(module):
                 raise PolicyError(f"{module!r} is not a module name such as core_attn.")
         if self.offload and self.granularity not in ("none", "selective"):
@@ -118,8 +139,49 @@ class LayerPolicy:
                 f"{WHOLE_LAYER} moves the whole layer: write none+offload[{WHOLE_LAYER}], without "
                 "other modules."
             )
+        self._check_keep()
         object.__setattr__(self, "modules", tuple(sorted(set(self.modules))))
         object.__setattr__(self, "offload", tuple(sorted(set(self.offload))))
+        object.__setattr__(self, "keep", tuple(sorted(set(self.keep))))
+        object.__setattr__(self, "rerun_all", self.rerun_all and self.has_dead_work)
+
+    def _check_keep(self) -> None:
+        if not self.keep:
+            return
+        kept = f"+keep[{'+'.join(self.keep)}]"
+        if self.inner or (self.granularity != "full" and "moe" not in self.modules):
+            raise PolicyError(
+                f"{kept} goes with full (without inner layers) and with selective[moe], whose "
+                "checkpoints it works in; elsewhere nothing would be rerun that it could keep."
+            )
+        if self.rerun_all or self.offload:
+            raise PolicyError(
+                f"{kept} with {'+all' if self.rerun_all else '+offload'}: Megatron's own "
+                "checkpoints keep no part, and offload runs them unchanged. Leave one of the two "
+                "out."
+            )
+
+    @property
+    def has_dead_work(self) -> bool:
+        """Whether Megatron's own checkpoints for this choice rerun work that no backward reads."""
+        if self.offload or self.inner:
+            return False
+        return self.granularity == "full" or not HAVE_DEAD_WORK.isdisjoint(self.modules)
+
+    @property
+    def is_megatrons(self) -> bool:
+        """Whether Megatron's own checkpoints run exactly this."""
+        own = self.keep or not set(OWN_MODULES).isdisjoint(self.modules)
+        return not own and (self.rerun_all or not self.has_dead_work)
+
+    @property
+    def as_megatron(self) -> LayerPolicy:
+        """The choice that reruns all that Megatron reruns for it; itself if it does.
+
+        Raises:
+            PolicyError: it keeps parts, which Megatron cannot.
+        """
+        return replace(self, rerun_all=True)
 
     @classmethod
     def parse(cls, text: str) -> LayerPolicy:
@@ -127,19 +189,27 @@ class LayerPolicy:
         match = _CHOICE.fullmatch(text)
         if match is None:
             raise PolicyError(f"Cannot read {text!r} as a choice: {GRAMMAR}.")
-        offload = _modules(match["offload"])
+        more: dict[str, Any] = {
+            "offload": _modules(match["offload"]),
+            "keep": _modules(match["keep"]),
+            "rerun_all": match["all"] is not None,
+        }
         if match["modules"] is not None:
-            return cls("selective", _modules(match["modules"]), offload=offload)
+            return cls("selective", _modules(match["modules"]), **more)
         if match["inner"] is not None:
-            return cls("inner", inner=int(match["inner"]), offload=offload)
+            return cls("inner", inner=int(match["inner"]), **more)
         if text.startswith("full"):
             group, inner = int(match["group"] or 1), int(match["again"] or 0)
-            return cls("full", group=group, inner=inner, offload=offload)
-        return cls(offload=offload)
+            return cls("full", group=group, inner=inner, **more)
+        return cls(**more)
 
     def __str__(self) -> str:
         if self.offload:
             return f"{self.recompute}+offload[{'+'.join(self.offload)}]"
+        if self.keep:
+            return f"{replace(self, keep=())}+keep[{'+'.join(self.keep)}]"
+        if self.rerun_all:
+            return f"{replace(self, rerun_all=False)}{ALL}"
         if self.granularity == "selective":
             return f"selective[{'+'.join(self.modules)}]"
         if self.inner:
@@ -182,6 +252,20 @@ class RecomputePolicy:
                     f"be cut into checkpoints of {run.policy.group}; give the rest its own group, "
                     f"for example {_with_rest(run)}."
                 )
+
+    @property
+    def as_megatron(self) -> RecomputePolicy:
+        """The policy that reruns all that Megatron's own checkpoints rerun.
+
+        Raises:
+            PolicyError: a layer keeps parts, which Megatron cannot.
+        """
+        return RecomputePolicy(tuple(layer.as_megatron for layer in self.layers))
+
+    @property
+    def without_dead_work(self) -> RecomputePolicy:
+        """The policy that holds the same and reruns nothing that no backward reads."""
+        return RecomputePolicy(tuple(replace(layer, rerun_all=False) for layer in self.layers))
 
     @property
     def offloads(self) -> bool:
@@ -466,7 +550,7 @@ class MegatronStrategy:
                 chosen.update(depths)
         elif self.method == "uniform":
             chosen.update(self._uniform(num_layers, chunks, depth_layers))
-        return RecomputePolicy(tuple(chosen.values()))
+        return RecomputePolicy(tuple(chosen.values())).as_megatron
 
     def _uniform(
         self, num_layers: int, chunks: Sequence[Sequence[int]], depth_layers: int
@@ -507,7 +591,7 @@ def _runs(layers: Sequence[LayerPolicy]) -> Iterator[Run]:
 def _with_rest(run: Run) -> str:
     whole, rest = run.count - run.count % run.policy.group, run.count % run.policy.group
     parts = [f"{run.policy}*{whole}"] if whole else []
-    return ",".join([*parts, f"{LayerPolicy('full', group=rest)}*{rest}"])
+    return ",".join([*parts, f"{replace(run.policy, group=rest)}*{rest}"])
 
 
 def _parse_run(part: str, text: str) -> tuple[LayerPolicy, str | None]:

@@ -28,7 +28,7 @@ from megatron_autorecompute import json_records
 from megatron_autorecompute.block_names import DECODER, ENCODER
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.lines import Line, RecordLines
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import ALL, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.work_order import contains, ordered_ms
 
 SCHEMA_VERSION = 1
@@ -393,9 +393,15 @@ class LayerKind:
         _check_order(self)
 
     def record(self, choice: LayerPolicy | str) -> ChoiceRecord | None:
-        """The record of a choice (or its text), or of the choice it equals; None without one."""
+        """The record of a choice (or its text), or of the choice it equals; None without one.
+
+        Where nobody measured what Megatron's own checkpoints rerun (+all), the record of the same
+        choice says the least that they take.
+        """
         name = self.inert.get(str(choice), str(choice))
-        return next((record for record in self.choices if record.choice == name), None)
+        names = [name, *[name.removesuffix(ALL)] * name.endswith(ALL)]
+        found = {record.choice: record for record in self.choices if record.choice in names}
+        return next((found[each] for each in names if each in found), None)
 
     @property
     def equals(self) -> dict[LayerPolicy, LayerPolicy]:

@@ -20,8 +20,27 @@ Floats = NDArray[np.float64]
 Pairs = Sequence[tuple[int, int]]
 """(lower, upper) positions."""
 
-RERUN_WITH = {"moe": ("moe_act", "shared_experts")}
+RERUN_WITH = {
+    "moe": ("moe_act", "shared_experts", "experts"),
+    "experts": ("moe_act",),
+    "mlp": ("mlp_act",),
+    "qkv": ("mla_up_proj",),
+}
 """Modules that lie inside another module, by the outer one: they are recomputed with it."""
+_WORK = {
+    "core_attn": ("core_attn",),
+    "mlp": ("fc1", "mlp_act"),
+    "moe": ("router", "dispatch", "experts", "moe_act", "shared_experts"),
+    "experts": ("experts", "moe_act"),
+    "qkv": ("qkv", "mla_up_proj"),
+}
+"""What a module reruns; any other reruns what is called like it."""
+_DEAD = {"core_attn": ("context",), "mlp": ("fc2",), "moe": ("experts_fc2", "combine")}
+"""What a module reruns besides, with `rerun_all`."""
+_DEAD_IN_FULL = frozenset({"fc2", "experts_fc2", "combine"})
+"""What full does not rerun. The context is read, by the linear after it."""
+_KEPT = {"core_attn": ("core_attn", "context"), "dispatch": ("dispatch",)}
+"""What is not rerun if a part is kept."""
 GAP_MS = 1e-6
 """The least time, in ms, by which a choice takes longer than one whose work it contains. It is far
 below the resolution of any clock, and enough for a planner to prefer the choice with less work."""
@@ -30,8 +49,9 @@ below the resolution of any clock, and enough for a planner to prefer the choice
 def contains(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
     """Whether a layer recomputes at `larger` all that it recomputes at `smaller`, and more.
 
-    Every choice contains none, full contains every set of modules, and a set contains its subsets.
-    A checkpoint more inside a depth's stack is more work. The number of layers that share a
+    Every choice contains none, and a set of modules contains its subsets. Full contains the sets
+    that rerun nothing that it leaves out: kept parts, and, but with `rerun_all`, what no backward
+    reads. A checkpoint more inside a depth's stack is more work. The number of layers that share a
     checkpoint makes no difference. A choice that offloads is compared with those that offload the
     same or less of the layer.
     """
@@ -40,19 +60,38 @@ def contains(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
         return set(smaller.offload) <= set(larger.offload) and (
             contains(one, other) or (one == other and larger != smaller)
         )
-    if larger.granularity == smaller.granularity != "selective":
-        return larger.inner > smaller.inner
+    if "inner" in (larger.granularity, smaller.granularity) or larger.inner != smaller.inner:
+        of_depth = larger.granularity == smaller.granularity and larger.inner > smaller.inner
+        return of_depth or smaller.granularity == "none" or _is_full_of(larger, smaller)
     if "full" in (larger.granularity, smaller.granularity):
-        return smaller.granularity != "full"
-    if "inner" in (larger.granularity, smaller.granularity):
-        return smaller.granularity == "none"
+        return _full_contains(larger, smaller)
     return reruns(smaller) < reruns(larger)
 
 
+def _is_full_of(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
+    return larger.granularity == "full" and smaller.granularity != "full"
+
+
+def _full_contains(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
+    if larger.granularity != "full":
+        return False
+    if smaller.granularity == "full":
+        return _left_out(larger) < _left_out(smaller)
+    return _left_out(larger).isdisjoint(reruns(smaller))
+
+
+def _left_out(full: LayerPolicy) -> frozenset[str]:
+    """What a layer at full does not rerun."""
+    dead: frozenset[str] = frozenset() if full.rerun_all or full.inner else _DEAD_IN_FULL
+    return dead.union(*(_KEPT.get(part, (part,)) for part in full.keep))
+
+
 def reruns(choice: LayerPolicy) -> frozenset[str]:
-    """The modules that a choice recomputes, including modules that lie inside them."""
-    within = (RERUN_WITH.get(module, ()) for module in choice.modules)
-    return frozenset(choice.modules).union(*within)
+    """The work that a selective choice reruns, of all modules and what lies inside them."""
+    found = set(itertools.chain.from_iterable(_WORK.get(m, (m,)) for m in choice.modules))
+    if choice.rerun_all or choice.offload:
+        found.update(*(_DEAD.get(module, ()) for module in choice.modules))
+    return frozenset(found).difference(*(_KEPT.get(part, (part,)) for part in choice.keep))
 
 
 def ordered_ms(

@@ -32,11 +32,11 @@ def reruns_more(larger: RecomputePolicy, smaller: RecomputePolicy) -> bool:
 
 def _equal(one: LayerPolicy, other: LayerPolicy) -> bool:
     """Whether a layer recomputes and offloads the same at both."""
-    if (one.inner, one.offload) != (other.inner, other.offload):
-        return False
-    return one.granularity == other.granularity == "full" or (
-        "full" not in (one.granularity, other.granularity) and reruns(one) == reruns(other)
-    )
+    again = [(c.inner, c.offload, c.keep, c.rerun_all) for c in (one, other)]
+    if one.granularity == other.granularity == "full":
+        return again[0] == again[1]
+    inside = "full" not in (one.granularity, other.granularity)
+    return again[0][:2] == again[1][:2] and inside and reruns(one) == reruns(other)
 
 
 def needless(policy: RecomputePolicy, fitting: Mapping[str, RecomputePolicy]) -> str | None:

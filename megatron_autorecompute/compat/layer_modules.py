@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +13,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-from megatron_autorecompute.compat import model_layers
+from megatron_autorecompute.compat import model_layers, validator
 from megatron_autorecompute.compat.untyped import Layer
 
 MODULE_FLAGS: dict[str, tuple[str, ...]] = {
@@ -26,8 +29,14 @@ MODULE_FLAGS: dict[str, tuple[str, ...]] = {
     "mla_up_proj": ("self_attention.recompute_up_proj",),
     "gdn_norm_out": ("self_attention.recompute_norm_out",),
 }
-"""Attributes of a layer for each of Megatron's `recompute_modules`. Megatron sets them once, from
-the config that all layers share; every forward reads them again."""
+"""Attributes of a layer for each of Megatron's `recompute_modules`; those of other modules are
+found in its sources. Megatron sets them once, from the config that all layers share; every forward
+reads them again."""
+
+
+def names() -> tuple[str, ...]:
+    """The modules in `MODULE_FLAGS`, and what else the installed Megatron allows."""
+    return tuple(dict.fromkeys((*MODULE_FLAGS, *validator.allowed_modules())))
 
 
 def flags(layer: Layer, module: str) -> list[tuple[Any, str]]:
@@ -36,8 +45,30 @@ def flags(layer: Layer, module: str) -> list[tuple[Any, str]]:
     Of a multi-token-prediction depth with a stack of its own, those of all the stack's layers.
     """
     nested = model_layers.nested_layers(layer)
+    if module not in MODULE_FLAGS:
+        return [flag for one in nested for flag in _found(one, module)]
     found = (_flag(one, path) for one in nested for path in MODULE_FLAGS[module])
     return [flag for flag in found if flag is not None]
+
+
+def _found(layer: Layer, module: str) -> Iterator[tuple[Any, str]]:
+    """The flags of a module that is not in `MODULE_FLAGS`, from the sources of Megatron's classes:
+    `self.recompute_qkv = … and "gdp_qkv" in self.config.recompute_modules`."""
+    for part in layer.modules():
+        kind: Any = type(part)
+        attribute = _attribute(kind, module)
+        if attribute is not None and hasattr(part, attribute):
+            yield part, attribute
+
+
+@functools.cache
+def _attribute(kind: Any, module: str) -> str | None:
+    if not kind.__module__.startswith("megatron."):
+        return None
+    source = inspect.getsource(kind)
+    asked = re.search(rf"""["']{module}["'] in (?:self\.)?config\.recompute_modules""", source)
+    names = re.findall(r"self\.(\w+)(?:: bool)? = ", source[: asked.start()]) if asked else []
+    return names[-1] if names else None
 
 
 def _flag(layer: Layer, path: str) -> tuple[Any, str] | None:
@@ -65,7 +96,7 @@ def _is_inert(owner: Any, attribute: str) -> bool:
 
 def set_modules(layer: Layer, modules: Sequence[str]) -> None:
     """Make this layer recompute exactly `modules`, as if Megatron had built it with them."""
-    for name in MODULE_FLAGS:
+    for name in names():
         for owner, attribute in flags(layer, name):
             setattr(owner, attribute, name in modules)
     if layer.config.fp8 or layer.config.fp4 or hasattr(layer.config, _QUANTISES):
@@ -108,7 +139,7 @@ def _set_saved_inputs(layer: Layer, modules: Sequence[str]) -> None:
 
 def settings(layer: Layer) -> Iterator[tuple[Any, str]]:
     """Every (object, attribute) of a layer that `set_modules` may change, for undoing it."""
-    for name in MODULE_FLAGS:
+    for name in names():
         yield from flags(layer, name)
     for module in layer.modules():
         if hasattr(module, "save_original_input"):

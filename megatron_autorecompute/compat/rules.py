@@ -6,7 +6,6 @@ import copy
 import functools
 import logging
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -17,46 +16,18 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute import megatron_fields
-from megatron_autorecompute.compat import layer_modules, offload_modules, versions
+from megatron_autorecompute.compat import layer_modules, layer_parts, offload_modules, versions
 from megatron_autorecompute.compat.untyped import Layer
-from megatron_autorecompute.errors import MachineError, PolicyError, UnsupportedVersionError
-from megatron_autorecompute.policy import WHOLE_LAYER, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.compat.validator import allowed_modules, allowed_offload_modules
+from megatron_autorecompute.errors import MachineError, PolicyError
+from megatron_autorecompute.policy import OWN_MODULES, WHOLE_LAYER, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.work_order import RERUN_WITH
 
 logger = logging.getLogger(__name__)
 
 
 _COMPILED = {"layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"}
 """Modules run through CheckpointWithoutOutput."""
-
-
-def allowed_modules() -> tuple[str, ...]:
-    """The installed Megatron's `recompute_modules`, from its validator's own message.
-
-    Raises:
-        UnsupportedVersionError: the validator no longer lists them.
-    """
-    return _listed("recompute_modules", recompute_granularity="selective")
-
-
-def allowed_offload_modules() -> tuple[str, ...]:
-    """The installed Megatron's `offload_modules`, likewise."""
-    return _listed("offload_modules", fine_grained_activation_offloading=True)
-
-
-@functools.cache
-def _listed(field: str, **fields: Any) -> tuple[str, ...]:
-    """The values that the validator of a field allows, from its message about another one."""
-    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
-    try:
-        TransformerConfig(**sizes, **fields, **{field: ["?"]})
-    except (AssertionError, ValueError) as error:
-        found = re.findall(r"'(\w+)'", str(error).split("Allowed", 1)[-1])
-        if found:
-            return tuple(sorted(found))
-    raise UnsupportedVersionError(
-        f"megatron-core {versions.installed()} does not say which {field} it allows; "
-        f"tested are {', '.join(versions.TESTED)}."
-    )
 
 
 def check_allowed(config: TransformerConfig, policy: RecomputePolicy) -> None:
@@ -90,16 +61,18 @@ def is_allowed(config: TransformerConfig, choice: LayerPolicy) -> bool:
 
 def check_known(choice: LayerPolicy) -> None:
     """Raise PolicyError for modules that the installed Megatron, or this package, does not know."""
-    unknown = [
-        m
-        for m in choice.modules
-        if m not in layer_modules.MODULE_FLAGS or m not in allowed_modules()
-    ]
+    unknown = [m for m in choice.modules if m not in (*OWN_MODULES, *allowed_modules())]
     if unknown:
-        usable = [m for m in allowed_modules() if m in layer_modules.MODULE_FLAGS]
         raise PolicyError(
             f"Unknown module {', '.join(unknown)} in {choice}: megatron-core "
-            f"{versions.installed()} has {', '.join(usable)}."
+            f"{versions.installed()} has {', '.join(allowed_modules())}; this package adds "
+            f"{', '.join(OWN_MODULES)}."
+        )
+    unknown = [part for part in choice.keep if part not in layer_parts.KEEPS]
+    if unknown:
+        raise PolicyError(
+            f"Unknown part {', '.join(unknown)} to keep in {choice}: there are "
+            f"{', '.join(layer_parts.KEEPS)}."
         )
     offloaded = {*allowed_offload_modules(), WHOLE_LAYER} if choice.offload else ()
     known = {*offload_modules.SWITCHES, WHOLE_LAYER}.intersection(offloaded)
@@ -112,8 +85,17 @@ def check_known(choice: LayerPolicy) -> None:
 
 
 def _check_own_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
-    """Raise PolicyError for combinations that Megatron accepts but runs wrongly."""
+    """Raise PolicyError for what Megatron accepts but runs wrongly, and for what we cannot add."""
+    own = [module for module in choice.modules if module in OWN_MODULES]
+    inside = {m: outer for outer in choice.modules for m in RERUN_WITH.get(outer, ())}
+    twice = [module for module in choice.modules if module in inside]
+    why_none = layer_parts.why_none(config)
     rules = [
+        (bool((own or choice.keep) and why_none), why_none),
+        (
+            bool(twice and (own or twice[0] in OWN_MODULES)),
+            f"{inside[twice[0]]} contains {twice[0]}, leave one of them out" if twice else "",
+        ),
         (
             "layernorm" in choice.modules and getattr(config, "fused_residual_rmsnorm", False),
             "fused_residual_rmsnorm returns a residual that this recompute would discard",
@@ -195,7 +177,7 @@ def runnable_modules(layer: Layer) -> list[str]:
     """The modules this layer has, Megatron allows here, and this machine can run."""
     return [
         name
-        for name in layer_modules.MODULE_FLAGS
+        for name in layer_modules.names()
         if layer_modules.flags(layer, name)
         and is_allowed(layer.config, LayerPolicy("selective", (name,)))
         and _can_be_compiled(name)
@@ -212,6 +194,10 @@ def usable_modules(layer: Layer) -> list[str]:
         name
         for name in runnable_modules(layer)
         if not (name == "layernorm" and _recomputes_rms_norm(layer))
+    ] + [
+        name
+        for name in layer_parts.worth_recomputing(layer)
+        if is_allowed(layer.config, LayerPolicy("selective", (name,)))
     ]
 
 

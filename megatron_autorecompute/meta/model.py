@@ -22,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_autorecompute import megatron_fields
-from megatron_autorecompute.compat import layer_modules, stage_layout
+from megatron_autorecompute.compat import layer_modules, layer_parts, stage_layout
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.meta import hybrid, hybrid_ep, job_checks, kernels, without_cuda
 from megatron_autorecompute.meta.adapters import add_adapters, has_adapters
@@ -366,6 +366,7 @@ def build_chunk(
     else:
         build = functools.partial(build_hybrid, pattern=str(pattern), spec=spec)
     model = build(config, pre, post, vp_stage, shape, **ends)
+    layer_parts.note_unchanged(config, job.config | {"fp8": job.precision != "bf16"})
     if job.saves_original_inputs:
         layer_modules.note_quantised(config, model)
     if job.lora_rank:

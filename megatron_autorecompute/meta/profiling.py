@@ -59,7 +59,13 @@ from megatron_autorecompute.meta.shared_buffers import (
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
 from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
 from megatron_autorecompute.meta.whole_layer_records import check_whole_layers, with_whole_layers
-from megatron_autorecompute.policy import NONE, WHOLE_LAYER, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import (
+    NONE,
+    OWN_MODULES,
+    WHOLE_LAYER,
+    LayerPolicy,
+    RecomputePolicy,
+)
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     Imbalance,
@@ -71,6 +77,7 @@ from megatron_autorecompute.profile import (
     StaticBytes,
 )
 from megatron_autorecompute.runtime.apply import apply
+from megatron_autorecompute.runtime.layer_checkpoints import skips_dead_work
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import Choices, ModelShard, alone, choices
@@ -283,7 +290,7 @@ def with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
 
     Megatron's `recompute_modules` are one list for all layers: mlp does nothing on a MoE layer.
     """
-    modules = sorted(set[str]().union(*map(_modules, kinds)))
+    modules = sorted(set[str]().union(*map(_modules, kinds)) - set(OWN_MODULES))
     sizes = range(1, len(modules) + 1)
     choices = [
         LayerPolicy("selective", chosen)
@@ -388,14 +395,17 @@ def own_embedding(job: Job, model: Any) -> list[torch.nn.Parameter]:
 
 
 def every_choice(layer: Any) -> Choices:
-    """All sets of modules, because a step costs no device time.
+    """All sets of modules, because a step costs no device time, and what Megatron's own checkpoints
+    run of each where ours rerun less.
 
     core_attn under fused attention is one of them, though it hardly pays: Megatron's own settings
     name it. It runs attention again, and mostly holds more: the checkpoint saves its inputs, of
     which v is a view of the whole projection (megatron-core transformer/attention.py
     `_checkpointed_attention_forward`).
     """
-    return choices(layer, rules.usable_modules(layer), MAX_CHOICES)
+    found = choices(layer, rules.usable_modules(layer), MAX_CHOICES)
+    megatrons = (replace(c, rerun_all=True) for c in found if skips_dead_work(layer, c))
+    return (*found, *(choice for choice in megatrons if choice.is_megatrons))
 
 
 def _with_offload(every: ChoicesOf, sets: Sequence[Sequence[str]], layer: Any) -> Choices:
@@ -406,7 +416,8 @@ def _set_of(modules: Sequence[str], layer: Any) -> Choices:
     """None, full, and the set of those of the modules that the layer has."""
     usable = {name for name in rules.usable_modules(layer) if name in modules}
     found = every_choice(layer)
-    return tuple(c for c in found if c.granularity != "selective" or set(c.modules) == usable)
+    plain = [c for c in found if not c.keep]
+    return tuple(c for c in plain if c.granularity != "selective" or set(c.modules) == usable)
 
 
 # --------------------------------------------------------------------------------- putting together

@@ -13,7 +13,6 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.planner.hybrid_pattern import HybridPattern, pattern_of_job
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import (
-    FULL,
     NONE,
     WHOLE_LAYER,
     LayerPolicy,
@@ -42,7 +41,7 @@ def for_hybrid(policy: RecomputePolicy, num_layers: int) -> RecomputePolicy:
 
 def _halves(choice: LayerPolicy) -> Iterator[LayerPolicy]:
     if choice.granularity == "full":
-        yield from [LayerPolicy(FULL.granularity, group=2 * choice.group)] * 2
+        yield from [replace(choice, group=2 * choice.group)] * 2
         return
     modules, offload = set(choice.modules), set(choice.offload)
     shared = modules & {"layernorm"}
@@ -52,8 +51,9 @@ def _halves(choice: LayerPolicy) -> Iterator[LayerPolicy]:
         (modules - OF_ATTENTION - shared, offload - OFFLOADED_OF_ATTENTION),
     ):
         chosen = tuple(part | shared)
-        own = LayerPolicy("selective", chosen) if chosen else NONE
-        yield replace(own, offload=tuple(moved | both))
+        own = LayerPolicy("selective", chosen, rerun_all=choice.rerun_all) if chosen else NONE
+        keep = choice.keep if "moe" in chosen else ()
+        yield replace(own, keep=keep, offload=tuple(moved | both))
 
 
 def pattern_of_plan(plan: Plan) -> HybridPattern:

@@ -318,9 +318,11 @@ class Planner:
             if known.budgets == tuple(budgets):
                 return known.found
         manual = self.best_manual(budgets)
-        others = [manual.policy] if manual is not None and self.may_be(manual.policy) else []
+        simple = None if manual is None or manual.policy is None else manual.policy
+        others = [] if simple is None else [simple.without_dead_work]
+        others = [policy for policy in others if self.may_be(policy)]
         problem = self.table, self.costs, self.searches
-        found = fastest_step(*problem, budgets, choices, [p for p in others if p is not None])
+        found = fastest_step(*problem, budgets, choices, others)
         self._known.append(_Known(tuple(budgets), found))
         return found
 

@@ -25,14 +25,15 @@ def simpler_within_errors(
 
     Returns: what is to be planned, and a sentence if that is not the fastest policy found.
     """
-    if manual is None or manual.policy is None or not planner.may_be(manual.policy):
+    if manual is None or manual.policy is None:
         return fastest, ()
-    if _reruns_no_more(fastest.policy, manual.policy):
+    simple = manual.policy.without_dead_work  # holds the same, and reruns no more
+    if not planner.may_be(simple) or _reruns_no_more(fastest.policy, simple):
         return fastest, ()
     own = StepErrors(planner, fastest.policy)
-    if own.surely_shorter(StepErrors(planner, manual.policy)):
+    if own.surely_shorter(StepErrors(planner, simple)):
         return fastest, ()
-    simpler = planner.instead(manual.policy, fastest)
+    simpler = planner.instead(simple, fastest)
     less = 1 - fastest.cost.step_ms / simpler.cost.step_ms
     return simpler, (gave_way(manual.name, fastest.policy.format(), less),)
 

@@ -131,7 +131,10 @@ class CostTable:
             )
             for record in kind.choices
         }
-        return found | {inert: found[choice] for inert, choice in kind.equals.items()}
+        found |= {inert: found[choice] for inert, choice in kind.equals.items()}
+        # What was measured without Megatron's own checkpoints says the least that these take.
+        others = {c.as_megatron: record for c, record in found.items() if not c.keep}
+        return found | {choice: r for choice, r in others.items() if choice not in found}
 
     @cached_property
     def _planned(self) -> dict[str, tuple[LayerPolicy, ...]]:
@@ -174,10 +177,12 @@ class CostTable:
     def choices(self, layer: int) -> tuple[LayerPolicy, ...]:
         """The choices of one layer that have records, without groups, in the profile's order.
 
-        Whether a layer leaves as a whole is no choice of its own: Megatron moves the first N.
+        Whether a layer leaves as a whole is no choice of its own: Megatron moves the first N. Nor
+        is to rerun what no backward reads, beside the same choice without.
         """
         planned = self._planned[self._kinds[layer].name]
-        return tuple(policy for policy in planned if policy.group == 1 and policy != WHOLE)
+        needless = {p for p in planned if p.rerun_all and replace(p, rerun_all=False) in planned}
+        return tuple(p for p in planned if p.group == 1 and p != WHOLE and p not in needless)
 
     @cached_property
     def depth_layers(self) -> int:
@@ -195,9 +200,10 @@ class CostTable:
             return choice
         has = self._modules[self._kinds[layer].name]
         modules = tuple(module for module in choice.modules if module in has)
-        own = LayerPolicy("selective", modules) if modules else NONE
+        own = replace(choice, modules=modules, offload=()) if modules else NONE
         record = self.record(layer, own)
-        return replace(own if record is None else record.policy, offload=choice.offload)
+        found = own if record is None else record.policy
+        return replace(found, offload=choice.offload, rerun_all=choice.rerun_all)
 
     def names(self, layer: int, choice: LayerPolicy) -> frozenset[LayerPolicy]:
         """A choice, and the inert choices that equal it on this layer."""
@@ -238,7 +244,8 @@ class CostTable:
             record = _counted_once(record)
         kept = record.kept_gradient_bytes
         if kept is None:
-            kept = 0 if policy == FULL else self.profile.boundary_bytes
+            whole = policy.granularity == "full" and not policy.inner
+            kept = 0 if whole else self.profile.boundary_bytes
         return _unit(f"layer {layer}", (layer,), record, kept)
 
     def layer_in(self, chunk: Chunk, layer: int, policy: LayerPolicy) -> Unit:
@@ -312,8 +319,10 @@ class CostTable:
         decoder block without layers, before MTP depths, returns a copy of its input."""
         return chunk.layers[:1] == (self.profile.model.num_layers,)
 
-    def checkpoints(self, layers: Sequence[int]) -> Checkpoints:
+    def checkpoints(self, layers: Sequence[int], choice: LayerPolicy = FULL) -> Checkpoints:
         """Costs of checkpoints around the first g of `layers`, for each g that may be grouped.
+
+        choice: full or full+all, of which the last layer of a group reruns more.
 
         Held: the input of the first layer.
         Forward: the layers run one at a time without grad, each with its own input alive.
@@ -331,8 +340,7 @@ class CostTable:
         if not len(own):
             empty = np.zeros(0, np.int64)
             return Checkpoints(*[empty] * 6)
-        _, none, full = self._alone
-        none, full = none[:, own], full[:, own]
+        none, full, whole = (costs[:, own] for costs in self._alone[1:])
         alone = none[HELD] + np.maximum(none[FORWARD], none[BACKWARD])
         reach = none[HELD].cumsum() + np.maximum(none[FORWARD], none[BACKWARD])
         extra = full[HELD] + full[BACKWARD] - alone
@@ -343,24 +351,29 @@ class CostTable:
         costs[HELD] = full[HELD, 0]
         costs[FORWARD] = np.maximum.accumulate(full[FORWARD] + inputs)
         costs[BACKWARD] = np.maximum(backward, 0)
-        costs[TIMES] = full[TIMES].cumsum(axis=1)
-        self._put_measured(costs, layers)
+        # Of a group the last layer alone ends with work that nothing reads.
+        last = whole if choice.rerun_all else full
+        costs[TIMES] = last[TIMES] + whole[TIMES].cumsum(axis=1) - whole[TIMES]
+        self._put_measured(costs, layers, choice)
         return Checkpoints(*costs)
 
     @cached_property
-    def _alone(self) -> tuple[Bools, Ints, Ints]:
-        """Which layers may be in a group, and costs of `none` and `full`, `[column, layer]`."""
+    def _alone(self) -> tuple[Bools, Ints, Ints, Ints]:
+        """Which layers may be in a group, and costs of `none`, `full` and `full+all`,
+        `[column, layer]`."""
         layers = self.profile.model.num_layers
         may = np.zeros(self.profile.num_layers, np.bool_)
-        none, full = (np.zeros((len(COLUMNS), len(may)), np.int64) for _ in range(2))
+        none, full, whole = (np.zeros((len(COLUMNS), len(may)), np.int64) for _ in range(3))
         for kind in self.profile.kinds:
-            pair = [self._records[kind.name].get(choice) for choice in (NONE, FULL)]
+            records = self._records[kind.name]
+            all_of_it = records.get(FULL.as_megatron)
+            found = [records.get(NONE), records.get(FULL, all_of_it), all_of_it]
             members = np.array([layer for layer in kind.layers if layer < layers], np.int64)
-            for costs, record in zip((none, full), pair, strict=True):
+            for costs, record in zip((none, full, whole), found, strict=True):
                 if record is not None:
                     costs[:, members] = np.array(_unit("", (), record).costs, np.int64)[:, None]
-            may[members] = None not in pair
-        return may, none, full
+            may[members] = None not in found
+        return may, none, full, whole
 
     def _groupable(self, layers: Ints) -> int:
         """How many may be in one group, from the first one on."""
@@ -371,21 +384,27 @@ class CostTable:
             ends[1:] |= behind >= 0 if model.encoder_name == ENCODER else behind == 0
         return int(np.append(ends, True).argmax())
 
-    def _put_measured(self, costs: Ints, layers: Sequence[int]) -> None:
+    def _put_measured(self, costs: Ints, layers: Sequence[int], like: LayerPolicy) -> None:
         """Overwrite column g - 1 if the whole group is of one kind with a record of `full/g`."""
         kind = self._kinds[layers[0]]
         for choice in self._planned[kind.name]:
             group = choice.group
             same = all(self._kinds[layer] is kind for layer in layers[:group])
-            if choice.granularity == "full" and group <= costs.shape[1] and same:
+            if choice == replace(like, group=group) and group <= costs.shape[1] and same:
                 costs[:, group - 1] = _unit("", (), self._records[kind.name][choice]).costs
 
-    def checkpoint(self, layers: Sequence[int]) -> Unit:
-        """Costs of one checkpoint around all of `layers`.
+    def checkpoint(self, layers: Sequence[int], choice: LayerPolicy) -> Unit:
+        """Costs of one checkpoint around all of `layers`, under full or full+all.
 
-        Raises: ProfileError when a layer cannot be in a group; see `checkpoints`.
+        Raises: ProfileError when a layer cannot be in a group (see `checkpoints`), or keeps parts.
         """
-        costs = self.checkpoints(layers)
+        if choice.keep:
+            raise ProfileError(
+                f"{choice} on layers {layers[0]}-{layers[-1]}: what a checkpoint around several "
+                f"layers costs is not known with kept parts. Give each layer its own: "
+                f"{replace(choice, group=1)}."
+            )
+        costs = self.checkpoints(layers, replace(choice, group=1))
         if len(costs.held_bytes) < len(layers):
             lacking = layers[len(costs.held_bytes)]
             raise ProfileError(
@@ -412,7 +431,8 @@ class CostTable:
                 units += [self.layer_in(chunk, layer, run.policy) for layer in layers]
                 continue
             step = run.policy.group
-            units += [self.checkpoint(layers[i : i + step]) for i in range(0, len(layers), step)]
+            cut = (layers[i : i + step] for i in range(0, len(layers), step))
+            units += [self.checkpoint(each, run.policy) for each in cut]
         return (*units, *after)
 
     def chunk_times_ps(self, chunk: Chunk, policy: RecomputePolicy) -> tuple[int, int]:
@@ -430,7 +450,8 @@ class CostTable:
                 forward, backward = forward + alone[0], backward + alone[1]
                 continue
             for first in range(run.start, stop, run.policy.group):
-                unit = self.checkpoint(chunk.layers[first : first + run.policy.group])
+                layers = chunk.layers[first : first + run.policy.group]
+                unit = self.checkpoint(layers, run.policy)
                 forward, backward = forward + unit.forward_ps, backward + unit.backward_ps
         return forward, backward
 

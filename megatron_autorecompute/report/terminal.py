@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from rich.console import Group, RenderableType
@@ -16,7 +17,7 @@ from megatron_autorecompute.planner.offload_search import WITH_OFFLOAD
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.policy_cost import PolicyCost, StageCost
 from megatron_autorecompute.planner.step_interval import COVERS
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
 from megatron_autorecompute.report.proof import proof
 from megatron_autorecompute.report.rows import Column, Rows
@@ -58,14 +59,19 @@ def best_own_setting(plan: Plan) -> str:
 
 
 def legend(policy: RecomputePolicy) -> dict[LayerPolicy, str]:
-    """One character per choice: `.` none, `F` full, letters in order for all others."""
-    letters = iter(string.ascii_lowercase)
-    symbols: dict[LayerPolicy, str] = {}
+    """One character per choice: `.` none, `F` full, `K`, `M` and so on full with kept parts,
+    lower-case letters in order for all others."""
+    letters, keeps = iter(string.ascii_lowercase), iter("KMNOPQRSTU")
+    symbols: dict[LayerPolicy, str] = {NONE: ".", FULL: "F"}
     for choice in policy.layers:
-        if choice not in symbols:
-            whole = {"none": ".", "full": "F"}.get(choice.granularity)
-            symbols[choice] = next(letters) if whole is None or choice.offload else whole
-    return symbols
+        alone = replace(choice, group=1, inner=0, rerun_all=False)
+        if choice.granularity != "full":
+            alone = choice
+        if alone not in symbols:
+            whole = choice.granularity == "full"
+            symbols[alone] = next(keeps if whole else letters)
+        symbols[choice] = symbols[alone]
+    return {choice: symbols[choice] for choice in policy.layers}
 
 
 def strip(policy: RecomputePolicy, chunks: Sequence[Chunk]) -> str:

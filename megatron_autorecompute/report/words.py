@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.unit_costs import CostTable, fastest_choice
-from megatron_autorecompute.policy import FULL, NONE, LayerPolicy
+from megatron_autorecompute.policy import NONE, LayerPolicy
 from megatron_autorecompute.report.terminal import legend
 from megatron_autorecompute.units import GIB, MIB
 
@@ -65,7 +66,7 @@ def symbols(plan: Plan) -> dict[LayerPolicy, str]:
 
 def without_group(choice: LayerPolicy) -> LayerPolicy:
     """The choice of a single layer: `full` for every group size."""
-    return FULL if choice.granularity == "full" else choice
+    return replace(choice, group=1)
 
 
 def _on_ramp(position: int, count: int) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,6 +23,7 @@ from megatron_autorecompute.compat import (
     defects,
     layer_kinds,
     layer_modules,
+    layer_parts,
     model_layers,
     offload_groups,
     offload_modules,
@@ -33,6 +36,10 @@ from megatron_autorecompute.compat.offload_modules import HostMemory
 from megatron_autorecompute.compat.untyped import Block, Layer
 from megatron_autorecompute.errors import ApplyError, AutorecomputeError, PolicyError
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy, Run
+from megatron_autorecompute.runtime import layer_checkpoints
+from megatron_autorecompute.runtime.run_once import Part, Scope
+
+logger = logging.getLogger(__name__)
 
 HOLDER_KEY = "_autorecompute_holder"
 """Attribute in which a block, or a multi-token-prediction depth, keeps its policy in force."""
@@ -315,6 +322,7 @@ class _Sites:
         offload_modules.check_can_run(policy)
         self._check_families(policy)
         self._check_features(policy)
+        self._check_parts(policy)
         for site in self.blocks:
             _check_groups(site, policy.chunk_runs(site.layers))
         for mtp in self.mtps:
@@ -349,7 +357,8 @@ class _Sites:
                 if index < self.encoder_layers:  # a tower's, which the pattern does not describe
                     continue
                 asked = policy.layers[index].modules
-                has = [m for m in layer_modules.MODULE_FLAGS if layer_modules.flags(layer, m)]
+                has = [m for m in layer_modules.names() if layer_modules.flags(layer, m)]
+                has += layer_parts.modules(layer)
                 if asked and not set(asked) & set(has):
                     symbol = self.pattern.symbols[index - self.encoder_layers]
                     kind = layer_kinds.name(layer)
@@ -359,6 +368,25 @@ class _Sites:
                         f"{', '.join(has) or 'no modules to recompute'} there. Write none"
                         f"{', full or one of these' if has else ' or full'}."
                     )
+
+    def _check_parts(self, policy: RecomputePolicy) -> None:
+        """Refuse what a layer has and cannot keep or recompute; say what does nothing."""
+        idle: dict[str, list[int]] = defaultdict(list)
+        pairs = [(site.block.layers, site.layers) for site in self.blocks]
+        pairs += [([site.layer] * len(site.indices), site.indices) for site in self.mtps]
+        for layers, indices in pairs:
+            for layer, index in zip(layers, indices, strict=True):
+                choice = policy.layers[index]
+                for name in layer_checkpoints.idle_in(layer, choice, index):
+                    idle[f"{name} of {choice}"].append(index)
+        for name, found in idle.items():
+            logger.warning(
+                "recompute policy: %s does nothing on %d layers, from layer %d on, which have no "
+                "such part",
+                name,
+                len(found),
+                found[0],
+            )
 
     def hold(self, policy: RecomputePolicy, holder: str) -> AppliedPolicy:
         """Put the policy in force, on all of them or, with an error, on none."""
@@ -407,6 +435,8 @@ class _Held:
         own = offload_modules.own_switch(self.config)
         self.before.append((self.config, offload_modules.SWITCH_OF_ALL, own))
         self.hooks: list[Any] = []
+        self.parts: list[Part | Scope] = []
+        """What changes the checkpoints of layers."""
         self.offloads = False
 
     def set(self, owner: torch.nn.Module, policy: RecomputePolicy) -> None:
@@ -416,8 +446,10 @@ class _Held:
             offload_modules.forget()
             setattr(self.config, offload_modules.SWITCH_OF_ALL, True)
             self.hooks.append(owner.register_forward_pre_hook(offload_modules.begin_forward))
-        for layer, choice in self.choices():
+        ends = self.ends_of_checkpoints()
+        for (layer, choice), index in zip(self.choices(), self.indices, strict=True):
             self.set_layer(layer, choice)
+            self.parts += layer_checkpoints.put(layer, choice, index in ends)
             for one in model_layers.nested_layers(layer):
                 if "core_attn" in choice.offload:
                     self.hooks += offload_modules.keep_apart(one)
@@ -433,6 +465,11 @@ class _Held:
         layer_modules.set_modules(layer, choice.modules)
         if self.offloads:
             offload_modules.set_offload(layer, choice.offload)
+
+    def ends_of_checkpoints(self) -> frozenset[int]:
+        """Indices of the full layers after which nothing runs in their checkpoint. A depth's has
+        its norm there."""
+        return frozenset()
 
     def set_full(self, owner: torch.nn.Module) -> None:
         """Make the owner take Megatron's full-recompute branch if the policy has full layers."""
@@ -459,6 +496,9 @@ class _Held:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+        for part in reversed(self.parts):
+            part.undo()
+        self.parts.clear()
         for place, name, value in self.before:
             setattr(place, name, value)
         owner.config = self.config
@@ -557,6 +597,13 @@ class _HeldBlock(_Held):
     """What its checkpointed forward runs, one after the other."""
     ran: bool = False
     """Whether this forward did."""
+
+    def ends_of_checkpoints(self) -> frozenset[int]:
+        ends: list[int] = []
+        for run in self.policy.chunk_runs(self.indices):
+            group = run.policy.group
+            ends += self.indices[run.start : run.start + run.count][group - 1 :: group]
+        return frozenset(ends)
 
     def set_full(self, owner: torch.nn.Module) -> None:
         if any(_works_inside(choice) for _, choice in self.choices()):

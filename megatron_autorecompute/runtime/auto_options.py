@@ -16,6 +16,8 @@ from megatron_autorecompute.options import option
 from megatron_autorecompute.profile import IMBALANCE_PERCENTILE
 from megatron_autorecompute.units import GIB
 
+ALL_CHOICES, MEGATRONS_CHOICES = "all", "megatron"
+"""Values of `recompute_choices`."""
 PLAN_FILE = "recompute-plan.json"
 """Name of the plan in the folder of `--save`."""
 
@@ -62,6 +64,11 @@ class AutoOptions:
         "measure, print the plan, and exit without training on",
         formerly="--recompute-dry-run",
     )
+    recompute_choices: str = option(
+        ALL_CHOICES,
+        "all, or megatron: measure and plan only what Megatron's own checkpoints can run, which "
+        "rerun also what no backward reads",
+    )
     recompute_allow_offload: bool = option(
         False,
         "also measure and plan Megatron's fine-grained activation offloading; a plan whose copies "
@@ -88,6 +95,11 @@ class AutoOptions:
             raise OptionError(
                 f"--recompute-imbalance-percentile {self.recompute_imbalance_percentile:g}: a "
                 "percentile is above 0 and at most 100, such as 99."
+            )
+        if self.recompute_choices not in (ALL_CHOICES, MEGATRONS_CHOICES):
+            raise OptionError(
+                f"--recompute-choices {self.recompute_choices!r}: give {ALL_CHOICES} or "
+                f"{MEGATRONS_CHOICES}."
             )
         if self.recompute_measure_steps < 1:
             raise OptionError(

@@ -27,7 +27,7 @@ from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime import offload_choices
 from megatron_autorecompute.runtime.apply import apply
-from megatron_autorecompute.runtime.auto_options import AutoOptions
+from megatron_autorecompute.runtime.auto_options import MEGATRONS_CHOICES, AutoOptions
 from megatron_autorecompute.runtime.auto_rules import refuse_unmeasurable
 from megatron_autorecompute.runtime.call_guard import RAISED, Step
 from megatron_autorecompute.runtime.climb import climb
@@ -36,7 +36,7 @@ from megatron_autorecompute.runtime.fingerprint import fingerprint
 from megatron_autorecompute.runtime.hiding import that_hides
 from megatron_autorecompute.runtime.job_facts import JobFacts
 from megatron_autorecompute.runtime.measuring import Measuring, Steps
-from megatron_autorecompute.runtime.model_shard import ModelShard
+from megatron_autorecompute.runtime.model_shard import ModelShard, choices, megatrons
 from megatron_autorecompute.runtime.plan_in_force import PlanInForce
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.seen_tokens import SeenTokens
@@ -107,14 +107,18 @@ class Auto:
         self._own = {id(module) for chunk in chunks for module in chunk.modules()}
 
     def _shard(self, chunks: Sequence[torch.nn.Module]) -> ModelShard:
-        """This rank's model, with choices that offload if they are allowed."""
+        """This rank's model, with choices that offload if they are allowed, and with Megatron's
+        alone if no other is."""
+        measured = offload_choices.measured if self.options.recompute_allow_offload else choices
+        if self.options.recompute_choices == MEGATRONS_CHOICES:
+            measured = functools.partial(megatrons, measured)
         if not self.options.recompute_allow_offload:
-            return ModelShard(chunks)
+            return ModelShard(chunks, choices_of=measured)
         config = model_layers.unwrapped(chunks[0]).config
         _, other_layers = model_layers.first_block(chunks)
         varies = self.job.calls is not None
         offload_choices.refuse(config, blocks=1 + bool(other_layers), varies=varies)
-        shard = ModelShard(chunks, choices_of=offload_choices.measured)
+        shard = ModelShard(chunks, choices_of=measured)
         if not any(choice.offload for kind in shard.kinds for choice in kind.choices):
             raise OptionError(
                 "--recompute-allow-offload was given, and no layer of this model has a module that "
@@ -128,6 +132,8 @@ class Auto:
         encoder = {"encoder_layers": str(encoder_layers)} if encoder_layers else {}
         device = "CPU" if self.job.without_cuda else torch.cuda.get_device_name()
         offload = {"offload": "allowed"} if self.options.recompute_allow_offload else {}
+        own = self.options.recompute_choices == MEGATRONS_CHOICES
+        offload |= {"choices": MEGATRONS_CHOICES} if own else {}
         given = {**shapes, **self.job.shapes, **encoder, **offload, "device": device}
         return fingerprint(self.shard.chunks, self.optimizer, self.shard.layout, given)
 

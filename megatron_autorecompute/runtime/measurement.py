@@ -737,6 +737,8 @@ def _inert(records: dict[LayerPolicy, ChoiceRecord]) -> dict[LayerPolicy, LayerP
             and larger.granularity == "selective"
             and smaller.granularity in ("none", "selective")
             and set(smaller.modules) < set(larger.modules)
+            and (larger.rerun_all == smaller.rerun_all or not smaller.has_dead_work)
+            and not (larger.keep or smaller.keep)
             and larger not in inert
             and LayerBytes.of(records[larger]) == LayerBytes.of(records[smaller])
         ):

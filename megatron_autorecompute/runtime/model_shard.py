@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ import torch
 from megatron_autorecompute.block_names import ENCODER
 from megatron_autorecompute.compat import (
     layer_kinds,
+    layer_parts,
     model_facts,
     model_layers,
     parallel,
@@ -104,22 +105,39 @@ def choices(
         most: the most choices, `none` and `full` included.
     """
     modules = rules.usable_modules(layer) if modules is None else modules
+    parts = layer_parts.worth_keeping(layer)
     sets = (
         combination
         for size in range(1, len(modules) + 1)
         for combination in itertools.combinations(modules, size)
         if not any(set(combination) & set(RERUN_WITH.get(name, ())) for name in combination)
     )
-    selective = (LayerPolicy("selective", combination) for combination in sets)
-    full = _checkpoints(layer) if rules.is_allowed(layer.config, FULL) else []
+    selective = itertools.chain.from_iterable(_with_kept(s, parts) for s in sets)
+    full = _checkpoints(layer, parts) if rules.is_allowed(layer.config, FULL) else []
     return (NONE, *full, *itertools.islice(selective, most - 1 - len(full)))
 
 
-def _checkpoints(layer: torch.nn.Module) -> list[LayerPolicy]:
-    """Full; of a depth with a stack of its own also what Megatron's block/N and uniform/1 do."""
+def _checkpoints(layer: torch.nn.Module, parts: Sequence[str]) -> list[LayerPolicy]:
+    """Full, and with each set of kept parts; of a depth with a stack of its own also what
+    Megatron's block/N and uniform/1 do."""
     size = model_layers.stack_size(layer)
     inner = [LayerPolicy("inner", inner=n) for n in range(1, size + 1)]
-    return [FULL, *inner, *([LayerPolicy("full", inner=size)] if size else [])]
+    if size:
+        return [FULL, *inner, LayerPolicy("full", inner=size)]
+    kept = (itertools.combinations(parts, n) for n in range(len(parts) + 1))
+    return [LayerPolicy("full", keep=keep) for keep in itertools.chain.from_iterable(kept)]
+
+
+def megatrons(choices_of: Callable[[torch.nn.Module], Choices], layer: torch.nn.Module) -> Choices:
+    """Of a layer's choices those that Megatron's own checkpoints have, as they run them."""
+    own = (c.as_megatron for c in choices_of(layer) if not c.keep)
+    return tuple(choice for choice in own if choice.is_megatrons)
+
+
+def _with_kept(modules: tuple[str, ...], parts: Sequence[str]) -> Iterator[LayerPolicy]:
+    yield LayerPolicy("selective", modules)
+    if "moe" in modules and "dispatch" in parts:
+        yield LayerPolicy("selective", modules, keep=("dispatch",))
 
 
 def merged(by_rank: list[list[Kind]]) -> list[Kind]:
@@ -229,7 +247,8 @@ class ModelShard:
         layers = [NONE] * self.num_layers
         for kind in self.kinds:
             plain = [choice for choice in kind.choices if not choice.offload]
-            choice = FULL if FULL in plain else plain[-1]
+            whole = [each for each in (FULL, FULL.as_megatron) if each in plain]
+            choice = whole[0] if whole else plain[-1]
             for index in kind.layers:
                 layers[index] = choice
         return RecomputePolicy(tuple(layers))

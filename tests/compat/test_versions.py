@@ -32,7 +32,7 @@ def test_a_policy_counts_in_the_chunks_of_the_configs_layout():
     policy = RecomputePolicy.parse(
         "megatron:block/1", num_layers=6, layout=stage_layout.counted_chunks(config)
     )
-    assert policy.format() == "full*2,none*1,full*2,none*1"
+    assert policy.format() == "full+all*2,none*1,full+all*2,none*1"
 
 
 def test_without_a_compiler_the_modules_that_need_one_are_refused(monkeypatch):

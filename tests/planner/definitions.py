@@ -185,7 +185,8 @@ def _costs(r):
 
 
 def _find(profile, layer, choice):
-    return next(r for r in _kind(profile, layer).choices if r.choice == choice)
+    records = {r.choice: r for r in _kind(profile, layer).choices}
+    return records.get(choice) or records[choice.removesuffix("+all")]
 
 
 def _one(profile, members, policy, received, alone):

@@ -35,7 +35,7 @@ def test_a_plan_that_megatron_can_say_is_printed_in_its_own_flags(plan):
     assert printed(plan, "megatron:block/4")[1:] == [
         "--recompute-granularity full --recompute-method block --recompute-num-layers 4"
     ]
-    assert printed(plan, "selective[core_attn+mlp]")[1:] == [
+    assert printed(plan, "megatron:selective[core_attn+mlp]")[1:] == [
         "--recompute-granularity selective --recompute-modules core_attn mlp"
     ]
     assert "no flags of recompute" in printed(plan, "none")[0]

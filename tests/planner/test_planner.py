@@ -69,10 +69,10 @@ def test_manual_strategies_count_layers_as_megatron_does():
     }
     # TransformerBlock counts block layers from each stage's first, and its uniform loop clamps
     # the last checkpoint to the layers that are left.
-    assert manual["megatron:block/2"].policy.format() == "full*2,none*5,full*2,none*1"
-    assert manual["megatron:block/5"].policy.format() == "full*5,none*2,full*3"
-    assert manual["megatron:uniform/3"].policy.format() == "full/3*6,full*1,full/3*3"
-    assert manual["megatron:uniform/7"].policy.format() == "full/7*7,full/3*3"
+    assert manual["megatron:block/2"].policy.format() == "full+all*2,none*5,full+all*2,none*1"
+    assert manual["megatron:block/5"].policy.format() == "full+all*5,none*2,full+all*3"
+    assert manual["megatron:uniform/3"].policy.format() == "full/3+all*6,full+all*1,full/3+all*3"
+    assert manual["megatron:uniform/7"].policy.format() == "full/7+all*7,full/3+all*3"
     assert len(manual) == 1 + 3 + 7 + 7
     assert manual["megatron:selective[core_attn+mlp]"].refused.startswith(
         "The profile has no record"
@@ -288,10 +288,10 @@ def test_a_setting_of_all_layers_recomputes_the_modules_that_each_kind_has():
     )
     planner = Planner(model_of(*kinds, num_layers=4), Layout.from_flags(4, 1), Schedule(1, 1, 4))
     found = {s.name: s for s in planner.manual_strategies(10**6)}
-    assert found["megatron:selective[moe]"].policy.format() == "none*1,selective[moe]*3"
+    assert found["megatron:selective[moe]"].policy.format() == "none*1,selective[moe]+all*3"
     assert (
         found["megatron:selective[core_attn+moe]"].policy.format()
-        == "selective[core_attn]*1,selective[core_attn+moe]*3"
+        == "selective[core_attn]+all*1,selective[core_attn+moe]+all*3"
     )
     assert not [s.name for s in found.values() if s.refused]
     assert planner.best_manual(100 + 3 * 40).name == "megatron:selective[moe]"

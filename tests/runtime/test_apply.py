@@ -164,7 +164,7 @@ def test_no_recompute_as_a_policy_costs_what_it_costs_without_us(kind):
 
 
 def test_full_recompute_runs_every_layers_forward_once_more():
-    none, full = our_counts("none", num_layers=4), our_counts("full", num_layers=4)
+    none, full = our_counts("none", num_layers=4), our_counts("full+all", num_layers=4)
     head_flops = 2 * 64 * 64 * 128  # 2 tokens x hidden x vocabulary of the output layer
     assert none.total_flops == 3 * none.forward_flops
     assert full.total_flops == none.total_flops + none.forward_flops - head_flops
@@ -172,8 +172,8 @@ def test_full_recompute_runs_every_layers_forward_once_more():
 
 
 def test_a_mix_costs_the_sum_of_what_its_layers_cost():
-    none, full = our_counts("none"), our_counts("full")
-    mixed = our_counts("full,none,full/2*2")
+    none, full = our_counts("none"), our_counts("full+all")
+    mixed = our_counts("full+all,none,full/2+all*2")
     one_layer_flops = (full.total_flops - none.total_flops) // 4
     assert mixed.total_flops == none.total_flops + 3 * one_layer_flops
 

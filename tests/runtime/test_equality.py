@@ -9,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import OWN_MODULES, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.work_order import RERUN_WITH
 from tests.support import (
     MICRO_BATCH_SIZE,
     SEQ_LENGTH,
@@ -153,21 +154,45 @@ def random_policy(rng, modules, *, chunk=4, chunks=1, depths=0):
 def _random_chunk(rng, modules, length):
     layers = []
     while len(layers) < length:
-        kind = rng.choice(["none", "full", "selective", "group"])
+        kind = rng.choice(["none", "full", "full", "selective", "selective", "group"])
         group = rng.randint(1, length - len(layers)) if kind == "group" else 1
+        again = _random_again(rng, modules)
         if kind == "selective":
-            some = tuple(rng.sample(modules, rng.randint(1, len(modules))))
-            layers.append(LayerPolicy("selective", some))
+            some = _without_nested(rng.sample(modules, rng.randint(1, len(modules))))
+            again = again if "moe" in some else {"rerun_all": rng.random() < 0.3}
+            layers.append(LayerPolicy("selective", some, **_only_dispatch(again)))
+        elif kind == "none":
+            layers.append(LayerPolicy())
         else:
-            layers += [LayerPolicy("none" if kind == "none" else "full", group=group)] * group
+            layers += [LayerPolicy("full", group=group, **again)] * group
     return layers
+
+
+def _random_again(rng, modules):
+    """What a checkpoint reruns: all but dead work, all, or neither dead work nor kept parts."""
+    parts = ["core_attn", *["dispatch"] * ("moe" in modules)]
+    keep = tuple(part for part in parts if rng.random() < 0.4)
+    return {"keep": keep} if keep else {"rerun_all": rng.random() < 0.3}
+
+
+def _only_dispatch(again):
+    keep = [part for part in again.get("keep", ()) if part == "dispatch"]
+    return {**again, "keep": tuple(keep)}
+
+
+def _without_nested(modules):
+    """The modules but for those of ours that lie inside another one, which is refused."""
+    within = {inner for outer in modules for inner in RERUN_WITH.get(outer, ())}
+    own = set(OWN_MODULES) & set(modules)
+    twice = {m for m in within & set(modules) if m in own or "experts" in own or "qkv" in own}
+    return tuple(module for module in modules if module not in twice)
 
 
 # ---------------------------------------------------------------------------------- a single rank
 
 
-DENSE = ("core_attn", "layernorm", "mlp")
-MOE = ("core_attn", "layernorm", "mlp", "moe", "shared_experts")
+DENSE = ("core_attn", "layernorm", "mlp", "mlp_act", "qkv")
+MOE = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "experts", "qkv")
 MODELS = {
     "dense": (DENSE, {}),
     "dense with linear biases": (DENSE, {"add_bias_linear": True}),
@@ -298,11 +323,13 @@ def assert_equal_in_ranks(kind, sizes, policies, *fields_of_runs, ranks=2):
 
 
 def policies_for(modules, *, seed, chunk=4, chunks=1):
-    """Three policies that random ones seldom are, and two random ones, all different."""
+    """Four policies that random ones seldom are, and three random ones, all different."""
     rng = random.Random(seed)
-    texts = ["full", f"full/{chunk}", f"selective[{'+'.join(modules)}]"]
+    keep = "core_attn+dispatch" if "moe" in modules else "core_attn"
+    together = "+".join(_without_nested(modules))
+    texts = ["full", f"full/{chunk}", f"full+keep[{keep}]", f"selective[{together}]"]
     policies = {RecomputePolicy.parse(text, num_layers=chunk * chunks): None for text in texts}
-    while len(policies) < 5:
+    while len(policies) < 7:
         policies[random_policy(rng, modules, chunk=chunk, chunks=chunks)] = None
     return list(policies)
 

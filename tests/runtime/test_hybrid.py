@@ -105,7 +105,7 @@ def costs_as_in_megatron(pattern, names, **fields):
         assert ours[1] <= theirs[1] if "E" in pattern else ours[1] == theirs[1], (pattern, name)
         assert ours[2].same_bits(theirs[2]), (pattern, name)
         flops.append(ours[0])
-    with apply(RecomputePolicy.parse("full", num_layers=len(policy.layers)), models):
+    with apply(RecomputePolicy.parse("full+all", num_layers=len(policy.layers)), models):
         return flops, cost(models)[0]
 
 
@@ -245,7 +245,7 @@ def test_the_scan_of_these_tests_is_the_recurrence_it_stands_for():
 @pytest.mark.parametrize(
     ("pattern", "text", "said"),
     [
-        ("*-/*-", "megatron:uniform/1", "full*2,full+inner/2*1"),
+        ("*-/*-", "megatron:uniform/1", "full+all*2,full+inner/2*1"),
         ("M-E*", "none*3,selective[mlp]*1", "on layer 3, '*' in 'M-E*' (attention)"),
         ("M-X*", "full", "'X' at position 2 is no layer"),
     ],

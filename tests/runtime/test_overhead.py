@@ -28,7 +28,7 @@ SHAPE = Shape(
 )
 STRATEGIES = {
     "none": {},
-    "selective[core_attn]": {"recompute_granularity": "selective"},
+    "megatron:selective[core_attn]": {"recompute_granularity": "selective"},
     "megatron:block/2": {
         "recompute_granularity": "full",
         "recompute_method": "block",
@@ -42,6 +42,9 @@ STRATEGIES = {
 }
 RUNS = {"full*2,none*2,full*2": 3, "full*1,none*1,full*1,none*1,full*1,none*1": 6}
 """Policies that Megatron has no setting for, and their runs of equal layers."""
+
+
+PARTS = {"full": "megatron:block/6", "full+keep[core_attn]": "full", "selective[core_attn]": ""}
 
 
 def calls_of(step):
@@ -84,11 +87,12 @@ def counted():
     found = {}
     for policy, settings in STRATEGIES.items():
         found[f"Megatron's {policy}"] = settled(TrainingJob(SHAPE, TEXT, Variant(settings)))
-    for policy in (*STRATEGIES, *RUNS):
+    for policy in (*STRATEGIES, *RUNS, *PARTS):
         job = TrainingJob(SHAPE, TEXT)
         layout = [list(range(LAYERS))]
-        apply(RecomputePolicy.parse(policy, num_layers=LAYERS, layout=layout), job.chunks)
-        found[policy] = settled(job)
+        parsed = RecomputePolicy.parse(policy, num_layers=LAYERS, layout=layout)
+        with apply(parsed, job.chunks):
+            found[policy] = settled(job)
     found["auto"], found["auto's policy"] = auto_calls(TrainingJob(SHAPE, TEXT))
     return found
 
@@ -161,8 +165,9 @@ def test_a_selective_policy_costs_one_hook_a_block(calls):
     # A look at the block's input, and the four calls torch makes around a hook with keywords.
     from megatron_autorecompute.runtime import apply
 
-    more = changed(calls, "selective[core_attn]", "Megatron's selective[core_attn]")
-    assert list(own(calls["selective[core_attn]"], apply).values()) == [MICROBATCHES]
+    same = "megatron:selective[core_attn]"
+    more = changed(calls, same, f"Megatron's {same}")
+    assert list(own(calls[same], apply).values()) == [MICROBATCHES]
     assert more <= 6 * MICROBATCHES
 
 

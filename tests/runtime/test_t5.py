@@ -218,4 +218,4 @@ def test_no_checkpoint_goes_around_decoder_layers_and_megatrons_settings_count_a
     groups = [choice.group for choice in planner.solve(least).policy.layers]
     assert groups[ENCODER:] == [1] * DECODER
     (block,) = (s for s in planner.manual_strategies(least) if s.name == "megatron:block/2")
-    assert block.policy.format() == "full*2,none*1,full*2,none*2"
+    assert block.policy.format() == "full+all*2,none*1,full+all*2,none*2"

@@ -98,7 +98,7 @@ def test_megatrons_strategies_count_in_their_block():
         layout=[[0, 1, 2, 3], [4, 5], [6, 7]],
         blocks={"vision": 4, "decoder": 4},
     )
-    assert policy.format() == "full/3*3,full*2,none*1,full*1,none*1"
+    assert policy.format() == "full/3+all*3,full+all*2,none*1,full+all*1,none*1"
     alone = RecomputePolicy.parse("decoder:full*1,none*1", num_layers=2)
     assert alone.format() == "full*1,none*1"
 
@@ -134,12 +134,12 @@ def test_runs_cover_every_layer_once_and_in_order(policy):
         ("selective[mlp+core_attn+mlp]", ["selective[core_attn+mlp]"] * 4),
         ("none,full*3", ["none"] + ["full"] * 3),
         ("megatron:none", ["none"] * 4),
-        ("megatron:selective", ["selective[core_attn]"] * 4),
+        ("megatron:selective", ["selective[core_attn]+all"] * 4),
         ("megatron:selective[]", ["none"] * 4),
-        ("megatron:selective[mlp+layernorm]", ["selective[layernorm+mlp]"] * 4),
-        ("megatron:uniform/3", ["full/3"] * 3 + ["full"]),
-        ("megatron:block/2", ["full", "full", "none", "none"]),
-        ("megatron:block/9", ["full"] * 4),
+        ("megatron:selective[mlp+layernorm]", ["selective[layernorm+mlp]+all"] * 4),
+        ("megatron:uniform/3", ["full/3+all"] * 3 + ["full+all"]),
+        ("megatron:block/2", ["full+all", "full+all", "none", "none"]),
+        ("megatron:block/9", ["full+all"] * 4),
         ("none+offload[core_attn+attn_proj]", ["none+offload[attn_proj+core_attn]"] * 4),
         (
             "selective[layernorm]+offload[expert_fc1]*1,none*3",
@@ -165,16 +165,16 @@ def test_megatron_strategies_count_afresh_in_every_chunk():
     layout = [(0, 1, 2), (3, 4, 5)]
     block = RecomputePolicy.parse("megatron:block/1", num_layers=6, layout=layout)
     uniform = RecomputePolicy.parse("megatron:uniform/2", num_layers=6, layout=layout)
-    assert block.format() == "full*1,none*2,full*1,none*2"
-    assert uniform.format() == "full/2*2,full*1,full/2*2,full*1"
+    assert block.format() == "full+all*1,none*2,full+all*1,none*2"
+    assert uniform.format() == "full/2+all*2,full+all*1,full/2+all*2,full+all*1"
 
 
 def test_multi_token_prediction_follows_uniform_and_ignores_block():
     layout = [(0, 1)]
     uniform = RecomputePolicy.parse("megatron:uniform/1", num_layers=3, layout=layout)
     block = RecomputePolicy.parse("megatron:block/2", num_layers=3, layout=layout)
-    assert uniform.to_config() == ["full", "full", "full"]
-    assert block.to_config() == ["full", "full", "none"]
+    assert uniform.to_config() == ["full+all"] * 3
+    assert block.to_config() == ["full+all", "full+all", "none"]
     of_stack = {
         text: RecomputePolicy.parse(text, num_layers=3, layout=layout, depth_layers=3).layers[2]
         for text in ("megatron:uniform/1", "megatron:block/2", "megatron:block/9")

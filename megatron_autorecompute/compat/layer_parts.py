@@ -1,0 +1,262 @@
+"""Parts of a layer by name: functions that can run once in a checkpoint (`runtime.run_once`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+)
+
+from megatron_autorecompute.compat.untyped import Layer
+from megatron_autorecompute.policy import OWN_MODULES
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A function of a layer: an attribute of one of its modules, or of an object that these use."""
+
+    owner: Any
+    attribute: str = "forward"
+    inputs: int = 1
+    """How many of the first positional arguments are activations."""
+    draws: bool = False
+    """Whether it may draw random numbers."""
+    instead: Callable[[Any], None] | None = None
+    """What it does besides, which a recompute that leaves it out must do; takes the owner."""
+    product: bool = False
+    """Of the function, the batched product alone."""
+
+
+REASONS = {
+    "fp8": "fp8 runs Transformer Engine's checkpoints, and keeps quantised copies of inputs",
+    "fp4": "fp4 runs Transformer Engine's checkpoints, and keeps quantised copies of inputs",
+    "overlap_moe_expert_parallel_comm": "EP overlap runs layers in parts of its own",
+    "enable_cuda_graph": "CUDA graphs fix what a recompute runs when they are captured",
+    "external_cuda_graph": "CUDA graphs fix what a recompute runs when they are captured",
+    "delay_wgrad_compute": "delay_wgrad_compute keeps inputs for later weight gradients",
+}
+"""Fields of a config under which no part runs once in a checkpoint, and why."""
+_UNCHANGED = "checkpoints_are_unchanged_because"
+_EXPERTS_UNCHANGED = "checkpoints_of_experts_are_unchanged_because"
+
+
+def note_unchanged(config: Any, asked: Mapping[str, Any]) -> None:
+    """Let a model have Megatron's own checkpoints where the model of these fields has, of which its
+    own config lacks some."""
+    why = next((why for name, why in REASONS.items() if asked.get(name)), None)
+    if why is None and asked.get("cuda_graph_impl") not in (None, "none"):
+        why = REASONS["enable_cuda_graph"]
+    if why is not None:
+        setattr(config, _UNCHANGED, why)
+    if asked.get("moe_shared_expert_overlap") or asked.get("moe_token_dispatcher_type") == "flex":
+        setattr(config, _EXPERTS_UNCHANGED, "its dispatcher is another one here")
+
+
+def why_none(config: Any) -> str | None:
+    """Why no part of such a model's layers can run once in a checkpoint; None if they can."""
+    if hasattr(config, _UNCHANGED):
+        return str(getattr(config, _UNCHANGED))
+    if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
+        return REASONS["enable_cuda_graph"]
+    return next((why for name, why in REASONS.items() if getattr(config, name, False)), None)
+
+
+def last_of_layer(layer: Layer) -> Iterator[Place]:
+    """What a layer runs last, in the order in which it runs."""
+    mlp = getattr(layer, "mlp", None)
+    if mlp is not None and not isinstance(mlp, IdentityOp):
+        yield from last_of_mlp(mlp)
+    elif hasattr(layer, "self_attention"):
+        yield from _forwards(layer.self_attention, "linear_proj", "out_proj")
+    elif hasattr(layer, "mixer"):
+        yield from _forwards(layer.mixer, "out_proj")
+
+
+def last_of_mlp(mlp: torch.nn.Module) -> Iterator[Place]:
+    """What an MLP, or a layer of experts, runs last."""
+    if isinstance(mlp, MoELayer):
+        yield from _last_of_moe(mlp)
+    else:
+        yield from _forwards(mlp, "linear_fc2")
+
+
+def _last_of_moe(moe: Any) -> Iterator[Place]:
+    if why_not_experts(moe) is not None:
+        return
+    if getattr(moe.config, "moe_latent_size", None):
+        yield from _forwards(moe, "fc2_latent_proj")
+        return
+    yield from last_of_experts(moe)
+    for attribute in ("combine_preprocess", "token_combine", "combine_postprocess"):
+        yield Place(moe.token_dispatcher, attribute)
+
+
+def last_of_experts(moe: Any) -> Iterator[Place]:
+    """The experts' second products."""
+    yield from _forwards(moe.experts, "linear_fc2")
+    for expert in getattr(moe.experts, "local_experts", ()):
+        yield from _forwards(expert, "linear_fc2")
+
+
+def why_not_experts(moe: Any) -> str | None:
+    """Why no part of a layer of experts can run once; None if they can."""
+    config = moe.config
+    if hasattr(config, _EXPERTS_UNCHANGED):
+        return str(getattr(config, _EXPERTS_UNCHANGED))
+    if type(moe.token_dispatcher) not in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher):
+        return (
+            f"{config.moe_token_dispatcher_type} may arrange tokens otherwise when it dispatches "
+            "them again"
+        )
+    if config.moe_shared_expert_overlap:
+        return "moe_shared_expert_overlap runs shared experts inside the dispatcher"
+    if getattr(config, "moe_router_force_load_balancing", False):
+        return "moe_router_force_load_balancing routes tokens otherwise when it runs again"
+    return None
+
+
+def why_not_part(layer: Layer, name: str) -> str | None:
+    """Why a part of experts, which a layer has, cannot run once; None for any other."""
+    moe = getattr(layer, "mlp", None)
+    of_experts = name in ("dispatch", "experts") and isinstance(moe, MoELayer)
+    return why_not_experts(moe) if of_experts else None
+
+
+def core_attention(layer: Layer) -> Iterator[Place]:
+    """The attention itself, from query, key and value to context."""
+    attention = getattr(layer, "self_attention", None)
+    core = getattr(attention, "core_attention", None)
+    if core is not None:
+        yield Place(core, inputs=3, draws=True)
+
+
+def last_of_core_attention(layer: Layer) -> Iterator[Place]:
+    """The last product of an unfused attention."""
+    for place in core_attention(layer):
+        if isinstance(place.owner, DotProductAttention):
+            yield Place(place.owner, inputs=2, product=True)
+
+
+def projection(layer: Layer) -> Iterator[Place]:
+    """The linear after attention."""
+    yield from _forwards(getattr(layer, "self_attention", None), "linear_proj")
+
+
+def first_linear(layer: Layer) -> Iterator[Place]:
+    """A dense MLP's first linear."""
+    mlp = getattr(layer, "mlp", None)
+    if isinstance(mlp, MLP):
+        yield from _forwards(mlp, "linear_fc1")
+
+
+def dispatch(layer: Layer) -> Iterator[Place]:
+    """The exchange that brings tokens to their experts."""
+    moe = getattr(layer, "mlp", None)
+    if not isinstance(moe, MoELayer) or why_not_experts(moe) is not None:
+        return
+    alltoall = type(moe.token_dispatcher) is MoEAlltoAllTokenDispatcher
+    besides = _synchronize if alltoall else _gather_routing
+    yield Place(moe.token_dispatcher, "token_dispatch", inputs=2, instead=besides)
+
+
+def scope(layer: Layer, module: str) -> Iterator[torch.nn.Module]:
+    """What the checkpoint of one of our modules is around; nothing if the layer has none."""
+    mlp = getattr(layer, "mlp", None)
+    if module == "mlp_act" and any(first_linear(layer)):
+        yield layer.mlp
+    elif module == "qkv" and any(core_attention(layer)) and any(projection(layer)):
+        yield layer.self_attention
+    elif module == "experts" and isinstance(mlp, MoELayer) and why_not_experts(mlp) is None:
+        yield mlp.experts
+
+
+def kept_in(layer: Layer, module: str, modules: Sequence[str]) -> Iterator[Place]:
+    """What runs once inside the checkpoint of one of our modules, its output kept.
+
+    modules: all that the layer recomputes. Megatron's checkpoint around an attention runs once with
+    it, and again inside the attention's own backward.
+    """
+    if module == "mlp_act":
+        yield from first_linear(layer)
+    elif module == "qkv" and "core_attn" in modules:
+        owner = layer.self_attention
+        yield Place(owner, "_checkpointed_attention_forward", inputs=3, draws=True)
+    elif module == "qkv":
+        yield from core_attention(layer)
+
+
+def last_in(layer: Layer, module: str) -> Iterator[Place]:
+    """What runs last inside a module's checkpoint."""
+    mlp = getattr(layer, "mlp", None)
+    if module in ("mlp", "mlp_act", "moe") and mlp is not None:
+        yield from last_of_mlp(mlp)
+    elif module == "qkv":
+        yield from projection(layer)
+    elif module == "experts" and any(scope(layer, module)):
+        yield from last_of_experts(layer.mlp)
+    elif module == "core_attn":
+        yield from last_of_core_attention(layer)
+
+
+KEEPS: dict[str, Callable[[Layer], Iterator[Place]]] = {
+    "core_attn": core_attention,
+    "dispatch": dispatch,
+}
+"""Parts that `+keep[…]` may name."""
+
+
+def worth_recomputing(layer: Layer) -> list[str]:
+    """Those of our modules that a layer has and that are measured unasked. `qkv` is not: with it
+    plans were within 0.3% of those without."""
+    if why_none(layer.config) is not None:
+        return []
+    return [name for name in ("experts", "mlp_act") if any(scope(layer, name))]
+
+
+def worth_keeping(layer: Layer) -> list[str]:
+    """The parts that a layer has and that are measured unasked, kept inside full: an attention that
+    saves no probabilities, and an exchange between ranks."""
+    if why_none(layer.config) is not None:
+        return []
+    core = [place.owner for place in core_attention(layer)]
+    fused = any(not isinstance(owner, DotProductAttention) for owner in core)
+    exchange = any(place.owner.ep_size > 1 or place.owner.tp_size > 1 for place in dispatch(layer))
+    return ["core_attn"] * fused + ["dispatch"] * exchange
+
+
+def _synchronize(dispatcher: Any) -> None:
+    """What `token_dispatch` does before the exchange."""
+    if hasattr(dispatcher, "_maybe_dtoh_and_synchronize"):
+        dispatcher.tokens_per_expert = dispatcher._maybe_dtoh_and_synchronize(
+            "before_ep_alltoall", dispatcher.tokens_per_expert
+        )
+
+
+def _gather_routing(dispatcher: Any) -> None:
+    """What `token_dispatch` of allgather does besides its exchange."""
+    if dispatcher.tp_size > 1 or dispatcher.ep_size > 1:
+        dispatcher.routing_map = gather_from_sequence_parallel_region(
+            dispatcher.routing_map, group=dispatcher.tp_ep_group
+        )
+
+
+def modules(layer: Layer) -> list[str]:
+    """Those of our modules that a layer has."""
+    return [module for module in OWN_MODULES if any(scope(layer, module))]
+
+
+def _forwards(owner: Any, *names: str) -> Iterator[Place]:
+    for name in names:
+        module = getattr(owner, name, None)
+        if isinstance(module, torch.nn.Module) and not isinstance(module, IdentityOp):
+            yield Place(module)

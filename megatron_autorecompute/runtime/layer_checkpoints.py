@@ -1,0 +1,97 @@
+"""What a choice changes in the checkpoints of one layer: checkpoints that Megatron lacks, and parts
+that run once inside them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_autorecompute.compat import layer_parts, model_layers
+from megatron_autorecompute.compat.layer_parts import Place
+from megatron_autorecompute.compat.untyped import Layer
+from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.policy import OWN_MODULES, LayerPolicy
+from megatron_autorecompute.runtime.run_once import Part, ProductPart, Scope
+
+
+def skips_dead_work(layer: Layer, choice: LayerPolicy) -> bool:
+    """Whether a choice, which keeps no part, reruns less in this layer than Megatron's own
+    checkpoints."""
+    if choice.keep or not choice.has_dead_work or layer_parts.why_none(layer.config):
+        return False
+    full = choice.granularity == "full" and not model_layers.stack_size(layer)
+    return (full and any(layer_parts.last_of_layer(layer))) or any(
+        any(layer_parts.last_in(one, module))
+        for one in model_layers.nested_layers(layer)
+        for module in choice.modules
+    )
+
+
+def put(layer: Layer, choice: LayerPolicy, ends_checkpoint: bool) -> list[Part | Scope]:
+    """Make a layer's checkpoints rerun what the choice says; returns what `undo` takes back.
+
+    Args:
+        layer: a built layer, or the stack inside a multi-token-prediction depth.
+        choice: what the layer recomputes.
+        ends_checkpoint: under full, the layer is the last one in its checkpoint, and nothing runs
+            after it there.
+    """
+    if choice.rerun_all or choice.offload or layer_parts.why_none(layer.config):
+        return []
+    found: list[Part | Scope] = []
+    if choice.granularity == "full" and not choice.inner:
+        for name in choice.keep:
+            found += _parts(layer, layer_parts.KEEPS[name](layer), keeps=True)
+        if ends_checkpoint:
+            found += _parts(layer, layer_parts.last_of_layer(layer))
+    for one in model_layers.nested_layers(layer):
+        found += _of_modules(one, choice)
+    return found
+
+
+def idle_in(layer: Layer, choice: LayerPolicy, index: int) -> Iterator[str]:
+    """Kept parts of a choice, and modules of ours in it, that a layer does not have.
+
+    Raises:
+        PolicyError: it has one, which cannot run once inside a checkpoint here.
+    """
+    nested = model_layers.nested_layers(layer)
+    wanted: list[tuple[str, Any]] = [(name, layer_parts.KEEPS[name]) for name in choice.keep]
+    own = [module for module in choice.modules if module in OWN_MODULES]
+    wanted += [(name, functools.partial(layer_parts.scope, module=name)) for name in own]
+    for name, places in wanted:
+        if any(any(places(one)) for one in nested):
+            continue
+        why = next(filter(None, (layer_parts.why_not_part(one, name) for one in nested)), None)
+        if why is not None:
+            raise PolicyError(f"{name} of {choice} on layer {index}: {why}. Choose another one.")
+        yield name
+
+
+def _of_modules(layer: Layer, choice: LayerPolicy) -> Iterator[Part | Scope]:
+    for module in choice.modules:
+        scope = next(layer_parts.scope(layer, module), None)
+        if scope is not None:
+            yield Scope(scope)
+            yield from _parts(layer, layer_parts.kept_in(layer, module, choice.modules), keeps=True)
+        yield from _parts(layer, layer_parts.last_in(layer, module))
+    if "moe" in choice.modules:
+        for name in choice.keep:
+            yield from _parts(layer, layer_parts.KEEPS[name](layer), keeps=True)
+
+
+def _parts(layer: torch.nn.Module, places: Iterable[Place], keeps: bool = False) -> Iterator[Part]:
+    for place in places:
+        kind = ProductPart if place.product else Part
+        yield kind(
+            place.owner,
+            place.attribute,
+            layer,
+            inputs=place.inputs,
+            keeps=keeps,
+            draws=place.draws,
+            instead=place.instead,
+        )

@@ -1,0 +1,382 @@
+"""Parts of a layer that run once: what is rerun, what is held, and that nothing wrong passes."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.policy import RecomputePolicy
+from tests.fused_attention import FlashLikeAttention
+from tests.support import (
+    MICRO_BATCH_SIZE,
+    SEQ_LENGTH,
+    microbatch,
+    one_step,
+    tiny_config,
+    tiny_gpt,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
+    pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning"),
+]
+
+HIDDEN, LAYERS, TOKENS = 64, 4, SEQ_LENGTH * MICRO_BATCH_SIZE
+SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+
+
+class Flops(TorchDispatchMode):
+    """Counts the FLOPs of all products."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def model_of(**fields):
+    attention = fields.pop("attention", None)
+    seq_length = fields.pop("seq_length", SEQ_LENGTH)
+    config = tiny_config(**fields)
+    (model,) = tiny_gpt(config, seq_length=seq_length)
+    for layer in model.decoder.layers if attention else ():
+        layer.self_attention.core_attention = attention(config)
+    return model
+
+
+def applied(text, model):
+    from megatron_autorecompute.runtime.apply import apply
+
+    return apply(RecomputePolicy.parse(text, num_layers=LAYERS), model)
+
+
+def step_of(model, text, **options):
+    """(FLOPs, result) of one step."""
+    with applied(text, model), Flops() as flops:
+        result = one_step([model], **{"num_microbatches": 1, **options})
+    return flops.total, result
+
+
+def products(ffn, gated):
+    """FLOPs of one layer's products in a forward, by name; worked out by hand."""
+    return {
+        "qkv": 2 * TOKENS * HIDDEN * 3 * HIDDEN,
+        "scores": 2 * TOKENS * SEQ_LENGTH * HIDDEN,
+        "context": 2 * TOKENS * SEQ_LENGTH * HIDDEN,
+        "proj": 2 * TOKENS * HIDDEN * HIDDEN,
+        "fc1": 2 * TOKENS * HIDDEN * ffn * (2 if gated else 1),
+        "fc2": 2 * TOKENS * HIDDEN * ffn,
+    }
+
+
+ALL = {"qkv", "scores", "context", "proj", "fc1", "fc2"}
+RERUN = {
+    "full+all": ALL,
+    "full": ALL - {"fc2"},
+    "full+keep[core_attn]": {"qkv", "proj", "fc1"},
+    "selective[mlp]+all": {"fc1", "fc2"},
+    "selective[mlp]": {"fc1"},
+    "selective[mlp_act]": set(),
+    "selective[qkv]": {"qkv"},
+    "selective[core_attn]+all": {"scores", "context"},
+    "selective[core_attn]": {"scores"},
+    "selective[core_attn+qkv]": {"qkv", "scores"},
+    "selective[mlp+qkv]": {"qkv", "fc1"},
+}
+
+
+@pytest.mark.parametrize(("gated", "ffn"), [(False, 256), (True, 224)])
+def test_each_choice_reruns_exactly_the_products_that_it_names(gated, ffn):
+    model = model_of(dropout=0.0, ffn_hidden_size=ffn, **(SWIGLU if gated else {}))
+    cost = products(ffn, gated)
+    plain, reference = step_of(model, "none")
+    for text, rerun in RERUN.items():
+        flops, result = step_of(model, text)
+        assert flops - plain == LAYERS * sum(cost[name] for name in rerun), text
+        assert result.same_bits(reference), text
+
+
+@pytest.mark.parametrize(
+    ("fields", "whole", "kept"),
+    [(SWIGLU | {"ffn_hidden_size": 7 * HIDDEN // 2}, 79, 67), ({}, 71, 57)],
+)
+def test_shares_of_a_layers_products_that_full_reruns(fields, whole, kept):
+    """At a length of one hidden size: 26 of 33, 22 of 33; of a GELU layer 20 of 28, 16 of 28."""
+    model = model_of(dropout=0.0, seq_length=HIDDEN, **fields)
+    flops = {
+        text: step_of(model, text, seq_length=HIDDEN)[0]
+        for text in ("none", "full+all", "full", "full+keep[core_attn]")
+    }
+    forward = flops["full+all"] - flops["none"]
+    assert round(100 * (flops["full"] - flops["none"]) / forward) == whole
+    assert round(100 * (flops["full+keep[core_attn]"] - flops["none"]) / forward) == kept
+
+
+def test_a_checkpoint_around_two_layers_skips_the_end_of_the_last_one_alone():
+    model = model_of(dropout=0.0)
+    cost = products(256, False)
+    whole, _ = step_of(model, "full/2+all")
+    ours, _ = step_of(model, "full/2")
+    assert whole - ours == LAYERS // 2 * cost["fc2"]
+
+
+def held_bytes(model, text):
+    """What one layer keeps of a forward beside its input and output."""
+    from megatron_autorecompute.runtime.live_bytes import LiveBytes
+
+    layer = model.decoder.layers[0]
+    hidden = torch.randn(SEQ_LENGTH, MICRO_BATCH_SIZE, HIDDEN, requires_grad=True)
+    mask = microbatch()["attention_mask"]
+    with applied(text, model):
+        with LiveBytes([*model.parameters(), hidden, mask]) as live:
+            output, _ = layer(hidden_states=hidden, attention_mask=mask)
+            found = live.current_bytes - output.untyped_storage().nbytes()
+        output.sum().backward()
+    return found
+
+
+def test_held_bytes_are_the_formulas():
+    ffn, element = 256, 4
+    model = model_of(dropout=0.0, attention=FlashLikeAttention)
+    wide, narrow = TOKENS * ffn * element, TOKENS * HIDDEN * element
+    none = held_bytes(model, "none")
+    # The activation's output, which fc2 saves.
+    assert none - held_bytes(model, "selective[mlp_act]") == wide
+    # And its input, fc1's output; the norm's output is the checkpoint's own.
+    assert none - held_bytes(model, "selective[mlp]") == 2 * wide
+    # Query, key and value, of which a fused attention saves nothing else.
+    assert none - held_bytes(model, "selective[qkv]") == 3 * narrow
+    assert held_bytes(model, "selective[mlp]") == held_bytes(model, "selective[mlp]+all")
+
+
+def test_a_kept_attention_adds_its_output_and_its_sums_alone():
+    model = model_of(dropout=0.0, attention=FlashLikeAttention)
+    policies = ("full+all", "full", "full+keep[core_attn]")
+    peaks = {text: alive_after_forward(model, text) for text in policies}
+    sums = 4 * SEQ_LENGTH * MICRO_BATCH_SIZE * model.config.num_attention_heads
+    assert peaks["full"] == peaks["full+all"]
+    more = peaks["full+keep[core_attn]"] - peaks["full"]
+    assert more == LAYERS * (4 * TOKENS * HIDDEN + sums)
+
+
+def alive_after_forward(model, text):
+    from megatron_autorecompute.runtime.live_bytes import LiveBytes
+
+    with applied(text, model):
+        one_step([model], num_microbatches=1)  # what stays between steps
+        with LiveBytes(model.parameters()) as live:
+            loss = model(**microbatch()).mean()
+            found = live.current_bytes
+        loss.backward()
+    return found
+
+
+# ------------------------------------------------------------------------- nothing wrong passes
+
+
+def part_of(model, **options):
+    """A part in the place of the first layer's linear after attention, whose output is read."""
+    from megatron_autorecompute.runtime.run_once import Part
+
+    layer = model.decoder.layers[0]
+    return Part(layer.self_attention.linear_proj, "forward", layer, **options)
+
+
+def test_an_output_that_is_read_after_all_is_computed_again():
+    model = model_of()
+    _, reference = step_of(model, "none", num_microbatches=3)
+    part = part_of(model)
+    _, result = step_of(model, "full", num_microbatches=3)
+    part.undo()
+    assert result.same_bits(reference)
+    assert set(part.reads.values()) == {(True,)}
+
+
+def test_a_wrong_claim_that_an_output_is_dead_leaves_no_gradient_that_looks_right():
+    model = model_of()
+    with applied("full", model):
+        part = part_of(model)
+        one_step([model], num_microbatches=1)  # learns what is read
+        part.reads = _AlwaysDead()
+        result = one_step([model], num_microbatches=1)
+        part.undo()
+    assert result.gradients["decoder.layers.0.mlp.linear_fc1.weight"].isnan().all()
+
+
+class _AlwaysDead(dict):
+    def __contains__(self, key):
+        return True
+
+    def get(self, key, default=None):
+        return (False,)
+
+
+def test_what_is_read_is_learnt_anew_for_another_length_and_for_frozen_layers():
+    model = model_of(dropout=0.0)
+    with applied("full", model):
+        part = model.decoder.layers[0].mlp.linear_fc2.forward
+        one_step([model], num_microbatches=2)
+        assert len(part.reads) == 1
+        one_step([model], num_microbatches=1, seq_length=SEQ_LENGTH // 2)
+        assert len(part.reads) == 2
+        model.decoder.layers[0].self_attention.requires_grad_(False)
+        one_step([model], num_microbatches=1)
+        assert len(part.reads) == 3
+
+
+def test_an_evaluation_in_training_mode_between_two_microbatches_changes_no_bit():
+    model = model_of(dropout=0.0)
+    _, reference = step_of(model, "none")
+    text = "full*1,full+keep[core_attn]*1,selective[mlp_act+qkv]*1,selective[mlp]*1"
+    with applied(text, model):
+        loss = model(**microbatch(9)).mean()
+        with torch.no_grad():
+            model(**microbatch(3))
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        assert one_step([model], num_microbatches=1).same_bits(reference)
+
+
+def test_generators_end_where_no_recompute_leaves_them():
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    model = model_of(attention=FlashLikeAttention)
+    states = {}
+    for text in ("none", "full", "full+keep[core_attn]", "selective[qkv]", "selective[mlp_act]"):
+        _, result = step_of(model, text, num_microbatches=2)
+        tracked = {name: each.clone() for name, each in get_cuda_rng_tracker().get_states().items()}
+        states[text] = result, torch.get_rng_state(), tracked
+    result, state, tracked = states.pop("none")
+    for text, (other, own, mine) in states.items():
+        assert other.same_bits(result), text
+        assert torch.equal(own, state), text
+        assert all(torch.equal(mine[name], each) for name, each in tracked.items()), text
+
+
+def test_routers_count_tokens_and_losses_once():
+    fields = {
+        "kind": "moe",
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+    }
+    found = {}
+    for text in ("none", "full", "full+keep[dispatch]", "selective[moe]", "selective[experts]"):
+        model = model_of(dropout=0.0, **fields)
+        _, result = step_of(model, text, num_microbatches=2)
+        counted = [
+            layer.mlp.router.local_tokens_per_expert.clone() for layer in model.decoder.layers
+        ]
+        found[text] = result, counted
+    result, counted = found.pop("none")
+    for text, (other, own) in found.items():
+        assert other.same_bits(result), text
+        assert all(map(torch.equal, own, counted)), text
+
+
+# --------------------------------------------------------------------------- copies and leftovers
+
+
+def test_copies_have_parts_of_their_own(monkeypatch):
+    group = torch.distributed.ProcessGroup
+    monkeypatch.setitem(copy._deepcopy_dispatch, group, lambda found, memo: found)
+    model = model_of(dropout=0.0)
+    _, reference = step_of(model, "none")
+    text = "full+keep[core_attn]*2,selective[mlp_act+qkv]*2"
+    with applied(text, model):
+        twin = copy.deepcopy(model)
+    assert one_step([model], num_microbatches=1).same_bits(reference)
+    with Flops() as flops:
+        assert one_step([twin], num_microbatches=1).same_bits(reference)
+    plain, _ = step_of(model, "none")
+    cost = products(256, False)
+    rerun = 2 * (cost["qkv"] + cost["proj"] + cost["fc1"]) + 2 * cost["qkv"]
+    assert flops.total - plain == rerun
+
+
+def test_a_pickled_module_has_a_part_of_its_own():
+    from megatron_autorecompute.runtime.run_once import Part
+
+    module = torch.nn.Linear(2, 2)
+    part = Part(module, "forward", module)
+    restored = pickle.loads(pickle.dumps(module))
+    part.undo()
+    assert restored.forward.owner is restored
+    assert torch.equal(restored(torch.ones(1, 2)), module(torch.ones(1, 2)))
+
+
+def test_undo_leaves_no_trace():
+    from megatron.core import tensor_parallel
+
+    original = tensor_parallel.checkpoint
+    model = model_of()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    policy = applied("full+keep[core_attn]*1,selective[mlp_act+qkv]*2,selective[mlp]*1", model)
+    assert tensor_parallel.checkpoint is not original
+    policy.undo()
+    del policy
+    assert tensor_parallel.checkpoint is original
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_a_forward_without_a_backward_is_freed_at_once():
+    from megatron_autorecompute.runtime.live_bytes import LiveBytes
+
+    model = model_of()
+    with applied("full+keep[core_attn]*2,selective[mlp_act+qkv]*2", model):
+        one_step([model], num_microbatches=1)
+        gc.collect()
+        gc.disable()
+        try:
+            with LiveBytes(model.parameters()) as live:
+                model(**microbatch())  # makes what stays between forwards
+                alive = live.current_bytes
+                for _ in range(3):
+                    model(**microbatch())
+                assert live.current_bytes <= alive
+        finally:
+            gc.enable()
+
+
+# -------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "message"),
+    [
+        (
+            "full+keep[mlp]",
+            {},
+            r"Unknown part mlp to keep in full\+keep\[mlp\]: there are",
+        ),
+        ("selective[mlp+mlp_act]", {}, "mlp contains mlp_act, leave one of them out"),
+        (
+            "full+keep[dispatch]",
+            {"kind": "moe", "moe_router_force_load_balancing": True},
+            r"dispatch of full\+keep\[dispatch\] on layer 0: moe_router_force_load_balancing",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_with_its_reason(text, fields, message):
+    with pytest.raises(PolicyError, match=message):
+        applied(text, model_of(**fields))
+
+
+def test_a_kept_part_that_layers_lack_is_said_once(caplog):
+    with applied("full+keep[dispatch]", model_of()):
+        pass
+    (record,) = [each for each in caplog.records if "does nothing" in each.getMessage()]
+    assert "dispatch of full+keep[dispatch] does nothing on 4 layers" in record.getMessage()
