@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.unit_costs import CostTable, fastest_choice
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy
+from megatron_autorecompute.profile import MEASURED, MEASURED_ON_ONE_DEVICE, Profile
 from megatron_autorecompute.report.terminal import legend
 from megatron_autorecompute.units import GIB, MIB
 
@@ -35,6 +36,16 @@ def percent(share: float) -> str:
         return "0%"
     text = f"{100 * share:.1f}"
     return f"{100 * share:.2f}%" if text in ("0.0", "100.0") and share != 1 else f"{text}%"
+
+
+def came_from(profile: Profile) -> str:
+    """Whether the figures of a profile are measured."""
+    sources = {record.source for kind in profile.kinds for record in kind.choices}
+    if sources == {MEASURED}:
+        return "measured"
+    if MEASURED_ON_ONE_DEVICE in sources:
+        return "measured on one device, communication modelled"
+    return "measured where said, else modelled" if MEASURED in sources else "modelled, not measured"
 
 
 def choice_colours(plan: Plan) -> dict[LayerPolicy, str]:
