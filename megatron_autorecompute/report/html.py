@@ -45,7 +45,7 @@ def html(data: ReportData) -> str:
         "title": escape(plan.profile.model.name),
         "shape": escape(_shape(plan)),
         "answer": _answer(plan),
-        "speed": escape(data.speed),
+        "speed": f"<p>{escape(data.speed)}</p>" * bool(data.speed),
         "cards": _cards(data),
         "stages_note": _stages_note(plan),
         "stages": _stages(data),

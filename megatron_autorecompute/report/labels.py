@@ -24,6 +24,11 @@ class Box:
         high = min(self.y + self.height, other.y + other.height) - max(self.y, other.y)
         return max(wide, 0.0) * max(high, 0.0)
 
+    def nearest(self, x: float, y: float) -> tuple[float, float]:
+        """The nearest of its points to one."""
+        across, up = self.x + self.width, self.y + self.height
+        return min(max(x, self.x), across), min(max(y, self.y), up)
+
     def within(self, other: Box) -> bool:
         """Whether it lies completely in another box."""
         return (

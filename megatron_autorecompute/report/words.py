@@ -8,7 +8,6 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.unit_costs import CostTable, fastest_choice
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy
 from megatron_autorecompute.profile import MEASURED, MEASURED_ON_ONE_DEVICE, Profile
-from megatron_autorecompute.report.terminal import legend
 from megatron_autorecompute.units import GIB, MIB
 
 RECOMPUTE_RAMP = ("#fdd9bd", "#f9a05f", "#d55e00", "#8a3000")
@@ -67,11 +66,6 @@ def choice_colours(plan: Plan) -> dict[LayerPolicy, str]:
         choice: NO_RECOMPUTE if choice == NONE else colours[without_group(choice)]
         for choice in cost
     }
-
-
-def symbols(plan: Plan) -> dict[LayerPolicy, str]:
-    """One character per choice, the same as in the terminal."""
-    return legend(plan.policy)
 
 
 def without_group(choice: LayerPolicy) -> LayerPolicy:
