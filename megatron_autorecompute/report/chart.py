@@ -101,16 +101,30 @@ class Chart:
             x, budget = self.x(self.budget_bytes), f"budget {size(self.budget_bytes)}"
             taken.append(Box(x - 1, FRAME.y, 2, FRAME.height))
             names = [*names[:1], Name(x, FRAME.y + 10, budget), *names[1:]]
-        sizes = [(6.4 * len(name.text), 13.0) for name in names]
-        boxes = placed([(name.x, name.y) for name in names], sizes, FRAME, taken)
-        for name, box in zip(names, boxes, strict=True):
-            if any(box.overlap(other) for other in taken):
-                continue
-            taken.append(box)
+        taken += [Box(name.x - 4, name.y - 4, 8, 8) for name in names]
+        written: list[Box] = []
+        for name in names:
+            size_of = (6.4 * len(name.text), 13.0)
+            (box,) = placed([(name.x, name.y)], [size_of], FRAME, [*taken, *written])
             x, y = box.nearest(name.x, name.y)
-            if math.dist((x, y), (name.x, name.y)) > _LEADER:
+            leads = math.dist((x, y), (name.x, name.y)) > _LEADER
+            leader = list(_along(name.x, name.y, x, y)) if leads else []
+            if _covers([box], taken) or _covers([box, *leader], written):
+                continue
+            written += [box, *leader]
+            if leads:
                 yield path("leader", f"M{name.x} {name.y}L{x:.1f} {y:.1f}", name.colour)
             yield text(box.x, box.y + 10, name.text, colour=name.colour, strong=name.strong)
+
+
+def _along(x: float, y: float, end_x: float, end_y: float) -> Iterator[Box]:
+    """Small boxes on a thin line, without its ends."""
+    for share in (i / 20 for i in range(1, 20)):
+        yield Box(x + share * (end_x - x) - 2, y + share * (end_y - y) - 2, 4, 4)
+
+
+def _covers(boxes: Sequence[Box], others: Sequence[Box]) -> bool:
+    return any(box.overlap(other) for box in boxes for other in others)
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:

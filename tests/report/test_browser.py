@@ -161,6 +161,17 @@ def test_the_status_line_is_of_the_fullest_moment_as_planned(browser, llama, way
         assert said.endswith(f"at most {size(cost.peak.bytes)} alive")
 
 
+def test_where_the_optimizer_step_is_the_fullest_the_status_line_says_so(browser, llama):
+    with opened(browser, llama) as found:
+        found.page.focus("#pipeline")
+        found.page.keyboard.press("ArrowRight")
+        found.ask("stages[focus].binding = null")
+        found.page.keyboard.press("p")
+        stage = found.ask("focus")
+        assert found.page.inner_text("#said").startswith(f"Optimizer step, stage {stage}: at most")
+        assert found.ask("view[1] === end")
+
+
 def test_the_status_line_is_of_what_is_clicked(browser, llama):
     with opened(browser, llama) as found:
         found.page.focus("#pipeline")
