@@ -515,8 +515,8 @@ memory less 5% and what is assumed outside torch, with DeepEP's or HybridEP's bu
 DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here with these
 sources, `tests/meta/test_job.py` with the column `model_dims_public` of the table.
 """
-MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100 80 GB, in GB of 10^9 bytes,
-beside this model's predictions for the first and the last pipeline stage. The reports give no
+MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100, in GB of 10^9 bytes. Beside them
+stand this model's predictions for the first and the last pipeline stage. The reports give no
 figure for weights, gradients or optimizer state.
 """
 MEASURED_EXPLAINED = """None of what follows was verified on a device:
@@ -527,22 +527,21 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
   bf16 moments, of one parameter group at a time: 8 bytes for each of 1.80e9 expert weights are 14.4
   GB, on top of 23.1 GB: 2 + 2 bytes for each of 2.60e9 weights and their gradients, 2 + 2 + 2 of
   state for each of the 2.00e9 in this rank's shard, 0.7 GB of buffers (workspaces, and dummies of
-  weight gradients, above all the output layer's). The schedule's own peak is predicted 6 GB lower.
+  weight gradients, above all the output layer's). The schedule's own peak is predicted lower.
   Not explained: why the first two figures are 0.7 GB higher. If the schedule set them, its
-  activations would take 14 GB where this model has 8; uneven routing could do that.
+  activations would take nearly twice what this model has; uneven routing could do that.
 - **Llama3-70B.** The figures are read as those of the last pipeline rank, for three reasons.
   Megatron Bridge wrote its memory metrics on the last rank alone when these runs were made (its
   issue 3167 and pull request 3645, which changed that a month later). Two of the runs with 58.8
   and 59.6 GB are marked "OOM on rank 0", on cards of 80 GB. And twice as many chunks made the
-  figure grow by 1.4 GB, as in this model's last stage (68 to 74 layers of microbatches in
+  figure grow, as in this model's last stage (68 to 74 layers of microbatches in
   flight), while its first stage needs less (92 to 86).
 
   What is left is one question: whether fp8 weights exist twice. Products on Hopper read a
   transposed copy for the backward, which Transformer Engine keeps with weights that are fp8
   themselves (pytorch/module/base.py `get_weight_workspace`), so this model counts a second byte
-  for each: 4.3 GB for the 4.3e9 of a stage at tp 4 and pp 4, 2.1 GB at tp 8 or pp 8. Without it
-  the five rows at tp 4 would be 0.0 to 1.6% too high, where they are 5.7 to 8.3%; the row at tp
-  8 would be 4.0% too low, where it is 0.3% too high. The reports do not say which version of
+  for each. Without it the five rows at tp 4 would be near the measured ones, and the row at tp 8 as
+  much too low. The reports do not say which version of
   Transformer Engine ran, nor what CUDA graphs over the MLP held, whose pools stay taken in the
   optimizer step, the peak of the row at tp 8. The larger figure is kept: a plan then fits in
   either case.

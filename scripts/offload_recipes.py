@@ -228,7 +228,7 @@ Megatron's settings that fits, and so not than theirs. Where copies hide, nothin
   no collective. `cpu_offloading` copies both ways on one stream, as Transformer Engine does.
 - **Host memory**: half of a node's, divided by its GPUs: 120 GB per device of GB200 and GB300 (480
   GB a Grace, two GPUs), 125 GB of nodes with 8 GPUs and 2 TB. Two recipes take more than that in
-  this model (column "host GiB"), up to 63% of all: a plan may there, too.
+  this model (column "host GiB"): a plan may there, too.
 - **Left out of every column**: Megatron FSDP and with it weights, gradients and optimizer states
   ("GiB" is what a stage's peak has beside them), CUDA graphs, EP overlap
   (`deepseek_v3_256gpu_gb200_fp8mx_partial_cg_dev`), paged stash of experts' activations

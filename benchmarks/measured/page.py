@@ -228,10 +228,10 @@ OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
 - Fine-grained offload beside EP overlap: 15 MB missing on H100 in the second step, the first after
   Megatron's warm-up, 62 MB on GB200; the rest of 119 and 84 MB comes step by step until the 26th,
   as routing is learned. The step's time is not predicted.
-- Nemotron 3.5 Lightning on 8 GB200: its second step is predicted 1.0% too high; by its 17th it
+- Nemotron 3.5 Lightning on 8 GB200: its second step is predicted a little too high; by its 17th it
   takes 17.4 GB more, as routing is learned, with as much held between steps.
 - CUDA graphs: torch reports what their pool has only while they are captured. The one run whose
-  capture is its peak (attention with scores, 41 GB) says that the pool is right; what the graphs of
+  capture is its peak (attention with scores) says that the pool is right; what the graphs of
   small layers keep between steps beside it is not predicted, and replays are compared without them.
 - Fused cross entropy on A100 in containers of 2025: the first step took 0.5 and 0.9 GB more, as one
   and two copies of the logits would, and no later step did: not judged.

@@ -212,7 +212,7 @@ Hosts of A100's and GB200's tests, in other clouds, are as slow as AWS's.
 The other errors on H100, by cause:
 
 - The Python of EP overlap's schedule is not in the model.
-- One test with experts on eight ranks (`ep8`) takes 1.3 to 2.2 times as long as predicted, on A100
+- One test with experts on eight ranks (`ep8`) takes longer than predicted, on A100
   and GB200, too; with Muon it does not, whose own time is then predicted as too long. No cause was
   found.
 - Two tests whose name has `frozen` take 1.2 and 1.45 times as long as those of equal flags without.

@@ -23,6 +23,7 @@ from megatron_autorecompute.planner.outcomes import Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, curve_point
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.report import terminal
+from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import Curve, best_points, strategies_of
 
 STRATEGY_FIELDS = ("name", "step_ms", "peak_high_bytes")
@@ -95,7 +96,7 @@ def _without_offload(planner: Planner, num_points: int) -> list[CurvePoint]:
 def _draw(
     planner: Planner, strategies: Sequence[ManualResult], num_points: int, path: Path
 ) -> None:
-    from megatron_autorecompute.report.figures import curve_picture  # loads matplotlib
+    from megatron_autorecompute.report.drawn import save_picture  # loads matplotlib
 
     with progress_bars() as bars:
         task = bars.add_task("Picture", total=1)
@@ -107,7 +108,9 @@ def _draw(
             lambda share: bars.update(task, completed=share),
             num_points,
         )
-    curve_picture(Curve(planner.profile.model.name, points, tuple(strategies)), path)
+    name = planner.profile.model.name
+    title = f"{name}: the best policy for every budget (line), Megatron's own settings (points)"
+    save_picture(curve_svg(Curve(name, points, tuple(strategies)), title), path)
     streams.say(f"Drawn: {path}.{_REARRANGED * (planner.layout.num_chunks > 1)}")
 
 

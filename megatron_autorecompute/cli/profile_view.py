@@ -9,14 +9,10 @@ from rich.console import Group
 from rich.text import Text
 
 from megatron_autorecompute.cli.pipeline import known_of, shape_words
-from megatron_autorecompute.profile import (
-    MEASURED,
-    MEASURED_ON_ONE_DEVICE,
-    ChoiceRecord,
-    Profile,
-)
+from megatron_autorecompute.profile import ChoiceRecord, Profile
 from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.report.terminal import assumption_lines
+from megatron_autorecompute.report.words import came_from
 from megatron_autorecompute.units import MIB, unit_for
 
 
@@ -28,22 +24,13 @@ def profile_view(profile: Profile, verbose: bool, where: str = "") -> Group:
         verbose: whether every assumption is listed, or only their number.
         where: follows the number of layers in the title.
     """
-    title = f"{profile.model.name}: {profile.num_layers} layers{where}; {_came_from(profile)}"
+    title = f"{profile.model.name}: {profile.num_layers} layers{where}; {came_from(profile)}"
     parts: list[Text | Rows] = [Text(title, style="bold"), *map(Text, _made_for(profile))]
     parts.append(_records(profile))
     if profile.stages:
         parts.append(_static(profile))
     parts += map(Text, assumption_lines(profile.assumptions, verbose))
     return Group(*parts)
-
-
-def _came_from(profile: Profile) -> str:
-    measured = {r.source == MEASURED for kind in profile.kinds for r in kind.choices}
-    if measured == {True}:
-        return "measured"
-    if any(r.source == MEASURED_ON_ONE_DEVICE for kind in profile.kinds for r in kind.choices):
-        return "measured on one device, communication modelled"
-    return "measured where said, else modelled" if True in measured else "modelled, not measured"
 
 
 def _made_for(profile: Profile) -> Iterator[str]:

@@ -14,6 +14,7 @@ from rich.progress import TaskID
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import output_file, progress_bars
+from megatron_autorecompute.cli.throughput import throughput_words
 from megatron_autorecompute.cli.values import at_least, file
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.json_records import write_atomically
@@ -65,7 +66,8 @@ class ReportCommand(Command):
         output, plan = output_file(args), Plan.load(args.plan)
         recorded = recorded_step(plan, args.snapshot, args.stage) if args.snapshot else None
         with _shown_progress() as progress:
-            page = html(replace(report_data(plan, progress), recorded=recorded))
+            data = replace(report_data(plan, progress), recorded=recorded)
+        page = html(replace(data, speed=throughput_words(plan)))
         if output is None:
             streams.write(page)
             return

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from matplotlib import pyplot
-from matplotlib.axes import Axes
 from rich import box
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Column, Table
 
 from megatron_autorecompute.compare.comparison import Comparison, Family, StrategyResult
-from megatron_autorecompute.report.figures import Name, save_figure, write_names
+from megatron_autorecompute.report.chart import FRAME, Chart, Name, circle, path
+from megatron_autorecompute.report.drawn import save_picture
+from megatron_autorecompute.report.labels import Box
 from megatron_autorecompute.units import MIB
 
 _COLOUR: dict[Family, str] = {
@@ -115,67 +115,38 @@ def picture(comparison: Comparison, path: Path) -> None:
 
     Raises: ProfileError if the file cannot be written.
     """
-    figure, axes = pyplot.subplots(figsize=(8.5, 5.2), dpi=150, layout="constrained")
     timed = [strategy for strategy in comparison.strategies if strategy.step_ms]
-    for strategy in timed:
-        _point(axes, strategy)
-    if comparison.budget_bytes is not None:
-        axes.axvline(comparison.budget_bytes / MIB, color="black", linestyle="--", linewidth=1)
-    axes.set_xlabel("peak memory of the fullest stage (MiB)")
-    axes.set_ylabel("step time, median and quartiles (ms)")
-    axes.set_title(_title(comparison), fontsize=10)
-    axes.margins(0.12)
-    axes.grid(alpha=0.25)
-    _write_names(axes, comparison, timed)
-    save_figure(figure, path)
+    timed.sort(key=lambda strategy: strategy.family == "tried")  # stand behind the others
+    reach = [(s.median_ms or 0.0) + way * s.spread_ms / 2 for s in timed for way in (-1, 1)]
+    chart = Chart.around([max(s.peak_bytes) for s in timed], reach, comparison.budget_bytes)
+    bars = [_bar(chart, strategy) for strategy in timed]
+    names = [Name(*_place(chart, s), s.name, *_looks(s)) for s in timed]
+    points = [_point(chart, strategy) for strategy in timed[::-1]]
+    save_picture(chart.svg(points, names, bars, _title(comparison)), path)
 
 
-def _write_names(axes: Axes, comparison: Comparison, timed: list[StrategyResult]) -> None:
-    """Names of the rows first, then of the budget, then of what the manual search tried."""
-    rows = [s for s in timed if s.family != "tried"]
-    tried = [s for s in timed if s.family == "tried"]
-    budget_mib = [] if comparison.budget_bytes is None else [comparison.budget_bytes / MIB]
-    top = axes.get_ylim()[1]
-    names = [_name(strategy) for strategy in rows]
-    names += [Name(x, top, "budget", "#000000") for x in budget_mib]
-    names += [_name(strategy) for strategy in tried]
-    bars = [_bar(strategy) for strategy in timed]
-    write_names(axes, names, free=bars, columns=budget_mib)
+def _place(chart: Chart, strategy: StrategyResult) -> tuple[float, float]:
+    return chart.x(max(strategy.peak_bytes)), chart.y(strategy.median_ms or 0.0)
 
 
-def _place(strategy: StrategyResult) -> tuple[float, float]:
-    return max(strategy.peak_bytes) / MIB, strategy.median_ms or 0.0
+def _bar(chart: Chart, strategy: StrategyResult) -> Box:
+    """From the lower to the upper quartile; of a setting that was tried only its point."""
+    (x, y), spread = _place(chart, strategy), strategy.spread_ms / (chart.high_ms - chart.low_ms)
+    reach = 0 if strategy.family == "tried" else FRAME.height * spread / 2
+    return Box(x - 4, y - reach - 3, 8, 2 * reach + 6)
 
 
-def _bar(strategy: StrategyResult) -> tuple[float, float, float, float]:
-    (x, y), reach = _place(strategy), strategy.spread_ms / 2
-    return (x, y, x, y) if strategy.family == "tried" else (x, y - reach, x, y + reach)
-
-
-def _name(strategy: StrategyResult) -> Name:
+def _looks(strategy: StrategyResult) -> tuple[str, bool]:
+    """Colour of the name, and whether it is bold."""
     tried = strategy.family == "tried"
-    return Name(
-        *_place(strategy),
-        strategy.name,
-        "#8a6a3a" if tried else _COLOUR[strategy.family],
-        7 if tried else 9,
-        strategy.family == "ours",
-    )
+    return "#8a6a3a" if tried else _COLOUR[strategy.family], strategy.family == "ours"
 
 
-def _point(axes: Axes, strategy: StrategyResult) -> None:
-    tried = strategy.family == "tried"
-    x, y = _place(strategy)
-    axes.errorbar(
-        x,
-        y,
-        yerr=None if tried else strategy.spread_ms / 2,
-        fmt="o",
-        capsize=3,
-        markersize=5 if tried else 9,
-        color=_COLOUR[strategy.family],
-        zorder=2 if tried else 3,
-    )
+def _point(chart: Chart, strategy: StrategyResult) -> str:
+    (x, y), bar, colour = _place(chart, strategy), _bar(chart, strategy), _COLOUR[strategy.family]
+    line = path("bar", f"M{x} {bar.y + 3:.1f}V{bar.y + bar.height - 3:.1f}", colour)
+    radius = 3 if strategy.family == "tried" else 5
+    return line + circle(strategy.family, x, y, radius, f'fill="{colour}"', strategy.name)
 
 
 def _title(comparison: Comparison) -> str:
@@ -183,5 +154,5 @@ def _title(comparison: Comparison) -> str:
     return (
         f"{job.num_layers} layers, hidden {job.hidden_size}, sequence {job.seq_length}, "
         f"{job.pipeline_stages} pipeline stages, {job.num_microbatches} microbatches; "
-        f"{comparison.machine.get('device', '')}"
+        f"{comparison.machine.get('device', '')}; bars between quartiles"
     )

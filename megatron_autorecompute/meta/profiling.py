@@ -674,7 +674,7 @@ def _fingerprint(job: Job, device: Device, efficiency: Efficiency) -> dict[str, 
         "made": "without a device",
         "job": hashlib.sha256(repr(job).encode()).hexdigest()[:12],
         "device": device.name,
-        "efficiency": repr(efficiency),
+        "efficiency": ", ".join(f"{n} {value:g}" for n, value in asdict(efficiency).items()),
         "megatron-core": metadata.version("megatron-core"),
         "torch": torch.__version__,
     }

@@ -82,6 +82,8 @@ class ReportData:
     """What to paste, the most likely first."""
     recorded: RecordedStep | None = None
     """A step of one stage as torch recorded it."""
+    speed: str = ""
+    """A sentence on bubble and throughput; empty for none."""
 
     @property
     def stage_of(self) -> dict[int, int]:

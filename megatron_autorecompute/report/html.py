@@ -24,7 +24,7 @@ from megatron_autorecompute.report.recorded_html import recorded_data, recorded_
 from megatron_autorecompute.report.strip import STYLE, strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
-from megatron_autorecompute.report.words import duration, percent, size
+from megatron_autorecompute.report.words import came_from, duration, percent, size
 
 _PARTS = (  # as plan.js draws them
     ("static", "static_bytes"),
@@ -45,6 +45,7 @@ def html(data: ReportData) -> str:
         "title": escape(plan.profile.model.name),
         "shape": escape(_shape(plan)),
         "answer": _answer(plan),
+        "speed": f"<p>{escape(data.speed)}</p>" * bool(data.speed),
         "cards": _cards(data),
         "stages_note": _stages_note(plan),
         "stages": _stages(data),
@@ -194,8 +195,10 @@ def _shape(plan: Plan) -> str:
         f"{schedule.num_microbatches} microbatches",
         f"micro-batch {shape.micro_batch_size} × {shape.seq_length:,} tokens",
         *(f"{name} {ranks}" for name, ranks in sizes.items() if ranks > 1),
+        plan.profile.fingerprint.get("device", ""),
+        came_from(plan.profile),
     ]
-    return " · ".join(parts)
+    return " · ".join(filter(None, parts))
 
 
 def _answer(plan: Plan) -> str:

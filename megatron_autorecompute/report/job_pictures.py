@@ -7,92 +7,26 @@ as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
-from numpy.typing import NDArray
 
-from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import ChoiceRecord
-from megatron_autorecompute.report.terminal import legend
+from megatron_autorecompute.report.drawn import DPI, Image, drawn, pixels
+from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.timeline import StageTimeline, event_peaks, timeline
-from megatron_autorecompute.report.words import (
-    choice_colours,
-    duration,
-    ink_on,
-    size,
-    without_group,
-)
+from megatron_autorecompute.report.words import duration, size
 from megatron_autorecompute.units import GIB, MIB
 
-Image = NDArray[np.uint8]
-"""Height, width, and red, green and blue."""
 MOST_LANES = 8
 """Stages in the picture of memory; of more, those with the least room are shown."""
-MOST_LETTERS = 48
-"""Layers of a stage whose cells have letters; in more they would not be readable."""
-MOST_FIRSTS = 3
-"""Chunks of a stage whose first layer is named."""
-CHUNK_GAP = 0.4
-"""Between the chunks of a stage, as a share of a layer's cell."""
-DPI = 110
 
 
 def policy_image(plan: Plan) -> Image:
     """What every layer recomputes: a row per stage, a cell per layer, darker where it is more."""
-    rows = [list(_cells(chunks)) for chunks in plan.layout.stages]
-    right = max(place + 1 for row in rows for place, _ in [(0.0, None), *row])
-    figure = Figure(figsize=(10.5, 0.9 + 0.26 * len(rows)), dpi=DPI, layout="constrained")
-    axes = figure.subplots()
-    colours, letters = choice_colours(plan), legend(plan.policy)
-    for stage, row in enumerate(rows):
-        for place, layer in row:
-            choice = plan.policy.layers[layer]
-            colour = colours[choice]
-            axes.add_patch(
-                Rectangle((place, stage + 0.04), 0.92, 0.92, facecolor=colour, linewidth=0)
-            )
-            if right <= MOST_LETTERS:
-                axes.text(
-                    place + 0.46,
-                    stage + 0.5,
-                    letters[choice],
-                    color=ink_on(colour),
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                )
-    axes.set(xlim=(0, right), ylim=(len(rows), 0), xticks=[])
-    axes.set_yticks([stage + 0.5 for stage in range(len(rows))])
-    axes.set_yticklabels([_row_name(*stage) for stage in enumerate(plan.layout.stages)])
-    axes.tick_params(length=0, labelsize=8)
-    axes.spines[:].set_visible(False)
-    axes.set_title(f"{plan.profile.model.name}: what every layer recomputes", fontsize=9)
-    names = {str(without_group(choice)): colour for choice, colour in colours.items()}
-    handles = [Patch(color=colour, label=name) for name, colour in names.items()]
-    figure.legend(handles=handles, loc="outside lower left", ncols=3, fontsize=8, frameon=False)
-    return _pixels(figure)
-
-
-def _cells(chunks: Sequence[Chunk]) -> Iterator[tuple[float, int]]:
-    """Where a stage's layers are drawn, with a gap between chunks, and their indices."""
-    place = 0.0
-    for chunk in chunks:
-        for layer in chunk.layers:
-            yield place, layer
-            place += 1
-        place += CHUNK_GAP
-
-
-def _row_name(stage: int, chunks: Sequence[Chunk]) -> str:
-    firsts = [str(chunk.layers[0]) for chunk in chunks if chunk.layers]
-    more = " …" if len(firsts) > MOST_FIRSTS else ""
-    return f"stage {stage}, from layer {', '.join(firsts[:MOST_FIRSTS])}{more}"
+    return pixels(drawn(strip_svg(plan)))
 
 
 def memory_image(plan: Plan, measured_bytes: Sequence[int] | None) -> Image:
@@ -120,7 +54,7 @@ def memory_image(plan: Plan, measured_bytes: Sequence[int] | None) -> Image:
     )
     handles, labels = lanes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=8, frameon=False)
-    return _pixels(figure)
+    return pixels(figure)
 
 
 def _lane(axes: Axes, stage: StageTimeline, measured_bytes: int | None) -> None:
@@ -138,12 +72,6 @@ def _lane(axes: Axes, stage: StageTimeline, measured_bytes: int | None) -> None:
     axes.set_ylim(max(0.0, low - 0.2 * (top - low)), top + 0.05 * (top - low))
     axes.set_ylabel(f"stage {stage.stage}\n{name}", fontsize=8)
     axes.tick_params(labelsize=7)
-
-
-def _pixels(figure: Figure) -> Image:
-    canvas: Any = FigureCanvasAgg(figure)  # its methods have no types
-    canvas.draw()
-    return np.array(canvas.buffer_rgba(), np.uint8)[:, :, :3].copy()
 
 
 COSTS = (

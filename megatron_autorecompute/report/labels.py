@@ -22,7 +22,12 @@ class Box:
         """Common area."""
         wide = min(self.x + self.width, other.x + other.width) - max(self.x, other.x)
         high = min(self.y + self.height, other.y + other.height) - max(self.y, other.y)
-        return max(wide, 0.0) * max(high, 0.0)
+        return wide * high if wide > 0 and high > 0 else 0.0
+
+    def nearest(self, x: float, y: float) -> tuple[float, float]:
+        """The nearest of its points to one."""
+        across, up = self.x + self.width, self.y + self.height
+        return min(max(x, self.x), across), min(max(y, self.y), up)
 
     def within(self, other: Box) -> bool:
         """Whether it lies completely in another box."""
@@ -62,7 +67,8 @@ def placed(
 def _best(candidates: list[Box], inside: Box, taken: Sequence[Box]) -> Box:
     possible = [box for box in candidates if box.within(inside)]
     possible = possible or [box.moved_into(inside) for box in candidates]
-    return min(possible, key=lambda box: sum(box.overlap(other) for other in taken))
+    free = (box for box in possible if not any(box.overlap(other) for other in taken))
+    return next(free, None) or min(possible, key=lambda b: sum(b.overlap(o) for o in taken))
 
 
 def _around(point: tuple[float, float], size: tuple[float, float]) -> Iterator[Box]:

@@ -9,7 +9,8 @@ from html import escape
 from megatron_autorecompute.planner.layout import Chunk
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.report.words import choice_colours, ink_on, symbols, without_group
+from megatron_autorecompute.report.terminal import legend
+from megatron_autorecompute.report.words import choice_colours, ink_on, without_group
 
 CELL, ROW, GAP, LABEL = 17, 19, 9, 56
 """Pixels: width and height of a cell, space between chunks, space for the stage's name."""
@@ -18,16 +19,11 @@ BETWEEN = 15
 MOST_CELLS = 64
 """Cells in a row; a longer stage continues in the next row."""
 STYLE = """
-.strip text { font: 11px system-ui, sans-serif; fill: #333 }
-.strip .few { font-size: 9px; fill: #666 }
-.strip .cell text { text-anchor: middle }
-.strip .end rect { fill: none; stroke: #888 }
-.strip .group { stroke: #333; stroke-width: 2 }
-@media (prefers-color-scheme: dark) {
-  .strip text { fill: #ddd } .strip .few { fill: #aaa } .strip .group { stroke: #ddd }
+@media screen and (prefers-color-scheme: dark) {
+  .strip .name { fill: #ddd } .strip .few { fill: #aaa } .strip .group { stroke: #ddd }
 }
-@media print { .strip text { fill: #333 } .strip .group { stroke: #333 } }
 """
+INK, QUIET = "#333333", "#666666"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +47,34 @@ def strip_svg(plan: Plan, *, interactive: bool = False) -> str:
     parts, y, right = [], 0, 420
     for stage, chunks in enumerate(plan.layout.stages):
         places = list(_placed(chunks, y))
-        parts.append(f'<text x="0" y="{y + BETWEEN + 14}">stage {stage}</text>')
+        parts.append(_name(0, y + BETWEEN + 14, f"stage {stage}"))
         parts += _cells(plan, places, chunks, interactive)
         right = max([right, *(place.x + CELL for place in places)])
         y = max([y, *(place.y for place in places)]) + ROW + 2
-    legend = list(_legend(plan, y + BETWEEN))
-    height = y + BETWEEN + 22 * len(legend)
+    below = list(_legend(plan, y + BETWEEN))
+    height = y + BETWEEN + 22 * len(below)
     style = "" if interactive else f"<style>{STYLE}</style>"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="strip" viewBox="0 0 {right + 2} {height}"'
-        f' width="{right + 2}" height="{height}" role="group" aria-label="What every layer '
-        f'recomputes">{style}\n' + "\n".join([*parts, *legend]) + "\n</svg>\n"
+        f' width="{right + 2}" height="{height}" font-family="system-ui, sans-serif" role="group" '
+        f'aria-label="What every layer recomputes">{style}\n'
+        + "\n".join([*parts, *below])
+        + "\n</svg>\n"
     )
+
+
+def _name(x: int, y: int, text: str) -> str:
+    return f'<text class="name" x="{x}" y="{y}" font-size="11" fill="{INK}">{escape(text)}</text>'
+
+
+def _letter(x: int, y: int, letter: str, colour: str) -> str:
+    return (
+        f'<text x="{x}" y="{y}" font-size="11" text-anchor="middle" fill="{colour}">{letter}</text>'
+    )
+
+
+def _group(x: float, y: float, to: str) -> str:
+    return f'<path class="group" d="M{x} {y}{to}" stroke="{INK}" stroke-width="2"/>'
 
 
 def _placed(chunks: tuple[Chunk, ...], top: int) -> Iterator[_Place]:
@@ -81,20 +93,24 @@ def _placed(chunks: tuple[Chunk, ...], top: int) -> Iterator[_Place]:
 def _cells(
     plan: Plan, places: list[_Place], chunks: tuple[Chunk, ...], interactive: bool
 ) -> Iterator[str]:
-    colours, letters, policy = choice_colours(plan), symbols(plan), plan.policy
+    colours, letters, policy = choice_colours(plan), legend(plan.policy), plan.policy
     begun = -1
     for place in places:
+        middle = place.x + CELL // 2
         if place.layer is None:
             name = "embedding" if place.end == "E" else "head and loss"
             yield (
-                f'<g class="cell end"><title>{name}</title><rect x="{place.x + 1}" '
-                f'y="{place.y + 0.5}" width="{CELL - 3}" height="{ROW - 1}"/>'
-                f'<text x="{place.x + CELL // 2}" y="{place.y + 14}">{place.end}</text></g>'
+                f'<g class="cell"><title>{name}</title><rect x="{place.x + 1}" '
+                f'y="{place.y + 0.5}" width="{CELL - 3}" height="{ROW - 1}" fill="none" '
+                f'stroke="#888888"/>{_letter(middle, place.y + 14, place.end, "#888888")}</g>'
             )
             continue
         if place.chunk > begun:
             begun = place.chunk
-            yield f'<text class="few" x="{place.x}" y="{place.y - 3}">{place.layer}</text>'
+            yield (
+                f'<text class="few" x="{place.x}" y="{place.y - 3}" font-size="9" '
+                f'fill="{QUIET}">{place.layer}</text>'
+            )
         choice = policy.layers[place.layer]
         name = escape(f"layer {place.layer}: {choice}")
         about = (
@@ -104,9 +120,8 @@ def _cells(
         )
         yield (
             f'<g class="cell" {about}<rect x="{place.x}" y="{place.y}" width="{CELL - 1}" '
-            f'height="{ROW}" fill="{colours[choice]}"/><text x="{place.x + CELL // 2}" '
-            f'y="{place.y + 14}" style="fill:{ink_on(colours[choice])}">{letters[choice]}'
-            "</text></g>"
+            f'height="{ROW}" fill="{colours[choice]}"/>'
+            f"{_letter(middle, place.y + 14, letters[choice], ink_on(colours[choice]))}</g>"
         )
     at = {place.layer: place for place in places if place.layer is not None}
     for group in groups(policy, chunks):
@@ -114,8 +129,7 @@ def _cells(
             place = at[layer]
             left = place.x + (layer == group[0])
             right = place.x + CELL - (2 if layer == group[-1] else 0)
-            y = place.y + ROW + 1.5
-            yield f'<path class="group" d="M{left} {y}H{right}"/>'
+            yield _group(left, place.y + ROW + 1.5, f"H{right}")
 
 
 def groups(policy: RecomputePolicy, chunks: tuple[Chunk, ...]) -> Iterator[tuple[int, ...]]:
@@ -129,7 +143,7 @@ def groups(policy: RecomputePolicy, chunks: tuple[Chunk, ...]) -> Iterator[tuple
 
 
 def _legend(plan: Plan, top: int) -> Iterator[str]:
-    colours, letters = choice_colours(plan), symbols(plan)
+    colours, letters = choice_colours(plan), legend(plan.policy)
     named = {letters[choice]: choice for choice in letters if choice.group == 1}
     if any(choice.granularity == "full" for choice in letters):
         named.setdefault("F", next(c for c in letters if c.granularity == "full"))
@@ -140,14 +154,10 @@ def _legend(plan: Plan, top: int) -> Iterator[str]:
         count = sum(without_group(other) == name for other in plan.policy.layers)
         yield (
             f'<g class="cell"><rect x="{LABEL}" y="{y}" width="{CELL - 1}" height="{ROW - 2}" '
-            f'fill="{colour}"/><text x="{LABEL + CELL // 2}" y="{y + 13}" '
-            f'style="fill:{ink_on(colour)}">{letter}</text></g>'
-            f'<text x="{LABEL + CELL + 8}" y="{y + 13}">{escape(str(name))} · '
-            f"{count} layer{'s' * (count != 1)}</text>"
+            f'fill="{colour}"/>{_letter(LABEL + CELL // 2, y + 13, letter, ink_on(colour))}</g>'
+            + _name(LABEL + CELL + 8, y + 13, f"{name} · {count} layer{'s' * (count != 1)}")
         )
         y += 22
     if any(choice.group > 1 for choice in letters):
-        yield (
-            f'<path class="group" d="M{LABEL} {y + 9}h{CELL - 2}"/>'
-            f'<text x="{LABEL + CELL + 8}" y="{y + 13}">one checkpoint around these layers</text>'
-        )
+        yield _group(LABEL, y + 9, f"h{CELL - 2}")
+        yield _name(LABEL + CELL + 8, y + 13, "one checkpoint around these layers")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.unit_costs import CostTable, fastest_choice
 from megatron_autorecompute.policy import NONE, LayerPolicy
-from megatron_autorecompute.report.terminal import legend
+from megatron_autorecompute.profile import MEASURED, MEASURED_ON_ONE_DEVICE, Profile
 from megatron_autorecompute.units import GIB, MIB
 
 RECOMPUTE_RAMP = ("#fdd9bd", "#f9a05f", "#d55e00", "#8a3000")
@@ -38,6 +38,16 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f}%" if text in ("0.0", "100.0") and share != 1 else f"{text}%"
 
 
+def came_from(profile: Profile) -> str:
+    """Whether the figures of a profile are measured."""
+    sources = {record.source for kind in profile.kinds for record in kind.choices}
+    if sources == {MEASURED}:
+        return "measured"
+    if MEASURED_ON_ONE_DEVICE in sources:
+        return "measured on one device, communication modelled"
+    return "measured where said, else modelled" if MEASURED in sources else "modelled, not measured"
+
+
 def choice_colours(plan: Plan) -> dict[LayerPolicy, str]:
     """A colour for every choice of a policy; choices that recompute more are darker.
 
@@ -57,11 +67,6 @@ def choice_colours(plan: Plan) -> dict[LayerPolicy, str]:
         choice: NO_RECOMPUTE if choice == NONE else colours[without_group(choice)]
         for choice in cost
     }
-
-
-def symbols(plan: Plan) -> dict[LayerPolicy, str]:
-    """One character per choice, the same as in the terminal."""
-    return legend(plan.policy)
 
 
 def without_group(choice: LayerPolicy) -> LayerPolicy:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 import warnings
@@ -480,6 +481,12 @@ def test_sensitivity_moves_every_share_both_ways():
 @pytest.fixture(scope="module")
 def modelled():
     return profile_job(job(MOE), H100)
+
+
+def test_what_is_assumed_of_a_device_is_said_in_words(modelled):
+    said = modelled.fingerprint["efficiency"].split(", ")
+    assert f"gemm {H100.reaches.gemm:g}" in said
+    assert all(re.fullmatch(r"[a-z_]+ [\d.]+", word) for word in said)
 
 
 def measured_like(profile, **changed):

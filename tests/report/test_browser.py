@@ -9,6 +9,7 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html
 from megatron_autorecompute.report.strip import strip_svg
+from megatron_autorecompute.report.words import size
 from tests.report.browser import chromium, opened
 from tests.report.plans import copying_plan, long_step
 from tests.support import EXAMPLE_JOBS
@@ -144,6 +145,45 @@ def test_keys_alone_reach_events_stages_layers_and_the_fullest_moment(browser, l
         assert found.tip.startswith(f"Layer {focused}, stage 1")
 
 
+@pytest.mark.parametrize("way", ["key", "button"])
+def test_the_status_line_is_of_the_fullest_moment_as_planned(browser, llama, way):
+    plan = Plan.load(llama.with_suffix(".json"))
+    with opened(browser, llama) as found:
+        cost = plan.cost.stages[found.ask("focus")]
+        microbatch = re.search(r"microbatch \d+", cost.peak.moment)[0]
+        found.page.focus("#pipeline")
+        found.page.keyboard.press("ArrowRight")
+        assert f"{microbatch}:" not in found.page.inner_text("#said")
+        found.page.keyboard.press("p") if way == "key" else found.page.click("#peak")
+        said = found.page.inner_text("#said")
+        assert f"stage {cost.stage}, chunk" in said
+        assert f"{microbatch}:" in said
+        assert said.endswith(f"at most {size(cost.peak.bytes)} alive")
+
+
+def test_where_the_optimizer_step_is_the_fullest_the_status_line_says_so(browser, llama):
+    with opened(browser, llama) as found:
+        found.page.focus("#pipeline")
+        found.page.keyboard.press("ArrowRight")
+        found.ask("stages[focus].binding = null")
+        found.page.keyboard.press("p")
+        stage = found.ask("focus")
+        assert found.page.inner_text("#said").startswith(f"Optimizer step, stage {stage}: at most")
+        assert found.ask("view[1] === end")
+
+
+def test_the_status_line_is_of_what_is_clicked(browser, llama):
+    with opened(browser, llama) as found:
+        found.page.focus("#pipeline")
+        found.page.keyboard.press("p")
+        found.over("#pipeline", 0.3, 0.05)
+        clicked, under = found.page.inner_text("#said"), found.tip.splitlines()[0]
+        found.page.mouse.down()
+        found.page.mouse.up()
+        assert found.page.inner_text("#said") != clicked
+        assert found.page.inner_text("#said").startswith(under.replace(": ", ", "))
+
+
 def test_on_paper_there_are_no_buttons_and_nothing_is_cut_off(browser, report):
     with opened(browser, report, width=680, scheme="dark") as found:  # A4 between its margins
         found.page.emulate_media(media="print")
@@ -159,6 +199,8 @@ def test_without_scripts_a_report_says_so_and_still_gives_its_answer(browser, ll
         text = found.page.inner_text("main")
         assert "Fits: every stage within 73.14 GiB" in text
         assert "drawn by JavaScript, which is off here" in text
+        assert "tp 8 · h100-80gb · modelled, not measured" in text
+        assert re.search(r"[\d,]+ tokens/s on 1,024 GPUs, \d+ TFLOP/s per GPU, MFU [\d.]+%", text)
 
 
 def test_a_step_of_65536_events_can_be_moved_in(browser, tmp_path):

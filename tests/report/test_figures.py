@@ -2,36 +2,32 @@
 
 import itertools
 import random
+from xml.etree import ElementTree
 
 import pytest
-from matplotlib import pyplot
-from matplotlib.text import Text
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.patches import Circle
 
 from megatron_autorecompute.compare.comparison import Comparison, Shape, StrategyResult
 from megatron_autorecompute.compare.rendering import picture
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult
+from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import Curve
-from megatron_autorecompute.report.figures import curve_picture
+from megatron_autorecompute.report.drawn import drawn, save_picture
 from megatron_autorecompute.units import GIB, MIB
 
 GROUPS = ("none", "selective", "full", "manual", "ours")
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """The axes of the next picture, left open."""
-    found = []
-    monkeypatch.setattr(pyplot, "close", lambda figure: found.append(figure.axes[0]))
-    yield found
-    monkeypatch.undo()
-    pyplot.close("all")
+def extents(svg):
+    """Of every text in the pixels of matplotlib, and the figure."""
+    figure = drawn(svg)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    return {text.get_text(): text.get_window_extent(renderer) for text in figure.axes[0].texts}
 
 
-def extents(axes):
-    """Of every name in pixels, without the line that leads to it."""
-    axes.figure.canvas.draw()
-    renderer = axes.figure.canvas.get_renderer()
-    return {text.get_text(): Text.get_window_extent(text, renderer) for text in axes.texts}
+def apart(found):
+    return not any(a.overlaps(b) for a, b in itertools.combinations(found.values(), 2))
 
 
 def comparison(seed):
@@ -51,46 +47,63 @@ def comparison(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_name_of_a_comparison_is_on_another_or_on_the_budgets_line(seed, drawn, tmp_path):
+def test_no_name_of_a_comparison_is_on_another_or_on_the_budgets_line(seed, tmp_path):
     record = comparison(seed)
-    picture(record, tmp_path / "a.png")
-    (axes,) = drawn
-    found = extents(axes)
-    assert found.keys() == {s.name for s in record.strategies} | {"budget"}
-    for one, other in itertools.combinations(found.values(), 2):
-        assert not one.overlaps(other)
-    line = axes.transData.transform((record.budget_bytes / MIB, 0))[0]
-    frame = axes.get_window_extent()
-    for box in found.values():
-        assert not box.x0 <= line <= box.x1
-        assert frame.x0 <= box.x0 < box.x1 <= frame.x1
-        assert frame.y0 <= box.y0 < box.y1 <= frame.y1
+    picture(record, tmp_path / "a.svg")
+    svg = (tmp_path / "a.svg").read_text()
+    found = extents(svg)
+    budget = f"budget {record.budget_bytes / MIB:.1f} MiB"
+    names = {s.name for s in record.strategies} | {budget}
+    assert found.keys() > names
+    assert apart(found)
+    root = ElementTree.fromstring(svg)
+    (line,) = (e for e in root.iter() if e.get("class") == "budget")
+    at = float(line.get("d")[1:].split()[0]) / float(root.get("viewBox").split()[2])
+    figure = drawn(svg)
+    for box in (found[name] for name in names):
+        assert not box.x0 <= at * figure.bbox.width <= box.x1
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+        assert 0 <= box.y0 < box.y1 <= figure.bbox.height
 
 
-def curve():
+def test_a_comparison_in_which_nothing_ran_has_a_picture(tmp_path):
+    for budget in (None, 1 << 30):
+        picture(Comparison(budget, (), job=Shape()), tmp_path / "a.png")
+
+
+def curve(*more):
     points = [CurvePoint(i * GIB, 5000 - 90 * i, i * GIB, "full") for i in range(40, 10, -1)]
     strategies = [
         ManualResult("megatron:none", 1400.0, 40 * GIB, True),
         ManualResult("megatron:uniform/2", 4200.0, 10 * GIB, True),
         ManualResult("megatron:selective[core_attn]", 3000.0, 25 * GIB, True),
+        *more,
     ]
     return Curve("a model", tuple(points), tuple(strategies))
 
 
-def test_a_curves_picture_has_every_point_and_names_that_do_not_touch(drawn, tmp_path):
-    curve_picture(curve(), tmp_path / "a.png")
-    (axes,) = drawn
-    found = extents(axes)
-    assert found.keys() == {"none", "uniform/2", "selective[core_attn]"}
-    assert not any(a.overlaps(b) for a, b in itertools.combinations(found.values(), 2))
-    _, points, own = axes.lines
-    assert len(points.get_xdata()) == 30
-    assert sorted(own.get_ydata()) == [1400.0, 3000.0, 4200.0]
+def test_a_curves_picture_has_every_point_and_names_that_do_not_touch():
+    svg = curve_svg(curve())
+    found = extents(svg)
+    assert found.keys() > {"none", "uniform/2", "selective[core_attn]"}
+    assert apart(found)
+    circles = [patch for patch in drawn(svg).axes[0].patches if isinstance(patch, Circle)]
+    assert len(circles) == 30 + 3
+
+
+def test_every_setting_of_megatrons_is_named_where_there_is_room():
+    more = [ManualResult(f"megatron:block/{i}", 4300 + 20 * i, i * GIB, False) for i in (15, 25)]
+    found = extents(curve_svg(curve(*more)))
+    assert found.keys() > {"block/15", "block/25", "none"}
+    crowd = [ManualResult(f"megatron:block/{i}", 2000.0, 30 * GIB, True) for i in range(99)]
+    found = extents(curve_svg(curve(*crowd)))
+    assert apart(found)
+    assert found.keys() > {"none", "uniform/2", "selective[core_attn]", "block/0"}
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.svg"])
 def test_equal_curves_are_equal_files(name, tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        curve_picture(curve(), tmp_path / folder / name)
+        save_picture(curve_svg(curve(), "a model"), tmp_path / folder / name)
     assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()

@@ -40,6 +40,20 @@ def test_the_first_sentence_says_fit_step_gain_and_tightest_stage(data):
     assert f"{took} than with Megatron's best own setting" in text
 
 
+def test_the_header_says_on_what_and_whether_it_is_measured(data):
+    profile = replace(data.plan.profile, fingerprint={"device": "h100-80gb"})
+    told = replace(data, plan=replace(data.plan, profile=profile), speed="3 tokens/s on 64 GPUs.")
+    text = text_of(html(told))
+    assert "· h100-80gb · modelled, not measured Fits" in text
+    assert "3 tokens/s on 64 GPUs." in text
+    kinds = [
+        replace(kind, choices=tuple(replace(c, source="measured") for c in kind.choices))
+        for kind in profile.kinds
+    ]
+    measured = replace(data.plan, profile=replace(profile, kinds=tuple(kinds)))
+    assert "· h100-80gb · measured Fits" in text_of(html(replace(data, plan=measured)))
+
+
 def test_a_plan_over_its_budget_is_said_not_to_fit(data):
     plan = replace(data.plan, budget_bytes=(1 << 30,) * 4)
     text = text_of(html(replace(data, plan=plan)))

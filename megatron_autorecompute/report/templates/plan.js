@@ -630,10 +630,16 @@ function look(from, length = view[1] - view[0]) {
 
 function lookAtFullest() {
   const stage = stages[focus];
-  if (!stage.binding) { look(end - end / 20, end / 20); return; }
+  if (!stage.binding) {
+    cursor = null;
+    look(end - end / 20, end / 20);
+    $("said").textContent = `Optimizer step, stage ${stage.number}: at most ${size(total(stage.fullest))} alive`;
+    return;
+  }
   const [event] = stage.binding, length = Math.min(end, 24 * (stage.end[event] - stage.start[event]));
-  look((stage.start[event] + stage.end[event] - length) / 2, length);
   cursor = {stage, event};
+  look((stage.start[event] + stage.end[event] - length) / 2, length);
+  tellCursor();
 }
 
 function listen(canvas) {
@@ -655,6 +661,7 @@ function listen(canvas) {
       const moment = momentAt(stage, time);
       cursor = moment.event >= 0 && moment.event < stage.count ? {stage, event: moment.event} : null;
       redraw();
+      sayCursor();
     }
     held = null;
   });
@@ -711,12 +718,18 @@ function placeCursor() {
   ctx.strokeRect(x, y + 1, w, h - 2);
 }
 
+// The status line: of the event under the cursor, or empty.
+function sayCursor() {
+  const {stage, event} = cursor || {};
+  $("said").textContent = !cursor ? "\u00a0" : `${stage.backward[event] ? "Backward" : "Forward"}, ${eventName(stage, event)}: ` +
+    `${duration(stage.end[event] - stage.start[event])} from ${duration(stage.start[event])}, at most ${size(stage.peak[event])} alive`;
+}
+
 function tellCursor() {
+  sayCursor();
   if (!cursor) return;
   const box = $("pipeline").getBoundingClientRect(), [x, y, w, h] = cursorBox(), {stage, event} = cursor;
   show(eventTip(stage, event), box.left + x + w / 2, box.top + y + h);
-  $("said").textContent = `${stage.backward[event] ? "Backward" : "Forward"}, ${eventName(stage, event)}: ` +
-    `${duration(stage.end[event] - stage.start[event])} from ${duration(stage.start[event])}, at most ${size(stage.peak[event])} alive`;
 }
 
 // ---------------------------------------------------------------- the rest of the page
@@ -824,7 +837,7 @@ async function begin() {
   $("in").onclick = () => zoom(0.5);
   $("out").onclick = () => zoom(2);
   $("all").onclick = () => look(0, end);
-  $("peak").onclick = lookAtFullest;
+  $("peak").onclick = () => { $("pipeline").focus({preventScroll: true}); lookAtFullest(); };
   listenPolicy();
   listenTips();
   listenCopy();
