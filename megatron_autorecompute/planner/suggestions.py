@@ -17,6 +17,7 @@ from megatron_autorecompute.planner.layout_search.flags import (
     uneven_layouts,
 )
 from megatron_autorecompute.planner.planner import Budget, Planner
+from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import FULL, NONE
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -29,6 +30,9 @@ from megatron_autorecompute.profile import (
 )
 
 _NEAREST_LAYOUTS = 12  # tried for an error message, which should take seconds
+_SAME_GPUS, _TWICE_GPUS = 2, 1
+"""Times as many microbatches of a data-parallel rank in a step of the same samples, where the model
+is divided among twice as many ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,10 @@ def cheapest_changes(planner: Planner, budget: Budget, most: int = 3) -> tuple[C
     For a smaller micro-batch, bytes and times of activations are scaled with it. For twice the
     tensor parallelism they and the static bytes are halved. Both are estimates; a profile at that
     size is better. For twice the stages and for another layout, static bytes are added up from the
-    kinds. If a kind has no record of full, it is assumed to hold one boundary tensor and to run
-    forward twice.
+    kinds. Twice the stages or the tensor parallelism are on the same GPUs, where the half of the
+    data-parallel ranks is left to share a step's samples and the optimizer's state, or else on
+    twice the GPUs. If a kind has no record of full, it is assumed to hold one boundary tensor and
+    to run forward twice.
     """
     found: list[Change] = []
     for proposal in (_smaller_micro_batch, _full_recompute, _other_layout, _more_stages, _more_tp):
@@ -66,7 +72,7 @@ def _smaller_micro_batch(planner: Planner, budget: Budget) -> Change | None:
         schedule = replace(
             planner.schedule, num_microbatches=planner.schedule.num_microbatches * size // smaller
         )
-        profile = _scaled(planner.profile, smaller / size, static=1.0)
+        profile = _scaled(planner.profile, smaller / size, static=1.0, state=1.0)
         solution = planner.replaced(profile=profile, schedule=schedule).try_solve(budget)
         if solution:
             text = f"micro-batch size {smaller} instead of {size} (scaled, not measured)"
@@ -144,22 +150,51 @@ def _more_stages(planner: Planner, budget: Budget) -> Change | None:
     wider = Layout.from_flags(
         model.num_layers, stages, layout.num_chunks, mtp_num_layers=model.mtp_num_layers
     )
-    schedule = replace(planner.schedule, num_stages=stages, microbatch_group_size=None)
+    times = _times_microbatches(planner)
+    schedule = replace(_repeated(planner.schedule, times), num_stages=stages)
+    profile = _scaled(planner.profile, 1.0, static=1.0, state=times)
     budgets = max(planner.budgets(budget))
-    solution = planner.replaced(layout=wider, schedule=schedule).solve(budgets)
-    return Change(f"{stages} pipeline stages instead of {stages // 2}", solution.cost.step_ms)
+    moved = planner.replaced(
+        profile=profile, layout=wider, schedule=replace(schedule, microbatch_group_size=None)
+    )
+    text = f"{stages} pipeline stages instead of {stages // 2}{_where(times)}"
+    return Change(text, moved.solve(budgets).cost.step_ms)
 
 
 def _more_tp(planner: Planner, budget: Budget) -> Change | None:
-    profile = _scaled(planner.profile, 0.5, static=0.5)
-    solution = planner.replaced(profile=profile).solve(budget)
+    times = _times_microbatches(planner)
+    profile = _scaled(planner.profile, 0.5, static=0.5, state=0.5 * times)
+    schedule = _repeated(planner.schedule, times)
+    solution = planner.replaced(profile=profile, schedule=schedule).solve(budget)
     size = planner.profile.parallelism.tensor_parallel
-    text = f"tensor parallelism {2 * size} instead of {size} (halved, not measured)"
+    text = f"tensor parallelism {2 * size} instead of {size}{_where(times)} (halved, not measured)"
     return Change(text, solution.cost.step_ms)
 
 
-def _scaled(profile: Profile, factor: float, static: float) -> Profile:
-    """All activation bytes and times times `factor`, static bytes times `static`."""
+def _times_microbatches(planner: Planner) -> int:
+    """Of the same GPUs, if they are known to hold the model an even number of times."""
+    shape, num_gpus = planner.profile.parallelism, planner.profile.num_gpus
+    stages = planner.layout.num_stages
+    holders = (
+        shape.tensor_parallel * shape.context_parallel * stages,
+        shape.expert_parallel * shape.expert_tensor_parallel * stages,
+    )
+    if num_gpus is None or any(num_gpus % (2 * ranks) for ranks in holders):
+        return _TWICE_GPUS
+    return _SAME_GPUS
+
+
+def _where(times: int) -> str:
+    return " on the same GPUs" if times == _SAME_GPUS else " on twice the GPUs"
+
+
+def _repeated(schedule: Schedule, times: int) -> Schedule:
+    return replace(schedule, num_microbatches=schedule.num_microbatches * times)
+
+
+def _scaled(profile: Profile, factor: float, static: float, state: float) -> Profile:
+    """All activation bytes and times times `factor`, the optimizer's state times `state`, other
+    static bytes times `static`."""
 
     def size(old: int) -> int:
         return round(old * factor)
@@ -180,7 +215,7 @@ def _scaled(profile: Profile, factor: float, static: float) -> Profile:
         return StaticBytes(
             round(old.parameter_bytes * static),
             round(old.gradient_bytes * static),
-            round(old.optimizer_state_bytes * static),
+            round(old.optimizer_state_bytes * state),
             round(old.buffer_bytes * static),
             {name: round(size_bytes * static) for name, size_bytes in old.shared.items()},
         )

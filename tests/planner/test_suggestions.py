@@ -105,3 +105,37 @@ def test_full_as_a_choice_is_proposed_with_what_is_allowed_and_nothing_else():
     wider = Planner(profile, layout, schedule, allowed=["none", "selective[mlp]", "full"])
     budget = Planner(profile, layout, schedule, allowed=["none", "selective[mlp]"])
     assert change.step_ms == wider.solve(budget.leanest[0].peak_bytes - 1).cost.step_ms
+
+
+def test_a_model_over_twice_the_ranks_has_the_samples_of_the_same_gpus_or_twice_the_gpus():
+    profile, layout, schedule, _ = problem_of_many()
+    kinds = tuple(replace(kind, static=StaticBytes(90, 9, 30)) for kind in profile.kinds)
+
+    def steps(world_size):
+        known = {"world_size": world_size} if world_size else {}
+        planner = Planner(replace(profile, kinds=kinds, fingerprint=known), layout, schedule)
+        changes = cheapest_changes(planner, planner.leanest[0].peak_bytes - 1, 9)
+        words = ("2 pipeline stages instead of 1 on ", "tensor parallelism 2 instead of 1 on ")
+        return [
+            (c.text.removeprefix(word).partition(" (")[0], c.step_ms)
+            for word in words
+            for c in changes
+            if c.text.startswith(word)
+        ]
+
+    def two_stages(factor, state):
+        """A planner of twice as many stages, with its own microbatches and static bytes."""
+        shards = tuple(replace(k, static=StaticBytes(90, 9, 30 * state)) for k in kinds)
+        split = Layout.from_flags(12, 2)
+        moved = Schedule(2, 1, schedule.num_microbatches * factor)
+        tight = Planner(replace(profile, kinds=kinds), layout, schedule).leanest[0].peak_bytes - 1
+        return Planner(replace(profile, kinds=shards), split, moved).solve(tight).cost.step_ms
+
+    (where, stages_ms), (tp_where, same_ms) = steps("4")
+    assert (where, stages_ms) == ("the same GPUs", two_stages(2, 2))
+    assert tp_where == "the same GPUs"
+    for not_even in ("3", None):
+        (where, stages_ms), (tp_where, twice_ms) = steps(not_even)
+        assert (where, stages_ms) == ("twice the GPUs", two_stages(1, 1))
+        assert tp_where == "twice the GPUs"
+    assert same_ms >= 2 * twice_ms  # as many samples on half as many ranks that divide them
