@@ -14,13 +14,14 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_autorecompute.errors import AutorecomputeError, ProfileError
+from megatron_autorecompute.errors import AutorecomputeError, OptionError, ProfileError
 
 Record = TypeVar("Record")
 MOST_BYTES = 1 << 30
@@ -173,8 +174,12 @@ def write_atomically(content: str | bytes, path: str | Path) -> None:
         raise _not_written(path, error) from error
 
 
-def check_writable(path: str | Path) -> None:
-    """Raise ProfileError if `write_atomically` cannot write a file here, as far as can be seen."""
+def check_writable(path: str | Path, reads: Iterable[str | Path] = ()) -> None:
+    """Raise ProfileError if `write_atomically` cannot write a file here, as far as can be seen.
+
+    Raises OptionError as `check_other` does.
+    """
+    check_other(path, reads)
     target = _target(path)
     if target is None:
         if not os.access(path, os.W_OK):
@@ -186,6 +191,23 @@ def check_writable(path: str | Path) -> None:
         raise _not_written(path, error) from error
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise _not_written(path, PermissionError(errno.EACCES, "Permission denied"))
+
+
+def check_other(path: str | Path, reads: Iterable[str | Path]) -> None:
+    """Raise OptionError if a file to write is one of those that are read, by whatever name."""
+    for read in reads:
+        if _is_same_file(path, read):
+            raise OptionError(
+                f"{path} is to be written, and is {read}, which is read and would be lost. Give "
+                "the output another name."
+            )
+
+
+def _is_same_file(path: str | Path, other: str | Path) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except (OSError, ValueError):  # one of them is not there
+        return False
 
 
 def _target(path: str | Path) -> Path | None:

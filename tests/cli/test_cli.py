@@ -503,7 +503,7 @@ WITHOUT_TORCH = {
     "estimate": "megatron_autorecompute.cli import main; sys.exit(main(['estimate', "
     "'--gpu', 'h100-80gb', {job!r}]))",
     "launcher": "megatron_autorecompute.pretrain import main; main([{script!r}])",
-    "comparison": "megatron_autorecompute.compare.run import main; sys.exit(main([]))",
+    "comparison": "megatron_autorecompute.cli import main; sys.exit(main(['compare']))",
     "bridge": "megatron_autorecompute.bridge_pretrain import main; "
     "main(['--recipe', 'llama3_8b_pretrain_config'])",
 }
