@@ -295,5 +295,5 @@ def plan_command(path: Path, budget_bytes: int) -> str:
     """The `plan` command for the job's own pipeline, which the profile knows."""
     return (
         f"megatron-autorecompute plan --profile {shlex.quote(str(path))} "
-        f"--budget-gib {gib(budget_bytes)}"
+        f"--budget-gib {gib(budget_bytes)} -o plan.json"
     )

@@ -99,7 +99,7 @@ def print_plan(args: Namespace, plan: Plan, beside: Mapping[str, Any] | None = N
     if not args.json:
         for line in lines:
             text = streams.printable(line)
-            if line.startswith(("--", "cfg.")):
+            if line.startswith(("--", "'--", "cfg.")):
                 print(text)  # not through rich: a wrapped line cannot be pasted
             else:
                 console().print(text, markup=False)

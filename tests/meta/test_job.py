@@ -403,7 +403,7 @@ def test_flags_need_the_number_of_gpus():
 
 def test_plan_command_needs_no_pipeline_which_the_profile_knows():
     assert estimate.plan_command(Path("a job/p.json"), 64 * GIB) == (
-        "megatron-autorecompute plan --profile 'a job/p.json' --budget-gib 64.00"
+        "megatron-autorecompute plan --profile 'a job/p.json' --budget-gib 64.00 -o plan.json"
     )
 
 
