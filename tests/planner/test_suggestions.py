@@ -1,9 +1,11 @@
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.layout_search.flags import layers_per_stage, uneven_layouts
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.suggestions import cheapest_changes, explained
@@ -139,3 +141,49 @@ def test_a_model_over_twice_the_ranks_has_the_samples_of_the_same_gpus_or_twice_
         assert (where, stages_ms) == ("twice the GPUs", two_stages(1, 1))
         assert tp_where == "twice the GPUs"
     assert same_ms >= 2 * twice_ms  # as many samples on half as many ranks that divide them
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "chunks", "depths"),
+    [(12, 3, 1, 0), (12, 2, 1, 1), (12, 2, 3, 0), (24, 4, 2, 1), (24, 4, 1, 0), (10, 5, 1, 0)],
+)
+def test_the_layouts_that_are_tried_are_the_nearest_of_all_that_flags_can_give(
+    layers, stages, chunks, depths
+):
+    asked = Layout.from_flags(layers, stages, chunks, mtp_num_layers=depths)
+    tried = []
+
+    class Tries(Planner):
+        def replaced(self, layout=None, **others):
+            tried.extend([layout] if layout and layout.num_stages == stages else [])
+            return super().replaced(layout=layout, **others)
+
+    profile, _, _, _ = problem_of_many(layers)
+    nothing = ChoiceRecord("none", 0, 0, 0, 0.0, 0.0)
+    kinds = (replace(profile.kinds[0], layers=tuple(range(layers + depths))),)
+    model = replace(profile.model, mtp_num_layers=depths)
+    norm = nothing if depths else None
+    profile = replace(profile, model=model, kinds=kinds, final_norm=norm)
+    cheapest_changes(Tries(profile, asked, Schedule(stages, chunks, 2 * stages)), 1)
+
+    def moved(layout):
+        pairs = zip(layers_per_stage(layout), layers_per_stage(asked), strict=True)
+        return sum(abs(size - other) for size, other in pairs)
+
+    everything = sorted(uneven_layouts(asked), key=moved)
+    assert len(set(tried)) == len(tried) == min(12, len(everything))
+    assert set(tried) <= set(everything)
+    assert [*map(moved, tried)] == [*map(moved, everything[: len(tried)])]
+
+
+def test_a_plan_of_thousands_of_layers_that_does_not_fit_takes_little_memory(monkeypatch):
+    """Not that of all pairs of numbers for the ends, which were gigabytes of layouts."""
+    monkeypatch.setattr(Planner, "try_solve", lambda planner, budget: None)
+    profile, _, _, _ = problem_of_many(4080)
+    planner = Planner(profile, Layout.from_flags(4080, 4), Schedule(4, 1, 4))
+    tracemalloc.start()
+    try:
+        assert cheapest_changes(planner, 1) == ()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    finally:
+        tracemalloc.stop()
