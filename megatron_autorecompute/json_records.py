@@ -26,6 +26,10 @@ from megatron_autorecompute.errors import AutorecomputeError, OptionError, Profi
 Record = TypeVar("Record")
 MOST_BYTES = 1 << 30
 """Limit on a file's size; more is no profile or plan, but for example /dev/zero."""
+UTF_8 = "utf-8-sig"
+"""How files are read: Windows' editors write a mark of three bytes before the text."""
+MOST_LINES = 8
+"""Of a list of what to correct in a file: who corrects these has seen what is wrong."""
 MOST_SHOWN = 80
 """Characters of a bad value that an error message repeats."""
 _OPEN_FILES = re.compile(r"/proc/\d+(/task/\d+)?/fd")
@@ -67,9 +71,9 @@ def from_json(
     try:
         return TypeAdapter(record_type).validate_json(text, strict=True)
     except ValidationError as error:
-        lines = "\n".join(f"  {described(item)}" for item in error.errors(include_url=False))
+        wrong = corrections(map(described, error.errors(include_url=False)))
         raise ProfileError(
-            f"{source} does not fit the {record_type.__name__} schema. Correct:\n{lines}"
+            f"{source} does not fit the {record_type.__name__} schema. {wrong}"
         ) from error
     except AutorecomputeError as error:  # a part that refuses itself, such as a layout
         raise ProfileError(f"{source}: {error}") from error
@@ -111,7 +115,7 @@ def read_text(path: str | Path) -> str:
     if len(data) > MOST_BYTES:
         raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
     try:
-        return data.decode("utf-8")
+        return data.decode(UTF_8)
     except UnicodeDecodeError as error:
         raise ValueError("it is no UTF-8 text") from error
 
@@ -260,6 +264,14 @@ def _refuse_newer(data: Any, source: str, major: int) -> None:
             f"{source} has schema_version {found}; this version reads up to {major}. "
             "Upgrade megatron-autorecompute or write the file again with this version."
         )
+
+
+def corrections(wrong: Iterable[str]) -> str:
+    """The end of a message about a file: what to correct, a line each, and how many more."""
+    lines = list(wrong)
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more like these"]
+    return "\n".join(["Correct:", *(f"  {line}" for line in lines)])
 
 
 def described(item: Any) -> str:
