@@ -2,12 +2,13 @@
 
 import os
 import shutil
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
 from megatron_autorecompute.cli import main
-from megatron_autorecompute.cli.program import COMMANDS, command_of, parser
+from megatron_autorecompute.cli.program import COMMANDS, command_of
 from megatron_autorecompute.cli.values import file, picture
 
 ROOT = Path(__file__).parents[2]
@@ -71,10 +72,22 @@ def test_no_output_replaces_what_is_read(words, files, monkeypatch, capsys):
     assert {path: path.read_bytes() for path in files.rglob("*.*")} == before
 
 
+class Arguments(ArgumentParser):
+    """Keeps what is added to it."""
+
+    def __init__(self):
+        self.added = []
+        super().__init__()
+
+    def add_argument(self, *names, **settings):
+        self.added.append(super().add_argument(*names, **settings))
+        return self.added[-1]
+
+
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"compare"}))
 def test_every_file_of_a_command_is_one_that_it_reads_or_one_that_it_writes(name):
-    command, reader = command_of(name), parser(name)
-    (verbs,) = [action for action in reader._actions if action.dest == "verb"]
-    actions = [a for a in verbs.choices[name]._actions if "." in str(a.metavar).replace("...", "")]
-    written = {a.dest for a in verbs.choices[name]._actions if a.type in (file, picture)}
-    assert {action.dest for action in actions} - written == set(command.reads)
+    command, arguments = command_of(name), Arguments()
+    command.add_arguments(arguments)
+    files = {a.dest for a in arguments.added if "." in str(a.metavar).replace("...", "")}
+    written = {a.dest for a in arguments.added if a.type in (file, picture)}
+    assert files - written == set(command.reads)
