@@ -82,7 +82,7 @@ def read_file(path: str | Path) -> Any:
         PolicyError: it cannot be read.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise PolicyError(f"Cannot read the policy file {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -50,7 +50,7 @@ class PipelineError(AutorecomputeError):
 
 
 class OptionError(AutorecomputeError):
-    """Command-line options contradict each other, or a value is impossible."""
+    """Options contradict each other, a value is impossible, or a job description is no job's."""
 
     exit_code = 9
 

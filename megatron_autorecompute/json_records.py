@@ -14,17 +14,22 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_autorecompute.errors import AutorecomputeError, ProfileError
+from megatron_autorecompute.errors import AutorecomputeError, OptionError, ProfileError
 
 Record = TypeVar("Record")
 MOST_BYTES = 1 << 30
 """Limit on a file's size; more is no profile or plan, but for example /dev/zero."""
+UTF_8 = "utf-8-sig"
+"""How files are read: Windows' editors write a mark of three bytes before the text."""
+MOST_LINES = 8
+"""Of a list of what to correct in a file: who corrects these has seen what is wrong."""
 MOST_SHOWN = 80
 """Characters of a bad value that an error message repeats."""
 _OPEN_FILES = re.compile(r"/proc/\d+(/task/\d+)?/fd")
@@ -66,9 +71,9 @@ def from_json(
     try:
         return TypeAdapter(record_type).validate_json(text, strict=True)
     except ValidationError as error:
-        lines = "\n".join(f"  {described(item)}" for item in error.errors(include_url=False))
+        wrong = corrections(map(described, error.errors(include_url=False)))
         raise ProfileError(
-            f"{source} does not fit the {record_type.__name__} schema. Correct:\n{lines}"
+            f"{source} does not fit the {record_type.__name__} schema. {wrong}"
         ) from error
     except AutorecomputeError as error:  # a part that refuses itself, such as a layout
         raise ProfileError(f"{source}: {error}") from error
@@ -110,7 +115,7 @@ def read_text(path: str | Path) -> str:
     if len(data) > MOST_BYTES:
         raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
     try:
-        return data.decode("utf-8")
+        return data.decode(UTF_8)
     except UnicodeDecodeError as error:
         raise ValueError("it is no UTF-8 text") from error
 
@@ -173,8 +178,12 @@ def write_atomically(content: str | bytes, path: str | Path) -> None:
         raise _not_written(path, error) from error
 
 
-def check_writable(path: str | Path) -> None:
-    """Raise ProfileError if `write_atomically` cannot write a file here, as far as can be seen."""
+def check_writable(path: str | Path, reads: Iterable[str | Path] = ()) -> None:
+    """Raise ProfileError if `write_atomically` cannot write a file here, as far as can be seen.
+
+    Raises OptionError as `check_other` does.
+    """
+    check_other(path, reads)
     target = _target(path)
     if target is None:
         if not os.access(path, os.W_OK):
@@ -186,6 +195,23 @@ def check_writable(path: str | Path) -> None:
         raise _not_written(path, error) from error
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise _not_written(path, PermissionError(errno.EACCES, "Permission denied"))
+
+
+def check_other(path: str | Path, reads: Iterable[str | Path]) -> None:
+    """Raise OptionError if a file to write is one of those that are read, by whatever name."""
+    for read in reads:
+        if _is_same_file(path, read):
+            raise OptionError(
+                f"{path} is to be written, and is {read}, which is read and would be lost. Give "
+                "the output another name."
+            )
+
+
+def _is_same_file(path: str | Path, other: str | Path) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except (OSError, ValueError):  # one of them is not there
+        return False
 
 
 def _target(path: str | Path) -> Path | None:
@@ -238,6 +264,14 @@ def _refuse_newer(data: Any, source: str, major: int) -> None:
             f"{source} has schema_version {found}; this version reads up to {major}. "
             "Upgrade megatron-autorecompute or write the file again with this version."
         )
+
+
+def corrections(wrong: Iterable[str]) -> str:
+    """The end of a message about a file: what to correct, a line each, and how many more."""
+    lines = list(wrong)
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more like these"]
+    return "\n".join(["Correct:", *(f"  {line}" for line in lines)])
 
 
 def described(item: Any) -> str:

@@ -50,12 +50,14 @@ _MEGATRON = re.compile(
     r"|offload\[(?P<alone>[^\]]*)\]"
     r"|(?:none|selective(?:\[(?P<modules>[^\]]*)\])?)" + _OFFLOAD + ")"
 )
+CHOICE = (
+    "none, full, full/N (one checkpoint around N layers) or selective[MODULE+MODULE], and inner/N "
+    "or full+inner/N for the stack inside a multi-token-prediction depth; full and selective[moe] "
+    "take +keep[PART+…] (runs once), full and selective +all (reruns all that Megatron reruns); none "
+    "and selective take +offload[MODULE+…]"
+)
 GRAMMAR = (
-    "a policy is a comma-separated list of CHOICE*COUNT, CHOICE being none, full, full/N "
-    "(one checkpoint around N layers) or selective[MODULE+MODULE], and inner/N or full+inner/N for "
-    "the stack inside a multi-token-prediction depth; full and selective[moe] take +keep[PART+…] "
-    "(runs once) or, as selective, +all (reruns all that Megatron reruns); none and selective take "
-    "+offload[MODULE+…]; "
+    f"a policy is a comma-separated list of CHOICE*COUNT, CHOICE being {CHOICE}; "
     "or one CHOICE for all layers; or megatron:none, megatron:selective[MODULE+…], "
     "megatron:offload[MODULE+…], megatron:block/N, megatron:uniform/N, megatron:cpu_offloading/N; "
     "or @FILE; in a model of several blocks also NAME:POLICY;NAME:POLICY"
@@ -188,7 +190,7 @@ class LayerPolicy:
         """Read one choice; raises `PolicyError` with the grammar for anything else."""
         match = _CHOICE.fullmatch(text)
         if match is None:
-            raise PolicyError(f"Cannot read {text!r} as a choice: {GRAMMAR}.")
+            raise PolicyError(f"Cannot read {text!r:.80} as a choice, which is {CHOICE}.")
         more: dict[str, Any] = {
             "offload": _modules(match["offload"]),
             "keep": _modules(match["keep"]),

@@ -630,6 +630,12 @@ class Profile:
         return self.model.num_layers + self.model.mtp_num_layers
 
     @property
+    def num_gpus(self) -> int | None:
+        """GPUs of the whole job; None if not known."""
+        known = str(self.model.facts.get("num_gpus", self.fingerprint.get("world_size")))
+        return int(known) if known.isdecimal() else None
+
+    @property
     def stated_percentile(self) -> float | None:
         """The percentile to plan for by default: IMBALANCE_PERCENTILE if a kind states imbalance.
 

@@ -16,7 +16,7 @@ profile() {
 }
 plan() {
     # The budget is what the estimate ends with.
-    budget_gib=$(tail -1 "$out/$1.txt" | sed 's/.*--budget-gib //')
+    budget_gib=$(tail -1 "$out/$1.txt" | sed -E 's/.*--budget-gib ([0-9.]+) .*/\1/')
     megatron-autorecompute plan --profile "$out/$1.json" --budget-gib "$budget_gib" \
         -o "$out/$1.plan.json"
 }

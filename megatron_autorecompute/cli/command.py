@@ -17,6 +17,9 @@ class Command(ABC):
     takes_megatron_flags: ClassVar[bool] = False
     """Whether flags of pretrain_gpt.py may follow `--`; `run` finds them in `megatron_flags`."""
 
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Names of the arguments that are files it reads: no output may replace one of them."""
+
     @abstractmethod
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the command's own flags to its parser."""

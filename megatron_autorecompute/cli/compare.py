@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.output import console
 
 
 class CompareCommand(Command):
@@ -16,7 +18,10 @@ class CompareCommand(Command):
         """Add nothing: the comparison has its own parser, whose defaults depend on the machine."""
 
     def run(self, args: Namespace) -> None:
-        """Compare; ends the program with the comparison's exit code."""
-        from megatron_autorecompute.compare.run import main  # loads torch and Megatron
+        """Compare, and print the table and where the files are; raises as the comparison does."""
+        # Loads matplotlib, and its ranks torch and Megatron.
+        from megatron_autorecompute.compare.run import FILES, PAGE, compare
 
-        raise SystemExit(main(args.flags, f"megatron-autorecompute {self.name}"))
+        folder = compare(args.flags, console(), f"megatron-autorecompute {self.name}")
+        print(streams.printable(f"Written: {folder}/{', '.join(FILES)}"))
+        print(streams.printable(f"Our plan as a page to open in a browser: {folder}/{PAGE}"))

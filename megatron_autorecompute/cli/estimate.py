@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
+from megatron_autorecompute import json_records
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import (
@@ -49,6 +50,7 @@ class EstimateCommand(Command):
     name = "estimate"
     description = "Arguments after -- are flags of pretrain_gpt.py."
     takes_megatron_flags = True
+    reads = ("job", "measured")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the job, the device, and how the times are modelled."""
@@ -114,6 +116,8 @@ def estimate(args: Namespace) -> None:
     output = checked_output(args)
     gpu = device(args.gpu)
     job = read_job(args, gpu)
+    if output is not None and isinstance(job.sample_lengths, str):
+        json_records.check_writable(output, [job.sample_lengths])
     efficiency = read_efficiency(args.efficiency, gpu)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
     if args.measured and args.sensitivity:
@@ -180,8 +184,8 @@ def budget_words(gpu: Device, reserve_gib: float | None, job: Job) -> str:
 def checked_output(args: Namespace) -> Path | None:
     """Where the profile is written; None for standard output.
 
-    Raises OptionError if a file is there that was not named, or for options that others leave
-    without effect; ProfileError if it cannot be written.
+    Raises OptionError if a file is there that was not named or that is read, or for options that
+    others leave without effect; ProfileError if it cannot be written.
     """
     output = _profile_file(args)
     refuse_ignored(args)
@@ -291,5 +295,5 @@ def plan_command(path: Path, budget_bytes: int) -> str:
     """The `plan` command for the job's own pipeline, which the profile knows."""
     return (
         f"megatron-autorecompute plan --profile {shlex.quote(str(path))} "
-        f"--budget-gib {gib(budget_bytes)}"
+        f"--budget-gib {gib(budget_bytes)} -o plan.json"
     )

@@ -17,6 +17,7 @@ class ExplainCommand(Command):
     """Prints the binding moment of every stage, or the cost of one layer's other choices."""
 
     name = "explain"
+    reads = ("plan",)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the plan's file and the layer."""

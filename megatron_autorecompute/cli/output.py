@@ -72,15 +72,23 @@ def output_file(args: Namespace) -> Path | None:
 
     Standard output is no such file: the JSON is printed there, as with `--json`.
 
-    Raises: ProfileError if the file cannot be written.
+    Raises: as `check_output`.
     """
     if args.output is None:
         return None
     if streams.is_standard_output(args.output):
         args.json = True
         return None
-    json_records.check_writable(args.output)
+    check_output(args, args.output)
     return Path(args.output)
+
+
+def check_output(args: Namespace, path: Path) -> None:
+    """Raise ProfileError if a file cannot be written, OptionError if it is one that the command
+    reads."""
+    given = [getattr(args, name) for name in args.command.reads]
+    lists = [each if isinstance(each, list) else [each] for each in given]
+    json_records.check_writable(path, [read for each in lists for read in each if read is not None])
 
 
 def print_plan(args: Namespace, plan: Plan, beside: Mapping[str, Any] | None = None) -> None:
@@ -91,7 +99,7 @@ def print_plan(args: Namespace, plan: Plan, beside: Mapping[str, Any] | None = N
     if not args.json:
         for line in lines:
             text = streams.printable(line)
-            if line.startswith(("--", "cfg.")):
+            if line.startswith(("--", "'--", "cfg.")):
                 print(text)  # not through rich: a wrapped line cannot be pasted
             else:
                 console().print(text, markup=False)

@@ -13,10 +13,9 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from megatron_autorecompute import json_records
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.output import print_result, progress_bars
+from megatron_autorecompute.cli.output import check_output, print_result, progress_bars
 from megatron_autorecompute.cli.problem import add_problem, problems
 from megatron_autorecompute.cli.values import MOST_POINTS, at_least, picture
 from megatron_autorecompute.planner.outcomes import Outcomes
@@ -38,6 +37,7 @@ class ParetoCommand(Command):
     """Solves for many budgets and prints the curve."""
 
     name = "pareto"
+    reads = ("profile",)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the flags of the problem, and the number of budgets."""
@@ -60,9 +60,9 @@ class ParetoCommand(Command):
         form.add_argument("--csv", action="store_true", help="print all as CSV, not a table")
 
     def run(self, args: Namespace) -> None:
-        """Print the curve, and draw it if asked; raises ProfileError if no file can be there."""
+        """Print the curve, and draw it if asked; raises as `check_output`."""
         if args.plot:
-            json_records.check_writable(args.plot)
+            check_output(args, args.plot)
         (planner,), asked = problems(args)
         with progress_bars() as bars:
             task = bars.add_task("Budgets", total=1)

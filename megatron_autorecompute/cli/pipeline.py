@@ -146,7 +146,7 @@ def asked_pipeline(args: Namespace, profile: Profile, known: Known) -> Asked:
     of microbatches is open or an option has no effect, PipelineError if Megatron refuses it.
     """
     layout = _layout(args, profile, known)
-    _refuse_without_effect(args, layout)
+    _refuse_without_effect(args, profile, layout)
     same = layout == known.layout
     as_known = known if args.pp is None else Known()
     group_size = args.microbatch_group_size
@@ -231,7 +231,7 @@ def _num_microbatches(args: Namespace, layout: Layout, known: Known) -> int:
     return known.num_microbatches
 
 
-def _refuse_without_effect(args: Namespace, layout: Layout) -> None:
+def _refuse_without_effect(args: Namespace, profile: Profile, layout: Layout) -> None:
     account = [name for name in SPLIT if name.startswith("account") and getattr(args, name)]
     if account and layout.num_stages == 1:
         raise without_effect(_flag(account[0]), "--pp 1", "one stage has all layers")
@@ -240,6 +240,13 @@ def _refuse_without_effect(args: Namespace, layout: Layout) -> None:
             "--microbatch-group-size",
             "one chunk per stage (--vp 1)",
             "microbatches are grouped where a stage has several chunks",
+        )
+    overlaps = args.overlap_moe_expert_parallel_comm
+    if overlaps and profile.parallelism.expert_parallel == 1:
+        raise without_effect(
+            "--overlap-moe-expert-parallel-comm",
+            "a profile of expert parallel size 1",
+            "no rank exchanges tokens with another",
         )
     if getattr(args, "search_layout", False) and layout.num_stages == 1:
         raise without_effect("--search-layout", "--pp 1", "one stage has all layers")

@@ -40,6 +40,7 @@ class PlanCommand(Command):
     """Solves, writes the plan and prints it."""
 
     name = "plan"
+    reads = ("profile", "measured")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the flags of the problem, the budget, further searches, and the output file."""

@@ -36,6 +36,7 @@ class ProfileCommand(Command):
     name = "profile"
     description = "Arguments after -- are flags of pretrain_gpt.py."
     takes_megatron_flags = True
+    reads = ("job", "measured")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the device that measures, and the job with the flags of `estimate`."""

@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:  # the reader has seen enough
         return 1
-    except KeyboardInterrupt:
-        streams.say(f"{name}: interrupted")
+    except KeyboardInterrupt as interrupt:
+        streams.say(": ".join(filter(None, (f"{name}: interrupted", str(interrupt)))))
         return 130
     finally:
         streams.give_up()

@@ -28,6 +28,7 @@ class ReportCommand(Command):
     """Writes the file."""
 
     name = "report"
+    reads = ("plan", "snapshot")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the plan's file, and the page's."""
@@ -56,13 +57,13 @@ class ReportCommand(Command):
 
         Raises:
             ProfileError: the file is no plan, the snapshot is none, or the page cannot be written.
-            OptionError: the page would replace the plan; the snapshot's stage is not known, or is
-                given without a snapshot.
+            OptionError: the page would replace the plan or the snapshot; the snapshot's stage is
+                not known, or is given without a snapshot.
         """
         if args.stage is not None and args.snapshot is None:
             raise OptionError("--stage is the stage of a snapshot: give --snapshot FILE with it.")
         if args.output is None:
-            args.output = _beside(args.plan)
+            args.output = Path(os.path.splitext(args.plan)[0] + ".html")
         output, plan = output_file(args), Plan.load(args.plan)
         recorded = recorded_step(plan, args.snapshot, args.stage) if args.snapshot else None
         with _shown_progress() as progress:
@@ -73,14 +74,6 @@ class ReportCommand(Command):
             return
         write_atomically(page, output)
         print(streams.printable(f"Written: {output}. Open it in a browser; it needs no network."))
-
-
-def _beside(plan: str) -> Path:
-    folder, name = os.path.split(plan)
-    page = Path(folder, f"{os.path.splitext(name)[0]}.html")
-    if str(page) == str(Path(plan)):
-        raise OptionError(f"The page would replace the plan {plan}. Give -o FILE.")
-    return page
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import (
     add_json,
     add_verbose,
+    check_output,
     print_plan,
     print_result,
     refuse_ignored,
@@ -29,6 +30,7 @@ class ShowCommand(Command):
     """Prints a plan in the same form as `plan`, a profile in the same form as `estimate`."""
 
     name = "show"
+    reads = ("plan",)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the file."""
@@ -51,11 +53,12 @@ class ShowCommand(Command):
         """Print it.
 
         Raises ProfileError if the file is neither plan nor profile or the picture cannot be
-        written, OptionError for a picture or a translation of a profile.
+        written, OptionError for a picture that would replace it, and for a picture or a translation
+        of a profile.
         """
         refuse_ignored(args)
         if args.svg and not streams.is_standard_output(args.svg):
-            json_records.check_writable(args.svg)
+            check_output(args, args.svg)
         text = json_records.read(args.plan, Plan.__name__)
         if json_records.has_fields(text, "kinds", "parallelism"):
             if args.svg:

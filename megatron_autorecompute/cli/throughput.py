@@ -22,7 +22,7 @@ class Throughput:
     tokens_per_s: float
     """Of one GPU."""
     num_gpus: int | None
-    """Of the whole job."""
+    """Of the whole job; None too for a number that replicas do not divide."""
     flops_per_s: float | None
     """Of one GPU, without recompute."""
     peak_flops: float | None
@@ -60,10 +60,11 @@ def throughput(plan: Plan) -> Throughput | None:
         with suppress(KeyError, TypeError, ValueError):  # a config written by hand
             counted = flops_per_token(model.config, shape.seq_length, model.padded_vocab_size)
             flops = counted * tokens_per_s
+    num_gpus = plan.profile.num_gpus
     gpu, precision = _device(plan.profile), model.precision if model else "bf16"
     return Throughput(
         tokens_per_s,
-        _num_gpus(plan.profile, replica_gpus),
+        None if num_gpus is None or num_gpus % replica_gpus else num_gpus,
         flops,
         gpu.flops.get(precision) if gpu else None,
         precision,
@@ -134,9 +135,3 @@ def _device(profile: Profile) -> Device | None:
     with suppress(OptionError):
         return device(profile.fingerprint.get("device", ""))
     return None
-
-
-def _num_gpus(profile: Profile, replica_gpus: int) -> int | None:
-    """GPUs of the whole job; None if not known or no multiple of a replica's."""
-    known = str(profile.model.facts.get("num_gpus", profile.fingerprint.get("world_size")))
-    return int(known) if known.isdecimal() and int(known) % replica_gpus == 0 else None

@@ -20,6 +20,7 @@ class TraceCommand(Command):
     """Writes the events."""
 
     name = "trace"
+    reads = ("plan",)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the plan's file, and the trace's."""

@@ -24,6 +24,7 @@ class VerifyCommand(Command):
     """Runs Megatron's schedule under a plan, on meta tensors."""
 
     name = "verify"
+    reads = ("plan", "measured")
     description = "Ends with 10 where a stage exceeds its budget or differs by more than 0.5%."
 
     def add_arguments(self, parser: ArgumentParser) -> None:

@@ -7,8 +7,8 @@ from typing import Literal
 
 from rich import box
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from megatron_autorecompute.compare.comparison import Comparison, Family, StrategyResult
 from megatron_autorecompute.report.chart import FRAME, Chart, Name, circle, path
@@ -42,10 +42,10 @@ def table(comparison: Comparison) -> Group:
     policies = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, 2))
     for strategy in comparison.rows():
         style = "bold" if strategy.family == "ours" else None
-        shown.add_row(*map(escape, cells(comparison, strategy)), style=style)
-        policy = escape(strategy.policy.replace(",", ", "))
-        policies.add_row(escape(strategy.name), policy, style=style)
-    return Group(shown, policies, *map(escape, remarks(comparison)))
+        shown.add_row(*map(Text, cells(comparison, strategy)), style=style)
+        policy = Text(strategy.policy.replace(",", ", "))
+        policies.add_row(Text(strategy.name), policy, style=style)
+    return Group(shown, policies, *map(Text, remarks(comparison)))
 
 
 def markdown(comparison: Comparison) -> str:

@@ -42,7 +42,7 @@ from megatron_autorecompute.errors import (
     OptionError,
 )
 from megatron_autorecompute.interrupts import interrupts_held
-from megatron_autorecompute.json_records import write_atomically
+from megatron_autorecompute.json_records import check_other, write_atomically
 from megatron_autorecompute.options import Parser, add_flags, from_flags, option
 from megatron_autorecompute.packages import lacking_kernels, needed
 from megatron_autorecompute.planner.hybrid_pattern import FAMILIES
@@ -67,7 +67,9 @@ COUNTS = (
     "num_microbatches",
     "pipeline_stages",
 )
+RECORD, TABLE = "comparison.json", "comparison.md"
 PICTURE, PLAN, PAGE = "comparison.png", "plan.json", "plan.html"
+FILES = (RECORD, TABLE, PICTURE, PLAN, PAGE)
 RANK_BYTES = 1 << 28
 """Of a process that has loaded torch and Megatron, at least."""
 CORRECTIONS = 3
@@ -103,7 +105,7 @@ class Settings:
         _check_layers(shape)
         if shape.hidden_size % shape.num_attention_heads:
             raise _refused(
-                shape, "hidden_size", f"{shape.num_attention_heads} heads share it evenly"
+                shape, "hidden_size", f"it must be a multiple of {shape.num_attention_heads} heads"
             )
         if self.budget_gib is not None and not 0 < self.budget_gib < MOST_GIB:
             raise _refused(self, "budget_gib", f"it must be above 0 and below {MOST_GIB}")
@@ -119,7 +121,9 @@ def _check_layers(shape: Shape) -> None:
     """Raise an AutorecomputeError for layers that cannot be trained here, or in these stages."""
     if shape.pattern is None:
         if shape.num_layers % shape.pipeline_stages:
-            raise _refused(shape, "num_layers", f"{shape.pipeline_stages} stages share them evenly")
+            raise _refused(
+                shape, "num_layers", f"it must be a multiple of {shape.pipeline_stages} stages"
+            )
         return
     Layout.from_pattern(shape.pattern, shape.pipeline_stages, 1)
     text = str(shape.pattern)
@@ -144,26 +148,19 @@ def _refused(options: Any, name: str, rule: str) -> OptionError:
 # --- the parent -----------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "compare_policies") -> int:
-    """Run the comparison and print its table; the exit code is 0, or that of the error."""
-    console = Console(highlight=False)
-    try:
-        with needed("The comparison"):
-            settings = parse(arguments, prog)
-            folder = Path(settings.output)
-            comparison = run(settings, console)
-            console.print(table(comparison))  # though the disk may be full by now
-            write_report(comparison, folder)
-    except AutorecomputeError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-        return error.exit_code
-    except KeyboardInterrupt as interrupt:
-        said = str(interrupt) or "nothing was begun."
-        Console(stderr=True).print(f"Interrupted: {said}", highlight=False, soft_wrap=True)
-        return 130
-    console.print(f"Written: {folder}/comparison.json, comparison.md, {PICTURE}, {PLAN}")
-    console.print(f"Our plan as a page to open in a browser: {folder}/{PAGE}")
-    return 0
+def compare(arguments: Sequence[str], console: Console, prog: str) -> Path:
+    """Run the comparison and print its table; returns the folder with its files.
+
+    Raises:
+        AutorecomputeError: it cannot run or be saved; finished results are in the folder.
+        KeyboardInterrupt: with what became of the folder's files.
+    """
+    settings = parse(arguments, prog)
+    folder = Path(settings.output)
+    comparison = run(settings, console)
+    console.print(table(comparison))  # though the disk may be full by now
+    write_report(comparison, folder)
+    return folder
 
 
 def write_report(comparison: Comparison, folder: Path) -> None:
@@ -177,7 +174,7 @@ def write_report(comparison: Comparison, folder: Path) -> None:
         write_atomically(html(report_data(Plan.load(folder / PLAN))), folder / PAGE)
 
 
-def parse(arguments: Sequence[str] | None, prog: str = "compare_policies") -> Settings:
+def parse(arguments: Sequence[str], prog: str = "compare") -> Settings:
     """The settings from the command line; defaults depend on whether there is a GPU."""
     parser = Parser(prog=prog, description=__doc__)
     add_flags(parser, Settings)
@@ -202,13 +199,7 @@ def run(settings: Settings, console: Console) -> Comparison:
         AutorecomputeError: a rank raised it; finished results are in the output folder.
     """
     check_length(read_text(Path(settings.text or __file__)), settings.shape)
-    folder = Path(settings.output)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MachineError(
-            f"Cannot make the output folder {folder}: {error.strerror}. Give another with --output."
-        ) from error
+    folder = _folder(settings)
     _check_memory(settings.shape.pipeline_stages)
     comparison = Comparison(budget_bytes=None)
     progress_bar = Progress(
@@ -225,8 +216,8 @@ def run(settings: Settings, console: Console) -> Comparison:
             task = progress.add_task("starting Megatron", total=None)
             for message in messages:
                 if isinstance(message, Comparison):
-                    message.save(folder / "comparison.json")
-                    write_atomically(markdown(message), folder / "comparison.md")
+                    message.save(folder / RECORD)
+                    write_atomically(markdown(message), folder / TABLE)
                     if not comparison.rows():  # those of an earlier run
                         for name in (PICTURE, PLAN, PAGE):
                             with suppress(OSError):  # what is no file is named when written
@@ -246,6 +237,22 @@ def run(settings: Settings, console: Console) -> Comparison:
             raise KeyboardInterrupt(f"{done if comparison.rows() else nothing}.") from None
         raise
     return comparison
+
+
+def _folder(settings: Settings) -> Path:
+    """The output folder, made; raises MachineError, or OptionError if the text is in it, under a
+    name that is written."""
+    folder = Path(settings.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(
+            f"Cannot make the output folder {folder}: {error.strerror}. Give another with --output."
+        ) from error
+    if settings.text is not None:
+        for name in FILES:
+            check_other(folder / name, [settings.text])
+    return folder
 
 
 def _check_memory(num_processes: int) -> None:

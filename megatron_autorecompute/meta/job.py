@@ -396,6 +396,21 @@ def load_job(path: str | Path) -> Job:
     """Read a job from YAML (or JSON). Raises OptionError naming each bad field."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """YAML's own takes the last of two values for one key, without a word."""
+
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    continue
+                if key.value in seen:
+                    problem = f"the key {key.value!r:.80} is given twice"
+                    raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+            return node
+
     try:
         text = json_records.read_text(path)
     except (OSError, ValueError) as error:
@@ -404,7 +419,7 @@ def load_job(path: str | Path) -> Job:
             "file."
         ) from error
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader)
     # The parser lets every error of its own out: of dates, of numbers, of the depth.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -425,10 +440,9 @@ def job_from(data: Any, source: str) -> Job:
         text = _json(_with_fixed_buffers(with_pattern(_given(data), source)), source)
         job = TypeAdapter(Job).validate_json(text, strict=True)
     except ValidationError as error:
-        lines = "\n".join(
-            f"  {json_records.described(item)}" for item in error.errors(include_url=False)
-        )
-        raise OptionError(f"{source} is no job description. Correct:\n{lines}") from error
+        items = error.errors(include_url=False)
+        wrong = json_records.corrections(map(json_records.described, items))
+        raise OptionError(f"{source} is no job description. {wrong}") from error
     # Of a recipe Bridge replaces these fields when a job starts, by its mixed precision.
     precision = None if job.described_by == "recipe" else job.precision
     check_config(job.config, job.seq_length, source, precision)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.json_records import shown_name
+from megatron_autorecompute.json_records import corrections, shown_name
 from megatron_autorecompute.meta.graph_scope import wrong_scope
 from megatron_autorecompute.profile import MOST_LAYERS
 
@@ -102,8 +102,7 @@ def check_config(
     wrong = [*_wrong_values(config)] or [*_wrong_together(config, seq_length)]
     wrong += [] if precision is None else _not_of_precision(config, precision)
     if wrong:
-        lines = "\n".join(f"  {line}" for line in wrong)
-        raise OptionError(f"{source} describes no model that can be built. Correct:\n{lines}")
+        raise OptionError(f"{source} describes no model that can be built. {corrections(wrong)}")
 
 
 def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
@@ -155,12 +154,23 @@ def _wrong_together(config: Mapping[str, Any], seq_length: int) -> Iterator[str]
     yield from _cannot_exchange_heads(config, groups)
     if config.get("hybrid_layer_pattern"):
         yield from _lacks_of_families(config)
+    elif config.get("overlap_moe_expert_parallel_comm"):
+        yield from _cannot_overlap(config)
     if experts:
         topk, parts = config.get("moe_router_topk"), config.get("expert_model_parallel_size") or 1
         if (topk or 1) > experts:
             yield f"moe_router_topk {topk} is more than num_moe_experts {experts}"
         if experts % parts:
             yield f"num_moe_experts {experts} is no multiple of expert_model_parallel_size {parts}"
+
+
+def _cannot_overlap(config: Mapping[str, Any]) -> Iterator[str]:
+    """What TransformerConfig asserts, too."""
+    if (config.get("expert_model_parallel_size") or 1) == 1:
+        yield (
+            "overlap_moe_expert_parallel_comm beside expert_model_parallel_size 1: no rank "
+            "exchanges tokens with another; leave it out, or divide experts among ranks"
+        )
 
 
 def _cannot_split_mlp(config: Mapping[str, Any], tensor: int) -> Iterator[str]:

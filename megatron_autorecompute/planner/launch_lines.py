@@ -19,6 +19,9 @@ from megatron_autorecompute.policy import NONE, WHOLE, RecomputePolicy
 
 JOB = {"config", "described_by", "lora_rank"}
 """Keys of `model.facts.job` that are read: the job that a profile without a device is of."""
+OUR_FLAG = f"--{POLICY_FIELD.replace('_', '-')}"
+LAUNCHER, DRIVER = (f"-m megatron_autorecompute.{name}" for name in ("pretrain", "bridge_pretrain"))
+"""What runs a script of Megatron-LM, and a recipe, with our flag or field, which they refuse."""
 
 
 def recipe_lines(
@@ -37,13 +40,13 @@ def flags(
     """Flags of pretrain_gpt.py that set a policy; "" for no recompute, which needs no flag."""
     fields = _of_whole_layers(policy) if fields is None else fields
     if fields is None:
-        return f"--recompute-policy {shlex.quote(policy.format(blocks))}"
+        return f"{OUR_FLAG} {shlex.quote(policy.format(blocks))}"
     words = []
     for name, value in fields.items():
         # Megatron's flags say cpu_offloading by its number of layers, and other switches alone.
         if value is not None and name != "cpu_offloading":
             values = value if isinstance(value, list) else [] if value is True else [value]
-            words += ["--" + name.replace("_", "-"), *map(str, values)]
+            words += ["--" + name.replace("_", "-"), *(shlex.quote(str(each)) for each in values)]
     return " ".join(words)
 
 
@@ -67,13 +70,14 @@ def launch_lines(plan: Plan) -> list[str]:
     if lines:
         return lines
     if all(choice == NONE for choice in plan.policy.layers):
-        return _pretrain_lines(plan, NO_RECOMPUTE)
+        return pretrain_lines(plan, NO_RECOMPUTE)
     if WHOLE in plan.policy.layers:
         recipe = "; ".join(recipe_lines(plan.policy, None))
-        return [*_pretrain_lines(plan, None), f"In a recipe of Megatron Bridge: {recipe}"]
+        return [*pretrain_lines(plan, None), f"In a recipe of Megatron Bridge: {recipe}"]
     return [
-        *_pretrain_lines(plan, None),
-        "In a recipe of Megatron Bridge the same text is cfg.model.recompute_policy.",
+        *pretrain_lines(plan, None),
+        f"In a recipe of Megatron Bridge, run by {DRIVER}, the same text is "
+        f"cfg.model.{POLICY_FIELD}.",
     ]
 
 
@@ -100,23 +104,30 @@ def job_lines(plan: Plan) -> list[str]:
         depth = 0 if pattern is None else len(pattern.depth)
         fields = of_policy(plan.policy, chunks, linear_bias=bias, depth_layers=depth)
     if job["described_by"] == "recipe":
-        return [
-            "Put into the recipe:",
-            *recipe_lines(plan.policy, fields, plan.profile.model.blocks),
-        ]
-    return _pretrain_lines(plan, fields)
+        return bridge_lines(plan, fields)
+    return pretrain_lines(plan, fields)
+
+
+def bridge_lines(plan: Plan, fields: Mapping[str, Any] | None) -> list[str]:
+    """Where the plan goes in a recipe of Megatron Bridge, and the lines, as of `recipe_lines`."""
+    lines = recipe_lines(plan.policy, fields, plan.profile.model.blocks)
+    ours = any(line.startswith(f"cfg.model.{POLICY_FIELD} ") for line in lines)
+    return [f"Put into the recipe of Megatron Bridge{f', run by {DRIVER}' * ours}:", *lines]
 
 
 def _flag(name: str, value: str) -> str:
     """As a shell and argparse take it: a pattern may begin with `-`, for an MLP."""
-    return f"{name}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"
+    return f"{shlex.quote(name)}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"
 
 
-def _pretrain_lines(plan: Plan, fields: Mapping[str, Any] | None) -> list[str]:
+def pretrain_lines(plan: Plan, fields: Mapping[str, Any] | None) -> list[str]:
+    """Where the plan goes in a job of Megatron-LM, and its flags, as of `flags`, and of its layout:
+    one line."""
     script = "pretrain_hybrid.py" if pattern_of_job(plan.profile.model.facts) else "pretrain_gpt.py"
     words = [flags(plan.policy, fields, plan.profile.model.blocks)]
     words += [_flag(*pair) for pair in plan.megatron_flags.items()]
     line = " ".join(filter(None, words))
     if not line:
         return [f"No recompute: give {script} no flags of recompute."]
-    return [f"Add to the flags of {script}:", line]
+    launched = f"{LAUNCHER} {script}" if line.startswith(OUR_FLAG) else script
+    return [f"Add to the flags of {launched}:", line]

@@ -6,6 +6,9 @@ measured: they are scaled or added up.
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import InfeasibleError, PipelineError, PolicyError, ProfileError
@@ -14,9 +17,9 @@ from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.layout_search.flags import (
     layers_per_stage,
     layout_flags,
-    uneven_layouts,
 )
-from megatron_autorecompute.planner.planner import Budget, Planner
+from megatron_autorecompute.planner.planner import Budget, Planner, Solution
+from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import FULL, NONE
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -29,6 +32,9 @@ from megatron_autorecompute.profile import (
 )
 
 _NEAREST_LAYOUTS = 12  # tried for an error message, which should take seconds
+_SAME_GPUS, _TWICE_GPUS = 2, 1
+"""Times as many microbatches of a data-parallel rank in a step of the same samples, where the model
+is divided among twice as many ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +46,20 @@ class Change:
     """Predicted time of the step with it."""
 
 
+def _change(text: str, solution: Solution | None) -> Change | None:
+    return Change(text, solution.cost.step_ms) if solution else None
+
+
 def cheapest_changes(planner: Planner, budget: Budget, most: int = 3) -> tuple[Change, ...]:
     """Up to three changes, each alone, with which a plan fits; the fastest step first.
 
     For a smaller micro-batch, bytes and times of activations are scaled with it. For twice the
     tensor parallelism they and the static bytes are halved. Both are estimates; a profile at that
     size is better. For twice the stages and for another layout, static bytes are added up from the
-    kinds. If a kind has no record of full, it is assumed to hold one boundary tensor and to run
-    forward twice.
+    kinds. Twice the stages or the tensor parallelism are on the same GPUs, where the half of the
+    data-parallel ranks is left to share a step's samples and the optimizer's state, or else on
+    twice the GPUs. If a kind has no record of full, it is assumed to hold one boundary tensor and
+    to run forward twice.
     """
     found: list[Change] = []
     for proposal in (_smaller_micro_batch, _full_recompute, _other_layout, _more_stages, _more_tp):
@@ -66,11 +78,11 @@ def _smaller_micro_batch(planner: Planner, budget: Budget) -> Change | None:
         schedule = replace(
             planner.schedule, num_microbatches=planner.schedule.num_microbatches * size // smaller
         )
-        profile = _scaled(planner.profile, smaller / size, static=1.0)
+        profile = _scaled(planner.profile, smaller / size, static=1.0, state=1.0)
         solution = planner.replaced(profile=profile, schedule=schedule).try_solve(budget)
         if solution:
             text = f"micro-batch size {smaller} instead of {size} (scaled, not measured)"
-            return Change(text, solution.cost.step_ms)
+            return _change(text, solution)
     return None
 
 
@@ -91,9 +103,9 @@ def _full_recompute(planner: Planner, budget: Budget) -> Change | None:
         percentile=planner.percentile,
         allowed=only,
     )
-    solution = wider.solve(budget)
+    solution = wider.try_solve(budget)
     names = ", ".join(kind.name for kind in lacking) or "all kinds"
-    return Change(f"full recompute as a choice for {names}", solution.cost.step_ms)
+    return _change(f"full recompute as a choice for {names}", solution)
 
 
 def _with_full(kind: LayerKind, boundary_bytes: int) -> LayerKind:
@@ -120,20 +132,46 @@ def _other_layout(planner: Planner, budget: Budget) -> Change | None:
     """The nearest layout that fits; `search_layout` finds the fastest one, and takes longer."""
     if planner.layout.num_stages == 1 or planner.profile.model.encoder_layers:
         return None
-    asked = layers_per_stage(planner.layout)
-
-    def moved(layout: Layout) -> int:
-        pairs = zip(layers_per_stage(layout), asked, strict=True)
-        return sum(abs(size - other) for size, other in pairs)
-
-    for layout in sorted(uneven_layouts(planner.layout), key=moved)[:_NEAREST_LAYOUTS]:
-        candidate = planner.replaced(layout=layout)
-        solution = candidate.try_solve(budget)
+    for layout in _nearest(planner.layout):
+        solution = planner.replaced(layout=layout).try_solve(budget)
         if solution and layout != planner.layout:
             flags = layout_flags(layout, pattern_of_job(planner.profile.model.facts))
             text = " ".join(f"{name} {value}" for name, value in flags.items())
-            return Change(f"another layout: {text}", solution.cost.step_ms)
+            return _change(f"another layout: {text}", solution)
     return None
+
+
+def _nearest(asked: Layout) -> Iterator[Layout]:
+    """Of the layouts that the flags for uneven stages can give, those that move the fewest layers,
+    nearest first."""
+    chunks, (first, *between, last) = asked.num_chunks, layers_per_stage(asked)
+    last -= asked.mtp_num_layers
+    alone = not between and chunks > 1  # of two such stages Megatron takes the first one's number
+
+    def ends(middle: int) -> int:
+        return asked.num_layers - middle * len(between)
+
+    def least_moved(middle: int) -> int:
+        return sum(abs(middle - size) for size in between) + abs(ends(middle) - first - last)
+
+    def sizes(middle: int) -> Iterator[tuple[int, int, int]]:
+        moved = sum(abs(middle - size) for size in between)
+        for one in range(chunks, ends(middle), chunks):
+            other = ends(middle) - one
+            yield moved + abs(one - first) + abs(other - last), one, other
+
+    middles = range(chunks, asked.num_layers // len(between) + 1, chunks) if between else [0]
+    nearest = heapq.nsmallest(_NEAREST_LAYOUTS, middles, key=least_moved)
+    found = itertools.chain.from_iterable(map(sizes, nearest))
+    for _, at_first, at_last in heapq.nsmallest(_NEAREST_LAYOUTS, found):
+        yield Layout.from_flags(
+            asked.num_layers,
+            asked.num_stages,
+            chunks,
+            mtp_num_layers=asked.mtp_num_layers,
+            num_layers_in_first_pipeline_stage=at_first,
+            num_layers_in_last_pipeline_stage=None if alone else at_last,
+        )
 
 
 def _more_stages(planner: Planner, budget: Budget) -> Change | None:
@@ -144,22 +182,51 @@ def _more_stages(planner: Planner, budget: Budget) -> Change | None:
     wider = Layout.from_flags(
         model.num_layers, stages, layout.num_chunks, mtp_num_layers=model.mtp_num_layers
     )
-    schedule = replace(planner.schedule, num_stages=stages, microbatch_group_size=None)
+    times = _times_microbatches(planner)
+    schedule = replace(_repeated(planner.schedule, times), num_stages=stages)
+    profile = _scaled(planner.profile, 1.0, static=1.0, state=times)
     budgets = max(planner.budgets(budget))
-    solution = planner.replaced(layout=wider, schedule=schedule).solve(budgets)
-    return Change(f"{stages} pipeline stages instead of {stages // 2}", solution.cost.step_ms)
+    moved = planner.replaced(
+        profile=profile, layout=wider, schedule=replace(schedule, microbatch_group_size=None)
+    )
+    text = f"{stages} pipeline stages instead of {stages // 2}{_where(times)}"
+    return _change(text, moved.try_solve(budgets))
 
 
 def _more_tp(planner: Planner, budget: Budget) -> Change | None:
-    profile = _scaled(planner.profile, 0.5, static=0.5)
-    solution = planner.replaced(profile=profile).solve(budget)
+    times = _times_microbatches(planner)
+    profile = _scaled(planner.profile, 0.5, static=0.5, state=0.5 * times)
+    schedule = _repeated(planner.schedule, times)
+    solution = planner.replaced(profile=profile, schedule=schedule).try_solve(budget)
     size = planner.profile.parallelism.tensor_parallel
-    text = f"tensor parallelism {2 * size} instead of {size} (halved, not measured)"
-    return Change(text, solution.cost.step_ms)
+    text = f"tensor parallelism {2 * size} instead of {size}{_where(times)} (halved, not measured)"
+    return _change(text, solution)
 
 
-def _scaled(profile: Profile, factor: float, static: float) -> Profile:
-    """All activation bytes and times times `factor`, static bytes times `static`."""
+def _times_microbatches(planner: Planner) -> int:
+    """Of the same GPUs, if they are known to hold the model an even number of times."""
+    shape, num_gpus = planner.profile.parallelism, planner.profile.num_gpus
+    stages = planner.layout.num_stages
+    holders = (
+        shape.tensor_parallel * shape.context_parallel * stages,
+        shape.expert_parallel * shape.expert_tensor_parallel * stages,
+    )
+    if num_gpus is None or any(num_gpus % (2 * ranks) for ranks in holders):
+        return _TWICE_GPUS
+    return _SAME_GPUS
+
+
+def _where(times: int) -> str:
+    return " on the same GPUs" if times == _SAME_GPUS else " on twice the GPUs"
+
+
+def _repeated(schedule: Schedule, times: int) -> Schedule:
+    return replace(schedule, num_microbatches=schedule.num_microbatches * times)
+
+
+def _scaled(profile: Profile, factor: float, static: float, state: float) -> Profile:
+    """All activation bytes and times times `factor`, the optimizer's state times `state`, other
+    static bytes times `static`."""
 
     def size(old: int) -> int:
         return round(old * factor)
@@ -180,7 +247,7 @@ def _scaled(profile: Profile, factor: float, static: float) -> Profile:
         return StaticBytes(
             round(old.parameter_bytes * static),
             round(old.gradient_bytes * static),
-            round(old.optimizer_state_bytes * static),
+            round(old.optimizer_state_bytes * state),
             round(old.buffer_bytes * static),
             {name: round(size_bytes * static) for name, size_bytes in old.shared.items()},
         )

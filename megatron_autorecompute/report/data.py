@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.budget_curve import BudgetCurve
 from megatron_autorecompute.planner.chunk_splits import with_exchanges
-from megatron_autorecompute.planner.launch_lines import flags, job_lines, recipe_lines
+from megatron_autorecompute.planner.launch_lines import bridge_lines, job_lines, pretrain_lines
 from megatron_autorecompute.planner.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.planner import Planner, changed_at
@@ -248,31 +248,22 @@ def strategies_of(
 
 def _pastes(plan: Plan) -> Iterator[Paste]:
     """Texts to paste: first for the form the job was described in, then for other forms."""
-    likeliest = job_lines(plan)
-    policy_flag = " ".join(
-        [
-            flags(plan.policy, None, plan.profile.model.blocks),
-            *(f"{name} {value}" for name, value in plan.megatron_flags.items()),
-        ]
-    )
-    recipe = "\n".join(recipe_lines(plan.policy, None, plan.profile.model.blocks))
-    forms = {
-        "Add to the flags of pretrain_gpt.py": policy_flag,
-        "Or put into a Megatron Bridge recipe": recipe,
-        "Or run in Python": (
-            "from megatron_autorecompute.runtime.apply import apply\n"
-            "from megatron_autorecompute.policy import RecomputePolicy\n\n"
-            f"policy = RecomputePolicy.parse({plan.policy.format()!r}, "
-            f"num_layers={plan.profile.num_layers})\n"
-            "apply(policy, model)"
-        ),
-    }
-    if WHOLE in plan.policy.layers:
-        del forms["Or run in Python"]
-    if likeliest:
-        first, *lines = likeliest
+    forms = [job_lines(plan), pretrain_lines(plan, None), bridge_lines(plan, None)]
+    if WHOLE not in plan.policy.layers:
+        forms.append(["Run in Python:", *_python_lines(plan)])
+    pasted: set[str] = set()
+    for where, *lines in filter(None, forms):
         text = "\n".join(lines)
-        if text not in forms.values():
-            yield Paste(first.rstrip(":"), text)
-    for where, text in forms.items():
-        yield Paste(where, text)
+        if text not in pasted:
+            yield Paste(where.rstrip(":"), text)
+        pasted.add(text)
+
+
+def _python_lines(plan: Plan) -> tuple[str, ...]:
+    return (
+        "from megatron_autorecompute import RecomputePolicy, apply",
+        "",
+        f"policy = RecomputePolicy.parse({plan.policy.format()!r}, "
+        f"num_layers={plan.profile.num_layers})",
+        "apply(policy, model)",
+    )

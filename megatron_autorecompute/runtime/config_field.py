@@ -11,16 +11,14 @@ import copy
 import dataclasses
 import functools
 import inspect
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_autorecompute.block_names import parts_of_field
+from megatron_autorecompute.block_names import parts_of_field, read_file
 from megatron_autorecompute.compat import model_layers, rules, stage_layout, versions
 from megatron_autorecompute.errors import ApplyError, PipelineError, PolicyError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
@@ -147,9 +145,9 @@ def refuse_plan_of_another_model(value: Any, config: TransformerConfig) -> None:
         return
     path = value[1:]
     try:
-        plan = json.loads(Path(path).read_text())
+        plan = read_file(path)
         facts = plan["profile"]["model"]["facts"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return  # not a plan; RecomputePolicy.load checks whether it is a policy
     described = facts.get("transformer_config") or facts.get("job", {}).get("config") or facts
     other = [

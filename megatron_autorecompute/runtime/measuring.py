@@ -206,7 +206,9 @@ class Measuring:
             for _ in policies:
                 if self._left:
                     self._left -= 1
-                    self.job.say(f"recompute auto: measuring, at most {self._left} more steps")
+                    more = f"at most {self._left} more after this step"
+                    words = more if self._left else "this step is the last"
+                    self.job.say(f"recompute auto: measuring, {words}")
                 yield from until_done(self.guard, partial(self._watched, reads_bytes))
                 if self._was_lost() and any(room):
                     room[:] = [layers // 2 for layers in room]

@@ -85,6 +85,20 @@ def test_a_plan_changed_by_hand_is_not_shown_as_proven(planned, tmp_path, capsys
         assert printed_error.count("\n") == 1
 
 
+def test_a_plan_with_a_bad_choice_for_every_layer_is_refused_in_a_screenful(
+    planned, tmp_path, capsys
+):
+    data = json.loads(planned[1].read_text())
+    path = tmp_path / "plan.json"
+    choices = [f"ful{'l' * layer}" for layer in range(2, 82)]
+    path.write_text(json.dumps({**data, "recompute_policy": choices}))
+    assert main(["show", str(path)]) == 4
+    said = capsys.readouterr().err
+    assert "recompute_policy[0]: 'fulll', Cannot read 'fulll' as a choice, which is none," in said
+    assert "72 more" in said
+    assert len(said) < 80 * 40
+
+
 def test_explain_a_layer_says_what_faster_choices_would_break(planned, capsys):
     _, path, _ = planned
     assert main(["explain", str(path), "--layer", "17", "--json"]) == 0
@@ -503,7 +517,7 @@ WITHOUT_TORCH = {
     "estimate": "megatron_autorecompute.cli import main; sys.exit(main(['estimate', "
     "'--gpu', 'h100-80gb', {job!r}]))",
     "launcher": "megatron_autorecompute.pretrain import main; main([{script!r}])",
-    "comparison": "megatron_autorecompute.compare.run import main; sys.exit(main([]))",
+    "comparison": "megatron_autorecompute.cli import main; sys.exit(main(['compare']))",
     "bridge": "megatron_autorecompute.bridge_pretrain import main; "
     "main(['--recipe', 'llama3_8b_pretrain_config'])",
 }

@@ -1,6 +1,7 @@
 """The sdist and the wheel: all that a user needs is in them, and runs from any folder."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 pytestmark = pytest.mark.any_version
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 BUILD = "import setuptools.build_meta as b; print(b.build_sdist('out'), b.build_wheel('out'))"
 
 
@@ -63,10 +65,25 @@ def test_the_wheel_has_every_file_of_the_package_and_the_pages_and_patches(built
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert tracked("megatron_autorecompute") <= names
-    shared = {name.partition(".data/data/share/")[2] for name in names}
-    pages = {f"doc/megatron-autorecompute/{page.name}" for page in (ROOT / "docs").glob("*.md")}
-    patches = {f"megatron-autorecompute/{name}" for name in tracked("patches")}
-    assert pages | patches <= shared
+
+
+def test_pages_and_patches_are_installed_as_they_are_and_every_link_in_them_leads_somewhere(
+    installed,
+):
+    target, _ = installed
+    pages = target / "share" / "doc" / "megatron-autorecompute"
+    found = (path for path in pages.rglob("*.*") if path.is_file() and path.suffix != ".pyc")
+    files = {path.relative_to(pages).as_posix() for path in found}
+    assert tracked("README.md", "CHANGELOG.md", "docs", "patches", "examples/no_device") <= files
+    assert all((pages / name).read_bytes() == (ROOT / name).read_bytes() for name in files)
+    dead = [
+        f"{name}: {link}"
+        for name in files
+        if name.endswith(".md")
+        for link in LINK.findall((pages / name).read_text())
+        if "://" not in link and not (pages / name).parent.joinpath(link).exists()
+    ]
+    assert dead == []
 
 
 def test_what_was_installed_plans_from_another_folder(installed, tmp_path):

@@ -259,3 +259,10 @@ def test_show_refuses_json_beside_a_picture_that_is_printed_alone(estimated, tmp
 def test_show_refuses_v_beside_json(capsys):
     assert main(["show", str(LLAMA), "--json", "-v"]) == 9
     assert "-v has no effect with --json" in capsys.readouterr().err
+
+
+def test_overlap_of_an_exchange_that_nobody_makes_is_refused(estimated, capsys):
+    words = ("--overlap-moe-expert-parallel-comm", *BUDGET)
+    code, said = refusal(estimated, *words, capsys=capsys)
+    assert code == 9
+    assert "has no effect with a profile of expert parallel size 1" in said

@@ -19,10 +19,10 @@ import torch
 from megatron.core.tensor_parallel import random as megatron_random
 from rich.console import Console
 
-from megatron_autorecompute.cli import main as verify
+from megatron_autorecompute.cli import main as program
 from megatron_autorecompute.compare import rendering, run
 from megatron_autorecompute.compare.comparison import Comparison, Shape
-from megatron_autorecompute.compare.run import Contest, Settings, main, parse
+from megatron_autorecompute.compare.run import Contest, Settings, parse
 from megatron_autorecompute.compat import lost_step, model_layers
 from megatron_autorecompute.errors import InfeasibleError, MachineError
 from megatron_autorecompute.patched import patched
@@ -39,6 +39,10 @@ SIZES = [
     *("--seq-length", "64", "--num-microbatches", "2", "--rounds", "2", "--tries", "1"),
 ]
 SMALL = [*SIZES, *flags(4)]
+
+
+def main(words):
+    return program(["compare", *words])
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +127,7 @@ def test_the_report_of_our_plan_is_written_and_named(finished):
 
 
 def test_the_plan_is_what_megatrons_schedule_does(finished, capsys):
-    code = verify(["verify", str(finished[0] / "plan.json")])
+    code = program(["verify", str(finished[0] / "plan.json")])
     assert (code, capsys.readouterr().err.strip()) == (0, "")
 
 
@@ -141,11 +145,13 @@ def test_the_parent_needs_no_megatron_and_without_cuda_no_torch():
     [
         (["--budget-gib", "0.001"], 3, "is below what full recompute of every layer needs"),
         (["--text", "nowhere.txt"], 7, "Cannot read the text nowhere.txt: No such file"),
+        (["--text", "[red]no[/blue]"], 7, "Cannot read the text [red]no[/blue]: No such file"),
+        (["--output", "LICENSE/[bold]"], 7, "Cannot make the output folder LICENSE/[bold]: Not a"),
         (["--seq-length", "40000"], 7, "bytes; a microbatch of 2 sequences of 40000 tokens needs"),
         (["--rounds", "0"], 9, "--rounds 0: it must be at least 1."),
         (["--num-microbatches", "-1"], 9, "--num-microbatches -1: it must be at least 1."),
-        (["--pipeline-stages", "3"], 9, "--num-layers 4: 3 stages share them evenly."),
-        (["--num-attention-heads", "5"], 9, "--hidden-size 64: 5 heads share it evenly."),
+        (["--pipeline-stages", "3"], 9, "--num-layers 4: it must be a multiple of 3 stages."),
+        (["--num-attention-heads", "5"], 9, "--hidden-size 64: it must be a multiple of 5 heads."),
         (["--budget-gib", "nan"], 9, "--budget-gib nan: it must be above 0 and below"),
         (["--budget-gib", "1e308"], 9, "--budget-gib 1e+308: it must be above 0 and below"),
         (["--budget-fraction", "nan"], 9, "--budget-fraction nan: it must be from 0 (full) to 1"),
@@ -163,7 +169,9 @@ def test_the_parent_needs_no_megatron_and_without_cuda_no_torch():
 def test_bad_input_says_what_to_do(arguments, code, message, tmp_path, capsys):
     small = [*SIZES, "--num-layers", "4", "--output", str(tmp_path)]
     assert main([*small, *arguments]) == code
-    assert message in " ".join(capsys.readouterr().err.split())
+    said = capsys.readouterr().err
+    assert said.startswith("megatron-autorecompute compare: ")
+    assert message in " ".join(said.split())
 
 
 def small_job(variant=None, **fields):
@@ -384,7 +392,8 @@ def test_interrupting_keeps_what_was_finished(running, tmp_path):
     os.killpg(running.pid, signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert errors == "Interrupted: what was finished is in the output folder.\n"
+    kept = "what was finished is in the output folder"
+    assert errors == f"megatron-autorecompute compare: interrupted: {kept}.\n"
     assert not Comparison.load(tmp_path / "comparison.json").complete
     assert (tmp_path / "comparison.png").exists()
 

@@ -111,6 +111,14 @@ MOE = {"num_moe_experts": 8}
             {**MOE, "expert_model_parallel_size": 3},
             "num_moe_experts 8 is no multiple of expert_model_parallel_size 3",
         ),
+        (
+            {"overlap_moe_expert_parallel_comm": True},
+            "overlap_moe_expert_parallel_comm beside expert_model_parallel_size 1: no rank",
+        ),
+        (
+            {**MOE, "overlap_moe_expert_parallel_comm": True},
+            "overlap_moe_expert_parallel_comm beside expert_model_parallel_size 1: no rank",
+        ),
         ({"normalization": "rmsnorm"}, "config.normalization: 'rmsnorm'; known are LayerNorm, RMS"),
         (
             {"ffn_hidden_size": 129, "tensor_model_parallel_size": 2},
@@ -181,6 +189,9 @@ LAUGHS = "a: &a [x, x]\n" + "\n".join(
         ("\0", "Cannot read the job"),
         ("? [a]\n: 1", "unhashable"),
         ('"a\\nb": 1', r"'a\nb': "),
+        ("num_gpus: 8\nname: x\nnum_gpus: 16", "the key 'num_gpus' is given twice"),
+        ("config:\n  num_layers: 4\n  num_layers: 8", "line 3, column 3"),
+        ("[1, {a: {b: 1, b: 1}}]", "the key 'b' is given twice"),
     ],
 )
 def test_a_file_that_is_no_plain_data_is_refused_in_one_line(tmp_path, text, said):
@@ -190,6 +201,16 @@ def test_a_file_that_is_no_plain_data_is_refused_in_one_line(tmp_path, text, sai
         load_job(path)
     assert said in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_a_key_that_is_merged_and_given_is_given_once_and_a_mark_before_the_text_is_none_of_it(
+    tmp_path,
+):
+    sizes = "{num_layers: 4, hidden_size: 64, num_attention_heads: 4}"
+    rest = "name: tiny\nnum_gpus: 1\nseq_length: 8\nglobal_batch_size: 1\nvocab_size: 64\n"
+    path = tmp_path / "job.yaml"
+    path.write_text(f"\ufeffconfig: {{<<: {sizes}, num_layers: 2}}\n{rest}", encoding="utf-8")
+    assert load_job(path).config["num_layers"] == 2
 
 
 def test_a_field_of_no_value_is_as_if_it_were_left_out():
@@ -403,7 +424,7 @@ def test_flags_need_the_number_of_gpus():
 
 def test_plan_command_needs_no_pipeline_which_the_profile_knows():
     assert estimate.plan_command(Path("a job/p.json"), 64 * GIB) == (
-        "megatron-autorecompute plan --profile 'a job/p.json' --budget-gib 64.00"
+        "megatron-autorecompute plan --profile 'a job/p.json' --budget-gib 64.00 -o plan.json"
     )
 
 

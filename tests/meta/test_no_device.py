@@ -28,6 +28,7 @@ from megatron_autorecompute.meta.sensitivity import sensitivity
 from megatron_autorecompute.meta.verify import TOLERANCE, require_verified, verify
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.suggestions import cheapest_changes
 from megatron_autorecompute.planner.unit_costs import CostTable
 from megatron_autorecompute.policy import NONE, RecomputePolicy
 from megatron_autorecompute.profile import Profile
@@ -668,3 +669,15 @@ def test_unfused_rope_keeps_cosines_and_sines_of_the_rotated_share():
     of_half_a_head = 2 * whole.seq_length * HIDDEN // HEADS // 2
     queries_and_keys = 2 * 2 * of_half_a_head
     assert held[0].held_bytes - held[1].held_bytes == queries_and_keys
+
+
+def test_twice_the_stages_are_suggested_with_the_step_that_the_job_with_them_has():
+    def planner(stages):
+        split = job({"num_layers": 8, "pipeline_model_parallel_size": stages})
+        return Planner(profile_job(split, AHEAD), split.layout(), split.schedule())
+
+    asked, other = planner(2), planner(4)
+    budget = max(stage.peak_bytes for stage in asked.leanest) - 1
+    text = "4 pipeline stages instead of 2 on the same GPUs"
+    (change,) = [c for c in cheapest_changes(asked, budget, 9) if c.text == text]
+    assert change.step_ms == pytest.approx(other.solve(budget).cost.step_ms, rel=1e-6)

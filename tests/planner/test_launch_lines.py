@@ -1,5 +1,6 @@
 """What `plan` prints to be pasted, for a job that was described by flags or by a recipe."""
 
+import importlib.util
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +87,8 @@ def test_a_searched_layout_is_among_the_flags(plan):
 def test_without_its_job_a_profiles_plan_is_printed_as_text_for_pretrain_gpt_and_bridge(plan):
     asked, line, recipe = launch_lines(plan)
     name, value = shlex.split(line)
-    assert (asked, name) == ("Add to the flags of pretrain_gpt.py:", "--recompute-policy")
+    launched = "-m megatron_autorecompute.pretrain pretrain_gpt.py"
+    assert (asked, name) == (f"Add to the flags of {launched}:", "--recompute-policy")
     assert RecomputePolicy.parse(value, num_layers=80) == plan.policy
     assert recipe.endswith("cfg.model.recompute_policy.")
     # Layers leave as a whole by Megatron's own setting alone.
@@ -94,6 +96,24 @@ def test_without_its_job_a_profiles_plan_is_printed_as_text_for_pretrain_gpt_and
     _, line, recipe = launch_lines(replace(plan, recompute_policy=whole))
     assert line == "--cpu-offloading-num-layers 3"
     assert recipe.endswith("cpu_offloading = True; cfg.model.cpu_offloading_num_layers = 3")
+
+
+def test_what_runs_our_flag_or_field_is_named_where_a_plan_takes_one_and_exists(plan):
+    def named(policy, described_by="flags"):
+        words = printed(plan, policy, described_by)[0].rstrip(":").split()
+        module = words[words.index("-m") + 1] if "-m" in words else None
+        assert module is None or importlib.util.find_spec(module)
+        return module
+
+    assert named("full*3,none*77") == "megatron_autorecompute.pretrain"
+    assert named("full*3,none*77", "recipe") == "megatron_autorecompute.bridge_pretrain"
+    assert named("megatron:block/4") is named("megatron:block/4", "recipe") is None
+
+
+def test_names_of_flags_in_an_edited_plan_are_quoted_too(plan):
+    given = {"--pp; touch bad": "2; touch worse", "--a b": "-c d"}
+    line = launch_lines(replace(plan, megatron_flags=given))[1]
+    assert shlex.split(line)[2:] == ["--pp; touch bad", "2; touch worse", "--a b=-c d"]
 
 
 def test_without_its_job_a_searched_layout_is_printed_too(plan):

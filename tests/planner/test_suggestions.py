@@ -1,9 +1,11 @@
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.layout_search.flags import layers_per_stage, uneven_layouts
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.planner.suggestions import cheapest_changes, explained
@@ -105,3 +107,83 @@ def test_full_as_a_choice_is_proposed_with_what_is_allowed_and_nothing_else():
     wider = Planner(profile, layout, schedule, allowed=["none", "selective[mlp]", "full"])
     budget = Planner(profile, layout, schedule, allowed=["none", "selective[mlp]"])
     assert change.step_ms == wider.solve(budget.leanest[0].peak_bytes - 1).cost.step_ms
+
+
+def test_a_model_over_twice_the_ranks_has_the_samples_of_the_same_gpus_or_twice_the_gpus():
+    profile, layout, schedule, _ = problem_of_many()
+    kinds = tuple(replace(kind, static=StaticBytes(90, 9, 30)) for kind in profile.kinds)
+
+    def steps(world_size):
+        known = {"world_size": world_size} if world_size else {}
+        planner = Planner(replace(profile, kinds=kinds, fingerprint=known), layout, schedule)
+        changes = cheapest_changes(planner, planner.leanest[0].peak_bytes - 1, 9)
+        words = ("2 pipeline stages instead of 1 on ", "tensor parallelism 2 instead of 1 on ")
+        return [
+            (c.text.removeprefix(word).partition(" (")[0], c.step_ms)
+            for word in words
+            for c in changes
+            if c.text.startswith(word)
+        ]
+
+    def two_stages(factor, state):
+        """A planner of twice as many stages, with its own microbatches and static bytes."""
+        shards = tuple(replace(k, static=StaticBytes(90, 9, 30 * state)) for k in kinds)
+        split = Layout.from_flags(12, 2)
+        moved = Schedule(2, 1, schedule.num_microbatches * factor)
+        tight = Planner(replace(profile, kinds=kinds), layout, schedule).leanest[0].peak_bytes - 1
+        return Planner(replace(profile, kinds=shards), split, moved).solve(tight).cost.step_ms
+
+    (where, stages_ms), (tp_where, same_ms) = steps("4")
+    assert (where, stages_ms) == ("the same GPUs", two_stages(2, 2))
+    assert tp_where == "the same GPUs"
+    for not_even in ("3", None):
+        (where, stages_ms), (tp_where, twice_ms) = steps(not_even)
+        assert (where, stages_ms) == ("twice the GPUs", two_stages(1, 1))
+        assert tp_where == "twice the GPUs"
+    assert same_ms >= 2 * twice_ms  # as many samples on half as many ranks that divide them
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "chunks", "depths"),
+    [(12, 3, 1, 0), (12, 2, 1, 1), (12, 2, 3, 0), (24, 4, 2, 1), (24, 4, 1, 0), (10, 5, 1, 0)],
+)
+def test_the_layouts_that_are_tried_are_the_nearest_of_all_that_flags_can_give(
+    layers, stages, chunks, depths
+):
+    asked = Layout.from_flags(layers, stages, chunks, mtp_num_layers=depths)
+    tried = []
+
+    class Tries(Planner):
+        def replaced(self, layout=None, **others):
+            tried.extend([layout] if layout and layout.num_stages == stages else [])
+            return super().replaced(layout=layout, **others)
+
+    profile, _, _, _ = problem_of_many(layers)
+    nothing = ChoiceRecord("none", 0, 0, 0, 0.0, 0.0)
+    kinds = (replace(profile.kinds[0], layers=tuple(range(layers + depths))),)
+    model = replace(profile.model, mtp_num_layers=depths)
+    norm = nothing if depths else None
+    profile = replace(profile, model=model, kinds=kinds, final_norm=norm)
+    cheapest_changes(Tries(profile, asked, Schedule(stages, chunks, 2 * stages)), 1)
+
+    def moved(layout):
+        pairs = zip(layers_per_stage(layout), layers_per_stage(asked), strict=True)
+        return sum(abs(size - other) for size, other in pairs)
+
+    everything = sorted(uneven_layouts(asked), key=moved)
+    assert len(set(tried)) == len(tried) == min(12, len(everything))
+    assert set(tried) <= set(everything)
+    assert [*map(moved, tried)] == [*map(moved, everything[: len(tried)])]
+
+
+def test_a_plan_of_thousands_of_layers_that_does_not_fit_takes_little_memory(monkeypatch):
+    """Not that of all pairs of numbers for the ends, which were gigabytes of layouts."""
+    monkeypatch.setattr(Planner, "try_solve", lambda planner, budget: None)
+    profile, _, _, _ = problem_of_many(4080)
+    planner = Planner(profile, Layout.from_flags(4080, 4), Schedule(4, 1, 4))
+    tracemalloc.start()
+    try:
+        assert cheapest_changes(planner, 1) == ()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    finally:
+        tracemalloc.stop()

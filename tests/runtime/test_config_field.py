@@ -256,10 +256,11 @@ def test_a_plan_of_another_model_with_as_many_layers_is_refused_naming_the_sizes
     facts = {"transformer_config": model_facts.of_config(tiny_config())}
     plan["profile"]["model"]["facts"] = facts
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan))
-    assert field.policy_of(tiny_config(recompute_policy=f"@{path}")).format() == "full*4"
-    with pytest.raises(PolicyError, match=r"plan of another model.*hidden_size 64 \(here 128\)"):
-        tiny_config(recompute_policy=f"@{path}", hidden_size=128)
+    for mark in ("", "\ufeff"):  # which editors of Windows write before the text
+        path.write_text(mark + json.dumps(plan), encoding="utf-8")
+        assert field.policy_of(tiny_config(recompute_policy=f"@{path}")).format() == "full*4"
+        with pytest.raises(PolicyError, match=r"another model.*hidden_size 64 \(here 128\)"):
+            tiny_config(recompute_policy=f"@{path}", hidden_size=128)
 
 
 def test_prediction_depths_count_as_layers(field):

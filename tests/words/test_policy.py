@@ -235,7 +235,14 @@ def test_a_checkpoint_cannot_span_two_chunks():
 
 
 @pytest.mark.parametrize(
-    "content", ["full*1,none*1\n", '["full", "none"]', '{"recompute_policy": ["full", "none"]}']
+    "content",
+    [
+        "full*1,none*1\n",
+        '["full", "none"]',
+        '{"recompute_policy": ["full", "none"]}',
+        "\ufefffull*1,none*1\n",  # as an editor of Windows begins a file
+        '\ufeff["full", "none"]',
+    ],
 )
 def test_a_file_holds_text_a_list_or_a_plan(tmp_path, content):
     path = tmp_path / "policy"

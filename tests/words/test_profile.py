@@ -255,3 +255,17 @@ def test_offload_groups_are_of_the_choice_in_the_order_of_their_copies_and_survi
         replace(record, choice="none+offload[core_attn]")
     with pytest.raises(ValueError, match=r"backward_end 0.2 is before backward_begin 0.6"):
         replace(early, backward_end=0.2)
+
+
+def test_what_is_wrong_again_and_again_is_said_a_few_times(data):
+    stages = [{"layers": [0], "static": {}, "residual_ms": f"late {n}"} for n in range(500)]
+    said = refusal({**data, "stages": stages}).splitlines()
+    assert said[1].startswith("  stages[0].residual_ms: 'late 0'")
+    assert len(said) == 10
+    assert "more like these" in said[-1]
+
+
+def test_a_mark_before_the_text_is_none_of_it(data, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(data).encode())
+    assert Profile.load(path) == Profile.from_json(json.dumps(data))
