@@ -124,7 +124,7 @@ class LayerPolicy:
     @classmethod
     def parse(cls, text: str) -> LayerPolicy:
         """Read one choice; raises `PolicyError` with the grammar for anything else."""
-        match = _CHOICE.fullmatch(text)
+        match = _CHOICE.fullmatch(_text(text))
         if match is None:
             raise PolicyError(f"Cannot read {text!r} as a choice: {GRAMMAR}.")
         offload = _modules(match["offload"])
@@ -215,7 +215,7 @@ class RecomputePolicy:
             PolicyError: unreadable text, a count that does not match `num_layers`, or the name of a
                 block that the model does not have.
         """
-        text = text.strip()
+        text = _text(text).strip()
         parts = named_parts(text)
         if parts is not None:
             return cls._of_blocks(parts, num_layers, layout, depth_layers, blocks)
@@ -403,7 +403,7 @@ class MegatronStrategy:
         Raises:
             PolicyError: other text, or `uniform/0`.
         """
-        match = _MEGATRON.fullmatch(text)
+        match = _MEGATRON.fullmatch(_text(text))
         if match is None:
             raise PolicyError(f"Cannot read {text!r}: {GRAMMAR}.")
         if match["method"] is not None:
@@ -486,6 +486,12 @@ class MegatronStrategy:
             )
         # The depth and the stack inside it both read the setting.
         yield from ((index, LayerPolicy("full", inner=depth_layers)) for index in depths)
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str):
+        raise PolicyError(f"{given!r:.80} is no text: {GRAMMAR}.")
+    return given
 
 
 def _modules(text: str | None) -> tuple[str, ...]:

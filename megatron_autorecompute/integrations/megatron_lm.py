@@ -234,6 +234,7 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
     from megatron.training import get_args
 
     from megatron_autorecompute.runtime import config_field
+    from megatron_autorecompute.runtime.apply import apply
 
     args = get_args()
     _check_all_given(args, model)
@@ -243,7 +244,7 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
             config_field.refuse_without_names(args.recompute_policy, model)
     if _for_whole_model is not None:
         _check_blocks(model, _for_whole_model)
-        _apply_whole(model, _for_whole_model)
+        apply(_for_whole_model, model, holder=f"--recompute-policy {_for_whole_model}")
     if args.recompute_policy != "auto":
         yield
         return
@@ -309,14 +310,6 @@ def _check_blocks(model: Sequence[Any], policy: str) -> None:
             f"with megatron-core {versions.installed()} a policy applies to "
             f"{', '.join(one.__name__ for one in types)}. Leave the flag out for this model."
         )
-
-
-def _apply_whole(model: Sequence[Any], text: str) -> None:
-    from megatron_autorecompute.compat import model_layers
-    from megatron_autorecompute.runtime.apply import apply, blocks
-
-    policy = _whole_policy(text, model_layers.unwrapped(model[0]).config, blocks(model))
-    apply(policy, model, holder=f"--recompute-policy {text}")
 
 
 def _attached(model: Sequence[Any], optimizer: Any, args: Namespace) -> Auto:

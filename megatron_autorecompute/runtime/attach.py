@@ -156,6 +156,11 @@ def _chunks(given: Any) -> list[torch.nn.Module]:
 
 
 def _sizes(calls: FixedCalls, max_tokens: int | None) -> tuple[int, int]:
+    if not isinstance(calls, FixedCalls):
+        raise OptionError(
+            f"allow_offload={calls!r:.80}: say what every training call has, as "
+            "FixedCalls(num_microbatches=8, micro_batch_size=1, seq_length=8192), or leave it out."
+        )
     if max_tokens is not None:
         raise OptionError(
             "attach() was given max_tokens, for calls that differ, and allow_offload, for calls "

@@ -14,8 +14,10 @@ from examples.loops.small_gpt import (
     forward_step,
     get_forward_backward_func,
 )
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.calls import Calls
+from megatron_autorecompute.runtime.job_facts import FixedCalls
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
 from tests.fake_cuda import fake_cuda
@@ -358,6 +360,18 @@ def test_holes_in_what_the_allocator_reserved_are_followed_by_advice_once(
     assert sum("expandable_segments:True, and the longest" in line for line in said) == advised
     assert auto.plan.budget_bytes == ((64 - lost_mib) << 20,)
     auto.close()
+
+
+@pytest.mark.parametrize("given", [True, False, 8, {"num_microbatches": 8}])
+def test_leave_to_offload_is_given_with_what_every_call_has(one_rank, given):
+    with pytest.raises(OptionError, match=r"allow_offload=.*FixedCalls\(num_microbatches=8, "):
+        attached(small_model(), [], max_tokens=None, allow_offload=given)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "eight", None])
+def test_numbers_of_fixed_calls_are_whole_and_positive(wrong):
+    with pytest.raises(OptionError, match=r"seq_length=.*: give a number of 1 or more"):
+        FixedCalls(num_microbatches=8, micro_batch_size=1, seq_length=wrong)
 
 
 def test_lengths_must_be_positive_numbers(one_rank):
