@@ -41,7 +41,7 @@ from megatron_autorecompute.errors import (
     MachineError,
     OptionError,
 )
-from megatron_autorecompute.interrupts import interrupts_held
+from megatron_autorecompute.interrupts import end_with_parent, interrupts_held
 from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.options import Parser, add_flags, from_flags, option
 from megatron_autorecompute.packages import lacking_kernels, needed
@@ -314,6 +314,7 @@ def _messages(readers: dict[Connection, int], timeout_s: float) -> Iterator[Any]
 
 
 def _rank_main(writer: Connection, rank: int, settings: Settings, store_path: str) -> None:
+    end_with_parent()
     tell = writer.send if rank == 0 else lambda message: None
     try:
         with needed("The comparison"), _distributed(rank, settings, store_path):
