@@ -6,6 +6,7 @@ If the file cannot be written while training runs, the job goes on and tries aga
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -43,28 +44,35 @@ class PlanStore:
             on_rank_0(lambda: _check_writable(Path(path)))
 
     def known(self) -> Plan | None:
-        """The stored plan if it is of this job; otherwise None, and prints what changed.
+        """The stored plan if it is of this job; otherwise None, and prints why not. A file that
+        holds no plan is kept under another name.
 
         Raises:
-            ProfileError: the file is damaged, or it is of this job and contradicts itself.
+            ProfileError: the file cannot be opened.
         """
         path = self.path
         if path is None:
             return None
         found = on_rank_0(lambda: self._read(path) if Path(path).exists() else None)
-        if isinstance(found, tuple):
-            self._say(
-                f"recompute auto: the plan in {path} is of another job, measuring again. "
-                f"Changed: {'; '.join(found)}"
-            )
+        if isinstance(found, str):
+            self._say(f"recompute auto: {found}")
             return None
         return found
 
-    def _read(self, path: str) -> Plan | tuple[str, ...]:
-        """The plan, or how its job differs from this one, even if the rest is unreadable."""
-        text = json_records.read(path, "Plan")
-        changed = changes(_fingerprint_in(text) or self._fingerprint, self._fingerprint)
-        return changed or Plan.from_json(text, path)
+    def _read(self, path: str) -> Plan | str:
+        """The plan, or why it is not used: its job differs from this one, even if the rest is
+        unreadable, or it is damaged."""
+        try:
+            text = json_records.read(path, "Plan")
+            changed = changes(_fingerprint_in(text) or self._fingerprint, self._fingerprint)
+            if not changed:
+                return Plan.from_json(text, path)
+        except ProfileError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+            return _put_aside(path, error)
+        other = f"the plan in {path} is of another job, measuring again."
+        return f"{other} Changed: {'; '.join(changed)}"
 
     def save(self, plan: Plan) -> None:
         """Write the plan for the next start, on rank 0."""
@@ -131,6 +139,15 @@ def _written(plan: Plan, path: str) -> AutorecomputeError | None:
     except AutorecomputeError as error:
         return error
     return None
+
+
+def _put_aside(path: str, error: ProfileError) -> str:
+    aside = f"{os.path.realpath(path)}.unreadable"
+    try:
+        os.replace(os.path.realpath(path), aside)
+    except OSError as refused:
+        raise error from refused
+    return f"{path} holds no plan, is {aside} now, and this job measures again: {error}"
 
 
 def _fingerprint_in(text: str) -> dict[str, str] | None:

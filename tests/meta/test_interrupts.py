@@ -35,8 +35,10 @@ def test_one_interrupt_of_the_terminal_ends_all_processes(said):
         assert _empty(ran.pid)
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-@pytest.mark.parametrize("said", ["ready", "running"])
+@pytest.mark.parametrize(
+    ("said", "by"),
+    [("ready", signal.SIGHUP), ("running", signal.SIGTERM), ("running", signal.SIGKILL)],
+)
 def test_what_ends_the_first_process_ends_all_of_them(said, by):
     with started(said) as ran:
         os.kill(ran.pid, by)
