@@ -54,6 +54,7 @@ from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import with_missed_bytes
 from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html
+from megatron_autorecompute.runtime.host_memory import machine_bytes
 from megatron_autorecompute.units import GIB, MOST_GIB, gib
 
 WARM_UP_STEPS = 2
@@ -251,11 +252,10 @@ def run(settings: Settings, console: Console) -> Comparison:
 def _check_memory(num_processes: int) -> None:
     """Raise MachineError where so many ranks cannot even load what they run."""
     needed_bytes = num_processes * RANK_BYTES
-    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed_bytes > machine_bytes:
+    if needed_bytes > machine_bytes():
         raise MachineError(
             f"--pipeline-stages {num_processes}: so many processes take {gib(needed_bytes)} GiB "
-            f"before they train; this machine has {gib(machine_bytes)} GiB. Give fewer stages."
+            f"before they train; this machine has {gib(machine_bytes())} GiB. Give fewer stages."
         )
 
 

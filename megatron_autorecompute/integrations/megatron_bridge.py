@@ -31,6 +31,8 @@ from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
     as_field,
+    refuse_beyond_device,
+    refuse_percentile,
     refuse_unmeasurable,
     refuse_without_auto,
 )
@@ -316,6 +318,9 @@ def pretrain(
     given = getattr(config, POLICY_FIELD, None)
     is_auto = given == "auto"
     refuse_without_auto(options, given, as_field)
+    if is_auto:
+        refuse_percentile(options, config)
+        refuse_beyond_device(options)
     _refuse_cpu(options)
     policy = resolve(cfg)
     if is_auto:
@@ -375,7 +380,9 @@ def callback(options: AutoOptions) -> Iterator[Any]:
                 step.close()
 
             def on_train_end(self, context: Any) -> None:
-                _say_lines(self.auto.policy, context.state.cfg, context.model)
+                self.auto.require_plan()
+                if self.auto.is_planned:
+                    _say_lines(self.auto.policy, context.state.cfg, context.model)
 
         yield AutorecomputeCallback()
 

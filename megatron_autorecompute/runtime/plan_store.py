@@ -38,6 +38,8 @@ class PlanStore:
     ) -> None:
         self.path = path
         self._fingerprint, self._say = fingerprint, say
+        self.plan: Plan | None = None
+        """The last one that was found or given to be saved."""
         self._unwritten: Plan | None = None
         self._steps_waited = 0
         if path is not None:
@@ -57,6 +59,7 @@ class PlanStore:
         if isinstance(found, str):
             self._say(f"recompute auto: {found}")
             return None
+        self.plan = found
         return found
 
     def _read(self, path: str) -> Plan | str:
@@ -76,6 +79,7 @@ class PlanStore:
 
     def save(self, plan: Plan) -> None:
         """Write the plan for the next start, on rank 0."""
+        self.plan = plan
         if self.path is None or not _is_first_rank():
             return
         failed_before, error = self._unwritten is not None, _written(plan, self.path)
@@ -93,12 +97,14 @@ class PlanStore:
         if self._unwritten is not None and self._steps_waited >= STEPS_BETWEEN_TRIES:
             self.save(self._unwritten)
 
-    def close(self) -> None:
-        """Try for the last time to write a plan that was not written."""
+    def close(self) -> str | None:
+        """Try for the last time to write a plan that was not written; returns where the plan is, or
+        None without a path."""
         if self._unwritten is not None:
             self.save(self._unwritten)
         if self._unwritten is not None:
-            self._say(f"recompute auto: the plan could not be written to {self.path}")
+            return f"not saved: {self.path} could not be written"
+        return self.path and f"saved in {self.path}"
 
     def leave(self, plan: Plan) -> bool:
         """Write the plan on this rank alone, which is about to end; returns whether it could."""

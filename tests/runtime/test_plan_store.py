@@ -105,6 +105,7 @@ def test_without_a_path_nothing_is_kept(plan):
     store.save(plan)
     assert store.known() is None
     assert not store.leave(plan)
+    assert store.close() is None
 
 
 def test_a_folder_that_is_not_there_at_the_start_is_an_error(tmp_path):
@@ -143,8 +144,8 @@ def test_the_last_try_is_at_the_end_of_the_job(folder, plan):
     shutil.rmtree(folder)
     store.save(plan)
     assert not store.leave(plan)
-    store.close()
-    assert "could not be written" in said[-1]
+    path = folder / "plan.json"
+    assert store.close() == f"not saved: {path} could not be written"
     folder.mkdir()
-    store.close()
+    assert store.close() == f"saved in {path}"
     assert Plan.load(folder / "plan.json") == plan
