@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.runtime.apply import AppliedPolicy, apply, blocks, in_force
+from megatron_autorecompute.runtime.apply import AppliedPolicy, Given, apply, blocks, in_force
 
 __all__ = ["AppliedPolicy", "apply", "blocks", "in_force"]
 
@@ -19,7 +18,7 @@ __all__ = ["AppliedPolicy", "apply", "blocks", "in_force"]
 class _Callable(ModuleType):
     def __call__(
         self,
-        policy: RecomputePolicy,
+        policy: Given,
         model: torch.nn.Module | Sequence[torch.nn.Module],
         **options: Any,
     ) -> AppliedPolicy:

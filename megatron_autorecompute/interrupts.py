@@ -1,12 +1,15 @@
-"""Ctrl-C, which a terminal sends to a whole group of processes, reaches only the first of them."""
+"""Processes that a program starts end with it, whatever ends it: they see when it is gone. Ctrl-C,
+which a terminal sends to a whole group of processes, reaches only the first of them."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 
 
 @contextmanager
@@ -21,3 +24,16 @@ def interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def end_with_parent() -> None:
+    """End this process, which multiprocessing has started, as soon as the one that did is gone: a
+    SIGTERM, a SIGHUP or a `kill -9` leaves that one no time to end others."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_exit_behind, args=(parent.sentinel,), daemon=True).start()
+
+
+def _exit_behind(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os._exit(1)

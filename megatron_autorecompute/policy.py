@@ -53,8 +53,8 @@ _MEGATRON = re.compile(
 CHOICE = (
     "none, full, full/N (one checkpoint around N layers) or selective[MODULE+MODULE], and inner/N "
     "or full+inner/N for the stack inside a multi-token-prediction depth; full and selective[moe] "
-    "take +keep[PART+…] (runs once), full and selective +all (reruns all that Megatron reruns); none "
-    "and selective take +offload[MODULE+…]"
+    "take +keep[PART+…] (runs once), full and selective +all (reruns all that Megatron reruns); "
+    "none and selective take +offload[MODULE+…]"
 )
 GRAMMAR = (
     f"a policy is a comma-separated list of CHOICE*COUNT, CHOICE being {CHOICE}; "
@@ -188,7 +188,7 @@ class LayerPolicy:
     @classmethod
     def parse(cls, text: str) -> LayerPolicy:
         """Read one choice; raises `PolicyError` with the grammar for anything else."""
-        match = _CHOICE.fullmatch(text)
+        match = _CHOICE.fullmatch(_text(text))
         if match is None:
             raise PolicyError(f"Cannot read {text!r:.80} as a choice, which is {CHOICE}.")
         more: dict[str, Any] = {
@@ -301,7 +301,7 @@ class RecomputePolicy:
             PolicyError: unreadable text, a count that does not match `num_layers`, or the name of a
                 block that the model does not have.
         """
-        text = text.strip()
+        text = _text(text).strip()
         parts = named_parts(text)
         if parts is not None:
             return cls._of_blocks(parts, num_layers, layout, depth_layers, blocks)
@@ -489,7 +489,7 @@ class MegatronStrategy:
         Raises:
             PolicyError: other text, or `uniform/0`.
         """
-        match = _MEGATRON.fullmatch(text)
+        match = _MEGATRON.fullmatch(_text(text))
         if match is None:
             raise PolicyError(f"Cannot read {text!r}: {GRAMMAR}.")
         if match["method"] is not None:
@@ -572,6 +572,12 @@ class MegatronStrategy:
             )
         # The depth and the stack inside it both read the setting.
         yield from ((index, LayerPolicy("full", inner=depth_layers)) for index in depths)
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str):
+        raise PolicyError(f"{given!r:.80} is no text: {GRAMMAR}.")
+    return given
 
 
 def _modules(text: str | None) -> tuple[str, ...]:

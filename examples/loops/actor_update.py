@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from examples.loops.small_gpt import MAX_TOKENS, SmallGPT, get_forward_backward_func
+from examples.loops.small_gpt import MAX_TOKENS, SmallGPT, get_forward_backward_func, started
 from megatron_autorecompute import attach
 
 BUDGET_GIB = 0.0124
@@ -86,6 +86,5 @@ def train(rollouts: int, with_auto: bool = True) -> tuple[list[float], Any]:
 
 
 if __name__ == "__main__":
-    torch.distributed.init_process_group()
-    print(train(12)[1].report())
-    torch.distributed.destroy_process_group()
+    with started():
+        print(train(12)[1].report())

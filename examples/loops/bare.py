@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from examples.loops.small_gpt import MAX_TOKENS, SmallGPT, get_forward_backward_func
+from examples.loops.small_gpt import MAX_TOKENS, SmallGPT, get_forward_backward_func, started
 from megatron_autorecompute import attach
 
 BUDGET_GIB = 0.0124
@@ -36,8 +36,5 @@ def train(updates: int, with_auto: bool = True) -> list[float]:
 
 
 if __name__ == "__main__":
-    import torch
-
-    torch.distributed.init_process_group()
-    train(30)
-    torch.distributed.destroy_process_group()
+    with started():
+        train(30)

@@ -6,7 +6,9 @@ on GPUs with NCCL. Attention keeps no tensor of tokens x tokens, as flash attent
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +26,23 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_autorecompute.meta import without_cuda
+
 VOCABULARY = 512
 MAX_TOKENS = 256
+
+
+@contextmanager
+def started() -> Iterator[None]:
+    """This rank's part of what torchrun starts; Megatron asks for CUDA, and gets by without."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        without_cuda.activate()
+        torch.set_num_threads(1)  # several would wait for each other longer than they work
+    torch.distributed.init_process_group()
+    yield
+    torch.distributed.destroy_process_group()
 
 
 class Attention(torch.nn.Module):
@@ -184,4 +201,4 @@ def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Mo
     return logits, loss_function
 
 
-__all__ = ["SmallGPT", "forward_step", "get_forward_backward_func"]
+__all__ = ["SmallGPT", "forward_step", "get_forward_backward_func", "started"]

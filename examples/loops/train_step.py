@@ -1,4 +1,5 @@
-"""A loop shaped like slime's, which `slime_hook` attaches to: nothing here knows of it.
+"""A loop shaped like slime's, which `slime_hook` attaches to: but for the end of this file, nothing
+here knows of it.
 
 `train_one_step` stands for the function of that name in slime/backends/megatron_utils/model.py.
 """
@@ -12,7 +13,12 @@ from typing import Any
 
 import torch
 
-from examples.loops.small_gpt import MAX_TOKENS, SmallGPT, get_forward_backward_func
+from examples.loops.small_gpt import (
+    MAX_TOKENS,
+    SmallGPT,
+    get_forward_backward_func,
+    started,
+)
 
 
 def train_one_step(
@@ -52,3 +58,13 @@ def train(
         for step, part in enumerate((microbatches[:3], microbatches[3:])):
             losses += train_one_step(args, rollout, step, part, gpt)
     return losses, gpt
+
+
+if __name__ == "__main__":
+    from examples.loops import slime_hook
+    from examples.loops.bare import BUDGET_GIB
+
+    slime_hook.MODULES = (__name__,)
+    with started():
+        _, gpt = train(12, slime_hook.before_train_step, BUDGET_GIB)
+        print(slime_hook.attached(gpt.chunks).report())

@@ -41,7 +41,7 @@ from megatron_autorecompute.errors import (
     MachineError,
     OptionError,
 )
-from megatron_autorecompute.interrupts import interrupts_held
+from megatron_autorecompute.interrupts import end_with_parent, interrupts_held
 from megatron_autorecompute.json_records import check_other, write_atomically
 from megatron_autorecompute.options import Parser, add_flags, from_flags, option
 from megatron_autorecompute.packages import lacking_kernels, needed
@@ -54,6 +54,7 @@ from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import with_missed_bytes
 from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html
+from megatron_autorecompute.runtime.host_memory import machine_bytes
 from megatron_autorecompute.units import GIB, MOST_GIB, gib
 
 WARM_UP_STEPS = 2
@@ -258,11 +259,10 @@ def _folder(settings: Settings) -> Path:
 def _check_memory(num_processes: int) -> None:
     """Raise MachineError where so many ranks cannot even load what they run."""
     needed_bytes = num_processes * RANK_BYTES
-    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed_bytes > machine_bytes:
+    if needed_bytes > machine_bytes():
         raise MachineError(
             f"--pipeline-stages {num_processes}: so many processes take {gib(needed_bytes)} GiB "
-            f"before they train; this machine has {gib(machine_bytes)} GiB. Give fewer stages."
+            f"before they train; this machine has {gib(machine_bytes())} GiB. Give fewer stages."
         )
 
 
@@ -321,6 +321,7 @@ def _messages(readers: dict[Connection, int], timeout_s: float) -> Iterator[Any]
 
 
 def _rank_main(writer: Connection, rank: int, settings: Settings, store_path: str) -> None:
+    end_with_parent()
     tell = writer.send if rank == 0 else lambda message: None
     try:
         with needed("The comparison"), _distributed(rank, settings, store_path):

@@ -85,9 +85,12 @@ def named_blocks(num_layers: int, first: str, first_layers: int) -> dict[str, in
     return {first: first_layers, **decoder} if first else decoder
 
 
-def depth_layers(config: TransformerConfig) -> int:
-    """Layers of the stack inside each multi-token-prediction depth; 0 without such stacks."""
-    pattern = pattern_of(config)
+def depth_layers(config: TransformerConfig, pattern: HybridPattern | None = None) -> int:
+    """Layers of the stack inside each multi-token-prediction depth; 0 without such stacks.
+
+    pattern: as `pipeline_layout` takes it.
+    """
+    pattern = pattern or pattern_of(config)
     return 0 if pattern is None else len(pattern.depth)
 
 
@@ -127,11 +130,14 @@ def _decoder_layout(config: TransformerConfig, pattern: HybridPattern | None) ->
     )
 
 
-def counted_chunks(config: TransformerConfig, encoder_layers: int = 0) -> list[list[int]]:
+def counted_chunks(
+    config: TransformerConfig, encoder_layers: int = 0, pattern: HybridPattern | None = None
+) -> list[list[int]]:
     """Layer indices, without MTP, of the chunks within which block/N and uniform/N count.
 
-    In model order, one list for every pipeline chunk; an encoder's come first.
+    In model order, one list for every pipeline chunk; an encoder's come first. Arguments are those
+    of `pipeline_layout`.
     """
-    layout = pipeline_layout(config)
+    layout = pipeline_layout(config, pattern=pattern)
     decoder = [[encoder_layers + index for index in chunk] for chunk in layout.counted_chunks()]
     return [list(range(encoder_layers)), *decoder] if encoder_layers else decoder

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute import megatron_fields
-from megatron_autorecompute.block_names import DECODER, Blocks, parts_of_field
+from megatron_autorecompute.block_names import Blocks, parts_of_field
 from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
 from megatron_autorecompute.planner import launch_lines
@@ -31,6 +31,8 @@ from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
     as_field,
+    refuse_beyond_device,
+    refuse_percentile,
     refuse_unmeasurable,
     refuse_without_auto,
 )
@@ -236,7 +238,7 @@ def apply_hook(policy: RecomputePolicy) -> Callable[[list[Any]], list[Any]]:
 
         sites = model_layers.block_sites(chunks)
         if sites and all(HOLDER_KEY in vars(site.block) for site in sites):
-            agree_on(policy, lambda: None)
+            agree_on(lambda: policy)
         else:
             apply(policy, chunks, holder=HOLDER)
         return chunks
@@ -271,20 +273,9 @@ def named_hook(value: Any) -> Callable[[list[Any]], list[Any]]:
     """
 
     def hook(chunks: list[Any]) -> list[Any]:
-        from megatron_autorecompute.compat import model_layers, stage_layout
-        from megatron_autorecompute.runtime.apply import apply, blocks
+        from megatron_autorecompute.runtime.apply import apply
 
-        found = blocks(chunks)
-        first = sum(found.values()) - found[DECODER]
-        config = model_layers.unwrapped(chunks[0]).config
-        policy = RecomputePolicy.from_config(
-            value,
-            num_layers=sum(found.values()),
-            layout=stage_layout.counted_chunks(config, first),
-            depth_layers=stage_layout.depth_layers(config),
-            blocks=found,
-        )
-        apply(policy, chunks, holder=HOLDER)
+        apply(value, chunks, holder=HOLDER)
         return chunks
 
     return hook
@@ -327,6 +318,9 @@ def pretrain(
     given = getattr(config, POLICY_FIELD, None)
     is_auto = given == "auto"
     refuse_without_auto(options, given, as_field)
+    if is_auto:
+        refuse_percentile(options, config)
+        refuse_beyond_device(options)
     _refuse_cpu(options)
     policy = resolve(cfg)
     if is_auto:
@@ -386,7 +380,9 @@ def callback(options: AutoOptions) -> Iterator[Any]:
                 step.close()
 
             def on_train_end(self, context: Any) -> None:
-                _say_lines(self.auto.policy, context.state.cfg, context.model)
+                self.auto.require_plan()
+                if self.auto.is_planned:
+                    _say_lines(self.auto.policy, context.state.cfg, context.model)
 
         yield AutorecomputeCallback()
 

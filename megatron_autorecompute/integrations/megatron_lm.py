@@ -11,6 +11,7 @@ their own modules, before those are complete.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
 import hashlib
@@ -40,6 +41,8 @@ from megatron_autorecompute.options import add_flags, from_flags
 from megatron_autorecompute.planner.hybrid_pattern import check_flags
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
+    refuse_beyond_device,
+    refuse_percentile,
     refuse_unmeasurable,
     refuse_without_auto,
 )
@@ -121,8 +124,8 @@ def check(args: Namespace) -> None:
     """Check parsed and validated arguments, and claim `auto` for the models built from now on.
 
     Raises:
-        OptionError: an option of auto is impossible, or was given without auto; or auto was given
-            with settings that it cannot measure.
+        OptionError: an option of auto is impossible, has no effect, or was given without auto; or
+            auto was given with settings that it cannot measure.
         MachineError: a run without CUDA was asked for, but not prepared by the launcher.
         PolicyError: the policy does not fit the model, Megatron refuses it, or Megatron's own
             recompute settings were given as well.
@@ -155,7 +158,16 @@ def check(args: Namespace) -> None:
         _keep_for_whole_model(model_config, encoder_layers, policy, _may_have_tower(args))
     if policy == "auto":
         refuse_unmeasurable(model_config)
+        refuse_percentile(options, model_config)
+        refuse_beyond_device(options)
         config_field.claim_auto(HOLDER)
+        atexit.register(_say_nothing_trained)
+
+
+def _say_nothing_trained() -> None:
+    """The last line of a job under auto that ends before its first training step."""
+    if os.environ.get("RANK", "0") == "0":
+        print("recompute auto: no plan: this job came to no training step")
 
 
 def _may_have_tower(args: Namespace) -> bool:
@@ -234,6 +246,7 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
     from megatron.training import get_args
 
     from megatron_autorecompute.runtime import config_field
+    from megatron_autorecompute.runtime.apply import apply
 
     args = get_args()
     _check_all_given(args, model)
@@ -243,13 +256,15 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
             config_field.refuse_without_names(args.recompute_policy, model)
     if _for_whole_model is not None:
         _check_blocks(model, _for_whole_model)
-        _apply_whole(model, _for_whole_model)
+        apply(_for_whole_model, model, holder=f"--recompute-policy {_for_whole_model}")
     if args.recompute_policy != "auto":
         yield
         return
     _auto = auto = _attached(model, optimizer, args)
+    atexit.unregister(_say_nothing_trained)  # from here on auto itself says how it ends
     try:
         yield
+        auto.require_plan()
     finally:
         _auto = None
         auto.close()
@@ -309,14 +324,6 @@ def _check_blocks(model: Sequence[Any], policy: str) -> None:
             f"with megatron-core {versions.installed()} a policy applies to "
             f"{', '.join(one.__name__ for one in types)}. Leave the flag out for this model."
         )
-
-
-def _apply_whole(model: Sequence[Any], text: str) -> None:
-    from megatron_autorecompute.compat import model_layers
-    from megatron_autorecompute.runtime.apply import apply, blocks
-
-    policy = _whole_policy(text, model_layers.unwrapped(model[0]).config, blocks(model))
-    apply(policy, model, holder=f"--recompute-policy {text}")
 
 
 def _attached(model: Sequence[Any], optimizer: Any, args: Namespace) -> Auto:

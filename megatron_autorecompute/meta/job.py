@@ -433,7 +433,12 @@ def load_job(path: str | Path) -> Job:
 
 
 def job_from(data: Any, source: str) -> Job:
-    """Check a job given as plain data. Raises OptionError naming each bad field."""
+    """Check a job given as plain data.
+
+    Raises:
+        OptionError: a bad field, each named, or GPUs or a batch that cannot be divided.
+        PipelineError: layers that cannot be divided among the stages.
+    """
     for part in (data, data.get("config")) if isinstance(data, dict) else ():
         refuse_unmodelled(part if isinstance(part, dict) else {}, f"{source}: {{}}".format)
     try:
@@ -470,6 +475,9 @@ def job_from(data: Any, source: str) -> Job:
             f"{source}: moe_imbalance is stated, and config has no num_moe_experts. Give their "
             "number, or leave moe_imbalance out."
         )
+    job.layout()
+    if not job.max_tokens_per_microbatch:  # else samples are packed into as many as it takes
+        job.schedule()
     return job
 
 

@@ -37,7 +37,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_autorecompute.compat import attention_variants
 from megatron_autorecompute.errors import MachineError, OptionError
-from megatron_autorecompute.interrupts import interrupts_held
+from megatron_autorecompute.interrupts import end_with_parent, interrupts_held
 from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.shapes_exchanged import Wide, shapes_exchanged
 from megatron_autorecompute.patched import patched
@@ -190,7 +190,8 @@ def in_processes(
 ) -> tuple[Result, ...]:
     """Call `run`, which must be picklable, for every stage in processes that never see CUDA.
 
-    An interrupt ends these processes; it reaches only this one, wherever they are.
+    An interrupt ends these processes; it reaches only this one, wherever they are. So does what
+    ends this one.
 
     Raises MachineError if one of them dies.
     """
@@ -226,6 +227,7 @@ def in_processes_beside(
 
 
 def _start_process() -> None:
+    end_with_parent()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # It may not load without CUDA; stand-ins take its place.
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]

@@ -12,13 +12,14 @@ import copy
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from megatron_autorecompute.block_names import Blocks
 from megatron_autorecompute.compat import (
     defects,
     layer_kinds,
@@ -41,6 +42,8 @@ from megatron_autorecompute.runtime.run_once import Part, Scope
 
 logger = logging.getLogger(__name__)
 
+Given = RecomputePolicy | str | Sequence[str] | Mapping[str, Any]
+"""A policy, or what a config field takes: `RecomputePolicy.from_config`."""
 HOLDER_KEY = "_autorecompute_holder"
 """Attribute in which a block, or a multi-token-prediction depth, keeps its policy in force."""
 
@@ -107,11 +110,11 @@ class AppliedPolicy:
         """The policy in force; after `undo`, the last one."""
         return self._held[0].policy
 
-    def switch(self, policy: RecomputePolicy, *, warm_up: bool = True) -> None:
+    def switch(self, policy: Given, *, warm_up: bool = True) -> None:
         """Run `policy` from the next step on; call it between steps, on all ranks of a stage.
 
         Args:
-            policy: one choice for every layer.
+            policy: as `apply` takes it.
             warm_up: if it offloads, the next step is Megatron's warm-up, in which all groups
                 leave. False: Megatron goes on with the groups that it learnt in the last warm-up
                 and that the policy offloads, for steps of as many microbatches as that one had.
@@ -123,13 +126,13 @@ class AppliedPolicy:
         """
         if not all(self._is_active()):
             raise ApplyError("This policy was undone; apply the new one with apply(policy, model).")
-        agree_on(policy, functools.partial(self._sites.check, policy), self._sites.groups)
+        agreed = agree_on(functools.partial(self._sites.checked, policy), self._sites.groups)
         before = self.policy
         try:
-            if warm_up or not policy.offloads:
-                self._set(policy)
+            if warm_up or not agreed.offloads:
+                self._set(agreed)
             else:
-                self._set_with_known_groups(policy)
+                self._set_with_known_groups(agreed)
         except BaseException:
             self._set(before)
             raise
@@ -181,7 +184,7 @@ class AppliedPolicy:
 
 
 def apply(
-    policy: RecomputePolicy,
+    policy: Given,
     model: torch.nn.Module | Sequence[torch.nn.Module],
     *,
     holder: str = "megatron_autorecompute.apply",
@@ -190,7 +193,8 @@ def apply(
     """Make a built model recompute as `policy` says, from its next forward on.
 
     Args:
-        policy: one choice for every layer of the whole model, on every rank.
+        policy: one choice for every layer of the whole model, on every rank; a `RecomputePolicy`,
+            or what a config field takes: text, such as "full*4,none*8", a list or a dict.
         model: this rank's model chunks, wrapped (DDP, Float16Module) or bare, or a single block.
         holder: name of the caller, for the error that a second `apply` raises.
         groups: process groups whose ranks must be given the same policy, now and at every switch;
@@ -200,14 +204,14 @@ def apply(
         The policy in force, to switch or undo.
 
     Raises:
-        PolicyError: wrong length, a group across chunks, an unknown module, or a choice that
-            Megatron refuses for this model, with its reason.
+        PolicyError: unreadable text, wrong length, a group across chunks, an unknown module, or a
+            choice that Megatron refuses for this model, with its reason.
         PipelineError: a HybridModel's pattern does not match its config.
         ApplyError: a policy is already in force here, or ranks of this stage disagree.
     """
     sites = _Sites(model, groups)
-    agree_on(policy, functools.partial(sites.check, policy, new=True), groups)
-    return sites.hold(policy, holder)
+    agreed = agree_on(functools.partial(sites.checked, policy, new=True), groups)
+    return sites.hold(agreed, holder)
 
 
 def blocks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, int]:
@@ -217,8 +221,7 @@ def blocks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, int]
     Raises:
         PolicyError: the model has no block, or blocks that cannot be told apart.
     """
-    sites = _Sites(model)
-    return stage_layout.named_blocks(sites.num_layers, sites.first_block, sites.encoder_layers)
+    return dict(_Sites(model).named)
 
 
 def apply_at_construction(
@@ -287,6 +290,27 @@ class _Sites:
     def num_layers(self) -> int:
         """That a policy covers."""
         return stage_layout.num_policy_layers(self.configs[-1], self.encoder_layers)
+
+    @property
+    def named(self) -> Blocks:
+        """The model's blocks with their layers, in a policy's order."""
+        return stage_layout.named_blocks(self.num_layers, self.first_block, self.encoder_layers)
+
+    def checked(self, given: Given, new: bool = False) -> RecomputePolicy:
+        """The policy that was given; raises as `check` does, or PolicyError if it is none."""
+        policy = given if isinstance(given, RecomputePolicy) else self._read(given)
+        self.check(policy, new)
+        return policy
+
+    def _read(self, given: str | Sequence[str] | Mapping[str, Any]) -> RecomputePolicy:
+        config = self.configs[-1]
+        return RecomputePolicy.from_config(
+            given,
+            num_layers=self.num_layers,
+            layout=stage_layout.counted_chunks(config, self.encoder_layers, self.pattern),
+            depth_layers=stage_layout.depth_layers(config, self.pattern),
+            blocks=self.named,
+        )
 
     def _policy_of(self, config: Any, policy: RecomputePolicy) -> RecomputePolicy:
         """The choices of the layers that are built from a config, each once: a tower has its own
@@ -669,7 +693,7 @@ def _compare_before_training(block: torch.nn.Module, _: Any) -> None:
     if block.training and torch.is_grad_enabled():
         held = block.__dict__[HOLDER_KEY]
         held.compared.remove()
-        agree_on(held.policy, lambda: None, parallel.groups_inside(block))
+        agree_on(lambda: held.policy, parallel.groups_inside(block))
 
 
 def _check_depth(choice: LayerPolicy, index: int, stack: int) -> None:
@@ -887,25 +911,27 @@ def _with_gradient(hidden_states: torch.Tensor, layers: Iterable[torch.nn.Module
     return hidden_states.detach().requires_grad_()
 
 
-def agree_on(policy: RecomputePolicy, check: Any, groups: Sequence[Any] | None = None) -> None:
-    """Run `check` here and compare digests with other ranks: one error on every rank.
+def agree_on(
+    find: Callable[[], RecomputePolicy], groups: Sequence[Any] | None = None
+) -> RecomputePolicy:
+    """This rank's policy, compared with those of other ranks: one error on every rank.
 
     Args:
-        policy: this rank's policy.
-        check: raises an error if the policy cannot run on this rank.
+        find: returns the policy; raises an error if there is none that can run on this rank.
         groups: process groups to compare in; by default the group of all ranks of this stage.
 
     Raises:
         ApplyError: the ranks hold different policies, or another rank refused its own.
     """
     error: AutorecomputeError | None = None
+    mine = ""
     try:
-        check()
+        policy = find()
+        mine = policy.digest()
     except AutorecomputeError as raised:
-        error = raised
+        error, mine = raised, f"refused: {raised}"
     for group in parallel.stage_groups() if groups is None else groups:
         said: list[Any] = [None] * torch.distributed.get_world_size(group)
-        mine = policy.digest() if error is None else f"refused: {error}"
         torch.distributed.all_gather_object(said, mine, group=group)
         if error is None and len(set(said)) > 1:
             ranks = torch.distributed.get_process_group_ranks(group)
@@ -916,3 +942,4 @@ def agree_on(policy: RecomputePolicy, check: Any, groups: Sequence[Any] | None =
             )
     if error is not None:
         raise error
+    return policy

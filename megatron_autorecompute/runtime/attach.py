@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_autorecompute.compat import model_layers, parallel, rules
-from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.errors import ApplyError, OptionError
 from megatron_autorecompute.megatron_fields import NO_RECOMPUTE
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.apply import HOLDER_KEY
@@ -30,6 +32,9 @@ from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.controller import Auto
 from megatron_autorecompute.runtime.job_facts import FixedCalls, JobFacts, Program
 from megatron_autorecompute.runtime.ranks import all_gather
+
+ALONE_S = 30.0
+"""Seconds after which a rank says that it waits for others; it goes on waiting."""
 
 
 def attach(
@@ -71,6 +76,7 @@ def attach(
     Raises:
         OptionError: an argument is impossible, or the config sets recompute of its own; on every
             rank, if that is so on one, or if ranks were given different max_tokens.
+        ApplyError: other ranks did not call this, until the process group's limit or their end.
         AutorecomputeError: as `Auto`.
     """
     given = max_tokens, budget_gib, reserve_gib, plan_path, allow_offload
@@ -156,6 +162,11 @@ def _chunks(given: Any) -> list[torch.nn.Module]:
 
 
 def _sizes(calls: FixedCalls, max_tokens: int | None) -> tuple[int, int]:
+    if not isinstance(calls, FixedCalls):
+        raise OptionError(
+            f"allow_offload={calls!r:.80}: say what every training call has, as "
+            "FixedCalls(num_microbatches=8, micro_batch_size=1, seq_length=8192), or leave it out."
+        )
     if max_tokens is not None:
         raise OptionError(
             "attach() was given max_tokens, for calls that differ, and allow_offload, for calls "
@@ -174,7 +185,8 @@ def _on_all_ranks(max_tokens: Any, plan_path: Any, allow_offload: Any) -> Iterat
     except OptionError as found:
         error = found
     given = max_tokens, plan_path is not None, allow_offload
-    ranks = all_gather((error and str(error), *given))
+    with _noticed_alone():
+        ranks = all_gather((error and str(error), *given))
     if error is not None:
         raise error
     for rank, (wrong, *_) in enumerate(ranks):
@@ -187,6 +199,28 @@ def _on_all_ranks(max_tokens: Any, plan_path: Any, allow_offload: Any) -> Iterat
                 f"Ranks were given other arguments of attach(): rank 0 {_said(*first)}, rank "
                 f"{rank} {_said(*other)}. Give all of them the same max_tokens, and a path or none."
             )
+
+
+@contextmanager
+def _noticed_alone() -> Iterator[None]:
+    """Surrounds the first exchange between ranks, which waits for those that do not attach; then
+    this rank says so."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    alone = (
+        f"attach() on rank {rank} waits for ranks that have not called it. Call it on every rank "
+        "of the job, in the same order for several models"
+    )
+    notice = threading.Timer(
+        ALONE_S, print, [f"recompute auto: {alone}."], {"file": sys.stderr, "flush": True}
+    )
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    except RuntimeError as error:
+        raise ApplyError(f"{alone}. Waiting ended: {error}") from error
+    finally:
+        notice.cancel()
 
 
 def _said(max_tokens: Any, has_path: bool, allow_offload: Any) -> str:

@@ -1,12 +1,17 @@
-"""Refuses settings that `auto` cannot work with, before any model is built."""
+"""Refuses settings that `auto` cannot work with, or without it have no effect, before any model is
+built."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.profile import IMBALANCE_PERCENTILE
 from megatron_autorecompute.runtime.auto_options import AutoOptions
+from megatron_autorecompute.runtime.host_memory import machine_bytes
+from megatron_autorecompute.units import gib
 
 Spelled = Callable[[str, Any], str]
 """How a program writes a setting, from the name of its field and its value."""
@@ -24,29 +29,49 @@ def as_field(name: str, value: Any) -> str:
 
 
 def refuse_without_auto(options: AutoOptions, policy: Any, spelled: Spelled = as_flag) -> None:
-    """Raise OptionError for --recompute-plan-only or --recompute-allow-offload without auto.
+    """Raise OptionError for options that only auto uses, without auto.
 
     Args:
         options: as the user gave them.
         policy: the value of the config's field; None if there is none.
         spelled: how to write settings in the error.
     """
-    if policy == "auto":
-        return
-    given = "no policy" if policy is None else f"{spelled('recompute_policy', policy):.60}"
-    for asked, flag, why in (
-        (options.recompute_plan_only, "--recompute-plan-only", "only auto makes a plan"),
-        (
-            options.recompute_allow_offload,
-            "--recompute-allow-offload",
-            "it says what auto may choose; a policy that offloads needs no leave",
-        ),
-    ):
-        if asked:
-            raise OptionError(
-                f"{flag} was given with {given}: {why}. Give "
-                f"{spelled('recompute_policy', 'auto')}, or leave {flag} out."
-            )
+    unused = [
+        as_flag(field.name, getattr(options, field.name))
+        for field in fields(options)
+        if field.name != "recompute_run_on_cpu" and getattr(options, field.name) != field.default
+    ]
+    if unused and policy != "auto":
+        given = "no policy" if policy is None else f"{spelled('recompute_policy', policy):.60}"
+        raise OptionError(
+            f"{', '.join(unused)}: given with {given}, and only auto uses that. Give "
+            f"{spelled('recompute_policy', 'auto')}, or leave {' and '.join(unused)} out."
+        )
+
+
+def refuse_percentile(options: AutoOptions, config: Any) -> None:
+    """Raise OptionError for a percentile of uneven routing in a model that routes nothing."""
+    percentile = options.recompute_imbalance_percentile
+    if percentile != IMBALANCE_PERCENTILE and not config.num_moe_experts:
+        flag = as_flag("recompute_imbalance_percentile", f"{percentile:g}")
+        raise OptionError(
+            f"{flag}: it is for layers with experts, and this model has none. Leave it out."
+        )
+
+
+def refuse_beyond_device(options: AutoOptions) -> None:
+    """Raise OptionError for a budget above the memory of a device; without CUDA, the machine's."""
+    import torch
+
+    if torch.cuda.is_available():
+        whose, memory_bytes = "a device", torch.cuda.get_device_properties(0).total_memory
+    else:
+        whose, memory_bytes = "this machine", machine_bytes()
+    if options.budget_bytes is not None and options.budget_bytes > memory_bytes:
+        raise OptionError(
+            f"{options.BUDGET} {options.recompute_memory_budget_gib:g}: {whose} has "
+            f"{gib(memory_bytes)} GiB. Give what torch may allocate of that."
+        )
 
 
 def refuse_unmeasurable(config: Any, spelled: Spelled = as_flag) -> None:

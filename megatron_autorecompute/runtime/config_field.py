@@ -310,7 +310,7 @@ def _refuse_without_policy(block: Any, _: Any) -> None:
         raise ApplyError(
             f"recompute_policy={getattr(block.config, POLICY_FIELD)!r:.80} names several blocks, "
             "and nothing has put it in force on the built model. Our launchers do; elsewhere call "
-            "apply(RecomputePolicy.from_config(…, blocks=blocks(model)), model)."
+            "apply(policy, model)."
         )
 
 

@@ -26,16 +26,16 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime import offload_choices
-from megatron_autorecompute.runtime.apply import apply
+from megatron_autorecompute.runtime.apply import apply, blocks
 from megatron_autorecompute.runtime.auto_options import MEGATRONS_CHOICES, AutoOptions
-from megatron_autorecompute.runtime.auto_rules import refuse_unmeasurable
+from megatron_autorecompute.runtime.auto_rules import refuse_beyond_device, refuse_unmeasurable
 from megatron_autorecompute.runtime.call_guard import RAISED, Step
 from megatron_autorecompute.runtime.climb import climb
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.fingerprint import fingerprint
 from megatron_autorecompute.runtime.hiding import that_hides
 from megatron_autorecompute.runtime.job_facts import JobFacts
-from megatron_autorecompute.runtime.measuring import Measuring, Steps
+from megatron_autorecompute.runtime.measuring import SETTLING_STEPS, Measuring, Steps
 from megatron_autorecompute.runtime.model_shard import ModelShard, choices, megatrons
 from megatron_autorecompute.runtime.plan_in_force import PlanInForce
 from megatron_autorecompute.runtime.plan_store import PlanStore
@@ -73,6 +73,7 @@ class Auto:
     ) -> None:
         self.optimizer, self.options, self.job = optimizer, options, job
         refuse_unmeasurable(model_layers.unwrapped(chunks[0]).config)
+        refuse_beyond_device(options)
         self.shard = self._shard(chunks)
         varies = job.calls is not None
         self.memory = StepMemory(
@@ -104,6 +105,7 @@ class Auto:
         """Modules with what they had, and what they have instead."""
         self._ended: BaseException | None = None
         """The error that ended the course."""
+        self._named = blocks(chunks)
         self._own = {id(module) for chunk in chunks for module in chunk.modules()}
 
     def _shard(self, chunks: Sequence[torch.nn.Module]) -> ModelShard:
@@ -310,7 +312,31 @@ class Auto:
                 setattr(module, _LOOK_UP, plain)
         self.applied.undo()
         self.job.on_close()
-        self._store.close()
+        self.job.say(f"recompute auto: {self._outcome()}")
+
+    def _outcome(self) -> str:
+        """The plan and where it was saved, or why there is none."""
+        where = self._store.close() or f"not saved: {self.options.PATH} was not given"
+        if self._store.plan is not None:
+            return f"the plan is {self._store.plan.policy.format(self._named)}, {where}"
+        if self._ended is not None:
+            return f"no plan: an error ended it ({type(self._ended).__name__})"
+        if self._measuring.is_over_budget:
+            return "no plan: even under the leanest policy, no step kept the budget"
+        measured = SETTLING_STEPS + self.options.recompute_measure_steps
+        return (
+            f"no plan: training ended after {self.steps} steps. Measuring takes up to {measured}, "
+            "and trying the plan two more"
+        )
+
+    def require_plan(self) -> None:
+        """At the end of a training: raise OptionError if a plan alone was asked for, and there is
+        none."""
+        if self.options.recompute_plan_only and self._store.plan is None:
+            raise OptionError(
+                f"--recompute-plan-only was given, and training ended after {self.steps} steps, "
+                "before there was a plan. Give it more, or fewer --recompute-measure-steps."
+            )
 
     # --- what it answers --------------------------------------------------------------------------
 
@@ -318,6 +344,11 @@ class Auto:
     def policy(self) -> RecomputePolicy:
         """The policy in force; after `close`, the last one."""
         return self.applied.policy
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether measuring has ended in a plan, or a stored one was found."""
+        return self._store.plan is not None
 
     @property
     def plan(self) -> Plan | None:

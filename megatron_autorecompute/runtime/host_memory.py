@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -16,6 +17,11 @@ def free_bytes(root: Path = Path("/")) -> int:
     meaning: proc_meminfo(5); the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
     """
     return max(0, min([_available(root), *_left_by_groups(root)]))
+
+
+def machine_bytes() -> int:
+    """All memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _available(root: Path) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.auto_options import AutoOptions
-from megatron_autorecompute.runtime.calls import Calls
+from megatron_autorecompute.runtime.calls import Calls, whole
 from megatron_autorecompute.runtime.probe import Memory
 
 
@@ -30,8 +30,8 @@ class FixedCalls:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 1:
-                raise OptionError(f"FixedCalls({name}={value}): give a number of 1 or more.")
+            if (whole(value) or 0) < 1:
+                raise OptionError(f"FixedCalls({name}={value!r}): give a number of 1 or more.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,6 +84,8 @@ class Measuring:
             routed=lambda: seen.routed,
             left=lambda: self._left_layers.found,
         )
+        self.is_over_budget = False
+        """Whether the last step under the leanest policy needed more than the budget."""
         self._left = 0
         """The most steps still to come, as printed; 0 while this is not known."""
         self._whole_steps: list[WholeStep] = []
@@ -133,6 +135,7 @@ class Measuring:
         while settled < SETTLING_STEPS:
             yield from until_done(self.guard, self._settling)
             over = self.decisions.too_lean(self.guard.steps)
+            self.is_over_budget = over is not None
             settled += not self._was_lost() and over is None
             lean = self._at_longest(self.decisions.peaks())
             longest = tuple(map(max, longest, lean)) if longest else lean

@@ -6,6 +6,7 @@ If the file cannot be written while training runs, the job goes on and tries aga
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -37,37 +38,48 @@ class PlanStore:
     ) -> None:
         self.path = path
         self._fingerprint, self._say = fingerprint, say
+        self.plan: Plan | None = None
+        """The last one that was found or given to be saved."""
         self._unwritten: Plan | None = None
         self._steps_waited = 0
         if path is not None:
             on_rank_0(lambda: _check_writable(Path(path)))
 
     def known(self) -> Plan | None:
-        """The stored plan if it is of this job; otherwise None, and prints what changed.
+        """The stored plan if it is of this job; otherwise None, and prints why not. A file that
+        holds no plan is kept under another name.
 
         Raises:
-            ProfileError: the file is damaged, or it is of this job and contradicts itself.
+            ProfileError: the file cannot be opened.
         """
         path = self.path
         if path is None:
             return None
         found = on_rank_0(lambda: self._read(path) if Path(path).exists() else None)
-        if isinstance(found, tuple):
-            self._say(
-                f"recompute auto: the plan in {path} is of another job, measuring again. "
-                f"Changed: {'; '.join(found)}"
-            )
+        if isinstance(found, str):
+            self._say(f"recompute auto: {found}")
             return None
+        self.plan = found
         return found
 
-    def _read(self, path: str) -> Plan | tuple[str, ...]:
-        """The plan, or how its job differs from this one, even if the rest is unreadable."""
-        text = json_records.read(path, "Plan")
-        changed = changes(_fingerprint_in(text) or self._fingerprint, self._fingerprint)
-        return changed or Plan.from_json(text, path)
+    def _read(self, path: str) -> Plan | str:
+        """The plan, or why it is not used: its job differs from this one, even if the rest is
+        unreadable, or it is damaged."""
+        try:
+            text = json_records.read(path, "Plan")
+            changed = changes(_fingerprint_in(text) or self._fingerprint, self._fingerprint)
+            if not changed:
+                return Plan.from_json(text, path)
+        except ProfileError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+            return _put_aside(path, error)
+        other = f"the plan in {path} is of another job, measuring again."
+        return f"{other} Changed: {'; '.join(changed)}"
 
     def save(self, plan: Plan) -> None:
         """Write the plan for the next start, on rank 0."""
+        self.plan = plan
         if self.path is None or not _is_first_rank():
             return
         failed_before, error = self._unwritten is not None, _written(plan, self.path)
@@ -85,12 +97,14 @@ class PlanStore:
         if self._unwritten is not None and self._steps_waited >= STEPS_BETWEEN_TRIES:
             self.save(self._unwritten)
 
-    def close(self) -> None:
-        """Try for the last time to write a plan that was not written."""
+    def close(self) -> str | None:
+        """Try for the last time to write a plan that was not written; returns where the plan is, or
+        None without a path."""
         if self._unwritten is not None:
             self.save(self._unwritten)
         if self._unwritten is not None:
-            self._say(f"recompute auto: the plan could not be written to {self.path}")
+            return f"not saved: {self.path} could not be written"
+        return self.path and f"saved in {self.path}"
 
     def leave(self, plan: Plan) -> bool:
         """Write the plan on this rank alone, which is about to end; returns whether it could."""
@@ -131,6 +145,15 @@ def _written(plan: Plan, path: str) -> AutorecomputeError | None:
     except AutorecomputeError as error:
         return error
     return None
+
+
+def _put_aside(path: str, error: ProfileError) -> str:
+    aside = f"{os.path.realpath(path)}.unreadable"
+    try:
+        os.replace(os.path.realpath(path), aside)
+    except OSError as refused:
+        raise error from refused
+    return f"{path} holds no plan, is {aside} now, and this job measures again: {error}"
 
 
 def _fingerprint_in(text: str) -> dict[str, str] | None:

@@ -7,6 +7,7 @@ difference is the stage's residual.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ def running(timers: Any | None) -> Iterator[dict[str, float]]:
         timers: Megatron's `Timers`, or None if the job has none.
 
     Yields:
-        A dict, empty during the step; afterwards ms by name of each timer above that ran.
+        A dict, empty during the step; afterwards ms by name of each timer above that ran. Timers
+        read the clock of the day; where that was set meanwhile, so that one says more than the step
+        took, its figure is left out.
     """
     took_ms: dict[str, float] = {}
     if timers is None:
@@ -41,12 +44,14 @@ def running(timers: Any | None) -> Iterator[dict[str, float]]:
         return
     level, timers._log_level = timers._log_level, MOST_TIMERS_LEVEL
     before_s = {name: timer.active_time() for name, timer in timers._timers.items()}
+    begin_s = time.perf_counter()
     try:
         yield took_ms
+        step_s = time.perf_counter() - begin_s
         for name in (FORWARD, BACKWARD, OPTIMIZER):
             timer = timers._timers.get(name)
             ran_s = 0.0 if timer is None else timer.active_time() - before_s.get(name, 0.0)
-            if ran_s > 0:
+            if 0 < ran_s <= step_s:
                 took_ms[name] = ran_s * 1e3
     finally:
         timers._log_level = level

@@ -1,11 +1,12 @@
-"""An interrupt, or the death of a process, ends `verify`: it neither hangs nor leaves anything."""
+"""An interrupt, a signal, or the death of a process ends `verify`: it neither hangs nor leaves
+anything."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -27,6 +28,27 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("said", ["ready", "running"])
 def test_one_interrupt_of_the_terminal_ends_all_processes(said):
     # As Ctrl-C does, to the whole process group: while processes start, or while a stage runs.
+    with started(said) as ran:
+        os.killpg(ran.pid, signal.SIGINT)
+        _, err = ran.communicate(timeout=60)
+        assert (ran.returncode, err) == (130, "")
+        assert _empty(ran.pid)
+
+
+@pytest.mark.parametrize(
+    ("said", "by"),
+    [("ready", signal.SIGHUP), ("running", signal.SIGTERM), ("running", signal.SIGKILL)],
+)
+def test_what_ends_the_first_process_ends_all_of_them(said, by):
+    with started(said) as ran:
+        os.kill(ran.pid, by)
+        assert ran.wait(timeout=60) == -by
+        assert _empty(ran.pid)
+
+
+@contextmanager
+def started(said):
+    """The program, in a process group of its own, when it has said this."""
     ran = subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         stdout=subprocess.PIPE,
@@ -34,17 +56,15 @@ def test_one_interrupt_of_the_terminal_ends_all_processes(said):
         text=True,
         start_new_session=True,
     )
-    try:
-        while ran.stdout.readline().strip() != said:
-            assert ran.poll() is None
-        time.sleep(0.2)
-        os.killpg(ran.pid, signal.SIGINT)
-        _, err = ran.communicate(timeout=60)
-        assert (ran.returncode, err) == (130, "")
-        assert _empty(ran.pid)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(ran.pid, signal.SIGKILL)
+    with ran:
+        try:
+            while ran.stdout.readline().strip() != said:
+                assert ran.poll() is None
+            time.sleep(0.2)
+            yield ran
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(ran.pid, signal.SIGKILL)
 
 
 def test_a_process_that_is_killed_is_an_error_of_the_machine():

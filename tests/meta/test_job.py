@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_autorecompute.cli import estimate
-from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta.devices import device, devices
 from megatron_autorecompute.meta.job import job_from, load_job
 from megatron_autorecompute.meta.outside_torch import deepep_bytes, outside_torch
@@ -247,19 +247,38 @@ def test_imbalance_without_experts_is_refused():
 
 def test_gpus_that_do_not_divide_are_refused():
     with pytest.raises(OptionError, match="8 GPUs cannot be divided into groups of 3"):
-        _ = job({"tensor_model_parallel_size": 3}).data_parallel
+        job({"tensor_model_parallel_size": 3})
 
 
 def test_experts_need_enough_gpus_on_every_stage():
     config = {"num_moe_experts": 8, "expert_model_parallel_size": 8}
     config["pipeline_model_parallel_size"] = 2
     with pytest.raises(OptionError, match=r"8 GPUs cannot be divided into groups of 16 \(expert"):
-        _ = job(config).data_parallel
+        job(config)
 
 
 def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(OptionError, match="global_batch_size 12 is no multiple"):
-        _ = job(global_batch_size=12).num_microbatches
+        job(global_batch_size=12)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"pipeline_model_parallel_size": 8, "num_layers": 9}, "9 layers cannot be divided evenly"),
+        (
+            {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 4},
+            "cannot be divided evenly among 4 chunks",
+        ),
+        (
+            {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
+            "microbatches",
+        ),
+    ],
+)
+def test_layers_and_microbatches_that_no_pipeline_takes_are_refused(fields, said):
+    with pytest.raises(PipelineError, match=said):
+        job(fields, global_batch_size=6 if said == "microbatches" else 16)
 
 
 def test_vocabulary_is_padded_to_a_multiple_for_every_tensor_rank():

@@ -129,6 +129,7 @@ def jobs(launched, folder):
         ),
         "cut short": Job(cut + "--train-iters 22 --exit-interval 6 "),
         "cut again": Job(cut + f"--train-iters 22 --load {folder / 'cut'} --exit-interval 8 "),
+        "too short": Job(auto + f"--recompute-plan-only --recompute-plan-path {folder / 'short'} "),
         "level 2": Job(
             auto
             + "--train-iters 18 --timing-log-level 2 "
@@ -184,6 +185,35 @@ def test_a_job_that_ends_while_measuring_leaves_no_plan_and_the_next_measures_an
     assert len(jobs["cut again"].losses) == 2, jobs["cut again"].text
     assert "measuring" in jobs["cut again"].text
     assert not (folder / "cut" / "recompute-plan.json").exists()
+
+
+def last_words(job):
+    """The line with which auto ends a job: the last one that it prints."""
+    said = [line for line in job.text.splitlines() if line.startswith("recompute auto: ")]
+    return said[-1].removeprefix("recompute auto: ")
+
+
+def test_every_job_under_auto_ends_with_its_plan_and_place_or_why_there_is_none(jobs, folder):
+    for name, place in (("moe", "moe"), ("until 18", "saved/recompute-plan.json")):
+        plan = Plan.load(folder / place)
+        words = f"the plan is {plan.policy.format()}, saved in {folder / place}"
+        assert last_words(jobs[name]) == words, jobs[name].text
+    assert last_words(jobs["from 18"]) == last_words(jobs["until 18"])
+    said = last_words(jobs["auto"])
+    assert said.endswith(", not saved: --recompute-plan-path was not given")
+    assert RecomputePolicy.parse(said.removeprefix("the plan is ").split(", not")[0], num_layers=4)
+    ended = "no plan: training ended after 6 steps. Measuring takes up to 14, and trying"
+    assert last_words(jobs["cut short"]).startswith(ended)
+    untrained = run(SCRIPT, FLAGS + AUTO.format(budget=0.006) + "--skip-train ")
+    assert last_words(untrained) == "no plan: this job came to no training step"
+
+
+def test_a_plan_alone_that_was_not_reached_is_an_error_with_what_to_give(jobs, folder):
+    short = jobs["too short"]
+    assert last_words(short).startswith("no plan: training ended after 4 steps")
+    assert short.returncode == 9
+    assert "--recompute-plan-only was given, and training ended after 4 steps" in short.said[0]
+    assert not (folder / "short").exists()
 
 
 def test_a_batch_that_grows_is_planned_for_at_the_step_it_grows(jobs):
@@ -387,13 +417,14 @@ def test_what_auto_says_is_short(jobs):
     assert len([line for line in said if "measuring" in line]) <= 13
     # Which plan it is hangs on times, and so does whether it takes a little more than predicted.
     rest = [line for line in said if "measuring" not in line and "a corrected plan" not in line]
+    assert rest.pop().startswith("recompute auto: the plan is ")
     assert [line[:30] for line in rest] == [
         "recompute auto: running a plan",
         "recompute auto: running a plan",
         "recompute auto: the plan",
         "recompute auto: predicted step",
     ]
-    assert max(map(len, said)) <= 140
+    assert max(map(len, said[:-1])) <= 140  # the last one has the policy's text
 
 
 # Packages put objects into sys.modules that are no modules: statsmodels has Cython's there.
@@ -422,7 +453,14 @@ REFUSED_BEFORE_A_MODEL_IS_BUILT = {
     "--recompute-policy @no/such/file": (2, "Cannot read the policy file"),
     "--recompute-policy selective[moe_act]": (2, "moe_act"),
     "--recompute-policy full --cpu-offloading-num-layers 1": (2, "offloading"),
-    "--recompute-policy full --recompute-plan-only": (9, "only auto makes a plan"),
+    "--recompute-policy full --recompute-plan-only": (9, "only auto uses that"),
+    "--recompute-memory-budget-gib 0.0042 --recompute-plan-path np.json": (
+        9,
+        "--recompute-memory-budget-gib 0.0042, --recompute-plan-path np.json: given with no policy",
+    ),
+    "--recompute-policy full --recompute-memory-budget-gib 1": (9, "only auto uses that"),
+    "--recompute-policy auto --recompute-memory-budget-gib 1e9": (9, "this machine has"),
+    "--recompute-policy auto --recompute-imbalance-percentile 90": (9, "this model has none"),
     "--recompute-policy auto --recompute-memory-budget-gib 0": (9, "above 0"),
     "--recompute-policy auto --cuda-graph-impl local": (9, "a CUDA graph keeps"),
     "--recompute-policy none --recompute-granularity full --recompute-method block "

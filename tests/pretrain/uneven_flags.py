@@ -9,7 +9,9 @@ original = arguments.parse_args
 
 def parse_args(*given, **named):
     args = original(*given, **named)
-    args.recompute_policy = None if args.recompute_policy == "auto" else "none"
+    auto = args.recompute_policy == "auto"
+    args.recompute_policy = None if auto else "none"
+    args.recompute_memory_budget_gib = None
     return args
 
 

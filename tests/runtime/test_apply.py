@@ -631,6 +631,27 @@ def test_applying_twice_is_refused_and_names_the_holder():
         apply("none", model)
 
 
+def test_text_and_lists_are_read_as_by_a_config_field(tmp_path):
+    from megatron_autorecompute.apply import apply
+
+    (model,) = tiny_gpt(tiny_config(mtp_num_layers=1))
+    (tmp_path / "policy.txt").write_text("full*2,none*3")
+    given = {
+        "full*2,none*3": "full*2,none*3",
+        "decoder:full": "full*5",
+        "megatron:block/2": "full*2,none*3",
+        f"@{tmp_path / 'policy.txt'}": "full*2,none*3",
+    }
+    with apply(["none"] * 5, model) as applied:
+        for text, means in given.items():
+            applied.switch(text)
+            assert applied.policy.format() == means
+    wrongs = {"full*4": "covers 4 layers", 3: "is 3: expected text", None: "is None: expected text"}
+    for wrong, message in wrongs.items():
+        with pytest.raises(PolicyError, match=message):
+            apply(wrong, model)
+
+
 def test_an_undone_policy_cannot_be_switched():
     applied = apply("full", tiny_gpt(tiny_config())[0])
     applied.undo()
@@ -781,6 +802,7 @@ def test_an_unknown_megatron_stops_with_found_and_supported_versions(found, monk
 def refusals(texts_by_rank, with_field):
     """What apply, switch and perhaps the config field say in this rank to its policy."""
     from megatron_autorecompute.runtime import config_field
+    from megatron_autorecompute.runtime.apply import apply
 
     sizes = {"tensor_model_parallel_size": 2}
     start_parallel(**sizes)
@@ -788,7 +810,7 @@ def refusals(texts_by_rank, with_field):
     model = tiny_gpt(tiny_config(**sizes))[0]
     said = {"apply": refusal_of(lambda: apply(text, model))}
     with apply("full", model) as applied:
-        said["switch"] = refusal_of(lambda: applied.switch(policy_of(text)))
+        said["switch"] = refusal_of(lambda: applied.switch(text))
         said["still full"] = applied.policy.format()
         one_step([model])
     if with_field:
@@ -817,12 +839,19 @@ def test_ranks_of_a_stage_with_different_policies_are_an_error_on_both_not_a_han
 
 
 @pytest.mark.any_version
-def test_a_wrong_policy_on_one_rank_is_an_error_on_both():
-    right, wrong = run_ranks(refusals, 2, ("full", "selective[nonsense]"), False, timeout_s=60)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("selective[nonsense]", "Unknown module nonsense"),
+        ("@nowhere.txt", "Cannot read the policy file nowhere.txt"),
+    ],
+)
+def test_a_wrong_policy_on_one_rank_is_an_error_on_both(text, said):
+    right, wrong = run_ranks(refusals, 2, ("full", text), False, timeout_s=60)
     for way in ("apply", "switch"):
-        assert wrong[way].startswith("PolicyError: Unknown module nonsense")
+        assert wrong[way].startswith(f"PolicyError: {said}")
         assert right[way].startswith("ApplyError: The ranks of this pipeline stage")
-        assert "rank 1: refused: Unknown module nonsense" in right[way]
+        assert f"rank 1: refused: {said}" in right[way]
 
 
 def rank_0_alone(policy):

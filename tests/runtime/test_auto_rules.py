@@ -1,5 +1,7 @@
 """What auto cannot measure is refused in the words of the program around."""
 
+import re
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,8 @@ from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
     as_field,
     as_flag,
+    refuse_beyond_device,
+    refuse_percentile,
     refuse_unmeasurable,
     refuse_without_auto,
 )
@@ -57,25 +61,73 @@ def test_a_step_that_cannot_be_measured_is_refused_with_what_to_give_instead(
     assert instead in str(refused.value)
 
 
+WITHOUT_EFFECT = {
+    "--recompute-memory-budget-gib 0.0042": {"recompute_memory_budget_gib": 0.0042},
+    "--recompute-memory-reserve-gib 2.0": {"recompute_memory_reserve_gib": 2.0},
+    "--recompute-imbalance-percentile 95.0": {"recompute_imbalance_percentile": 95.0},
+    "--recompute-measure-steps 6": {"recompute_measure_steps": 6},
+    "--recompute-plan-path np.json": {"recompute_plan_path": "np.json"},
+    "--recompute-plan-only": {"recompute_plan_only": True},
+    "--recompute-allow-offload": {"recompute_allow_offload": True},
+}
+
+
+def test_every_option_but_the_one_for_any_job_is_in_the_table():
+    named = {name for given in WITHOUT_EFFECT.values() for name in given}
+    assert {field.name for field in fields(AutoOptions)} == named | {"recompute_run_on_cpu"}
+
+
+@pytest.mark.parametrize("flag", WITHOUT_EFFECT)
 @pytest.mark.parametrize(
     ("policy", "spelled", "said"),
     [
-        ("full", as_flag, r"with --recompute-policy full: .* Give --recompute-policy auto"),
-        (["full"] * 99, as_field, r"with model.recompute_policy=\['full', .* Give model.recompute"),
-        (
-            None,
-            as_field,
-            "with no policy: only auto makes a plan. Give model.recompute_policy=auto",
-        ),
+        (None, as_flag, "no policy"),
+        ("full", as_flag, "--recompute-policy full"),
+        ("@plan.json", as_flag, "--recompute-policy @plan.json"),
+        (["full"] * 99, as_field, "model.recompute_policy=['full', "),
     ],
 )
-def test_a_plan_alone_is_asked_of_auto_only(policy, spelled, said):
-    refuse_without_auto(AutoOptions(), policy, spelled)
-    only = AutoOptions(recompute_plan_only=True)
-    refuse_without_auto(only, "auto", spelled)
-    with pytest.raises(OptionError, match=said):
-        refuse_without_auto(only, policy, spelled)
-    moves = AutoOptions(recompute_allow_offload=True)
-    refuse_without_auto(moves, "auto", spelled)
-    with pytest.raises(OptionError, match="a policy that offloads needs no leave"):
-        refuse_without_auto(moves, policy, spelled)
+def test_what_only_auto_uses_is_refused_without_it(flag, policy, spelled, said):
+    options = AutoOptions(**WITHOUT_EFFECT[flag])
+    refuse_without_auto(options, "auto", spelled)
+    with pytest.raises(OptionError) as refused:
+        refuse_without_auto(options, policy, spelled)
+    text = str(refused.value)
+    assert text.startswith(f"{flag}: given with {said}")
+    assert text.endswith(f"Give {spelled('recompute_policy', 'auto')}, or leave {flag} out.")
+
+
+@pytest.mark.parametrize("policy", [None, "full", "auto"])
+def test_what_has_an_effect_in_any_job_is_allowed(policy):
+    refuse_without_auto(AutoOptions(), policy)
+    refuse_without_auto(AutoOptions(recompute_run_on_cpu=True), policy)
+
+
+def test_all_options_without_effect_are_named_at_once():
+    both = AutoOptions(recompute_memory_budget_gib=1.0, recompute_plan_path="np.json")
+    with pytest.raises(OptionError, match=r"-gib 1\.0, --recompute-plan-path np\.json: given"):
+        refuse_without_auto(both, None)
+
+
+def test_a_percentile_of_routing_is_refused_where_nothing_is_routed():
+    asked = AutoOptions(recompute_imbalance_percentile=95.0)
+    dense, experts = SimpleNamespace(num_moe_experts=None), SimpleNamespace(num_moe_experts=8)
+    refuse_percentile(asked, experts)
+    refuse_percentile(AutoOptions(), dense)
+    with pytest.raises(OptionError, match=r"percentile 95: .*this model has none\. Leave it out"):
+        refuse_percentile(asked, dense)
+
+
+@pytest.mark.parametrize("on_cuda", [True, False])
+def test_a_budget_above_the_devices_memory_is_refused_with_what_there_is(monkeypatch, on_cuda):
+    has = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: on_cuda)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: has)
+    whose = "a device has 80.00 GiB" if on_cuda else "this machine has "
+    refuse_beyond_device(AutoOptions())
+    refuse_beyond_device(AutoOptions(recompute_memory_budget_gib=0.5))
+    if on_cuda:
+        refuse_beyond_device(AutoOptions(recompute_memory_budget_gib=80))
+    for gib in (1e9, 1e6):
+        with pytest.raises(OptionError, match=re.escape(f"budget-gib {gib:g}: {whose}")):
+            refuse_beyond_device(AutoOptions(recompute_memory_budget_gib=gib))

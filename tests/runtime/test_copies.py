@@ -1,12 +1,15 @@
 """Copies of a model under a policy: each runs its own layers, under a policy of its own."""
 
 import copy
+import copyreg
 import dataclasses
 import gc
 import io
 import pickle
+import re
 import types
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +51,7 @@ def in_force(model):
 def groups_are_shared(monkeypatch):
     """Process groups cannot be copied; who copies Megatron's models shares them."""
     group = torch.distributed.ProcessGroup
-    monkeypatch.setitem(copy._deepcopy_dispatch, group, lambda found, memo: found)
+    monkeypatch.setitem(copyreg.dispatch_table, group, lambda found: "shared")
 
 
 def pickled(model):
@@ -226,6 +229,22 @@ def test_a_shallow_copy_runs_the_layers_it_shares():
 
 
 # ------------------------------------------------------------------ policies apart from each other
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_a_model_is_copied_as_the_readme_says_and_not_without(monkeypatch):
+    (lines,) = re.findall(r"^```python\n([^`]*copyreg[^`]*)^```", README.read_text(), re.M)
+    (model,) = tiny_model(tiny_config())
+    monkeypatch.delitem(copyreg.dispatch_table, torch.distributed.ProcessGroup)
+    with pytest.raises(TypeError, match=r"cannot pickle .*ProcessGroup"):
+        copy.deepcopy(model)  # Megatron's own; once this works, the README need not explain
+    applied = apply("full", model)
+    names = {"model": model}
+    exec(lines, names)
+    assert in_force(names["twin"]) is None
+    assert in_force(model).policy == applied.policy
 
 
 def test_switching_and_undoing_the_original_leave_the_copy_as_it_is():

@@ -44,8 +44,60 @@ def test_a_file_of_another_job_is_measured_again_whatever_else_it_holds(folder, 
     path.write_text(json.dumps(old))
     assert PlanStore(str(path), {**JOB, "cp": "2"}, said.append).known() is None
     assert "Changed: cp: absent, now 2" in said[0]
-    with pytest.raises(ProfileError):
-        PlanStore(str(path), JOB, said.append).known()
+    assert PlanStore(str(path), JOB, said.append).known() is None
+    assert "does not fit the Plan schema" in said[1]
+
+
+DAMAGED = {
+    "empty": b"",
+    "cut off": b'{"schema_version": 1, "profile": {"fingerprint": {"hidden_size": "64"',
+    "zeros": bytes(4096),
+    "no text": bytes(range(128, 256)),
+    "of a newer version": b'{"schema_version": 99}',
+    "something else": b"seed: 1234\n",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_file_without_a_plan_is_kept_aside_and_said_and_a_plan_takes_its_place(
+    folder, plan, name
+):
+    path, said = folder / "plan.json", []
+    path.write_bytes(DAMAGED[name])
+    store = PlanStore(str(path), JOB, said.append)
+    assert store.known() is None
+    assert not path.exists()
+    aside = path.with_name("plan.json.unreadable")
+    assert aside.read_bytes() == DAMAGED[name]
+    assert said[0].startswith(f"recompute auto: {path} holds no plan, is {aside} now, ")
+    store.save(plan)
+    assert PlanStore(str(path), JOB, pytest.fail).known() == plan
+
+
+def test_a_damaged_plan_behind_a_link_leaves_the_link(folder, plan, tmp_path):
+    shared, link = tmp_path / "shared.json", folder / "plan.json"
+    shared.write_text("")
+    link.symlink_to(shared)
+    store = PlanStore(str(link), JOB, lambda text: None)
+    assert store.known() is None
+    store.save(plan)
+    assert link.is_symlink()
+    assert Plan.load(shared) == plan
+
+
+def test_a_plan_that_may_not_be_opened_stays_where_it_is_and_is_an_error(folder, plan, monkeypatch):
+    path = folder / "plan.json"
+    store = PlanStore(str(path), JOB, pytest.fail)
+    store.save(plan)
+
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refused)
+    with pytest.raises(ProfileError, match="Permission denied"):
+        store.known()
+    monkeypatch.undo()
+    assert Plan.load(path) == plan
 
 
 def test_without_a_path_nothing_is_kept(plan):
@@ -53,6 +105,7 @@ def test_without_a_path_nothing_is_kept(plan):
     store.save(plan)
     assert store.known() is None
     assert not store.leave(plan)
+    assert store.close() is None
 
 
 def test_a_folder_that_is_not_there_at_the_start_is_an_error(tmp_path):
@@ -91,8 +144,8 @@ def test_the_last_try_is_at_the_end_of_the_job(folder, plan):
     shutil.rmtree(folder)
     store.save(plan)
     assert not store.leave(plan)
-    store.close()
-    assert "could not be written" in said[-1]
+    path = folder / "plan.json"
+    assert store.close() == f"not saved: {path} could not be written"
     folder.mkdir()
-    store.close()
+    assert store.close() == f"saved in {path}"
     assert Plan.load(folder / "plan.json") == plan

@@ -1,4 +1,6 @@
 import json
+from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -219,6 +221,20 @@ def test_multi_token_prediction_follows_uniform_and_ignores_block():
 def test_bad_text_is_refused_with_the_reason(text, message):
     with pytest.raises(PolicyError, match=message):
         RecomputePolicy.parse(text, num_layers=4)
+
+
+READERS = (
+    LayerPolicy.parse,
+    MegatronStrategy.parse,
+    partial(RecomputePolicy.parse, num_layers=2),
+)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"full", ["full"], Path("full")])
+@pytest.mark.parametrize("parse", READERS)
+def test_what_is_no_text_is_refused_with_the_grammar(parse, wrong):
+    with pytest.raises(PolicyError, match=r"is no text: .*CHOICE\*COUNT"):
+        parse(wrong)
 
 
 @pytest.mark.parametrize("value", [3, [1, 2], {"layers": {}}, [["full"]]])

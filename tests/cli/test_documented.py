@@ -1,0 +1,53 @@
+"""Commands that the pages show run as they stand: typed into a shell in a checkout, outside of what
+the tests set up."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.any_version
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+COMMAND = re.compile(r"^(megatron-autorecompute|torchrun|python|make|pip) ", re.M)
+NOT_AS_THEY_STAND = (
+    *("…", "<", "job.yaml", "path/to"),  # the reader's own
+    *("--device cuda", "--nproc-per-node 8"),
+    *("make ", "pip "),  # the environment, and all tests
+)
+
+
+def shown():
+    """Each block of commands with its page."""
+    for page in PAGES:
+        for language, block in FENCE.findall(page.read_text()):
+            if language in ("", "sh", "bash") and COMMAND.match(block):
+                yield page.name, block
+
+
+RUN = [each for each in shown() if not any(part in each[1] for part in NOT_AS_THEY_STAND)]
+
+
+def test_pages_show_commands_that_run_as_they_stand():
+    assert {page for page, _ in RUN} >= {"README.md", "any-loop.md", "no-device.md"}
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=page) for page, block in RUN])
+def test_a_documented_command_runs_as_it_stands(block, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    ours = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    ran = subprocess.run(
+        ["bash", "-e", "-c", block], env=ours, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "torchrun" not in block or "predicted step" in ran.stdout
