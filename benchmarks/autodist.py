@@ -41,10 +41,10 @@ PAGE = ROOT / "docs" / "autodist.md"
 LAYERS = 48
 MANUAL = "Megatron manual: first 31 full"
 POLICIES = {
-    "Megatron selective": f"selective[core_attn]*{LAYERS}",
-    "Megatron full": f"full*{LAYERS}",
-    MANUAL: f"full*31,none*{LAYERS - 31}",
-    "Autodist continuous": f"full*23,selective[core_attn]*{LAYERS - 23}",
+    "Megatron selective": f"selective[core_attn]+all*{LAYERS}",
+    "Megatron full": f"full+all*{LAYERS}",
+    MANUAL: f"full+all*31,none*{LAYERS - 31}",
+    "Autodist continuous": f"full+all*23,selective[core_attn]+all*{LAYERS - 23}",
 }
 """Published rows that say which layer has what. `block` leaves the other layers alone."""
 BASE, ANCHOR = "Megatron selective", "Megatron full"

@@ -265,11 +265,6 @@ class RecomputePolicy:
         return RecomputePolicy(tuple(layer.as_megatron for layer in self.layers))
 
     @property
-    def without_dead_work(self) -> RecomputePolicy:
-        """The policy that holds the same and reruns nothing that no backward reads."""
-        return RecomputePolicy(tuple(replace(layer, rerun_all=False) for layer in self.layers))
-
-    @property
     def offloads(self) -> bool:
         """Whether any layer does."""
         return any(choice.offload for choice in self.layers)

@@ -403,6 +403,24 @@ class LayerKind:
         found = {record.choice: record for record in self.choices if record.choice in names}
         return next((found[each] for each in names if each in found), None)
 
+    def as_megatron(self) -> LayerKind:
+        """The kind with Megatron's own choices alone, as its checkpoints run them; as ours run them
+        where nobody measured the difference."""
+        own = {LayerPolicy.parse(record.choice): record for record in self.choices}
+        kept = tuple(
+            record
+            for choice, record in own.items()
+            if choice.is_megatrons
+            or (
+                not choice.keep
+                and choice.as_megatron.is_megatrons
+                and choice.as_megatron not in own
+            )
+        )
+        names = {record.choice for record in kept}
+        inert = {one: other for one, other in self.inert.items() if other in names}
+        return replace(self, choices=kept, inert=inert)
+
     @property
     def equals(self) -> dict[LayerPolicy, LayerPolicy]:
         """`inert`, parsed."""
@@ -651,6 +669,10 @@ class Profile:
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of a global 0-based layer index."""
         return next(kind for kind in self.kinds if layer in kind.layers)
+
+    def as_megatron(self) -> Profile:
+        """The profile with Megatron's own choices alone; see `LayerKind.as_megatron`."""
+        return replace(self, kinds=tuple(kind.as_megatron() for kind in self.kinds))
 
     def to_json(self) -> str:
         """JSON text, checked against the schema."""

@@ -319,7 +319,7 @@ class Planner:
                 return known.found
         manual = self.best_manual(budgets)
         simple = None if manual is None or manual.policy is None else manual.policy
-        others = [] if simple is None else [simple.without_dead_work]
+        others = [] if simple is None else [self.table.without_dead_work(simple)]
         others = [policy for policy in others if self.may_be(policy)]
         problem = self.table, self.costs, self.searches
         found = fastest_step(*problem, budgets, choices, others)

@@ -27,7 +27,7 @@ def simpler_within_errors(
     """
     if manual is None or manual.policy is None:
         return fastest, ()
-    simple = manual.policy.without_dead_work  # holds the same, and reruns no more
+    simple = planner.table.without_dead_work(manual.policy)  # holds the same, and reruns no more
     if not planner.may_be(simple) or _reruns_no_more(fastest.policy, simple):
         return fastest, ()
     own = StepErrors(planner, fastest.policy)

@@ -184,6 +184,18 @@ class CostTable:
         needless = {p for p in planned if p.rerun_all and replace(p, rerun_all=False) in planned}
         return tuple(p for p in planned if p.group == 1 and p != WHOLE and p not in needless)
 
+    def without_dead_work(self, policy: RecomputePolicy) -> RecomputePolicy:
+        """The policy that holds the same and, where the profile knows it, reruns nothing that no
+        backward reads."""
+        plain = (replace(choice, rerun_all=False) for choice in policy.layers)
+        pairs = enumerate(zip(policy.layers, plain, strict=True))
+        return RecomputePolicy(
+            tuple(
+                less if replace(less, group=1) in self._planned[self._kinds[layer].name] else choice
+                for layer, (choice, less) in pairs
+            )
+        )
+
     @cached_property
     def depth_layers(self) -> int:
         """Layers of the stack inside an MTP depth that the profile has choices for."""

@@ -36,7 +36,8 @@ def test_intervals_cover_what_they_say_and_who_stays_ahead_is_ahead(recompute, j
         covered += found.low_ms <= true_ms <= found.high_ms
         far.append((found.high_ms - found.low_ms) / max(1e-9, abs(true_ms - plan.cost.step_ms)))
         manual = job.measured.best_manual(job.budgets)
-        if manual is not None and manual.policy.without_dead_work != plan.policy:
+        table = job.measured.table
+        if manual is not None and table.without_dead_work(manual.policy) != plan.policy:
             stayed += 1
             shorter += true_ms < job.true_ms(manual.policy)
         gave_way += any("is taken" in note for note in plan.notes)
