@@ -145,6 +145,9 @@ MLA = Case(
     },
     "te",
 )
+DENSE_8K = Case("gpt-600m-8k", _shape(6, 2048, 16, 8192, 1), _NO_BIAS, layers="te")
+DENSE_32K = Case("gpt-600m-32k", _shape(3, 2048, 16, 32768, 1), _NO_BIAS, layers="te")
+"""Part 10: attention kept where it costs most to run again."""
 CURVES = (DENSE, DENSE_TE, MOE, MLA)
 """Parts 2 and 3; part 5 takes those that are there too."""
 

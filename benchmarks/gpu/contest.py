@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cases import Case, built
-from megatron_autorecompute.compat import stage_layout
+from megatron_autorecompute.compat import model_layers, stage_layout
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Model, Parallelism, Profile
 from megatron_autorecompute.report.recorded import recorded_step
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.measurement import Measurement
-from megatron_autorecompute.runtime.model_shard import ModelShard
+from megatron_autorecompute.runtime.model_shard import ModelShard, choices
 
 CORRECTIONS = 4
 """How often a plan that does not fit when run is corrected before it is reported as not fitting."""
@@ -71,6 +71,13 @@ class Contest:
     def policy(self, text: str) -> RecomputePolicy:
         """Policy text, Megatron's named strategies included."""
         return self.job.policy(text)
+
+    def choices(self) -> list[LayerPolicy]:
+        """What all layers have, and, where ours reruns less, the same as Megatron reruns it."""
+        layers = [layer for layer, _ in model_layers.numbered_layers(self.job.chunks)]
+        shared = [c for c in choices(layers[0]) if all(c in choices(layer) for layer in layers)]
+        whole = [c.as_megatron for c in shared if not c.keep and c.has_dead_work]
+        return list(dict.fromkeys([*shared, *(c for c in whole if c.is_megatrons)]))
 
     # --- what a strategy takes ---
 

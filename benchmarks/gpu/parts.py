@@ -1,4 +1,4 @@
-"""Parts 1, 2, 3, 5 and 9: what trains in this process. Every item is saved as it is made."""
+"""Parts 1, 2, 3, 5, 9 and 10: what trains in this process. Every item is saved as it is made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.gpu.published import BUDGET_FRACTION
 from benchmarks.gpu.results import Ledger, between
 from megatron_autorecompute.compare.manual_search import needless
 from megatron_autorecompute.errors import InfeasibleError
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 
 FULL = "megatron:uniform/1"
@@ -126,6 +126,16 @@ def overhead(contest: Contest, ledger: Ledger, rounds: int) -> None:
             f"strategy/{text}",
             lambda text=text, ours=ours: _pair(contest.in_turns([text, ours], 4 * rounds)),
         )
+
+
+def checkpoints(contest: Contest, ledger: Ledger, rounds: int) -> None:
+    """Part 10: Megatron's checkpoints and ours in turns, with what each keeps: the same bytes rerun
+    less, and choices that Megatron lacks."""
+    peak = _peaks(contest, ledger)
+    texts = ["megatron:none", FULL, *(str(c) for c in contest.choices() if c != LayerPolicy())]
+    for text in texts:
+        peak(f"peak/{text}", text)
+    ledger.item("times", lambda: contest.in_turns(texts, 4 * rounds))
 
 
 def offload(contest: Contest, ledger: Ledger, rounds: int) -> None:

@@ -26,7 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import cases, children, page
-from benchmarks.gpu.cases import CURVES, GPT3_760M, OFFLOADING, Case, has_te, started
+from benchmarks.gpu.cases import (
+    CURVES,
+    DENSE_8K,
+    DENSE_32K,
+    GPT3_760M,
+    OFFLOADING,
+    Case,
+    has_te,
+    started,
+)
 from benchmarks.gpu.results import Ledger, OutOfTimeError, Results, Section, key_of
 from megatron_autorecompute.errors import AutorecomputeError, MachineError, OptionError
 
@@ -47,6 +56,7 @@ SECTIONS: dict[str, tuple[int, Case | None]] = {
         (2, CURVES[1:]),
         (3, CURVES[1:]),
         (5, CURVES[1:]),
+        (10, (*CURVES, DENSE_8K, DENSE_32K)),
         (9, tuple(case for case, *_ in OFFLOADING.values())),
     )
     for case in cases
@@ -83,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     folders = "default: benchmarks/results/gpu, or build/gpu-dry with --tiny"
     add("--output", type=Path, help=f"folder ({folders})")
-    add("--only", action="append", default=[], help="a part (1 to 9) or section; repeatable")
+    add("--only", action="append", default=[], help="a part (1 to 10) or section; repeatable")
     add("--tiny", action="store_true", help="a size that runs anywhere in seconds and proves none")
     add("--part-minutes", type=float, default=8.0, help="longest one section runs (default: 8)")
     add("--minutes", type=float, default=1e9, help="begin no section that may end later than this")
@@ -102,7 +112,7 @@ def selected(only: Sequence[str]) -> list[str]:
     unknown = [name for name in only if name not in parts and name not in SECTIONS]
     if unknown:
         raise OptionError(
-            f"--only {', '.join(unknown)}: there are parts 1 to 9 and the sections "
+            f"--only {', '.join(unknown)}: there are parts 1 to 10 and the sections "
             f"{', '.join(SECTIONS)}."
         )
     return [k for k, (part, _) in SECTIONS.items() if not only or k in only or str(part) in only]
@@ -228,6 +238,7 @@ def _trainings() -> dict[int, Callable[[Case, Ledger, int], None]]:
         3: parts.fidelity,
         5: parts.overhead,
         9: parts.offload,
+        10: parts.checkpoints,
     }
     return {number: partial(on, part) for number, part in known.items()}
 

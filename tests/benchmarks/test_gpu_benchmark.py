@@ -391,12 +391,12 @@ def test_parts_and_sections_are_selected_in_the_order_they_run():
 
 
 def test_an_unknown_part_is_refused_with_the_known_ones():
-    with pytest.raises(OptionError, match=r"--only 10: there are parts 1 to 9 .*1-gpt3-760m-48l"):
-        run.selected(["10"])
+    with pytest.raises(OptionError, match=r"--only 11: there are parts 1 to 10 .*1-gpt3-760m-48l"):
+        run.selected(["11"])
 
 
 def test_a_wrong_part_leaves_no_file_behind(tmp_path, capsys):
-    assert run.main(["--tiny", "--only", "10", "--output", str(tmp_path)]) == OptionError.exit_code
+    assert run.main(["--tiny", "--only", "11", "--output", str(tmp_path)]) == OptionError.exit_code
     assert list(tmp_path.iterdir()) == []
 
 
