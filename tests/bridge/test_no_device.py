@@ -61,6 +61,7 @@ SOURCES = {
     "deepseek_v3": ("deepseek", "DeepSeekV3ModelProvider"),
     "gpt_oss_120b": ("gpt_oss", "GPTOSSProvider120B"),
     "moonlight_16b": ("deepseek", "MoonlightModelProvider16B"),
+    "qwen3_30b_a3b": ("qwen", "Qwen3MoEModelProvider30B_A3B"),
     "llama31-405b": ("llama", "Llama31ModelProvider405B"),
     "llama3-70b": ("llama", "Llama3ModelProvider70B"),
     "deepseek-v3": ("deepseek", "DeepSeekV3ModelProvider"),
