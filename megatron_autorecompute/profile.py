@@ -448,6 +448,25 @@ class LayerKind:
 
 
 @dataclass(frozen=True, slots=True)
+class Deferred:
+    """What the stage with the head keeps of microbatches whose backward has run, until the pipeline
+    has drained (Megatron's `defer_embedding_wgrad_compute`)."""
+
+    each_bytes: Bytes
+    """Of one run of the output layer: the gradient of its logits, its input, and what the chunk
+    received with the gradient of that."""
+    runs: Positive = 1
+    """Of a microbatch; with MTP depths one more for each."""
+    limit: Positive | None = None
+    """The most runs that are kept, the first ones of a step (`wgrad_deferral_limit`); None: all."""
+
+    def waiting(self, microbatches: int) -> int:
+        """How many runs are kept when so many microbatches have run backward."""
+        runs = microbatches * self.runs
+        return runs if self.limit is None else min(runs, self.limit)
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduleOverhead:
     """Bytes alive besides static bytes, layers, and the boundary tensors of `p2p_tensors`."""
 
@@ -616,6 +635,8 @@ class Profile:
     """Megatron's setting of that name: outputs sent on are freed at once."""
     overlap_p2p_comm: bool = True
     """Megatron's setting of that name, for interleaved schedules: tensors are received early."""
+    deferred: Deferred | None = None
+    """What waits on the head's stage for the pipeline to drain; None: nothing."""
     graph_of_iteration: bool = False
     """Whether all forwards and backwards of a step are one CUDA graph. The optimizer step cannot
     use the memory of its pool, so it counts on top of every peak."""

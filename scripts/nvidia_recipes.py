@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,27 @@ MODELS = {
         "MoonlightModelProvider16B of Megatron Bridge 0.3.1, but for the vocabulary: 163840, which "
         "the recipe of August 2026 pads to",
         {**BF16_MOMENTS, "make_vocab_size_divisible_by": 1280},
+    ),
+    "qwen3_30b_a3b": KnownModel(
+        {
+            **LLAMA,
+            "num_layers": 48,
+            "hidden_size": 2048,
+            "ffn_hidden_size": 6144,
+            "num_attention_heads": 32,
+            "num_query_groups": 4,
+            "kv_channels": 128,
+            "qk_layernorm": True,
+            "num_moe_experts": 128,
+            "moe_router_topk": 8,
+            "moe_ffn_hidden_size": 768,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 1e-3,
+            "moe_permute_fusion": True,
+        },
+        151936,
+        "Qwen3MoEModelProvider30B_A3B of Megatron Bridge 0.3.1",
+        {},
     ),
 }
 PRECISIONS = {
@@ -376,19 +397,34 @@ def table(header: tuple[str, ...], rows: list[list[str]]) -> str:
 
 
 MEASURED_HEADER = (
-    *("run", "modules", "first stage GB", "last stage GB", "measured GB"),
-    *("last off by", "last stage's peak at"),
+    *("run", "modules", "first stage GB", "last stage GB", "without both GB", "measured GB"),
+    *("last off by", "without both", "last stage's peak at"),
 )
 MEASURED_LLAMA = (
-    ("core_attn", 4, 4, 5, 58.8),
-    ("core_attn", 4, 4, 10, 60.2),
+    ("", 4, 4, 5, 58.8),
+    ("", 4, 4, 10, 60.2),
+    ("core_attn", 4, 4, 5, 59.6),
     ("mlp", 4, 4, 5, 55.6),
     ("mlp+core_attn", 4, 4, 5, 55.6),
-    ("core_attn", 4, 8, 5, 53.2),
-    ("core_attn", 8, 4, 5, 50.2),
+    ("", 4, 8, 5, 53.2),
+    ("", 8, 4, 5, 50.2),
 )
 """Modules, tp, pp, vpp, GB that NVIDIA measured; Llama3-70B SFT in fp8 on 32 H100. From
-skills/nemo-mbridge-perf-memory-tuning and -perf-activation-recompute of Megatron Bridge, 2026."""
+skills/nemo-mbridge-perf-memory-tuning and -perf-activation-recompute of Megatron Bridge, 2026.
+
+What these call core_attn, the baseline, recomputes nothing: recipes/llama/llama3.py of March 2026
+sets recompute_granularity to None, and TransformerConfig then lists core_attn, its default. The row
+of core_attn is theirs of core_attn and layernorm, of which fused norms have none to recompute."""
+DEFERRED = {
+    "gradient_accumulation_fusion": True,
+    "defer_embedding_wgrad_compute": True,
+    "wgrad_deferral_limit": 22,
+}
+"""Of these runs: scripts/performance/configs/llama/llama3_llm_finetune.py of March 2026."""
+MEASURED_QWEN = (("", False, 61.35), ("core_attn", False, 63.14), ("", True, 62.04))
+"""Modules, whether EP overlap ran, GB that NVIDIA measured; Qwen3-30B-A3B in bf16 on 16 H100, with
+alltoall and without CUDA graphs. From Megatron Bridge's pull request 3880, May 2026. Its recipe has
+had the precision-aware optimizer since b6f644609 of August 2026 only."""
 MEASURED_MOONLIGHT = (
     ("", 36.618),
     ("core_attn", 36.614),
@@ -399,24 +435,28 @@ MEASURED_MOONLIGHT = (
 )
 
 
-MeasuredRun = tuple[str, dict[str, str], str, float]
-"""Name, recipe, modules, and the GB (10^9 bytes) that NVIDIA measured."""
+BLACKWELL = 10.0
+"""Whose fp8 products need no transposes (`Device.needs_fp8_transposes`)."""
+MeasuredRun = tuple[str, Job, str, float]
+"""Name, job, modules, and the GB (10^9 bytes) that NVIDIA measured."""
 
 
 def measured_runs() -> Iterator[MeasuredRun]:
     """What is predicted beside a measured peak."""
     for modules, tp, pp, vpp, measured_gb in MEASURED_LLAMA:
         sizes = {"tp": str(tp), "pp": str(pp), "vpp": str(vpp), "cp": "1", "ep": "1", "etp": ""}
-        row = base_row("llama3_70b", "fp8_cs", 32, "32", sizes)
-        yield f"Llama3-70B SFT tp{tp} pp{pp} vpp{vpp}", row, modules, measured_gb
+        asked = job(base_row("llama3_70b", "fp8_cs", 32, "32", sizes))
+        asked = replace(asked, config={**asked.config, **DEFERRED})
+        yield f"Llama3-70B SFT tp{tp} pp{pp} vpp{vpp}", asked, modules, measured_gb
+    sizes = {"tp": "1", "pp": "1", "vpp": "", "cp": "1", "ep": "16", "etp": "1", "sp": "False"}
+    for modules, overlap, measured_gb in MEASURED_QWEN:
+        row = base_row("qwen3_30b_a3b", "bf16", 16, "1024", sizes)
+        asked = job({**row, "ep_a2a_overlap": str(overlap)})
+        yield "Qwen3-30B-A3B" + ", EP overlap" * overlap, asked, modules, measured_gb
     sizes = {"tp": "2", "pp": "1", "vpp": "", "cp": "1", "ep": "8", "etp": "1"}
     for modules, measured_gb in MEASURED_MOONLIGHT:
-        yield (
-            "Moonlight-16B",
-            base_row("moonlight_16b", "bf16", 8, "4", sizes),
-            modules,
-            measured_gb,
-        )
+        asked = job(base_row("moonlight_16b", "bf16", 8, "4", sizes))
+        yield "Moonlight-16B", asked, modules, measured_gb
 
 
 def base_row(model: str, dtype: str, gpus: int, gbs: str, sizes: dict[str, str]) -> dict[str, str]:
@@ -443,18 +483,19 @@ def base_row(model: str, dtype: str, gpus: int, gbs: str, sizes: dict[str, str])
 
 
 def measured_row(run: MeasuredRun) -> list[str]:
-    """One line: predicted on the first and on the last stage, measured, difference of the last."""
-    name, row, modules, measured_gb = run
-    try:
-        model = planner(job(row), device("h100-80gb"))
-    except AutorecomputeError as error:
-        return [name, f"[{modules}]", "", "", f"{measured_gb:.2f}", str(error).split(".")[0], ""]
+    """One line: predicted on the first and on the last stage, and there without deferred gradients
+    and without transposes of fp8 weights; measured; differences of both; when the last is."""
+    name, asked, modules, measured_gb = run
     text = f"megatron:selective[{modules}]" if modules else "megatron:none"
-    stages = evaluated(model, text).stages
-    first, last = stages[0].peak, stages[-1].peak
-    difference = last.bytes / 1e9 / measured_gb - 1
-    sizes = [f"{gb:.2f}" for gb in (first.bytes / 1e9, last.bytes / 1e9, measured_gb)]
-    return [name, f"[{modules}]", *sizes, f"{difference:+.1%}", last.moment]
+    config = {**asked.config, "defer_embedding_wgrad_compute": False}
+    gpu = device("h100-80gb")
+    without = planner(replace(asked, config=config), replace(gpu, capability=BLACKWELL))
+    stages = evaluated(planner(asked, gpu), text).stages
+    sizes = [one.peak.bytes / 1e9 for one in (stages[0], stages[-1])]
+    sizes.append(evaluated(without, text).stages[-1].peak.bytes / 1e9)
+    errors = [f"{size / measured_gb - 1:+.1%}" for size in sizes[1:]]
+    shown = [f"{gb:.2f}" for gb in (*sizes, measured_gb)]
+    return [name, f"[{modules}]", *shown, *errors, stages[-1].peak.moment]
 
 
 def page(only: str | None, workers: Executor) -> str:
@@ -515,36 +556,58 @@ memory less 5% and what is assumed outside torch, with DeepEP's or HybridEP's bu
 DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here with these
 sources, `tests/meta/test_job.py` with the column `model_dims_public` of the table.
 """
-MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100, in GB of 10^9 bytes. Beside them
-stand this model's predictions for the first and the last pipeline stage. The reports give no
-figure for weights, gradients or optimizer state.
+MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100 80 GB, in GB of 10^9 bytes,
+beside this model's predictions for the first and the last pipeline stage. The reports give no
+figure for weights, gradients or optimizer state. "Without both" is the last stage without gradients
+of logits that wait for the pipeline to drain, and without transposes of fp8 weights.
 """
 MEASURED_EXPLAINED = """None of what follows was verified on a device:
 
+- **Qwen3-30B.** These runs are of May 2026. The recipe has had the precision-aware optimizer,
+  which keeps 2 bytes of each master weight for 4, since August 2026 (Bridge b6f644609): with it the
+  figures here would be 3.8 GB lower.
 - **Moonlight.** NVIDIA's figures fall by 0.7 GB with `mla_up_proj` or `moe_act` and then stay
   within 0.05 GB whatever else is recomputed: something outside the layers sets the peak. In this
   model it is the optimizer step. Transformer Engine's FusedAdam makes fp32 copies of the recipe's
   bf16 moments, of one parameter group at a time: 8 bytes for each of 1.80e9 expert weights are 14.4
   GB, on top of 23.1 GB: 2 + 2 bytes for each of 2.60e9 weights and their gradients, 2 + 2 + 2 of
   state for each of the 2.00e9 in this rank's shard, 0.7 GB of buffers (workspaces, and dummies of
-  weight gradients, above all the output layer's). The schedule's own peak is predicted lower.
-  Not explained: why the first two figures are 0.7 GB higher. If the schedule set them, its
-  activations would take nearly twice what this model has; uneven routing could do that.
+  weight gradients, above all the output layer's). The schedule's own peak is predicted 6 GB lower.
+  Not explained: these copies are of Transformer Engine before 2.14, and Bridge's uv.lock of these
+  runs' commit (600d069b8) has 2.17.1, which makes none, so that the step would need 31.2 GB, all of
+  it in the schedule; and why the first two figures are 0.7 GB higher. Uneven routing could be part
+  of it: the recipe does not force it to be even.
 - **Llama3-70B.** The figures are read as those of the last pipeline rank, for three reasons.
   Megatron Bridge wrote its memory metrics on the last rank alone when these runs were made (its
   issue 3167 and pull request 3645, which changed that a month later). Two of the runs with 58.8
   and 59.6 GB are marked "OOM on rank 0", on cards of 80 GB. And twice as many chunks made the
-  figure grow, as in this model's last stage (68 to 74 layers of microbatches in
+  figure grow by 1.4 GB, as in this model's last stage (68 to 74 layers of microbatches in
   flight), while its first stage needs less (92 to 86).
 
-  What is left is one question: whether fp8 weights exist twice. Products on Hopper read a
-  transposed copy for the backward, which Transformer Engine keeps with weights that are fp8
-  themselves (pytorch/module/base.py `get_weight_workspace`), so this model counts a second byte
-  for each. Without it the five rows at tp 4 would be near the measured ones, and the row at tp 8 as
-  much too low. The reports do not say which version of
-  Transformer Engine ran, nor what CUDA graphs over the MLP held, whose pools stay taken in the
-  optimizer step, the peak of the row at tp 8. The larger figure is kept: a plan then fits in
-  either case.
+  What Bridge's text calls `core_attn`, the baseline, recomputes nothing: the recipe of March 2026
+  sets `recompute_granularity` to None, and Megatron's config then names core_attn, its default,
+  without effect. So 59.6 GB with `core_attn` and `layernorm` are more than 58.8 without either, as
+  they are here: a layer whose attention is recomputed keeps q, k and the projection's whole output.
+
+  The recipe's CUDA graphs of `mlp` are left out here. No row shows them: with them the last stage
+  is predicted 2.9 GB higher, whether or not the following counts.
+
+  Six of the seven rows are within 0.5% without two things that sources say are there, and 7.7 to
+  17.3% too high with them:
+
+  - gradients of logits, and what belongs to them, of up to 22 microbatches, which
+    `defer_embedding_wgrad_compute` of that recipe keeps (megatron-core tensor_parallel/layers.py):
+    4.7 GB of 15 at pp 4, 6.9 GB of 22 at pp 8. They are drained before the optimizer step;
+  - transposes of fp8 weights, which products on Hopper read in the backward: Transformer Engine
+    keeps them with weights that are fp8 themselves (2.14: pytorch/module/base.py
+    `get_weight_workspace`, pytorch/tensor/utils.py `post_all_gather_processing`), however
+    `disable_parameter_transpose_cache` is set: 4.3 GB at tp 4 and pp 4, 2.1 GB at tp 8 or pp 8.
+
+  The seventh row, tp 8, is 0.3% too high with the transposes and 4.0% too low without. The reports
+  do not say which versions ran, nor the whole config. Not counted either way: with
+  `overlap_param_gather_with_optimizer_step`, which Bridge sets where data is parallel, the first
+  chunk has an optimizer of its own, and the other casts a fifth fewer weights at once (0.9 GB, in
+  the two rows of `mlp` alone). The larger figures are kept: a plan then fits in either case.
 """
 
 

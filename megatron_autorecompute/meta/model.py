@@ -433,6 +433,13 @@ def megatron_config(
     return config
 
 
+def check_fields(job: Job) -> None:
+    """Raise OptionError for fields that Megatron refuses together, those of the pipeline included,
+    which a shard is built without."""
+    with meta_megatron(job):
+        megatron_config(job, {})
+
+
 def _constructed(job: Job, fields: dict[str, Any]) -> Any:
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,

@@ -37,6 +37,7 @@ from megatron_autorecompute.meta.model import (
     JobStep,
     Shard,
     add_main_gradients,
+    check_fields,
     job_kinds,
     shard,
 )
@@ -120,6 +121,7 @@ def profile_job(
             job, lambda one: profile_job(one, device, efficiency, progress, clock_type, only)
         )
     job.layout(), job.schedule()  # refused before anything is built
+    check_fields(job)
     device.check(job.precision)
     reached = efficiency
     if job.config.get("attention_backend") == "flash":
@@ -157,6 +159,7 @@ def profile_job(
         head_static=counted.head,
         deallocate_pipeline_outputs=bool(job.config.get("deallocate_pipeline_outputs", True)),
         overlap_p2p_comm=bool(job.config.get("overlap_p2p_comm", True)),
+        deferred=deferred_output_layer(job),
         graph_of_iteration=job.graphs.of_iteration,
         host_link=device.host.link,
         fingerprint=_fingerprint(job, device, efficiency),
@@ -482,7 +485,7 @@ class _Counted:
         first = kept_microbatches(job, embedding=True, head=not several)
         self.embedding = replace(static_bytes(job, device, self._embedding), shared=first)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
-        head = shared_buffers(job, device, model.output_layer) | deferred_output_layer(job)
+        head = shared_buffers(job, device, model.output_layer)
         head |= quantised_output_layer(job)
         head |= kept_microbatches(job, embedding=both, head=True)
         self.head = replace(static_bytes(job, device, self._head), shared=head)

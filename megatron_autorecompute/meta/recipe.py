@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.util
 import math
 import pkgutil
+import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,7 +69,7 @@ def job_from_recipe(
         ) from error
     here = functools.partial(_properties, gpu or device("h100-80gb"))
     try:
-        with patched(torch.cuda, "get_device_properties", here):
+        with patched(torch.cuda, "get_device_properties", here), _fused_gradients():
             cfg = _recipe(recipes, name)()
     except (OSError, ValueError) as error:  # raised by transformers if it cannot reach the hub
         raise MachineError(
@@ -83,6 +86,21 @@ def job_from_recipe(
         # Bridge sets the model's recipe of fp8 from the mixed precision when a job starts.
         data["config"]["fp8_recipe"] = _mixed_precision(cfg).fp8_recipe
     return job_from(data, f"The recipe {name}")
+
+
+@contextlib.contextmanager
+def _fused_gradients() -> Iterator[None]:
+    """In this block Bridge finds the product that adds weight gradients to main_grad, which the job
+    will have, whatever is installed here (utils/fusions.py
+    `can_enable_gradient_accumulation_fusion`, a model's default)."""
+    name = "fused_weight_gradient_mlp_cuda"
+    found = sys.modules.get(name)
+    sys.modules[name] = found or types.ModuleType(name)
+    try:
+        yield
+    finally:
+        if found is None:
+            del sys.modules[name]
 
 
 def _properties(gpu: Device, _: Any = None) -> types.SimpleNamespace:
@@ -148,8 +166,6 @@ def _model(model: Any, num_gpus: int) -> dict[str, Any]:
     if pattern is not None:
         known["hybrid_layer_pattern"] = str(pattern)
         known["moe_layer_freq"] = None  # a default; the pattern says it
-    # Its default says what is installed here, and not what the job runs with.
-    del known["gradient_accumulation_fusion"]
     return {
         "described_by": "recipe",
         "config": plain_config(known),

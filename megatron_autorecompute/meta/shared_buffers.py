@@ -18,6 +18,7 @@ from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.static_bytes import COPY_BYTES
+from megatron_autorecompute.profile import Deferred
 
 OF_TORCH = "cuBLAS workspaces of torch"
 OF_LINEAR = "cuBLAS workspace"
@@ -33,23 +34,21 @@ def shared_buffers(job: Job, device: Device, *parts: torch.nn.Module | None) -> 
     return {**dummy_weight_gradients(job, modules), **workspaces(job, device, modules)}
 
 
-def deferred_output_layer(job: Job) -> dict[str, int]:
+def deferred_output_layer(job: Job) -> Deferred | None:
     """What `defer_embedding_wgrad_compute` keeps of microbatches on the head's stage: the gradients
     of their logits, and the output layer's inputs, until the pipeline drains (megatron-core
-    tensor_parallel/layers.py, `grad_output_buffer` and `embedding_activation_buffer`). These inputs
-    have their graph, which ends at what the stage received: so it stays too, with its gradient.
-
-    Of all microbatches but the one that runs, which the head holds, or of `wgrad_deferral_limit`.
+    tensor_parallel/layers.py, `grad_output_buffer` and `embedding_activation_buffer`; schedules.py
+    `finish_embedding_wgrad_compute`, before gradients are reduced). These inputs have their graph,
+    which ends at what the stage received: so it stays too, with its gradient.
     """
     if not job.config.get("defer_embedding_wgrad_compute"):
-        return {}
-    products = job.num_microbatches * (1 + job.mtp_num_layers)
-    limit = int(job.config.get("wgrad_deferral_limit") or products)
+        return None
     tokens = job.micro_batch_size * job.seq_length // job.size("context")
     tensor, hidden = job.size("tensor"), job.config["hidden_size"]
     input_size = tokens * hidden // (tensor if job.config.get("sequence_parallel") else 1)
     each = 2 * (tokens * job.padded_vocab_size // tensor + 3 * input_size)
-    return {"deferred gradients of logits": each * min(limit, products - 1)}
+    limit = int(job.config.get("wgrad_deferral_limit") or 0)
+    return Deferred(each, 1 + job.mtp_num_layers, limit or None)
 
 
 def quantised_output_layer(job: Job) -> dict[str, int]:

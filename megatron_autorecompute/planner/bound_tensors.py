@@ -82,6 +82,18 @@ class BoundTensors:
                 found[event].append(int(microbatch[tensor % self.total]))
         return tuple(map(tuple, found))
 
+    def after_backward(self) -> Ints:
+        """Inputs of the last chunk and gradients of these that are held once its backward has run:
+        `[microbatch, from, until]`."""
+        tensor, start, stop = _disjoint(self._all_held(), 2 * self.total)
+        sort, forward = np.divmod(tensor, self.total)
+        there = np.isin(sort, (_INPUT, _INPUT_GRADIENT))
+        there &= (self.chunk[forward] == self.schedule.num_chunks - 1) & (
+            start > self._own_events()[1][forward]
+        )
+        microbatch = self.schedule.forward_table()[0][forward]
+        return np.stack([microbatch, start, stop])[:, there]
+
     def _all_held(self) -> Ints:
         self._held.clear()
         self._inputs()

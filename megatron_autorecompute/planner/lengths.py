@@ -207,6 +207,8 @@ class Arrangement:
         columns = [self._columns(stage, profile) for profile in self._profiles]
         best = base.static.total_bytes + base.optimizer_step_peak_bytes
         in_flight: dict[tuple[int, int], int] = {}
+        deferred, runs = self.profile.deferred, 0
+        head = self.layout.num_chunks - 1 if stage == self.layout.num_stages - 1 else None
         events = zip(self.schedule.events(stage), self._owners(stage), strict=True)
         for event, owners in events:
             at = event.chunk, event.microbatch
@@ -221,11 +223,14 @@ class Arrangement:
                 best,
                 self._constant(base, event.direction)
                 + extra
+                + runs * base.deferred_bytes
                 + sum(in_flight.values())
                 + int(reach.max()),
             )
             if forward:
                 in_flight[at] = int(np.sum(chunk.held_bytes))
+            elif deferred and event.chunk == head:
+                runs = deferred.waiting(event.microbatch + 1)
         return best
 
     @cached_property

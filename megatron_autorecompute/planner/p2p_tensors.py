@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.bound_tensors import BoundTensors
 from megatron_autorecompute.planner.schedule import Direction, Schedule
+from megatron_autorecompute.profile import Deferred
 
 
 @lru_cache(maxsize=1024)
@@ -76,6 +77,8 @@ class Moment:
     or runs backward. Its layers' dispatchers then keep their inputs and the gradients of them."""
     idle_apart: tuple[int, ...] = ()
     """Per idle chunk, how many of its own input and the gradient of it `extra` does not count."""
+    deferred: int = 0
+    """Runs of the output layer whose weight gradient waits until the pipeline has drained."""
     late: int = 0
     """Of two events side by side: how many more boundary tensors there are once the last layers
     have run, and outputs are sent; may be negative."""
@@ -89,7 +92,12 @@ class Moment:
 
 @lru_cache(maxsize=4096)
 def decisive_moments(
-    schedule: Schedule, stage: int, *, overlap_p2p: bool = True, deallocated: bool = True
+    schedule: Schedule,
+    stage: int,
+    *,
+    overlap_p2p: bool = True,
+    deallocated: bool = True,
+    deferred: Deferred | None = None,
 ) -> tuple[Moment, ...]:
     """The moments that can be a stage's highest moment under some policy.
 
@@ -101,25 +109,37 @@ def decisive_moments(
     """
     short = schedule.shortened()
     counts = _counts(short, stage, overlap_p2p, deallocated)
+    if deferred and stage == schedule.num_stages - 1:
+        held = _held_of_done(short, stage, overlap_p2p, deallocated)
+        _defer(counts, short, deferred, held, schedule.left_out(stage))
     is_backward, chunk, _ = short.order(stage)
     beside = short.beside(stage)
     kept: list[int] = []
+    own_type = np.int16 if counts.max() < 1 << 15 else np.int64
     # A backward beside a forward is looked at with the forward.
     chunks = schedule.num_chunks
     events = (is_backward * chunks + chunk) * (chunks + 1) + beside + 1
     for event in np.unique(events[~is_backward | (beside < 0)]).tolist():
         positions = np.flatnonzero((events == event) & (~is_backward | (beside < 0)))
-        kept += _decisive(positions, counts[positions].astype(np.int16)).tolist()
+        kept += _decisive(positions, counts[positions].astype(own_type)).tolist()
     kept.sort()
     numbers = schedule.microbatches(stage, kept)
     return tuple(_moments(short, stage, counts, dict(zip(kept, numbers, strict=True))))
 
 
 def every_moment(
-    schedule: Schedule, stage: int, *, overlap_p2p: bool = True, deallocated: bool = True
+    schedule: Schedule,
+    stage: int,
+    *,
+    overlap_p2p: bool = True,
+    deallocated: bool = True,
+    deferred: Deferred | None = None,
 ) -> list[Moment]:
-    """The moment of each event of a stage; arguments as in `extra_tensors`."""
+    """The moment of each event of a stage; arguments as in `decisive_moments`."""
     counts = _counts(schedule, stage, overlap_p2p, deallocated)
+    if deferred and stage == schedule.num_stages - 1:
+        held = _held_of_done(schedule, stage, overlap_p2p, deallocated)
+        _defer(counts, schedule, deferred, held, np.zeros(len(counts), np.intp))
     numbers = schedule.order(stage)[2].tolist()
     return list(_moments(schedule, stage, counts, dict(enumerate(numbers))))
 
@@ -131,7 +151,7 @@ def _moments(
     is_backward, chunk, _ = schedule.order(stage)
     beside, v = schedule.beside(stage), schedule.num_chunks
     for at, microbatch in microbatches.items():
-        extra, *row = counts[at].tolist()
+        extra, waiting, *row = counts[at].tolist()
         yield Moment(
             "backward" if is_backward[at] else "forward",
             int(chunk[at]),
@@ -141,19 +161,21 @@ def _moments(
             int(beside[at]) if beside[at] >= 0 else None,
             tuple(row[v : 2 * v]),
             tuple(row[2 * v : 3 * v]),
+            waiting,
             sum(row[3 * v :]),
         )
 
 
 def _counts(schedule: Schedule, stage: int, overlap_p2p: bool, deallocated: bool) -> Ints:
-    """Of each event: boundary tensors, microbatches in flight by chunk, and with EP overlap the
-    last three fields of a moment; none of them makes a moment need less."""
+    """Of each event: boundary tensors, no deferred run of the output layer, microbatches in flight
+    by chunk, and with EP overlap the last three fields of a moment; none of them makes a moment
+    need less."""
     extra = np.array(
         extra_tensors(schedule, stage, overlap_p2p=overlap_p2p, deallocated=deallocated)
     )
-    in_flight = schedule.in_flight(stage).astype(np.int64)
+    in_flight, none = schedule.in_flight(stage).astype(np.int64), np.zeros_like(extra)
     if not schedule.overlap_moe_expert_parallel_comm:
-        return np.column_stack([extra, in_flight])
+        return np.column_stack([extra, none, in_flight])
     beside = schedule.beside(stage)
     done = _done_when_idle(schedule, stage, in_flight, beside)
     idle = (done >= 0).astype(np.int64)
@@ -162,7 +184,40 @@ def _counts(schedule: Schedule, stage: int, overlap_p2p: bool, deallocated: bool
         bound = BoundTensors(schedule, stage, overlap_p2p, deallocated)
         apart, after = bound.idle_apart(done), bound.extra_but_sent()
     late = _in_order(schedule, stage, extra, after, beside)
-    return np.column_stack([extra, in_flight, idle, apart, late])
+    return np.column_stack([extra, none, in_flight, idle, apart, late])
+
+
+def _held_of_done(schedule: Schedule, stage: int, overlap_p2p: bool, deallocated: bool) -> Ints:
+    """Of the boundary tensors those that the last chunk received of microbatches whose backward
+    has run, and gradients of these: `[microbatch, from, until]`."""
+    if schedule.num_chunks > 1:
+        return BoundTensors(schedule, stage, overlap_p2p, deallocated).after_backward()
+    owners = enumerate(_one_chunk(schedule, stage, deallocated))
+    rows = [(owner, at, at + 1) for at, own in owners for owner in own]
+    return np.array(rows, np.int64).reshape(-1, 3).T
+
+
+def _defer(
+    counts: Ints, schedule: Schedule, deferred: Deferred, held: Ints, before: NDArray[np.intp]
+) -> None:
+    """Count deferred runs of the output layer, in place, and no boundary tensor that is of one.
+
+    Args:
+        counts: of the last stage.
+        schedule: whose events they are of.
+        deferred: what waits, with what a microbatch's chunk received.
+        held: `_held_of_done`.
+        before: how many microbatches more have run before each event.
+    """
+    is_backward, chunk, _ = schedule.order(schedule.num_stages - 1)
+    runs = is_backward & (chunk == schedule.num_chunks - 1)
+    done = np.cumsum(runs) - runs + before
+    counts[:, 1] = [deferred.waiting(number) for number in done.tolist()]
+    if schedule.overlap_moe_expert_parallel_comm:
+        return  # `_in_order` has moved them
+    for microbatch, start, stop in held.T.tolist():
+        number = microbatch + int(before[start])
+        counts[start:stop, 0] -= deferred.waiting(number + 1) > deferred.waiting(number)
 
 
 def _done_when_idle(schedule: Schedule, stage: int, in_flight: Ints, beside: Ints) -> Ints:

@@ -125,16 +125,19 @@ class StageBase:
     apart_bytes: int = 0
     """Memory that forwards and backwards cannot use: with one CUDA graph of all of them, whose pool
     nothing else uses, that of the optimizer step."""
+    deferred_bytes: int = 0
+    """Of one deferred run of the output layer; `Moment.deferred` counts them."""
     exchanged: int = 1
     """Hidden states in one tensor between this stage and its neighbours; more where MTP depths are
     on another stage than the loss."""
 
-    def constant_bytes(self, direction: Direction, extra: int) -> int:
-        """Bytes taken throughout a forward or backward, with `extra` boundary tensors."""
+    def constant_bytes(self, direction: Direction, extra: int, deferred: int = 0) -> int:
+        """Bytes taken throughout a forward or backward, with `extra` boundary tensors and so many
+        deferred runs of the output layer."""
         overhead = self.overhead
         rest = overhead.forward_bytes if direction == "forward" else overhead.backward_bytes
-        boundary = extra * self.exchanged * self.boundary_bytes
-        return self.static.total_bytes + self.residual_bytes + rest + boundary + self.apart_bytes
+        rest += extra * self.exchanged * self.boundary_bytes + deferred * self.deferred_bytes
+        return self.static.total_bytes + self.residual_bytes + rest + self.apart_bytes
 
 
 def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nominal") -> StageBase:
@@ -149,6 +152,7 @@ def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nom
     layers = tuple(sorted(layer for chunk in chunks for layer in chunk.layers))
     boundary, nothing = profile.boundary_bytes, ScheduleOverhead(0, 0)
     wide = max(hidden_states_received(profile, chunk) for chunk in chunks)
+    waiting = profile.deferred.each_bytes if profile.deferred else 0
     if stage < len(profile.stages) == layout.num_stages:
         found = profile.stages[stage]
         if tuple(sorted(found.layers)) == layers:
@@ -156,9 +160,11 @@ def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nom
             peak = found.optimizer_step_peak_bytes + (found.others_bytes or 0)
             rest = found.overhead or nothing
             apart = found.optimizer_step_peak_bytes * profile.graph_of_iteration
-            return StageBase(found.static, peak, rest, boundary, residual, True, apart, wide)
+            return StageBase(
+                found.static, peak, rest, boundary, residual, True, apart, waiting, wide
+            )
     static = _added_static(profile, chunks, stage)
-    return StageBase(static, 0, nothing, boundary, 0, False, exchanged=wide)
+    return StageBase(static, 0, nothing, boundary, 0, False, 0, waiting, wide)
 
 
 def stage_moments(profile: Profile, schedule: Schedule, stage: int) -> tuple[Moment, ...]:
@@ -168,6 +174,7 @@ def stage_moments(profile: Profile, schedule: Schedule, stage: int) -> tuple[Mom
         stage,
         overlap_p2p=profile.overlap_p2p_comm,
         deallocated=profile.deallocate_pipeline_outputs,
+        deferred=profile.deferred,
     )
 
 
@@ -199,7 +206,7 @@ class Breakdown:
     embedding_head_bytes: int
     """Held by embedding and head, in flight and running."""
     overhead_bytes: int
-    """Pipeline boundary tensors, and the measured residual."""
+    """Pipeline boundary tensors, deferred runs of the output layer, and the measured residual."""
     copy_bytes: int = 0
     """Of activations that are to leave for host memory or have come back early, and of those that
     Megatron keeps although they could leave."""
@@ -328,7 +335,7 @@ def constant_bytes(base: StageBase, moment: Moment) -> int:
     """Bytes alive throughout a moment; of two events side by side, the larger."""
     both: tuple[Direction, ...] = ("forward", "backward")
     directions = (moment.direction,) if moment.beside is None else both
-    return max(base.constant_bytes(direction, moment.extra) for direction in directions)
+    return max(base.constant_bytes(each, moment.extra, moment.deferred) for each in directions)
 
 
 def idle_bytes(base: StageBase, columns: Sequence[ChunkColumns], moment: Moment) -> int:
@@ -477,4 +484,5 @@ def every_moment(profile: Profile, schedule: Schedule, stage: int) -> list[Momen
         stage,
         overlap_p2p=profile.overlap_p2p_comm,
         deallocated=profile.deallocate_pipeline_outputs,
+        deferred=profile.deferred,
     )

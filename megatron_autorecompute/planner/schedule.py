@@ -163,13 +163,19 @@ class Schedule:
 
         `events` are positions in `shortened().events(stage)`.
         """
+        own = self.shortened().order(stage)[2] + self.left_out(stage)
+        found: list[int] = own[list(events)].tolist()
+        return found
+
+    def left_out(self, stage: int) -> NDArray[np.intp]:
+        """For each event of the shortened schedule how many of the microbatches that it leaves out
+        come before."""
         short = self.shortened()
         size = self.group_size if self.num_chunks > 1 else 1
         # What is there for the first time later than this is there because the schedule ends.
         once = short.warmup(stage) + 2 * _SETTLED * size * self.num_chunks
-        later = self.num_microbatches - short.num_microbatches
-        own = short.order(stage)[2]
-        return [int(own[event]) + later * (event >= once) for event in events]
+        events = np.arange(2 * short.num_microbatches * short.num_chunks)
+        return np.where(events >= once, self.num_microbatches - short.num_microbatches, 0)
 
     def events(self, stage: int) -> tuple[Event, ...]:
         """Return everything the stage does in a step, in order."""

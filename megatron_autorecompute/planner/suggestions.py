@@ -278,6 +278,8 @@ def _scaled(profile: Profile, factor: float, static: float, state: float) -> Pro
         head=record(profile.head),
         final_norm=profile.final_norm and record(profile.final_norm),
         boundary_bytes=size(profile.boundary_bytes),
+        deferred=profile.deferred
+        and replace(profile.deferred, each_bytes=size(profile.deferred.each_bytes)),
         stages=tuple(map(stage, profile.stages)),
         embedding_static=profile.embedding_static and scale(profile.embedding_static),
         head_static=profile.head_static and scale(profile.head_static),

@@ -61,6 +61,7 @@ SOURCES = {
     "deepseek_v3": ("deepseek", "DeepSeekV3ModelProvider"),
     "gpt_oss_120b": ("gpt_oss", "GPTOSSProvider120B"),
     "moonlight_16b": ("deepseek", "MoonlightModelProvider16B"),
+    "qwen3_30b_a3b": ("qwen", "Qwen3MoEModelProvider30B_A3B"),
     "llama31-405b": ("llama", "Llama31ModelProvider405B"),
     "llama3-70b": ("llama", "Llama3ModelProvider70B"),
     "deepseek-v3": ("deepseek", "DeepSeekV3ModelProvider"),
@@ -162,6 +163,22 @@ def test_what_bridge_sets_from_comm_overlap_when_a_job_starts_is_read(hub, monke
     assert found.config["overlap_moe_expert_parallel_comm"]
     assert found.config["tp_comm_overlap"]
     assert (found.overlap_grad_reduce, found.overlap_param_gather) == (False, True)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_weight_gradients_are_added_in_the_product_unless_the_recipe_says_otherwise(
+    bridge, monkeypatch, fused
+):
+    from megatron.bridge import recipes as bridges
+
+    def given():
+        cfg = bridges.nemotronh_56b_pretrain_config()
+        if fused is not None:
+            cfg.model.gradient_accumulation_fusion = fused
+        return cfg
+
+    monkeypatch.setattr(bridges, "given_config", given, raising=False)
+    assert job_from_recipe("given_config").fuses_weight_gradients == (fused is None)
 
 
 def test_a_name_that_two_recipes_have_is_asked_for_by_package(bridge, monkeypatch):

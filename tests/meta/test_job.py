@@ -16,7 +16,9 @@ from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta.devices import device, devices
 from megatron_autorecompute.meta.job import job_from, load_job
 from megatron_autorecompute.meta.outside_torch import deepep_bytes, outside_torch
+from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.planner import Planner
 from megatron_autorecompute.units import GIB
 
 pytestmark = pytest.mark.any_version
@@ -334,6 +336,17 @@ def test_nine_tenths_of_nvidias_recipes_are_in_the_page_and_none_is_slower():
     for recipe in recipes:
         assert recipe.removesuffix("_config") in names or f"| {recipe} |" in rest
     assert not [row for row in rows if row[9].startswith("-")]
+
+
+def test_peaks_of_qwen3_are_those_that_nvidia_measured(recipes_script):
+    runs = [run for run in recipes_script.measured_runs() if run[0].startswith("Qwen3")]
+    assert len(runs) == 3
+    for _, asked, modules, measured_gb in runs:
+        found = profile_job(asked, device("h100-80gb"), only=[modules] if modules else ())
+        model = Planner(found, asked.layout(), asked.schedule())
+        text = f"megatron:selective[{modules}]" if modules else "megatron:none"
+        (stage,) = recipes_script.evaluated(model, text).stages
+        assert stage.peak.bytes == pytest.approx(1e9 * measured_gb, rel=0.005)
 
 
 # ------------------------------------------------------------------------------------ devices

@@ -345,6 +345,27 @@ def test_on_the_last_stage_what_a_dispatcher_keeps_and_its_layer_saves_counts_on
     assert abs(last.predicted_bytes - last.megatron_bytes) < 64 < saved["none"] / 100
 
 
+@pytest.mark.parametrize(("limit", "chunks"), [(0, None), (3, None), (5, 2)])
+def test_gradients_of_logits_wait_as_in_megatrons_schedule_and_not_for_the_optimizer(limit, chunks):
+    fields = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": chunks,
+        "gradient_accumulation_fusion": True,
+    }
+    asked, at_once = (
+        job({**fields, "defer_embedding_wgrad_compute": later, "wgrad_deferral_limit": limit})
+        for later in (True, False)
+    )
+    found, plain = (profile_job(each, H100, only=()) for each in (asked, at_once))
+    plan = make_plan(Planner(found, asked.layout(), asked.schedule()), H100.memory_bytes)
+    first, last = verify(plan)
+    for check in (first, last):
+        assert abs(check.predicted_bytes - check.megatron_bytes) < 64
+    logits = 2 * SEQUENCE * asked.padded_vocab_size
+    assert last.megatron_bytes > 2 * logits
+    assert found.stages == plain.stages  # what the optimizer's step finds
+
+
 def test_a_stand_in_that_keeps_more_than_its_record_says_is_found(moe_job, moe_profile):
     kinds = tuple(
         replace(
@@ -600,6 +621,14 @@ def test_a_layer_that_is_repeated_for_every_depth_has_its_weights_once():
 def test_what_megatron_refuses_is_refused_with_its_reason():
     with pytest.raises(OptionError, match=r"Megatron refuses this config: .*num_attention_heads"):
         profile_job(job({"tensor_model_parallel_size": 16}, num_gpus=16), H100)
+    # What a stage alone does not show: its config is one of a pipeline.
+    later = {"defer_embedding_wgrad_compute": True, "pipeline_model_parallel_size": 2}
+    for fields, reason in (
+        ({}, "gradient accumulation fusion is not used"),
+        ({"pipeline_model_parallel_size": 1}, "pipeline model parallel is not used"),
+    ):
+        with pytest.raises(OptionError, match=f"Megatron refuses this config: .*{reason}"):
+            profile_job(job({**later, **fields}), H100)
 
 
 def test_a_recipe_needs_bridge():

@@ -9,6 +9,7 @@ from megatron_autorecompute.planner.p2p_tensors import (
     extra_tensors,
 )
 from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.profile import Deferred
 from tests.planner.random_schedules import schedules
 
 
@@ -38,6 +39,37 @@ def test_leaving_out_implied_moments_never_lowers_the_peak(p, v, groups, sizes):
             total(moment.direction, moment.chunk, moment.in_flight, moment.extra)
             for moment in decisive_moments(schedule, stage)
         ) == max(total(e.direction, e.chunk, in_flight, extra) for e, in_flight, extra in rows)
+
+
+@settings(max_examples=100)
+@given(
+    schedules(),
+    st.integers(0, 12),
+    st.builds(Deferred, st.just(1), st.integers(1, 2), st.none() | st.integers(1, 60)),
+    st.lists(st.integers(0, 9), min_size=8, max_size=8),
+)
+def test_the_fullest_moment_with_deferred_gradients_is_that_of_all_events(
+    schedule, groups, deferred, sizes
+):
+    many = schedule.num_microbatches + groups * schedule.group_size
+    schedule = replace(schedule, num_microbatches=many, overlap_moe_expert_parallel_comm=False)
+    stage, own = schedule.num_stages - 1, sizes[6]
+
+    def total(moment):
+        waiting = sum(n * size for n, size in zip(moment.in_flight, sizes, strict=False))
+        run = sizes[4 + (moment.direction == "backward")] * (1 + moment.chunk)
+        # Of a run that waits the tensor received and its gradient are two.
+        return waiting + run + own * moment.extra + (2 * own + sizes[7]) * moment.deferred
+
+    decisive, every = (
+        f(schedule, stage, deferred=deferred) for f in (decisive_moments, every_moment)
+    )
+    assert max(map(total, decisive)) == max(map(total, every))
+    runs = deferred.runs * many
+    last = runs - deferred.runs if every[-1].chunk == schedule.num_chunks - 1 else runs
+    assert every[-1].deferred == min(last, deferred.limit or last)
+    plain = every_moment(schedule, stage)
+    assert all(0 <= p.extra - m.extra <= p.extra for p, m in zip(plain, every, strict=True))
 
 
 @settings(max_examples=60)

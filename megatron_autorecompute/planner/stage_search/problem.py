@@ -276,9 +276,7 @@ def stage_problem(
         np.array([moment.in_flight for moment in kept], np.int64).reshape(len(kept), len(chunks)),
         np.array([moment.chunk for moment in kept], np.int64),
         np.array([moment.direction == "forward" for moment in kept], np.bool_),
-        np.array(
-            [base.constant_bytes(moment.direction, moment.extra) for moment in kept], np.int64
-        ),
+        np.array([base.constant_bytes(m.direction, m.extra, m.deferred) for m in kept], np.int64),
         base.static.total_bytes + base.optimizer_step_peak_bytes,
         np.array([graphs or moment.in_parts for moment in kept], np.bool_),
         true_peak,
@@ -291,12 +289,12 @@ def _implied(
     """Whether a forward never needs more than some backward of the same chunk."""
     if moment.direction == "backward":
         return False
-    constant = base.constant_bytes("forward", moment.extra)
+    constant = base.constant_bytes("forward", moment.extra, moment.deferred)
     below = chunks[moment.chunk].forward_is_below_backward_by
     return any(
         other.direction == "backward"
         and other.chunk == moment.chunk
-        and constant <= base.constant_bytes("backward", other.extra) + below
+        and constant <= base.constant_bytes("backward", other.extra, other.deferred) + below
         and all(n >= k for n, k in zip(other.in_flight, moment.in_flight, strict=True))
         for other in moments
     )
