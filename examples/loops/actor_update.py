@@ -87,4 +87,6 @@ def train(rollouts: int, with_auto: bool = True) -> tuple[list[float], Any]:
 
 if __name__ == "__main__":
     with started():
-        print(train(12)[1].report())
+        _, auto = train(12)
+        print(auto.report())
+        auto.close()

@@ -67,4 +67,6 @@ if __name__ == "__main__":
     slime_hook.MODULES = (__name__,)
     with started():
         _, gpt = train(12, slime_hook.before_train_step, BUDGET_GIB)
-        print(slime_hook.attached(gpt.chunks).report())
+        auto = slime_hook.attached(gpt.chunks)
+        print(auto.report())
+        auto.close()

@@ -121,7 +121,7 @@ def test_auto_on_two_pipeline_stages_learns_the_same_bits(fork):
         (["--recipe", RECIPE + "recipe"], 9, "tiny_moe_pretrain_config"),
         (["--recipe", LLAMA, "--peft_scheme", "lora"], 9, "takes none"),
         (["--recipe", LLAMA, "--mode", "finetune"], 9, "checkpoint.pretrained_checkpoint=PATH"),
-        (["--recipe", LLAMA, "--recompute-plan-only"], 9, "only auto makes a plan"),
+        (["--recipe", LLAMA, "--recompute-plan-only"], 9, "only auto uses that"),
         (["--recipe", LLAMA, "--recompute-run-on-cpu"], 9, "on CUDA devices only"),
         (["--recipe", LLAMA, "model.recompute_policy=full*3"], 2, "the model has 4"),
         (["--recipe", LLAMA, "model.recompute_policy=@no.json"], 2, "Cannot read the policy file"),

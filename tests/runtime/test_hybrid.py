@@ -99,7 +99,8 @@ def costs_as_in_megatron(pattern, names, **fields):
         policy = strategy.policy(read.num_layers + read.mtp_num_layers, chunks, len(read.depth))
         own = megatron_fields.of_strategy(strategy)
         theirs = cost(hybrid_chunks(hybrid_config(pattern, **fields, **own), pattern))
-        with apply(policy, models):
+        with apply(name, models) as applied:
+            assert applied.policy == policy
             ours = cost(models)
         assert ours[0] == theirs[0], (pattern, name)
         assert ours[1] <= theirs[1] if "E" in pattern else ours[1] == theirs[1], (pattern, name)
