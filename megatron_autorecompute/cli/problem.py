@@ -44,6 +44,12 @@ def add_problem(parser: ArgumentParser) -> None:
         "measured ones at their maximum)",
     )
     add_old_spelling(parser, "--moe-percentile", imbalance)
+    parser.add_argument(
+        "--choices",
+        choices=("all", "megatron"),
+        default="all",
+        help="all (default), or what Megatron's own checkpoints can run alone",
+    )
     only = parser.add_argument(
         "--only",
         action="append",
@@ -66,6 +72,8 @@ def problems(args: Namespace, micro_batches: Sequence[int] = ()) -> tuple[list[P
     """
     files = [read_profile(path) for path in args.profile]
     profiles = [profile for profile, _ in files]
+    if args.choices == "megatron":
+        profiles = [profile.as_megatron() for profile in profiles]
     if args.imbalance_percentile is not None:
         _check_imbalance(args, profiles)
     _, known = files[0]
