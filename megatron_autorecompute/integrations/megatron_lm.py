@@ -381,6 +381,15 @@ def with_runner(checkpointed_forward: Function) -> Function:
     return _lazily(checkpointed_forward, "compat.seam", "dispatching")
 
 
+def with_parts(checkpoint: Function) -> Function:
+    """For `tensor_parallel.checkpoint`: what it runs leaves parts out, where a policy says so.
+
+    Used by the patch only; without the patch `compat.checkpoints` does the same while a policy with
+    such parts is in force.
+    """
+    return _lazily(checkpoint, "compat.checkpoints", "dispatching")
+
+
 def _lazily(original: Function, module: str, around: str) -> Function:
     """`<module>.<around>(original)`, made at the first call: these modules import Megatron."""
     made: Function | None = None
