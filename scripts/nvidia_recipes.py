@@ -556,8 +556,8 @@ memory less 5% and what is assumed outside torch, with DeepEP's or HybridEP's bu
 DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here with these
 sources, `tests/meta/test_job.py` with the column `model_dims_public` of the table.
 """
-MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100 80 GB, in GB of 10^9 bytes,
-beside this model's predictions for the first and the last pipeline stage. The reports give no
+MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100, in GB of 10^9 bytes. Beside them stand
+this model's predictions for the first and the last pipeline stage. The reports give no
 figure for weights, gradients or optimizer state. "Without both" is the last stage without gradients
 of logits that wait for the pipeline to drain, and without transposes of fp8 weights.
 """
@@ -572,7 +572,7 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
   bf16 moments, of one parameter group at a time: 8 bytes for each of 1.80e9 expert weights are 14.4
   GB, on top of 23.1 GB: 2 + 2 bytes for each of 2.60e9 weights and their gradients, 2 + 2 + 2 of
   state for each of the 2.00e9 in this rank's shard, 0.7 GB of buffers (workspaces, and dummies of
-  weight gradients, above all the output layer's). The schedule's own peak is predicted 6 GB lower.
+  weight gradients, above all the output layer's). The schedule's own peak is predicted lower.
   Not explained: these copies are of Transformer Engine before 2.14, and Bridge's uv.lock of these
   runs' commit (600d069b8) has 2.17.1, which makes none, so that the step would need 31.2 GB, all of
   it in the schedule; and why the first two figures are 0.7 GB higher. Uneven routing could be part
@@ -581,8 +581,8 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
   Megatron Bridge wrote its memory metrics on the last rank alone when these runs were made (its
   issue 3167 and pull request 3645, which changed that a month later). Two of the runs with 58.8
   and 59.6 GB are marked "OOM on rank 0", on cards of 80 GB. And twice as many chunks made the
-  figure grow by 1.4 GB, as in this model's last stage (68 to 74 layers of microbatches in
-  flight), while its first stage needs less (92 to 86).
+  figure grow, as in this model's last stage (68 to 74 layers of microbatches in flight), while its
+  first stage needs less (92 to 86).
 
   What Bridge's text calls `core_attn`, the baseline, recomputes nothing: the recipe of March 2026
   sets `recompute_granularity` to None, and Megatron's config then names core_attn, its default,
@@ -590,10 +590,10 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
   they are here: a layer whose attention is recomputed keeps q, k and the projection's whole output.
 
   The recipe's CUDA graphs of `mlp` are left out here. No row shows them: with them the last stage
-  is predicted 2.9 GB higher, whether or not the following counts.
+  is predicted higher, whether or not the following counts.
 
-  Six of the seven rows are within 0.5% without two things that sources say are there, and 7.7 to
-  17.3% too high with them:
+  Six of the seven rows are near the measured ones without two things that sources say are there,
+  and too high with them, as the table shows:
 
   - gradients of logits, and what belongs to them, of up to 22 microbatches, which
     `defer_embedding_wgrad_compute` of that recipe keeps (megatron-core tensor_parallel/layers.py):
@@ -603,8 +603,7 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
     `get_weight_workspace`, pytorch/tensor/utils.py `post_all_gather_processing`), however
     `disable_parameter_transpose_cache` is set: 4.3 GB at tp 4 and pp 4, 2.1 GB at tp 8 or pp 8.
 
-  The seventh row, tp 8, is 0.3% too high with the transposes and 4.0% too low without. The reports
-  do not say which versions ran, nor the whole config. Not counted either way: with
+  The seventh row, tp 8, is near with the transposes and too low without. The reports do not say which versions ran, nor the whole config. Not counted either way: with
   `overlap_param_gather_with_optimizer_step`, which Bridge sets where data is parallel, the first
   chunk has an optimizer of its own, and the other casts a fifth fewer weights at once (0.9 GB, in
   the two rows of `mlp` alone). The larger figures are kept: a plan then fits in either case.

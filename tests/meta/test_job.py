@@ -338,6 +338,7 @@ def test_nine_tenths_of_nvidias_recipes_are_in_the_page_and_none_is_slower():
     assert not [row for row in rows if row[9].startswith("-")]
 
 
+@pytest.mark.filterwarnings("ignore:Using a large number of experts")
 def test_peaks_of_qwen3_are_those_that_nvidia_measured(recipes_script):
     runs = [run for run in recipes_script.measured_runs() if run[0].startswith("Qwen3")]
     assert len(runs) == 3
