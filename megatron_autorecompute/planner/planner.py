@@ -315,6 +315,9 @@ class Planner:
         for known in self._known:
             if known.budgets == tuple(budgets):
                 return known.found
+        for stage, budget in enumerate(budgets):
+            # Again if it was asked before others, so that the plan is the same.
+            self._chosen[stage, budget] = self.searches[stage].fastest(budget)
         search = StepSearch(self._replay, self.searches, budgets)
         search.start([choice.policies for choice in self.leanest])
         manual = self.best_manual(budgets)

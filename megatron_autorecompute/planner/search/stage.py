@@ -69,6 +69,8 @@ class Stage:
 
     def __init__(self, problem: StageProblem, tables: Tables, stages: int) -> None:
         self.problem, self._tables, self._stages = problem, tables, stages
+        self._budget = -1
+        self._kept: dict[int, StagePlans | None] = {}
 
     @cached_property
     def tables(self) -> list[ChunkTable]:
@@ -96,14 +98,36 @@ class Stage:
     def _apart_leanest(self) -> StageChoice:
         return leanest(self.problem.apart(0))
 
-    def plans(self, budget: int, added: int = 0, known: Sequence[Plans] = ()) -> StagePlans | None:
-        """Its plans under a budget, with bytes added to events of pairs; None where none fit."""
+    def plans(self, budget: int, added: int = 0) -> StagePlans | None:
+        """Its plans under a budget, with bytes added to events of pairs; None where none fit.
+
+        Those of the last budget are kept, with what was found of them.
+        """
+        if self._budget != budget:
+            self._budget, self._kept = budget, {}
+        if added not in self._kept:
+            self._kept[added] = self._plans(budget, added)
+        return self._kept[added]
+
+    def _plans(self, budget: int, added: int) -> StagePlans | None:
         problem = self.problem if self.problem.true_peak is None else self.problem.apart(added)
         lean = self.leanest if self.problem.true_peak is None else leanest(problem)
         if lean.peak_bytes > budget:
             return None
-        own = known or [Plans(table) for table in self.tables]
-        return StagePlans(problem, budget, own, lean.policies, WORK // self._stages)
+        relaxed = self.plans(budget) if added else None
+        return StagePlans(
+            problem,
+            budget,
+            relaxed.plans if relaxed else self._open(),
+            lean.policies,
+            WORK // self._stages,
+        )
+
+    def _open(self) -> list[Plans]:
+        """Of every chunk, the same where chunks are alike."""
+        tables = {id(table): table for table in self.tables}
+        own = {key: Plans(table) for key, table in tables.items()}
+        return [own[id(table)] for table in self.tables]
 
     def fastest(self, budget: int) -> StageChoice | None:
         """The least busy choices whose peak is at most the budget; None when none fit."""
@@ -118,7 +142,7 @@ class Stage:
     def bound(self, budget: int, weights: Floats) -> float:
         """No choices that fit take less where events count so often, `[direction, chunk]`, as
         prices of bytes tell; infinite where none fit."""
-        stage = self.plans(budget)
+        stage = self._plans(budget, 0)
         return np.inf if stage is None else stage.bound(weights)
 
     def shrunk(self, budget: int) -> tuple[StageChoice | None, int]:

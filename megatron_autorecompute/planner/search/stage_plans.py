@@ -8,7 +8,7 @@ known are dropped. Of a stage with one long chunk, plans are put together again 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import linprog
@@ -89,6 +89,8 @@ class StagePlans:
         """Per chunk, plans that may fit beside the leanest ones of the others."""
         self.pools = [{row} for row in own]
         """Per chunk, plans in the linear program."""
+        self._known: dict[bytes, Listed] = {}
+        """What was listed, by weights whose largest is 1."""
 
     def _fitting(self) -> list[Ints]:
         loads = [self.loads(c, self.plans[c].rows) for c in self.chunks]
@@ -227,11 +229,20 @@ class StagePlans:
             more: by how much longer all that are listed may take.
             effort: how much is kept.
         """
-        effort = effort or Effort()
+        if more or effort:
+            return self._listed(weights, more, effort or Effort())
+        scale = float(weights.max()) or 1.0
+        key = (weights / scale).tobytes()
+        if key not in self._known:
+            found = self._listed(weights, 0.0, Effort())
+            self._known[key] = replace(found, bound=found.bound / scale)
+        return replace(self._known[key], bound=self._known[key].bound * scale)
+
+    def _listed(self, weights: Floats, more: float, effort: Effort) -> Listed:
         price = self._priced(weights)
-        prices, paid = self.prices(weights, price), float(price @ self.room)
         if len(self.plans) == 1 and not self.plans[0].table.complete:
-            return self._again(weights, prices[0], paid, effort)
+            paid = float(price @ self.room)
+            return self._again(weights, self.prices(weights, price)[0], paid, effort)
         return self._summed(weights, price, more, effort)
 
     def bound(self, weights: Floats) -> float:

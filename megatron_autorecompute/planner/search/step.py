@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_autorecompute.planner.arrays import Floats, Ints
-from megatron_autorecompute.planner.search.chunk_plans import SLACK, Plans
+from megatron_autorecompute.planner.search.chunk_plans import SLACK
 from megatron_autorecompute.planner.search.master import Master
 from megatron_autorecompute.planner.search.problem import Split
 from megatron_autorecompute.planner.search.proof import CHUNKS, Proof
@@ -67,15 +67,12 @@ class StepSearch:
 
     def __init__(self, replay: Replay, stages: Sequence[Stage], budgets: Sequence[int]) -> None:
         self.replay, self._searches, self.budgets = replay, stages, budgets
-        tables = {id(table): table for stage in stages for table in stage.tables}
-        shared = {key: Plans(table) for key, table in tables.items()}
-        own = [[shared[id(table)] for table in stage.tables] for stage in stages]
-        pairs = list(zip(stages, budgets, own, strict=True))
-        self.stages = [_plans(stage, budget, 0, known) for stage, budget, known in pairs]
+        pairs = list(zip(stages, budgets, strict=True))
+        self.stages = [_plans(stage, budget, 0) for stage, budget in pairs]
         """As if nothing ran side by side."""
         self.tight = [
-            plain if stage.problem.true_peak is None else _tight(stage, budget, known)
-            for plain, (stage, budget, known) in zip(self.stages, pairs, strict=True)
+            plain if stage.problem.true_peak is None else _tight(stage, budget)
+            for plain, (stage, budget) in zip(self.stages, pairs, strict=True)
         ]
         self.options: list[dict[tuple[int, ...], None]] = [{} for _ in stages]
         """Plans of every stage that truly fit."""
@@ -307,15 +304,15 @@ class StepSearch:
         return rows[np.array(keep, np.bool_)]
 
 
-def _plans(stage: Stage, budget: int, added: int, known: Sequence[Plans]) -> StagePlans:
-    found = stage.plans(budget, added, known)
+def _plans(stage: Stage, budget: int, added: int) -> StagePlans:
+    found = stage.plans(budget, added)
     assert found is not None  # the leanest choices fit
     return found
 
 
-def _tight(stage: Stage, budget: int, known: Sequence[Plans]) -> StagePlans:
+def _tight(stage: Stage, budget: int) -> StagePlans:
     """With bytes added to events, so that what is found mostly fits truly."""
-    return _plans(stage, budget, stage.shrunk(budget)[1], known)
+    return _plans(stage, budget, stage.shrunk(budget)[1])
 
 
 def sum_of(weights: Ints, times: Ints) -> int:
