@@ -320,10 +320,12 @@ class Planner:
             self._chosen[stage, budget] = self.searches[stage].fastest(budget)
         search = StepSearch(self._replay, self.searches, budgets)
         search.start([choice.policies for choice in self.leanest])
-        manual = self.best_manual(budgets)
-        if manual is not None and manual.policy is not None and self.may_be(manual.policy):
-            search.start(self._splits(manual.policy))
-        shortest = search.shortest()
+        if not search.begin():
+            manual = self.best_manual(budgets)
+            if manual is not None and manual.policy is not None and self.may_be(manual.policy):
+                search.start(self._splits(manual.policy))
+            search.go_on()
+        shortest = search.answer()
         policy = put_together(self.layout, shortest.splits)
         cost = self.evaluate(policy)
         over = [

@@ -36,9 +36,11 @@ class Proof:
 
     def run(self) -> None:
         """Shorten the best step, and raise the bound, where little is left."""
-        if len(self.master.keys) > CHUNKS:
+        stages = self.search.stages
+        tables = [plans.table for stage in stages for plans in stage.plans]
+        if len(tables) > CHUNKS or not all(table.complete for table in tables):
             return
-        rows = [self._left(stage) for stage in range(len(self.search.stages))]
+        rows = [self._left(stage) for stage in range(len(stages))]
         if any(own is None for own in rows):
             return
         self._integers([own for own in rows if own is not None])

@@ -33,7 +33,7 @@ from megatron_autorecompute.planner.search.problem import (
     runs,
 )
 from megatron_autorecompute.planner.search.shrunk import shrunk
-from megatron_autorecompute.planner.search.stage_plans import WORK, StagePlans
+from megatron_autorecompute.planner.search.stage_plans import LEAST_WORK, WORK, StagePlans
 from megatron_autorecompute.planner.search.units import ChunkUnits
 from megatron_autorecompute.planner.unit_costs import CostTable
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
@@ -120,7 +120,7 @@ class Stage:
             budget,
             relaxed.plans if relaxed else self._open(),
             lean.policies,
-            WORK // self._stages,
+            max(WORK // self._stages, LEAST_WORK),
         )
 
     def _open(self) -> list[Plans]:

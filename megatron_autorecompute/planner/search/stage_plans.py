@@ -29,8 +29,8 @@ _TOLERANCE = 1e-7
 """Of linear programs, relative."""
 _WIDTHS = (90, 270, 810, 2430, 7290)
 """Plans of a long chunk that are kept at a place, in rounds."""
-WORK = 1 << 19
-"""Places times width of the widest round, of all stages together."""
+WORK, LEAST_WORK = 320_000, 54_000
+"""Places times width of the widest round: of all stages together, and of each at least."""
 _AGAIN = 8
 """Plans that are taken over from a round."""
 _COARSE, _FINE = (40, 150), (500, 500)
@@ -226,7 +226,7 @@ class StagePlans:
 
         Args:
             weights: how often each event counts, `[direction, chunk]`.
-            more: by how much longer all that are listed may take.
+            more: by how much longer all that are listed may take; where tables are complete.
             effort: how much is kept.
         """
         if more or effort:

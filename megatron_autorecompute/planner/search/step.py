@@ -140,17 +140,16 @@ class StepSearch:
 
     # --- the search -------------------------------------------------------------------------------
 
-    def shortest(self) -> Shortest:
-        """The choices of the shortest step found, and a bound on all."""
+    def begin(self) -> bool:
+        """Try plans that need no program; whether the shortest is proven to be among them."""
         ones = np.ones(self.replay.residual.shape)
         self._first_of_all(ones)
         for slope in _SLOPES if self.several else ():
             self._first_of_all(ones * (np.arange(self.replay.schedule.num_chunks) + slope))
-        if not self._is_proven():
-            self._search()
-        return self._answer()
+        return self._is_proven()
 
-    def _search(self) -> None:
+    def go_on(self) -> None:
+        """Search for a shorter step, and raise the bound."""
         small = len(self.master.keys) <= _SMALL
         self.master.relax(_RELAXATIONS if small else _RELAXATIONS // 2)
         events = _EVENTS
@@ -200,7 +199,8 @@ class StepSearch:
                 rest += found.bound * (1 - SLACK)
         return total + rest
 
-    def _answer(self) -> Shortest:
+    def answer(self) -> Shortest:
+        """The choices of the shortest step found, and a bound on all."""
         chosen, proven = self.best[1], self.master.bound > self.best_ps - 1
         splits = [stage.choices(rows) for stage, rows in zip(self.stages, chosen, strict=True)]
         return Shortest(splits, min(self.master.bound, float(self.best_ps)), proven)
