@@ -16,7 +16,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from megatron_autorecompute.planner.stage_search.problem import ChunkProblem, StageProblem
+from megatron_autorecompute.planner.search.problem import ChunkProblem, StageProblem
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS
 
 MIB = 1 << 20
@@ -52,7 +52,7 @@ def solved(problem: StageProblem, budget_bytes: int, limit_s: float) -> Answer:
         bounds=Bounds(0, 1),
         options={"time_limit": limit_s, "mip_rel_gap": 0.0},
     )
-    fixed_ms = sum(c.unit_ps(u) for c in problem.chunks for u in (*c.before, *c.after)) / PS_PER_MS
+    fixed_ms = sum(u.time_ps for c in problem.chunks for u in (*c.before, *c.after)) / PS_PER_MS
     status = {0: "optimal", 1: "time limit", 2: "infeasible"}.get(found.status, "other")
     return Answer(
         time.process_time() - start,
@@ -77,7 +77,12 @@ class _Model:
             self.starts.append(own)
 
     def times_ms(self):
-        return np.concatenate([ms for c in self.problem.chunks for ms in c.single_ps]) / PS_PER_MS
+        return (
+            np.concatenate(
+                [own.forward_ps + own.backward_ps for c in self.problem.chunks for own in c.singles]
+            )
+            / PS_PER_MS
+        )
 
     def one_of_each(self):
         counts = [len(s.policies) for chunk in self.problem.chunks for s in chunk.singles]

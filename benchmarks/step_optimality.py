@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.tables import markdown
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS
-from tests.planner.step_search.random_steps import (
+from tests.planner.search.random_steps import (
     ONE_CHUNK,
     SEVERAL_CHUNKS,
     random_step,

@@ -27,10 +27,6 @@ from megatron_autorecompute.report.data import Curve, best_points, strategies_of
 
 STRATEGY_FIELDS = ("name", "step_ms", "peak_high_bytes")
 """Of one of Megatron's own settings in the JSON."""
-_REARRANGED = (
-    " What its policies recompute is rearranged over a stage's chunks for a shorter bubble, as in "
-    "plans; in the table it is not."
-)
 
 
 class ParetoCommand(Command):
@@ -111,7 +107,7 @@ def _draw(
     name = planner.profile.model.name
     title = f"{name}: the best policy for every budget (line), Megatron's own settings (points)"
     save_picture(curve_svg(Curve(name, points, tuple(strategies)), title), path)
-    streams.say(f"Drawn: {path}.{_REARRANGED * (planner.layout.num_chunks > 1)}")
+    streams.say(f"Drawn: {path}.")
 
 
 def as_json(

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_autorecompute.planner.chunk_splits import put_together
-from megatron_autorecompute.planner.stage_search.problem import StageChoice
-from megatron_autorecompute.planner.stage_search.search import StageSearch
+from megatron_autorecompute.planner.search.problem import StageChoice, put_together
 from megatron_autorecompute.policy import RecomputePolicy
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ class BudgetCurve:
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
-        self._searches: tuple[StageSearch, ...] = planner.searches
         self._solved: dict[int, dict[int, StageChoice]] = {}
 
     def points(
@@ -46,7 +43,6 @@ class BudgetCurve:
         high = max(max(choice.peak_bytes for choice in planner.fastest), low)
         steps = max(number - 1, 1)
         budgets = [high - (high - low) * i // steps for i in range(number)]
-        self._searches = tuple(own.of_many(len(set(budgets))) for own in planner.searches)
         # By halving intervals: a budget between two solved ones is solved fastest.
         stride, done = 1 << number.bit_length(), set[int]()
         while stride := stride // 2:
@@ -93,7 +89,7 @@ class BudgetCurve:
         bound_ps = 0 if above is None else above.bound_ps
         found = below
         if below is None or below.time_ps > bound_ps:
-            found = self._searches[stage].fastest(budget_bytes, below)
+            found = self.planner.choose(stage, budget_bytes)
         if found is not None:
             found = replace(found, bound_ps=max(found.bound_ps, bound_ps))
             solved[budget_bytes] = found

@@ -21,12 +21,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron_autorecompute.planner.chunk_splits import put_together
 from megatron_autorecompute.planner.copy_bounds import CopyBounds, mixed
 from megatron_autorecompute.planner.offload_settings import Found, OffloadSettings
 from megatron_autorecompute.planner.offloaded_step import MOST_EVENTS, host_link
 from megatron_autorecompute.planner.policy_cost import PolicyCost
-from megatron_autorecompute.planner.stage_search.problem import OnlyChoices
+from megatron_autorecompute.planner.search.problem import OnlyChoices, put_together
 from megatron_autorecompute.policy import WHOLE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.units import gib
 

@@ -1,9 +1,7 @@
 """The recompute policy with the shortest step that fits each stage's memory, and what surrounds it.
 
-Budgets are met stage by stage: each stage's choices of the least busy time under its own budget are
-found exactly by `stage_search`. The step depends on more than that: on how the time is shared by
-forwards and backwards, and by chunks. `fastest_step` begins with these choices and with the best of
-Megatron's own settings that fits, looks for a shorter step, and proves a bound on it.
+`search.step` finds it, from the choices with the lowest peaks and the best of Megatron's own
+settings that fits, and proves a bound on it.
 
 The budget is bytes that torch may allocate, and is met by the high end of every uncertain figure.
 The caller must subtract from the device's memory what lies outside torch.
@@ -29,7 +27,6 @@ from megatron_autorecompute.megatron_fields import (
 from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.budget_curve import BudgetCurve, ParetoPoint
 from megatron_autorecompute.planner.chunk_columns import ChunkColumns
-from megatron_autorecompute.planner.fastest_step import FastestStep, fastest_step
 from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.offload_search import OffloadSearch
 from megatron_autorecompute.planner.peak_memory import (
@@ -43,15 +40,18 @@ from megatron_autorecompute.planner.peak_memory import (
 )
 from megatron_autorecompute.planner.policy_cost import PolicyCost, PolicyCosts
 from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.stage_search.problem import (
-    ChunkProblem,
+from megatron_autorecompute.planner.search.problem import (
     OnlyChoices,
+    Split,
     StageChoice,
     chunk_problem,
+    put_together,
     stage_problem,
 )
-from megatron_autorecompute.planner.stage_search.search import Effort, StageSearch
-from megatron_autorecompute.planner.stage_search.side_by_side import true_peak
+from megatron_autorecompute.planner.search.replay import Replay
+from megatron_autorecompute.planner.search.stage import Stage, Tables, true_peak
+from megatron_autorecompute.planner.search.step import StepSearch
+from megatron_autorecompute.planner.stage_times import residual_times
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
 from megatron_autorecompute.policy import (
     FULL,
@@ -122,11 +122,20 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True)
+class _Found:
+    """A policy that fits, and how much shorter a step can still be."""
+
+    policy: RecomputePolicy
+    cost: PolicyCost
+    bound_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Known:
     """What was found for some budgets."""
 
     budgets: tuple[int, ...]
-    found: FastestStep
+    found: _Found
 
     def fits(self, budgets: Sequence[int]) -> bool:
         """Whether it fits other budgets."""
@@ -162,7 +171,6 @@ class Planner:
             measured ones at their maximum. "stated" is `Profile.stated_percentile`.
         allowed: the choices that may be used, or their texts; `full/N` stands for all groups. None
             allows every recorded choice.
-        effort: how much work a search may do.
 
     Raises: ProfileError if profile, layout and schedule do not belong together; PolicyError if a
     text of `allowed` is not a choice.
@@ -176,7 +184,6 @@ class Planner:
         *,
         percentile: Percentile = "stated",
         allowed: OnlyChoices | Iterable[str] | None = None,
-        effort: Effort | None = None,
     ) -> None:
         check_layout(profile, layout, schedule)
         check_figures(profile, layout, schedule)
@@ -186,11 +193,11 @@ class Planner:
         if allowed is not None and not isinstance(allowed, OnlyChoices):
             allowed = OnlyChoices.parse(allowed)
         self.only = allowed
-        self._effort = effort or Effort()
         self.table = CostTable(profile, self.percentile, "high")
         """Of what choices cost, as budgets are met."""
         self.costs = PolicyCosts(profile, layout, schedule, self.percentile)
-        self._searches: dict[int, StageSearch] = {}
+        self._tables = Tables()
+        self._searches: dict[int, Stage] = {}
         self._chosen: dict[tuple[int, int], StageChoice | None] = {}
         self._known: list[_Known] = []
         self._bases: dict[int, StageBase] = {}
@@ -234,33 +241,27 @@ class Planner:
         return OffloadSearch(self) if may else None
 
     @cached_property
-    def searches(self) -> tuple[StageSearch, ...]:
+    def searches(self) -> tuple[Stage, ...]:
         """The search of every stage."""
         return tuple(self.search(stage) for stage in range(self.layout.num_stages))
 
-    def search(self, stage: int) -> StageSearch:
+    def search(self, stage: int) -> Stage:
         """The search of one stage."""
         if stage not in self._searches:
             self._searches[stage] = self._search(stage)
         return self._searches[stage]
 
-    def _search(self, stage: int) -> StageSearch:
-        base = self._base(stage)
+    def _search(self, stage: int) -> Stage:
+        base, own = self._base(stage), self.layout.stages[stage]
         moments = stage_moments(self.profile, self.schedule, stage)
-        chunks = [self._chunk(stage, c, base) for c in range(self.layout.num_chunks)]
-        peak = true_peak(self.table, self.layout.stages[stage], base, moments)
-        problem = stage_problem(chunks, moments, base, peak)
-        # With several chunks as much again is left for the search of the step.
-        shares = self.layout.num_stages * (1 if self.layout.num_chunks == 1 else 2)
-        return StageSearch(problem, self._effort.of_one(shares))
+        chunks = [chunk_problem(self.table, chunk, base, self.only) for chunk in own]
+        problem = stage_problem(chunks, moments, base, true_peak(self.table, own, base, moments))
+        return Stage(problem, self._tables, self.layout.num_stages)
 
     def _base(self, stage: int) -> StageBase:
         if stage not in self._bases:
             self._bases[stage] = stage_base(self.profile, self.layout, stage, "high")
         return self._bases[stage]
-
-    def _chunk(self, stage: int, index: int, base: StageBase) -> ChunkProblem:
-        return chunk_problem(self.table, self.layout.stages[stage][index], base, self.only)
 
     @cached_property
     def leanest(self) -> tuple[StageChoice, ...]:
@@ -296,13 +297,10 @@ class Planner:
         budgets = self.budgets(budget)
         if self.offload is not None:
             return self.offload.solve(budgets)
-        choices: list[StageChoice] = []
-        for stage, budget_bytes in enumerate(budgets):
-            choice = self.choose(stage, budget_bytes)
-            if choice is None:
-                return None
-            choices.append(choice)
-        found = self._searched(budgets, choices)
+        pairs = zip(self.leanest, budgets, strict=True)
+        if any(choice.peak_bytes > budget for choice, budget in pairs):
+            return None
+        found = self._searched(budgets)
         for known in self._known:
             # A plan is never slower than one that is known to fit, and no shorter than a bound.
             if known.fits(budgets) and known.found.cost.step_ms < found.cost.step_ms:
@@ -312,19 +310,54 @@ class Planner:
         bound_ms = min(found.bound_ms, found.cost.step_ms)
         return self.proven(found.policy, found.cost, budgets, bound_ms)
 
-    def _searched(self, budgets: Sequence[int], choices: Sequence[StageChoice]) -> FastestStep:
+    def _searched(self, budgets: Sequence[int]) -> _Found:
         """What the search finds, the same whatever was asked before."""
         for known in self._known:
             if known.budgets == tuple(budgets):
                 return known.found
-        manual = self.best_manual(budgets)
-        simple = None if manual is None or manual.policy is None else manual.policy
-        others = [] if simple is None else [self.table.without_dead_work(simple)]
-        others = [policy for policy in others if self.may_be(policy)]
-        problem = self.table, self.costs, self.searches
-        found = fastest_step(*problem, budgets, choices, others)
+        for stage, budget in enumerate(budgets):
+            # Again if it was asked before others, so that the plan is the same.
+            self._chosen[stage, budget] = self.searches[stage].fastest(budget)
+        search = StepSearch(self._replay, self.searches, budgets)
+        search.start([choice.policies for choice in self.leanest])
+        if not search.begin():
+            manual = self.best_manual(budgets)
+            simple = None if manual is None or manual.policy is None else manual.policy
+            simple = simple and self.table.without_dead_work(simple)
+            if simple is not None and self.may_be(simple):
+                search.start(self._splits(simple))
+            search.go_on()
+        shortest = search.answer()
+        policy = put_together(self.layout, shortest.splits)
+        cost = self.evaluate(policy)
+        over = [
+            own.peak_high_bytes - budget for own, budget in zip(cost.stages, budgets, strict=True)
+        ]
+        if max(over) > 0:
+            raise AssertionError(f"a plan was found that exceeds its budgets by {over} bytes")
+        bound_ms = cost.step_ms if shortest.proven else shortest.bound_ps / PS_PER_MS
+        found = _Found(policy, cost, min(bound_ms, cost.step_ms))
         self._known.append(_Known(tuple(budgets), found))
         return found
+
+    def _splits(self, policy: RecomputePolicy) -> list[Split]:
+        """Of an allowed policy; recorded choices are in place of inert ones that equal them."""
+        own = [self._recorded(layer, choice) for layer, choice in enumerate(policy.layers)]
+        return [
+            tuple(tuple(own[layer] for layer in chunk.layers) for chunk in chunks)
+            for chunks in self.layout.stages
+        ]
+
+    def _recorded(self, layer: int, choice: LayerPolicy) -> LayerPolicy:
+        alike = (c for c in self.table.choices(layer) if choice in self.table.names(layer, c))
+        return choice if choice.group > 1 else next(alike)
+
+    @cached_property
+    def _replay(self) -> Replay:
+        own = residual_times(self.table, self.layout)
+        residual = np.stack([own.forward, own.backward])
+        most_ps = sum(choice.time_ps for choice in self.leanest) * 4.0
+        return Replay(self.schedule, residual, most_ps + float(np.maximum(residual, 0).sum()))
 
     def proven(
         self,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.budget_curve import BudgetCurve
-from megatron_autorecompute.planner.chunk_splits import with_exchanges
 from megatron_autorecompute.planner.launch_lines import bridge_lines, job_lines, pretrain_lines
 from megatron_autorecompute.planner.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
@@ -163,9 +162,9 @@ def best_points(
 ) -> tuple[CurvePoint, ...]:
     """The best policies for some budgets, largest first.
 
-    `Planner.pareto` solves `num_points` evenly spaced budgets quickly; their splits over chunks are
-    then rearranged here; the step of a plan is searched further. The bytes of a strategy are a
-    budget too if it is faster than what these budgets give within its bytes.
+    `Planner.pareto` solves `num_points` evenly spaced budgets quickly; the step of a plan is
+    searched further. The bytes of a strategy are a budget too if it is faster than what these
+    budgets give within its bytes.
     """
     curve = BudgetCurve(planner)
     even = planner.pareto(num_points, lambda share: progress(share / 2), curve)
@@ -189,7 +188,7 @@ def _solved(
     """The best policy for every budget, by the budget."""
     policies: dict[int, RecomputePolicy] = {}
     for done, budget in enumerate(sorted(budgets), start=1):
-        policies[budget] = _best(curve, budget)
+        policies[budget] = curve.policy(budget)
         progress(done / len(budgets))
     found = zip(policies.items(), outcomes.of(list(policies.values())), strict=True)
     return {
@@ -200,14 +199,6 @@ def _solved(
 
 def _fastest_within(points: Iterable[CurvePoint], budget_bytes: int) -> float:
     return min(p.step_ms for p in points if p.budget_bytes <= budget_bytes)
-
-
-def _best(curve: BudgetCurve, budget: int) -> RecomputePolicy:
-    """Every stage's least busy time, its splits rearranged, for a budget that is known to fit."""
-    planner = curve.planner
-    context = planner.table, planner.layout, planner.schedule
-    budgets = [budget] * planner.layout.num_stages
-    return with_exchanges(*context, curve.policy(budget), budgets)
 
 
 def _never_slower(points: Sequence[CurvePoint]) -> list[CurvePoint]:

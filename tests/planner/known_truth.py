@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron_autorecompute.planner.step_time import replay_ms
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import MeasuredStep, StageRecord, StaticBytes, in_order
-from tests.planner.step_search.random_steps import realistic_step
+from tests.planner.search.random_steps import realistic_step
 
 SHAPES = ((1, 1), (2, 1), (3, 1), (2, 2))
 

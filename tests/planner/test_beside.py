@@ -170,7 +170,7 @@ def test_what_is_found_fits_and_its_bound_holds_for_every_choice():
         stage = planner.searches[0].problem
         splits = ((policy.layers,) for policy in every_policy(profile, layout))
         fitting = [
-            stage.chunks[0].time_ps(split[0])
+            sum(stage.chunks[0].times_ps(split[0]))
             for split in splits
             if stage.true_peak(split) <= budget
         ]

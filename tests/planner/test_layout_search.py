@@ -17,7 +17,7 @@ from megatron_autorecompute.profile import (
 )
 from tests.planner.asked import layout_of, shortest_of_all, uneven
 from tests.planner.random_profiles import problem_of_uneven_stages
-from tests.planner.step_search.random_steps import ONE_CHUNK, SEVERAL_CHUNKS, random_step
+from tests.planner.search.random_steps import ONE_CHUNK, SEVERAL_CHUNKS, random_step
 
 
 @pytest.mark.parametrize("budget", [350, 500, 900])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from megatron_autorecompute.errors import PipelineError
@@ -43,6 +45,19 @@ def uneven_layouts(shape: Layout) -> Iterator[Layout]:
             layout = _uneven(shape, first, last)
             if layout is not None:
                 yield layout
+
+
+def all_layouts(shape: Layout, most: int) -> list[Layout]:
+    """With one chunk a stage every partition of the decoder layers, if they are no more than this;
+    else what the flags for uneven stages can give."""
+    layers, stages = shape.num_layers, shape.num_stages
+    if shape.num_chunks > 1 or math.comb(layers + stages - 1, stages - 1) > most:
+        return list(uneven_layouts(shape))
+    found = []
+    for cuts in itertools.combinations_with_replacement(range(layers + 1), stages - 1):
+        sizes = [b - a for a, b in itertools.pairwise((0, *cuts, layers))]
+        found.append(one_chunk_each(sizes, shape.mtp_num_layers))
+    return found
 
 
 def layout_flags(layout: Layout, pattern: HybridPattern | None = None) -> dict[str, str]:

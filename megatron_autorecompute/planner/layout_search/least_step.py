@@ -10,11 +10,10 @@ import numpy as np
 from megatron_autorecompute.planner.arrays import Ints
 from megatron_autorecompute.planner.critical_path import critical_paths
 from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.layout_search.stage_costs import LayerTimes
 from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.stage_search.limits import NEVER
+from megatron_autorecompute.planner.search.chunk_plans import SLACK
+from megatron_autorecompute.planner.search.replay import length
 from megatron_autorecompute.planner.stage_times import least_times, residual_times
-from megatron_autorecompute.planner.step_search.stage_options import dot, priced_bound_ps
 from megatron_autorecompute.planner.step_time import step_unit
 from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
 
@@ -30,12 +29,14 @@ class LeastSteps:
     def __init__(self, planner: Planner, budgets: Sequence[int]) -> None:
         self.planner, self.budgets = planner, budgets
         self._table = CostTable(planner.profile, planner.percentile, "high")
-        self._before = LayerTimes(self._table, planner.layout).before[0]
+        least = [_least_ps(self._table, layer) for layer in range(planner.layout.num_layers)]
+        self._before: Ints = np.array([0, *least], np.int64).cumsum()
+        """What all layers before each take at least."""
         self._residual_ps = [
             min(0, round(stage.residual_ms * PS_PER_MS)) for stage in planner.profile.stages
         ]
         self._runs: dict[tuple[int, ...], object] = {}
-        self._busy: dict[object, int] = {}
+        self._busy: dict[object, float] = {}
 
     def without_budget_ms(self, layout: Layout) -> float:
         """By the busiest stage's decoder layers, whatever they hold."""
@@ -53,20 +54,20 @@ class LeastSteps:
         if any(key not in self._busy for key in self._keys(layout)):
             self._price(self.planner.replaced(layout=layout))
         busiest = max(self._busy[key] for key in self._keys(layout))
-        return math.inf if busiest >= NEVER else self._step_ms(busiest)
+        return self._step_ms(busiest)
 
-    def _step_ms(self, busiest_ps: int) -> float:
+    def _step_ms(self, busiest_ps: float) -> float:
         return self.planner.schedule.num_microbatches * busiest_ps / PS_PER_MS
 
     def _price(self, planner: Planner) -> None:
         """Know how busy stages are at least, residuals included; those of like layers once."""
         residual = residual_times(self._table, planner.layout)
-        once: Ints = np.ones((2, planner.layout.num_chunks), np.int64)
+        once = np.ones((2, planner.layout.num_chunks))
         for stage, key in enumerate(self._keys(planner.layout)):
             if key not in self._busy:
-                found = priced_bound_ps(planner.search(stage), self.budgets[stage], once)
+                found = planner.search(stage).bound(self.budgets[stage], once)
                 more = int(residual.forward[stage].sum() + residual.backward[stage].sum())
-                self._busy[key] = found if found >= NEVER else found + more
+                self._busy[key] = found + more
 
     def _keys(self, layout: Layout) -> list[object]:
         """Of every stage what tells it apart from others that cost differently."""
@@ -93,20 +94,31 @@ class LeastSteps:
         layout, schedule = planner.layout, planner.schedule
         self._price(planner)
         busy = [self._busy[key] for key in self._keys(layout)]
-        if max(busy) >= NEVER:
+        if math.isinf(max(busy)):
             return math.inf
         own = residual_times(self._table, layout)
         residual = np.stack([own.forward, own.backward])
         least = [least_times(self._table, chunk) for stage in layout.stages for chunk in stage]
         times: Ints = np.array(least, np.int64).T.reshape(residual.shape) + residual
-        more = np.maximum(np.array(busy) - times.sum(axis=(0, 2)), 0)
+        more = np.maximum(np.array(busy) - times.sum(axis=(0, 2)), 0).astype(np.int64)
         times[1] += (more // layout.num_chunks)[:, None]
         times = np.maximum(times, 0)
         unit = step_unit(schedule, float(times.sum()))
         bounds_ps = [schedule.num_microbatches * max(busy)]
         for path in critical_paths(schedule, times[0] // unit, times[1] // unit):
-            total_ps = dot(path, residual)
+            total_ps = length(path, residual)
             for stage, budget in enumerate(self.budgets):
-                total_ps += priced_bound_ps(planner.search(stage), budget, path[:, stage])
-            bounds_ps.append(total_ps - unit * int(path.sum()) * (unit > 1))
+                weights = path[:, stage].astype(np.float64)
+                total_ps += planner.search(stage).bound(budget, weights)
+            bounds_ps.append(total_ps * (1 - SLACK) - unit * int(path.sum()) * (unit > 1))
         return max(bounds_ps) / PS_PER_MS
+
+
+def _least_ps(table: CostTable, layer: int) -> int:
+    """The least time of a layer, also as one of several in a measured checkpoint."""
+    times = [table.layer(layer, choice).time_ps for choice in table.choices(layer)]
+    for record in table.profile.kind_of(layer).choices:
+        if record.policy.group > 1:
+            whole_ms = record.forward_ms + record.backward_ms
+            times.append(int(whole_ms * PS_PER_MS / record.policy.group))
+    return min(times)

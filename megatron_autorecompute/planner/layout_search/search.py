@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -13,28 +13,26 @@ from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.layout_search.flags import (
     FIRST,
     LAST,
+    all_layouts,
     layers_per_stage,
     layout_flags,
-    uneven_layouts,
 )
 from megatron_autorecompute.planner.layout_search.least_step import LeastSteps
-from megatron_autorecompute.planner.layout_search.partitions import PartitionSearch
 from megatron_autorecompute.planner.nearness import nearness
-from megatron_autorecompute.planner.offload_search import OffloadSearch
 from megatron_autorecompute.planner.planner import Budget, Planner, Solution, StepEvidence
 from megatron_autorecompute.planner.simpler import gave_way
 from megatron_autorecompute.planner.step_interval import StepErrors
-from megatron_autorecompute.planner.unit_costs import PS_PER_MS, CostTable
 
 LAYERS_PER_STAGE = "no layers per stage"
 INTERLEAVED = (
     f"Interleaved, only layouts that {FIRST} and {LAST} can say are searched; others are not "
     "offered."
 )
-_QUARTERS = (5, 6, 8, 12, 16, 32, 64)
-_MOST_PRICED = 32
+_PARTITIONS = 2000
+"""Up to which all are looked at."""
+_MOST_PRICED = 128
 """Interleaved layouts whose steps are bounded closely."""
-_LAYERS_SOLVED = 384
+_LAYERS_SOLVED = 1 << 10
 """Of all those together that are solved; the others' bounds are less close."""
 
 
@@ -102,8 +100,8 @@ def _if_surely_faster(
 def best_layout(planner: Planner, budget: Budget, below_ms: float = math.inf) -> BestLayout:
     """The layers per stage with the shortest step below so many milliseconds.
 
-    One chunk per stage: all partitions of the decoder layers; MTP depths stay with the loss.
-    Several chunks: all that the numbers of layers of the first and the last stage can give, see
+    One chunk per stage: all partitions of the decoder layers, if they are few; MTP depths stay with
+    the loss. Otherwise all that the numbers of layers of the first and the last stage can give, see
     `uneven_layouts`; no others are searched. One stage: its own layout. Static bytes of stages that
     were not measured are added up from the profile's per-kind figures.
     Raises: ProfileError without per-kind static bytes, or for a model with a tower or an encoder on
@@ -126,72 +124,14 @@ def best_layout(planner: Planner, budget: Budget, below_ms: float = math.inf) ->
     if planner.layout.num_stages == 1:
         bound_ms = math.inf if asked is None else asked.step_evidence.bound_ms or 0.0
         return BestLayout(planner, first, bound_ms, asked)
-    if planner.layout.num_chunks > 1:
-        return BestLayout(*_best_uneven(planner, budget, first, below_ms), asked)
-    return BestLayout(*_best_partition(planner, budget, first, below_ms), asked)
+    return BestLayout(*_best(planner, budget, first, below_ms), asked)
 
 
 _Found = tuple[Planner, Solution | None, float]
 """The best layout, solved, and a bound on the step of all; None where none is found."""
 
 
-def _best_partition(
-    planner: Planner, budget: Budget, first: Solution | None, below_ms: float
-) -> _Found:
-    """Of all shorter than the first one, which is shorter than asked for."""
-    if planner.offload is not None:
-        return _best_with_copies(planner, planner.offload, budget, first, below_ms)
-    budgets, bound_ms = planner.budgets(budget), math.inf
-    below_ms = below_ms if first is None else first.cost.step_ms
-    for limit_ms in [below_ms] if math.isfinite(below_ms) else _rising_ms(planner):
-        search = PartitionSearch(planner, budgets, limit_ms)
-        best = search.best()
-        bound_ms = best.bound_ms
-        if best.sizes is not None:
-            chosen, solution = search.solved(best.sizes)
-            if solution.cost.step_ms < limit_ms:
-                return chosen, solution, min(bound_ms, solution.cost.step_ms)
-    return planner, first, bound_ms if first is None else min(bound_ms, first.cost.step_ms)
-
-
-def _best_with_copies(
-    planner: Planner,
-    offload: OffloadSearch,
-    budget: Budget,
-    first: Solution | None,
-    below_ms: float,
-) -> _Found:
-    """Where layers may offload: the best of the asked partition, of the one that is the best if
-    copies take no time (which bounds all of them), and of the best one without offload."""
-    chosen, best = planner, first
-    limit_ms = below_ms if first is None else first.cost.step_ms
-    found = [_best_partition(offload.relaxed, budget, None, limit_ms)]
-    if offload.without is not None:
-        found.append(_best_partition(offload.without, budget, None, limit_ms))
-    bound_ms = found[0][2]
-    layouts = dict.fromkeys(own.layout for own, solution, _ in found if solution is not None)
-    for candidate in (planner.replaced(layout=layout) for layout in layouts):
-        solution = candidate.try_solve(budget)
-        if solution is not None and solution.cost.step_ms < limit_ms:
-            chosen, best, limit_ms = candidate, solution, solution.cost.step_ms
-    return chosen, best, bound_ms if best is None else min(bound_ms, best.cost.step_ms)
-
-
-def _rising_ms(planner: Planner) -> Iterator[float]:
-    """What a step may be shorter than, from about what equal stages without recompute take on."""
-    layers = sum(
-        _fastest_ps(CostTable(planner.profile), i) for i in range(planner.profile.num_layers)
-    )
-    ends = planner.profile.embedding, planner.profile.head
-    whole_ms = layers / PS_PER_MS + sum(one.forward_ms + one.backward_ms for one in ends)
-    slots = planner.schedule.num_microbatches + planner.layout.num_stages
-    for quarters in _QUARTERS:
-        yield quarters * slots * whole_ms / planner.layout.num_stages / 4
-
-
-def _best_uneven(
-    planner: Planner, budget: Budget, first: Solution | None, below_ms: float
-) -> _Found:
+def _best(planner: Planner, budget: Budget, first: Solution | None, below_ms: float) -> _Found:
     """All layouts, those first whose step is bounded the lowest."""
     chosen, best, budgets = planner, first, planner.budgets(budget)
     limit_ms = below_ms if first is None else first.cost.step_ms
@@ -219,9 +159,10 @@ _Priced = tuple[float, int, Planner]
 def _priced(
     planner: Planner, budgets: Sequence[int], limit_ms: float
 ) -> tuple[list[_Priced], float]:
-    """Uneven layouts whose step may be shorter than this, the lowest bound first; and a bound on
+    """Other layouts whose step may be shorter than this, the lowest bound first; and a bound on
     the step of all others."""
-    layouts = [layout for layout in uneven_layouts(planner.layout) if layout != planner.layout]
+    own = all_layouts(planner.layout, _PARTITIONS)
+    layouts = [layout for layout in own if layout != planner.layout]
     least = LeastSteps(planner, budgets)
     order = sorted((least.without_budget_ms(own), number) for number, own in enumerate(layouts))
     order, rest_ms = _first_below(order, limit_ms)
@@ -243,10 +184,6 @@ def _first_below(
     """Those below a limit, and the first one that is not."""
     count = sum(own_ms < limit_ms for own_ms, _ in order)
     return order[:count], order[count][0] if count < len(order) else math.inf
-
-
-def _fastest_ps(table: CostTable, layer: int) -> int:
-    return min(table.layer(layer, choice).time_ps for choice in table.choices(layer))
 
 
 def _gain(chosen: Planner, best: Solution, asked: Solution | None) -> str:

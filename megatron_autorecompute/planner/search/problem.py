@@ -10,7 +10,6 @@ max over its units of (held of the units up to it + its transient).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.arrays import Bools, Floats, Ints
-from megatron_autorecompute.planner.layout import Chunk
+from megatron_autorecompute.planner.arrays import Bools, Ints
+from megatron_autorecompute.planner.layout import Chunk, Layout
 from megatron_autorecompute.planner.p2p_tensors import Moment
 from megatron_autorecompute.planner.peak_memory import StageBase, turned
 from megatron_autorecompute.planner.unit_costs import Checkpoints, CostTable, Unit
-from megatron_autorecompute.policy import LayerPolicy
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 
 Split = tuple[tuple[LayerPolicy, ...], ...]
 """`[chunk][position]` choices of a stage."""
@@ -94,67 +93,17 @@ class ChunkProblem:
     output_gradient_bytes: int
     """In the backward of every unit but a layer or checkpoint that is the chunk's last; a head has
     0."""
-    weights: tuple[int, int] = (1, 1)
-    """How often a forward and a backward count: once, or as often as some path of the step has
-    them. What is called time below is their weighted sum."""
-
-    def unit_ps(self, unit: Unit) -> int:
-        """Time of a unit."""
-        return self.weights[0] * unit.forward_ps + self.weights[1] * unit.backward_ps
-
-    @cached_property
-    def single_ps(self) -> list[Ints]:
-        """Time of every choice of one layer by itself, by position."""
-        return self._weighted(self.singles)
-
-    @cached_property
-    def group_ps(self) -> list[Ints]:
-        """Time of one checkpoint around the g layers from each position, `[g - 1]`."""
-        return self._weighted(self.groups)
-
-    def _weighted(self, costs: Sequence[Singles | Checkpoints]) -> list[Ints]:
-        forward, backward = self.weights
-        return [forward * own.forward_ps + backward * own.backward_ps for own in costs]
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
         """Per position, what tells layers of different cost apart."""
         return tuple(
-            tuple(tuple(column.tolist()) for column in (s.held, s.forward, s.backward, ms))
-            for s, ms in zip(self.singles, self.single_ps, strict=True)
+            tuple(
+                tuple(column.tolist())
+                for column in (s.held, s.forward, s.backward, s.forward_ps, s.backward_ps)
+            )
+            for s in self.singles
         )
-
-    def covering(self, price: float, timed: bool = True) -> Floats:
-        """Least time + price * held over all choices for the layers before each position.
-
-        Of shape [position], for positions 0 .. number of layers; the units of `before` are
-        included.
-        """
-        cost = np.zeros(len(self.layers) + 1)
-        cost[0] = math.fsum(self.unit_ps(u) * timed + price * u.held_bytes for u in self.before)
-        cost[1:] = np.inf
-        for i, single in enumerate(self.singles):
-            alone = (self.single_ps[i] * timed + price * single.held).min()
-            cost[i + 1] = min(cost[i + 1], cost[i] + alone)
-            group = self.groups[i]
-            if len(group.held_bytes) > 1:
-                together = self.group_ps[i] * timed + price * group.held_bytes
-                reached = cost[i + 2 : i + 1 + len(together)]
-                np.minimum(reached, cost[i] + together[1:], out=reached)
-        return cost
-
-    @cached_property
-    def least_ps(self) -> int:
-        """Time when every layer has its fastest choice."""
-        layers = range(len(self.layers))
-        return self.time_ps(
-            [self.singles[i].policies[int(self.single_ps[i].argmin())] for i in layers]
-        )
-
-    def time_ps(self, policies: Sequence[LayerPolicy]) -> int:
-        """Time of one microbatch under the given policies, one per position."""
-        times = zip(self.weights, self.times_ps(policies), strict=True)
-        return sum(weight * time for weight, time in times)
 
     def times_ps(self, policies: Sequence[LayerPolicy]) -> tuple[int, int]:
         """Forward and backward of one microbatch, each counted once."""
@@ -173,16 +122,6 @@ class ChunkProblem:
             backward += int(costs.backward_ps[index])
             position += policy.group
         return forward, backward
-
-    @cached_property
-    def least_held(self) -> Ints:
-        """Least bytes held by the layers before each position and the units of `before`."""
-        return np.floor(self.covering(1.0, timed=False)).astype(np.int64)
-
-    @cached_property
-    def least_total(self) -> int:
-        """Least bytes the whole chunk can hold."""
-        return int(self.least_held[-1]) + sum(unit.held_bytes for unit in self.after)
 
     @cached_property
     def forward_is_below_backward_by(self) -> int:
@@ -298,6 +237,22 @@ def _implied(
         and all(n >= k for n, k in zip(other.in_flight, moment.in_flight, strict=True))
         for other in moments
     )
+
+
+def put_together(layout: Layout, splits: Sequence[Split]) -> RecomputePolicy:
+    """The policy of all layers from every stage's split."""
+    choices = {
+        layer: choice
+        for chunks, split in zip(layout.stages, splits, strict=True)
+        for chunk, policies in zip(chunks, split, strict=True)
+        for layer, choice in zip(chunk.layers, policies, strict=True)
+    }
+    return RecomputePolicy(tuple(choices[layer] for layer in range(len(choices))))
+
+
+def runs(policies: Sequence[object]) -> int:
+    """Runs of equal choices in a row."""
+    return sum(1 for i, one in enumerate(policies) if i == 0 or one != policies[i - 1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ from operator import itemgetter
 import numpy as np
 
 from megatron_autorecompute.planner.arrays import Ints
-from megatron_autorecompute.planner.stage_search.problem import (
+from megatron_autorecompute.planner.search.problem import (
     ChunkProblem,
     StageChoice,
     StageProblem,
+    runs,
 )
 from megatron_autorecompute.policy import LayerPolicy
 
@@ -48,8 +49,8 @@ def leanest(problem: StageProblem) -> StageChoice:
             high, best, held = _peak_bytes(problem, found), found.choices, found.held
         else:
             low = min(high, peak + found.short_bytes)
-    time_ps = sum(c.time_ps(own) for c, own in zip(problem.chunks, best, strict=True))
-    return StageChoice(best, time_ps, high, sum(map(_runs, best)), time_ps)
+    time_ps = sum(sum(c.times_ps(own)) for c, own in zip(problem.chunks, best, strict=True))
+    return StageChoice(best, time_ps, high, sum(map(runs, best)), time_ps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +287,3 @@ class _Walk:
             held, own = int(self.held[place]), self.options[place].reach(number)
             forward, backward = max(forward, held + own[0]), max(backward, held + own[1])
         return tuple(reversed(choices)), (forward, backward)
-
-
-def _runs(choices: Sequence[LayerPolicy]) -> int:
-    return sum(1 for i, own in enumerate(choices) if i == 0 or own != choices[i - 1])

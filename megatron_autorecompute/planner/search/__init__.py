@@ -1,0 +1,1 @@
+"""The one search for a plan: see `step`."""

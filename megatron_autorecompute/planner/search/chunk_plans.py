@@ -1,0 +1,221 @@
+"""The plans of one chunk, put together from its last unit to its first, without what is worse.
+
+`table` has them whatever the budget: all of a short chunk, of a long one those nearest to the least
+time for what they hold. `Pruned` keeps those that can still win at some prices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron_autorecompute.planner.arrays import Floats, Ints
+from megatron_autorecompute.planner.search.labels import behind, different, nearest, undominated
+from megatron_autorecompute.planner.search.units import (
+    FORWARD,
+    HELD,
+    HIGHEST,
+    ChunkUnits,
+    Priced,
+)
+from megatron_autorecompute.policy import LayerPolicy
+
+SLACK = 1e-9
+"""Of sums of floats, as a share of them: they are wrong by less."""
+_SHORT = 16
+"""Places up to which checkpoints of every length are tried in a table."""
+_LENGTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 256)
+_WORK = 24_000
+"""Rows of all places of a table together, about."""
+WIDTHS = (60, 600)
+"""Plans that a table keeps at a place: of a chunk of many places, and of few."""
+_SIZE, _CHOICE, _PARENT, _RUNS, _FIRST = range(5)
+
+
+class _Pick(Protocol):
+    """What is kept of all plans of the units from some place on."""
+
+    def sizes(self, place: int) -> Iterable[int]:
+        """Lengths of the checkpoints that are tried there."""
+
+    def keep(self, place: int, rows: Ints, runs: Ints) -> Ints:
+        """Which of some rows."""
+
+
+class Walk:
+    """Plans of a chunk from its last unit to its first.
+
+    Args:
+        units: of the chunk.
+        pick: what is kept at every place.
+        forward: whether the highest point in a forward matters.
+    """
+
+    def __init__(self, units: ChunkUnits, pick: _Pick, *, forward: bool) -> None:
+        self.units, self.forward = units, forward
+        end = np.array([[0, -1, -1, 0, -1]], np.int64)
+        self._rows, self._back = {units.places: np.zeros((1, 5), np.int64)}, {units.places: end}
+        names: dict[LayerPolicy, int] = {}
+        for place in reversed(range(units.places)):
+            self._go_on(place, self._units(place, pick, names), pick)
+
+    @property
+    def rows(self) -> Ints:
+        """Of whole plans, `[plan, column]`."""
+        return self._rows[0]
+
+    def _units(
+        self, place: int, pick: _Pick, names: dict[LayerPolicy, int]
+    ) -> tuple[Ints, Ints, Ints, Ints]:
+        """The rows of the units of a place, how many layers they are, their numbers and names."""
+        alone, sizes = self.units.alone[place], np.array([*pick.sizes(place)], np.int64)
+        chosen = [self.units.choice(place, number, 1) for number in range(len(alone))]
+        ids = [names.setdefault(one[0], len(names)) if one else -1 for one in chosen]
+        return (
+            np.concatenate([alone, self.units.together[place][sizes - 2]]),
+            np.concatenate([np.ones(len(alone), np.int64), sizes]),
+            np.concatenate([np.arange(len(alone)), np.full(len(sizes), -1)]),
+            np.concatenate([np.array(ids, np.int64), -sizes]),
+        )
+
+    def _go_on(self, place: int, units: tuple[Ints, Ints, Ints, Ints], pick: _Pick) -> None:
+        own, sizes, numbers, ids = units
+        ends = [place + size for size in sizes.tolist()]
+        counts = np.array([len(self._rows[end]) for end in ends])
+        which = np.repeat(np.arange(len(own)), counts)
+        rows = behind(own[which], np.concatenate([self._rows[end] for end in ends]))
+        if not self.forward:
+            rows[:, FORWARD] = 0
+        known = np.concatenate([self._back[end][:, _RUNS:] for end in ends])
+        runs = known[:, 0] + (known[:, 1] != ids[which])
+        kept = pick.keep(place, rows, runs)
+        which, parent = which[kept], kept - (counts.cumsum() - counts)[which[kept]]
+        back = [sizes[which], numbers[which], parent, runs[kept], ids[which]]
+        self._rows[place], self._back[place] = rows[kept], np.stack(back, 1)
+
+    def policies(self, row: int) -> tuple[LayerPolicy, ...]:
+        """The choices of a plan."""
+        found, place = list[LayerPolicy](), 0
+        while place < self.units.places:
+            size, choice, parent = self._back[place][row, : _PARENT + 1].tolist()
+            found += self.units.choice(place, choice, size)
+            place, row = place + size, parent
+        return tuple(found)
+
+
+class _Thin:
+    """Keeps all that are not worse, up to a width."""
+
+    def __init__(self, units: ChunkUnits) -> None:
+        self.units, self.complete = units, True
+        self.short = units.places <= _SHORT
+        low, high = WIDTHS
+        self.width = max(low, min(high, _WORK // max(1, units.places)))
+
+    def sizes(self, place: int) -> Iterable[int]:
+        """All in a short chunk."""
+        most = len(self.units.together[place]) + 1
+        if self.short:
+            return range(2, most + 1)
+        found = [size for size in _LENGTHS if size <= most]
+        self.complete &= len(found) == max(0, most - 1)
+        return found
+
+    def keep(self, place: int, rows: Ints, runs: Ints) -> Ints:
+        """Those nearest to the least time for what they hold; more of whole plans."""
+        width = self.width * (4 if place <= self.units.first else 1)
+        kept = different(rows, np.argsort(runs, kind="stable"))
+        kept = self._at_most(rows, kept, (6 if self.short else 2) * width)
+        kept = kept[undominated(rows[kept])]
+        return self._at_most(rows, kept, width)
+
+    def _at_most(self, rows: Ints, kept: Ints, width: int) -> Ints:
+        if len(kept) <= width:
+            return kept
+        self.complete = False
+        return kept[nearest(rows[kept], width)]
+
+
+class Pruned:
+    """Keeps plans whose cost at some prices can be within a limit.
+
+    Args:
+        priced: the prices, with their shares at places.
+        weights: of times in what is to be the least, forward and backward.
+        limit: of the whole cost.
+        width: the most that are kept at a place.
+    """
+
+    def __init__(self, priced: Priced, weights: Floats, limit: float, width: int) -> None:
+        self.priced, self.weights, self.width = priced, weights, width
+        self._before, self._after = priced.before(), priced.after()
+        self.limit = limit + SLACK * abs(limit)
+        self.left = np.inf
+        """The least cost of what was left out because it was too much."""
+
+    def sizes(self, place: int) -> Iterable[int]:
+        """Those that may be in a plan within the limit."""
+        more = self.priced.together(place)
+        whole = self._before[place] + more + self._after[place + 2 : place + 2 + len(more)]
+        found: list[int] = (np.flatnonzero(whole <= self.limit) + 2).tolist()
+        return found
+
+    def keep(self, place: int, rows: Ints, runs: Ints) -> Ints:
+        """The cheapest, some of them of every size."""
+        prices = self.priced.prices.copy()
+        prices[HIGHEST] *= self.priced.left[:, place]
+        cost = self._before[place] + rows @ prices
+        kept = np.flatnonzero(cost <= self.limit)
+        kept = kept[np.lexsort((runs[kept], cost[kept]))]
+        kept = self._at_most(rows, cost, different(rows, kept), 6 * self.width)
+        points = np.column_stack([rows[kept, :HELD] @ self.weights, rows[kept, HELD:]])
+        return self._at_most(rows, cost, kept[np.sort(undominated(points))], self.width)
+
+    def _at_most(self, rows: Ints, cost: Floats, kept: Ints, width: int) -> Ints:
+        """Of some in order of cost."""
+        if len(kept) <= width:
+            return kept
+        held = rows[kept, HELD]
+        ranges = (held - held.min()) * (width // 2) // max(1, int(np.ptp(held)) + 1)
+        first = np.unique(ranges, return_index=True)[1]
+        chosen = np.union1d(np.arange(width - len(first)), first)
+        others = np.delete(kept, chosen)
+        self.left = min(self.left, float(cost[others].min()))
+        return kept[chosen]
+
+
+class ChunkTable:
+    """Plans of a chunk, whatever the budget."""
+
+    def __init__(self, units: ChunkUnits, *, forward: bool) -> None:
+        pick = _Thin(units)
+        self.units, self.walk = units, Walk(units, pick, forward=forward)
+        self.complete = pick.complete
+        """Whether no other plan is better in anything."""
+
+
+class Plans:
+    """The plans of a chunk that one search knows: of its table, and those that it adds."""
+
+    def __init__(self, table: ChunkTable) -> None:
+        self.table, self.rows = table, table.walk.rows
+        self._added: dict[int, tuple[LayerPolicy, ...]] = {}
+        self._numbers: dict[tuple[LayerPolicy, ...], int] = {}
+
+    def policies(self, row: int) -> tuple[LayerPolicy, ...]:
+        """The choices of a plan."""
+        return self._added[row] if row in self._added else self.table.walk.policies(row)
+
+    def add(self, policies: Sequence[LayerPolicy]) -> int:
+        """The number of a plan from elsewhere."""
+        own = tuple(policies)
+        if own not in self._numbers:
+            row = self.table.units.plan(own)
+            if not self.table.walk.forward:
+                row[FORWARD] = 0
+            self._numbers[own] = len(self.rows)
+            self._added[len(self.rows)] = own
+            self.rows = np.concatenate([self.rows, row[None]])
+        return self._numbers[own]

@@ -1,0 +1,112 @@
+"""The rest of a small problem as an integer program: all plans of stages that may still be better,
+and paths that are added as they turn out to be longer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from megatron_autorecompute.planner.arrays import Floats, Ints
+from megatron_autorecompute.planner.search.labels import undominated
+from megatron_autorecompute.planner.search.stage_plans import Effort
+
+if TYPE_CHECKING:
+    from megatron_autorecompute.planner.search.step import StepSearch
+
+CHUNKS = 12
+"""Of all stages, up to which it is tried."""
+_PLANS = 4000
+"""Of the first chunks of a stage, together."""
+_MOST = 1000
+"""Of a stage, than which no other is shorter everywhere."""
+_ROUNDS = 60
+_NODES = 20_000
+_TOLERANCE = 1e-7
+"""Of the solver, as a share of the step."""
+
+
+class Proof:
+    """Of what a search has left."""
+
+    def __init__(self, search: StepSearch) -> None:
+        self.search, self.master = search, search.master
+
+    def run(self) -> None:
+        """Shorten the best step, and raise the bound, where little is left."""
+        stages = self.search.stages
+        tables = [plans.table for stage in stages for plans in stage.plans]
+        if len(tables) > CHUNKS or not all(table.complete for table in tables):
+            return
+        rows = [self._left(stage) for stage in range(len(stages))]
+        if any(own is None for own in rows):
+            return
+        self._integers([own for own in rows if own is not None])
+
+    def _left(self, stage: int) -> Ints | None:
+        """All plans of a stage with which a step may be shorter; None where they are too many."""
+        search, weights = self.search, self.master.best_weights
+        more = (search.best_ps - self.master.bound) * (1 + 1e-6) + 2
+        found = search.stages[stage].listed(weights[:, stage], more, Effort(width=_PLANS))
+        if not found.whole:
+            return None
+        times = search.stages[stage].times(found.rows).reshape(-1, len(found.rows)).T
+        search.put(stage, found.rows[undominated(times)])
+        own = np.array(list(search.options[stage]), np.int64)
+        return own if len(own) <= _MOST else None
+
+    def _integers(self, rows: list[Ints]) -> None:
+        """Solve, replay, and add paths, until the shortest combination on all known paths has no
+        longer one."""
+        search = self.search
+        for _ in range(_ROUNDS):
+            value, picks = self._solved(rows)
+            if picks is None:
+                return
+            chosen = [tuple(own[at].tolist()) for own, at in zip(rows, picks, strict=True)]
+            times = self.master.times(chosen)
+            step = search.replay.step(times)
+            if step < search.best[0]:
+                search.best = step, chosen
+            self.master.bound = max(self.master.bound, value * (1 - _TOLERANCE))
+            if search.best_ps <= value * (1 + 1e-8) + 2:
+                self.master.bound = float(search.best_ps)
+                return
+            if not self.master.know(search.replay.paths(times)):
+                return
+
+    def _solved(self, rows: list[Ints]) -> tuple[float, list[int] | None]:
+        """What the best combination takes at least on known paths, in ps, and which it is."""
+        paths, scale = np.array(self.master.paths, np.float64), self.master.scale
+        residual = self.search.replay.residual
+        parts = [self._lengths(paths, stage, own) for stage, own in enumerate(rows)]
+        sizes = [len(own) for own in rows]
+        number = sum(sizes)
+        which = np.repeat(np.arange(len(sizes)), sizes)
+        one_each = csr_array(
+            (np.ones(number), (which, np.arange(number))), (len(sizes), number + 1)
+        )
+        fixed = (paths * residual).sum(axis=(1, 2, 3)) / scale
+        longer = np.hstack([np.concatenate(parts, 1) / scale, -np.ones((len(paths), 1))])
+        found = milp(
+            np.append(np.zeros(number), 1.0),
+            constraints=[
+                LinearConstraint(longer, -np.inf, -fixed),
+                LinearConstraint(one_each, 1, 1),
+            ],
+            integrality=np.append(np.ones(number), 0),
+            bounds=Bounds(0, np.append(np.ones(number), np.inf)),
+            options={"mip_rel_gap": 1e-9, "node_limit": _NODES},
+        )
+        if found.x is None or found.status:
+            return 0.0, None
+        own = np.split(found.x[:number], np.cumsum(sizes)[:-1])
+        return found.mip_dual_bound * scale, [int(one.argmax()) for one in own]
+
+    def _lengths(self, paths: Floats, stage: int, rows: Ints) -> Floats:
+        """What plans of a stage take on paths, without residuals, `[path, plan]`."""
+        times = self.search.stages[stage].times(rows).astype(np.float64)
+        found: Floats = np.einsum("qdc,dcp->qp", paths[:, :, stage], times)
+        return found

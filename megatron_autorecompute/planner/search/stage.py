@@ -1,0 +1,220 @@
+"""The search of one stage, for any number of budgets.
+
+What a pair of events side by side needs (EP overlap) is no sum of what its two chunks need: it
+depends on which layers of both are alive at once. So the search sees the two events of a pair one
+after the other, each without the other's microbatch. No choices that fit need less than that, so
+its bound holds; what it finds is held against the true peak, and searched again with bytes added to
+the events of pairs. With CUDA graphs of layers, what their pool and everything else need together
+is at least what any moment has of both, and bytes are added to all events in the same way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from hashlib import blake2b
+
+import numpy as np
+
+from megatron_autorecompute.planner.arrays import Floats
+from megatron_autorecompute.planner.chunk_columns import ChunkColumns
+from megatron_autorecompute.planner.layout import Chunk
+from megatron_autorecompute.planner.p2p_tensors import Moment
+from megatron_autorecompute.planner.peak_memory import StageBase, stage_peak
+from megatron_autorecompute.planner.search.chunk_plans import ChunkTable, Plans
+from megatron_autorecompute.planner.search.leanest import leanest
+from megatron_autorecompute.planner.search.problem import (
+    ChunkProblem,
+    Split,
+    StageChoice,
+    StageProblem,
+    runs,
+)
+from megatron_autorecompute.planner.search.shrunk import shrunk
+from megatron_autorecompute.planner.search.stage_plans import LEAST_WORK, WORK, StagePlans
+from megatron_autorecompute.planner.search.units import ChunkUnits
+from megatron_autorecompute.planner.unit_costs import CostTable
+from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
+
+
+class Tables:
+    """The tables of chunks, one for all that are alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, ChunkTable] = {}
+
+    def of(self, chunk: ChunkProblem, *, forward: bool) -> ChunkTable:
+        """The table of a chunk, with the highest point in a forward or without."""
+        units = ChunkUnits(chunk)
+        digest = blake2b()
+        for rows in (*units.alone, *units.together):
+            digest.update(len(rows).to_bytes(8, "little") + rows.tobytes())
+        choices = tuple(single.policies for single in chunk.singles)
+        key = digest.digest(), choices, units.first, forward
+        if key not in self._known:
+            self._known[key] = ChunkTable(units, forward=forward)
+        return self._known[key]
+
+
+class Stage:
+    """One stage's search.
+
+    Args:
+        problem: of the stage.
+        tables: that all stages share.
+        stages: of the whole problem, which share the work.
+    """
+
+    def __init__(self, problem: StageProblem, tables: Tables, stages: int) -> None:
+        self.problem, self._tables, self._stages = problem, tables, stages
+        self._budget = -1
+        self._kept: dict[int, StagePlans | None] = {}
+
+    @cached_property
+    def tables(self) -> list[ChunkTable]:
+        """Of every chunk."""
+        forward = bool(self.problem.is_forward.any())
+        return [self._tables.of(chunk, forward=forward) for chunk in self.problem.chunks]
+
+    @cached_property
+    def least_ps(self) -> int:
+        """Time of the fastest choices, whatever their peak."""
+        return sum(
+            sum(int((s.forward_ps + s.backward_ps).min()) for s in chunk.singles)
+            + sum(unit.time_ps for unit in (*chunk.before, *chunk.after))
+            for chunk in self.problem.chunks
+        )
+
+    @cached_property
+    def leanest(self) -> StageChoice:
+        """The choices with the lowest peak, whatever their time."""
+        if self.problem.true_peak is None:
+            return leanest(self.problem)
+        return arranged(self.problem, self._apart_leanest)
+
+    @cached_property
+    def _apart_leanest(self) -> StageChoice:
+        return leanest(self.problem.apart(0))
+
+    def plans(self, budget: int, added: int = 0) -> StagePlans | None:
+        """Its plans under a budget, with bytes added to events of pairs; None where none fit.
+
+        Those of the last budget are kept, with what was found of them.
+        """
+        if self._budget != budget:
+            self._budget, self._kept = budget, {}
+        if added not in self._kept:
+            self._kept[added] = self._plans(budget, added)
+        return self._kept[added]
+
+    def _plans(self, budget: int, added: int) -> StagePlans | None:
+        problem = self.problem if self.problem.true_peak is None else self.problem.apart(added)
+        lean = self.leanest if self.problem.true_peak is None else leanest(problem)
+        if lean.peak_bytes > budget:
+            return None
+        relaxed = self.plans(budget) if added else None
+        return StagePlans(
+            problem,
+            budget,
+            relaxed.plans if relaxed else self._open(),
+            lean.policies,
+            max(WORK // self._stages, LEAST_WORK),
+        )
+
+    def _open(self) -> list[Plans]:
+        """Of every chunk, the same where chunks are alike."""
+        tables = {id(table): table for table in self.tables}
+        own = {key: Plans(table) for key, table in tables.items()}
+        return [own[id(table)] for table in self.tables]
+
+    def fastest(self, budget: int) -> StageChoice | None:
+        """The least busy choices whose peak is at most the budget; None when none fit."""
+        if self.problem.true_peak is None:
+            return self._least_busy(budget, 0)
+        relaxed = self._least_busy(budget, 0)
+        if relaxed is None:
+            return None
+        best, _ = self.shrunk(budget)
+        return best and replace(best, bound_ps=min(best.time_ps, relaxed.bound_ps))
+
+    def bound(self, budget: int, weights: Floats) -> float:
+        """No choices that fit take less where events count so often, `[direction, chunk]`, as
+        prices of bytes tell; infinite where none fit."""
+        stage = self._plans(budget, 0)
+        return np.inf if stage is None else stage.bound(weights)
+
+    def shrunk(self, budget: int) -> tuple[StageChoice | None, int]:
+        """Choices whose true peak fits, and the bytes added to events at which they were found."""
+
+        def search(added: int) -> StageChoice | None:
+            found = self._least_busy(budget, added)
+            return None if found is None else arranged(self.problem, found)
+
+        found = shrunk(search, lambda own: own.peak_bytes - budget, lambda own: own.time_ps)
+        if found[0] is None and self.leanest.peak_bytes <= budget:
+            return self.leanest, found[1]
+        return found
+
+    def _least_busy(self, budget: int, added: int) -> StageChoice | None:
+        stage = self.plans(budget, added)
+        if stage is None:
+            return None
+        listed = stage.listed(np.ones((2, len(stage.plans))))
+        times = stage.times(listed.rows).sum(axis=(0, 1))
+        peaks = stage.peaks(listed.rows)
+        best = np.flatnonzero(times == times.min())
+        best = best[peaks[best] == peaks[best].min()]
+        found = [stage.choices(listed.rows[at].tolist()) for at in best]
+        fewest = min(found, key=lambda split: sum(map(runs, split)))
+        time = int(times.min())
+        bound = time if listed.whole else min(time, int(np.ceil(listed.bound)))
+        return StageChoice(fewest, time, int(peaks[best[0]]), sum(map(runs, fewest)), bound)
+
+
+def true_peak(
+    table: CostTable, chunks: Sequence[Chunk], base: StageBase, moments: Sequence[Moment]
+) -> Callable[[Split], int] | None:
+    """A function for the peak of a stage's choices; None where its moments say it, because nothing
+    runs side by side and no layer is a CUDA graph."""
+    if not table.profile.graphs_of_layers and not any(m.in_parts for m in moments):
+        return None
+    num_layers = table.profile.num_layers
+
+    def peak_bytes(split: Split) -> int:
+        layers = [NONE] * num_layers
+        for chunk, policies in zip(chunks, split, strict=True):
+            for layer, choice in zip(chunk.layers, policies, strict=True):
+                layers[layer] = choice
+        policy = RecomputePolicy(tuple(layers))
+        columns = [ChunkColumns(chunk, table.chunk_units(chunk, policy)) for chunk in chunks]
+        return stage_peak(base, 0, columns, moments).bytes
+
+    return peak_bytes
+
+
+def arranged(problem: StageProblem, choice: StageChoice) -> StageChoice:
+    """The choice with its true peak; layers of one kind in the order of what they hold, if that is
+    lower: as one microbatch's first layers come, another's last ones have gone."""
+    assert problem.true_peak is not None
+    splits = choice.policies, tuple(map(_ascending, problem.chunks, choice.policies))
+    peaks = [problem.true_peak(split) for split in splits]
+    best = 1 if peaks[1] < peaks[0] else 0
+    number = sum(map(runs, splits[best]))
+    return replace(choice, policies=splits[best], peak_bytes=peaks[best], runs=number)
+
+
+def _ascending(chunk: ChunkProblem, policies: tuple[LayerPolicy, ...]) -> tuple[LayerPolicy, ...]:
+    alike = defaultdict[object, list[int]](list)
+    for position, key in enumerate(chunk.signature):
+        if policies[position].group == 1:
+            alike[key].append(position)
+    result = list(policies)
+    for positions in alike.values():
+        single = chunk.singles[positions[0]]
+        held = dict(zip(single.policies, single.held.tolist(), strict=True))
+        own = sorted((policies[position] for position in positions), key=held.__getitem__)
+        for position, policy in zip(positions, own, strict=True):
+            result[position] = policy
+    return tuple(result)

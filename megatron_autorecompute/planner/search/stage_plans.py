@@ -1,0 +1,482 @@
+"""Plans of one stage: a plan for each of its chunks, which together fit every moment.
+
+A small linear program over plans of chunks and moments prices the stage's bytes. Beyond the bound
+that the prices give, every plan of a chunk costs something; sums of that which cannot beat the best
+known are dropped. Of a stage with one long chunk, plans are put together again at these prices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import linprog
+
+from megatron_autorecompute.planner.arrays import Bools, Floats, Ints
+from megatron_autorecompute.planner.search.chunk_plans import SLACK, Plans, Pruned, Walk
+from megatron_autorecompute.planner.search.problem import Split, StageProblem
+from megatron_autorecompute.planner.search.units import (
+    BACKWARD,
+    FORWARD,
+    HELD,
+    Priced,
+    close,
+)
+
+_PRICINGS = 8
+_TOLERANCE = 1e-7
+"""Of linear programs, relative."""
+_WIDTHS = (90, 270, 810, 2430, 7290)
+"""Plans of a long chunk that are kept at a place, in rounds."""
+WORK, LEAST_WORK = 320_000, 54_000
+"""Places times width of the widest round: of all stages together, and of each at least."""
+_AGAIN = 8
+"""Plans that are taken over from a round."""
+_COARSE, _FINE = (40, 150), (500, 500)
+"""Points of fronts of one chunk, and of several."""
+_NEAR = 1e-4
+"""A bound so near is good enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How many plans of a stage are listed."""
+
+    width: int = 200
+    """Of the chunks so far, together."""
+    finals: int = 24
+    """Of the whole stage, but for those that are asked to be listed in full."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listed:
+    """Plans of a stage, those of the least weighted time first."""
+
+    rows: Ints
+    """`[plan, chunk]` of the chunk's plans."""
+    bound: float
+    """Nothing that fits has a lower weighted time."""
+    whole: bool
+    """Whether nothing was left out that is as good as was asked for."""
+
+
+class StagePlans:
+    """What one stage may do under its budget.
+
+    Args:
+        problem: of the stage; nothing in it side by side.
+        budget: bytes.
+        plans: of every chunk, which stages with equal chunks share.
+        lean: choices that fit, `[chunk][position]`.
+        work: the stage's share of `WORK`.
+    """
+
+    def __init__(
+        self,
+        problem: StageProblem,
+        budget: int,
+        plans: Sequence[Plans],
+        lean: Split,
+        work: int = WORK,
+    ) -> None:
+        self.problem, self.budget, self.plans, self.work = problem, budget, plans, work
+        self.room: Ints = budget - problem.constant
+        self.chunks = range(len(plans))
+        own = [known.add(policies) for known, policies in zip(plans, lean, strict=True)]
+        self.lean: tuple[int, ...] = tuple(own)
+        self.fits = self._fitting()
+        """Per chunk, plans that may fit beside the leanest ones of the others."""
+        self.pools = [{row} for row in own]
+        """Per chunk, plans in the linear program."""
+        self._known: dict[bytes, Listed] = {}
+        """What was listed, by weights whose largest is 1."""
+
+    def _fitting(self) -> list[Ints]:
+        loads = [self.loads(c, self.plans[c].rows) for c in self.chunks]
+        least = [own.min(axis=0) for own in loads]
+        rest = self.room - sum(least)
+        return [
+            np.flatnonzero((own <= rest + low).all(axis=1))
+            for own, low in zip(loads, least, strict=True)
+        ]
+
+    def loads(self, c: int, rows: Ints) -> Ints:
+        """Bytes of a chunk's plans at every moment, `[plan, moment]`."""
+        problem = self.problem
+        found = np.multiply.outer(rows[:, HELD], problem.counts[:, c])
+        runs = problem.running == c
+        highest = np.where(problem.is_forward, rows[:, FORWARD, None], rows[:, BACKWARD, None])
+        found[:, runs] += highest[:, runs]
+        return found
+
+    def admit(self, rows: Sequence[int]) -> None:
+        """Let the stage use plans of chunks that fit together."""
+        for c, row in enumerate(rows):
+            self.fits[c] = np.union1d(self.fits[c], [row])
+            self.pools[c].add(row)
+
+    def needs(self, rows: Ints) -> Ints:
+        """Bytes of whole plans at every moment, `[plan, moment]`."""
+        parts = (self.loads(c, self.plans[c].rows[rows[:, c]]) for c in self.chunks)
+        found: Ints = sum(parts, np.zeros((len(rows), len(self.room)), np.int64))
+        return found
+
+    def fit(self, rows: Ints) -> Bools:
+        """Which whole plans fit."""
+        found: Bools = np.all(self.needs(rows) <= self.room, axis=1)
+        return found
+
+    def peaks(self, rows: Ints) -> Ints:
+        """The highest moment of whole plans."""
+        own = (self.needs(rows) + self.problem.constant).max(axis=1, initial=0)
+        found: Ints = np.maximum(own, self.problem.floor_bytes)
+        return found
+
+    def times(self, rows: Ints) -> Ints:
+        """`[direction, chunk, plan]`"""
+        own = [self.plans[c].rows[rows[:, c], :HELD] for c in self.chunks]
+        return np.stack(own).transpose(2, 0, 1)
+
+    def choices(self, rows: Sequence[int]) -> Split:
+        """The choices of a whole plan."""
+        return tuple(known.policies(row) for known, row in zip(self.plans, rows, strict=True))
+
+    # --- prices -----------------------------------------------------------------------------------
+
+    def prices(self, weights: Floats, price: Floats) -> Floats:
+        """What a plan's figures cost, `[chunk, column]`, at a price of a byte at each moment."""
+        problem = self.problem
+        found = np.zeros((len(self.chunks), 5))
+        found[:, :HELD] = weights.T
+        found[:, HELD] = price @ problem.counts
+        for c in self.chunks:
+            runs = problem.running == c
+            found[c, FORWARD] = price[runs & problem.is_forward].sum()
+            found[c, BACKWARD] = price[runs & ~problem.is_forward].sum()
+        return found
+
+    def _priced(self, weights: Floats) -> Floats:
+        """A price of a byte at each moment, from a linear program over plans of chunks."""
+        price = np.zeros(len(self.room))
+        costs = [self.plans[c].rows[:, :HELD] @ weights[:, c] for c in self.chunks]
+        for c, known in enumerate(self._open()):  # the fastest ones first
+            self.pools[c].add(int(known[costs[c][known].argmin()]))
+        for _ in range(_PRICINGS):
+            picks = [np.array(sorted(pool), np.int64) for pool in self.pools]
+            solved = self._program(picks, [own[p] for own, p in zip(costs, picks, strict=True)])
+            if solved is None:
+                break
+            price, duals = solved
+            if not self._more(self.prices(weights, price), duals):
+                break
+        return price
+
+    def _open(self) -> list[Ints]:
+        """What is mixed: of a single chunk also plans that do not fit, as it has none to fit to."""
+        if len(self.plans) > 1:
+            return self.fits
+        return [np.arange(len(self.plans[0].rows))]
+
+    def _program(
+        self, picks: Sequence[Ints], costs: Sequence[Floats]
+    ) -> tuple[Floats, Floats] | None:
+        cost = np.concatenate(costs)
+        scale = max(1.0, float(np.abs(cost).max()))
+        load = [self.loads(c, self.plans[c].rows[own]) for c, own in enumerate(picks)]
+        chunk = np.repeat(np.arange(len(picks)), [len(own) for own in picks])
+        found = linprog(
+            cost / scale,
+            A_ub=np.concatenate(load).T / self.budget,
+            b_ub=self.room / self.budget,
+            A_eq=(chunk == np.arange(len(picks))[:, None]).astype(np.float64),
+            b_eq=np.ones(len(picks)),
+            method="highs",
+        )
+        if found.x is None:
+            return None
+        price = np.maximum(-found.ineqlin.marginals, 0) * scale / self.budget
+        return price, found.eqlin.marginals * scale
+
+    def _more(self, prices: Floats, duals: Floats) -> bool:
+        """Whether chunks have cheaper plans than those in the linear program, which get in."""
+        more = False
+        for c, known in enumerate(self._open()):
+            own = self.plans[c].rows[known] @ prices[c]
+            best = int(known[own.argmin()])
+            if own.min() < duals[c] - _TOLERANCE * abs(duals[c]) and best not in self.pools[c]:
+                self.pools[c].add(best)
+                more = True
+        return more
+
+    def bounds(self, prices: Floats) -> Floats:
+        """Per chunk, what no plan that may fit costs less than."""
+        found = np.zeros(len(self.chunks))
+        for c, known in enumerate(self.plans):
+            if known.table.complete:
+                found[c] = (known.rows[self.fits[c]] @ prices[c]).min()
+            else:
+                found[c] = Priced.at_the_end(known.table.units, prices[c]).after()[0]
+        return found
+
+    # --- the plans of the least weighted time -----------------------------------------------------
+
+    def listed(self, weights: Floats, more: float = 0.0, effort: Effort | None = None) -> Listed:
+        """Plans of about the least weighted time, and a bound on that of all.
+
+        Args:
+            weights: how often each event counts, `[direction, chunk]`.
+            more: by how much longer all that are listed may take; where tables are complete.
+            effort: how much is kept.
+        """
+        if more or effort:
+            return self._listed(weights, more, effort or Effort())
+        scale = float(weights.max()) or 1.0
+        key = (weights / scale).tobytes()
+        if key not in self._known:
+            found = self._listed(weights, 0.0, Effort())
+            self._known[key] = replace(found, bound=found.bound / scale)
+        return replace(self._known[key], bound=self._known[key].bound * scale)
+
+    def _listed(self, weights: Floats, more: float, effort: Effort) -> Listed:
+        price = self._priced(weights)
+        if len(self.plans) == 1 and not self.plans[0].table.complete:
+            paid = float(price @ self.room)
+            return self._again(weights, self.prices(weights, price)[0], paid, effort)
+        return self._summed(weights, price, more, effort)
+
+    def bound(self, weights: Floats) -> float:
+        """What prices alone say that nothing that fits takes less than, without residual."""
+        price = self._priced(weights)
+        if len(self.plans) > 1 or self.plans[0].table.complete:
+            return max(0.0, self._base(weights, price))
+        paid = float(price @ self.room)
+        _, base, _ = close(self.plans[0].table.units, self.prices(weights, price)[0])
+        return max(0.0, base - paid - SLACK * (abs(base) + abs(paid)))
+
+    def weighted(self, weights: Floats, rows: Ints) -> Floats:
+        """The weighted time of whole plans."""
+        found: Floats = np.einsum("dcp,dc->p", self.times(rows).astype(np.float64), weights)
+        return found
+
+    def _again(self, weights: Floats, prices: Floats, paid: float, effort: Effort) -> Listed:
+        """Of the only chunk, plans put together at the prices; wider until they are the best."""
+        known = self.plans[0]
+        units, fits = known.table.units, self.fits[0]
+        priced, base, met = close(units, prices)
+        base -= paid + SLACK * (abs(base) + abs(paid))
+        self._take([known.add(policies) for policies in met])
+        best = self._best(weights)
+        bound, whole = base, best <= base
+        for width in _WIDTHS:
+            if best <= bound * (1 + _NEAR) or width * units.places > self.work:
+                break
+            pruned = Pruned(priced, weights[:, 0], best + paid, width)
+            self._take(self._of(Walk(units, pruned, forward=known.table.walk.forward), weights))
+            best = self._best(weights)
+            whole = pruned.left == np.inf
+            bound = best if whole else max(bound, min(best, (pruned.left - paid) * (1 - SLACK)))
+        fits = self.fits[0]
+        own = self.weighted(weights, fits[:, None])
+        order = np.lexsort((self.peaks(fits[:, None]), own))[: effort.finals]
+        return Listed(fits[order][:, None], min(bound, best), whole)
+
+    def _best(self, weights: Floats) -> float:
+        return float(self.weighted(weights, self.fits[0][:, None]).min())
+
+    def _take(self, rows: Sequence[int]) -> None:
+        """Let the only chunk have those of some plans that fit."""
+        own = np.array(rows, np.int64).reshape(-1, 1)
+        self.fits[0] = np.union1d(self.fits[0], own[self.fit(own), 0])
+
+    def _of(self, walk: Walk, weights: Floats) -> list[int]:
+        """The best plans of a walk that fit, known from now on."""
+        fits = np.flatnonzero((self.loads(0, walk.rows) <= self.room).all(axis=1))
+        time = walk.rows[fits, :HELD] @ weights[:, 0]
+        order = np.lexsort((walk.rows[fits, BACKWARD], time))[:_AGAIN]
+        return [self.plans[0].add(walk.policies(int(row))) for row in fits[order]]
+
+    def _summed(self, weights: Floats, price: Floats, more: float, effort: Effort) -> Listed:
+        costs = [self.plans[c].rows[self.fits[c], :HELD] @ weights[:, c] for c in self.chunks]
+        rows, cut = self.cheapest(costs, price, more, effort)
+        best = float(self.weighted(weights, rows).min())
+        if not all(known.table.complete for known in self.plans):
+            return Listed(rows, min(best, self._base(weights, price)), False)
+        return Listed(rows, min(best, cut), cut == np.inf)
+
+    def cheapest(
+        self, costs: Sequence[Floats], price: Floats, more: float, effort: Effort
+    ) -> tuple[Ints, float]:
+        """Plans that fit and cost the least, `[plan, chunk]`, and no more than is left out costs.
+
+        Args:
+            costs: of plans that may fit, by chunk.
+            price: of a byte at each moment, which tells where bytes are short.
+            more: by how much more all that are listed may cost.
+            effort: how many are kept.
+        """
+        rows, cut = np.array([self.lean]), np.inf
+        best = before = float(self._cost(costs, rows).min())
+        prices = self.prices(np.zeros((2, len(self.plans))), price)
+        priced = [
+            cost + known.rows[fits] @ own
+            for cost, known, fits, own in zip(costs, self.plans, self.fits, prices, strict=True)
+        ]
+        spare = [own - own.min() for own in priced]
+        base = sum(float(own.min()) for own in priced) - float(price @ self.room)
+        for points, width in ((_COARSE, effort.width // 8), *[(_FINE, effort.width)] * 3):
+            most = best + more + SLACK * (abs(best) + float(price @ self.room))
+            picks = [np.flatnonzero(own <= most - base) for own in spare]
+            sums = _Sums(self, costs, price, picks, points)
+            found, cut = sums.within(most, width)
+            if not len(found):
+                cut = np.inf
+                break
+            rows, before = found, best
+            best = min(best, float(self._cost(costs, rows).min()))
+            if width == effort.width and (cut == np.inf or best >= before * (1 - SLACK)):
+                break
+        order = np.lexsort((self.peaks(rows), self._cost(costs, rows)))
+        return rows[order if more else order[: effort.finals]], cut
+
+    def _cost(self, costs: Sequence[Floats], rows: Ints) -> Floats:
+        """Of whole plans."""
+        found = np.zeros(len(rows))
+        for c, own in enumerate(costs):
+            found += own[np.searchsorted(self.fits[c], rows[:, c])]
+        return found
+
+    def _base(self, weights: Floats, price: Floats) -> float:
+        """What prices alone say that no plan takes less than."""
+        least, paid = self.bounds(self.prices(weights, price)), float(price @ self.room)
+        size = float(np.abs(least).sum()) + abs(paid)
+        return float(least.sum()) - paid - SLACK * size
+
+
+class _Front:
+    """The least cost of some chunks together, by their bytes at one moment; both sorted."""
+
+    def __init__(self, loads: Ints, costs: Floats, points: int) -> None:
+        order = np.lexsort((costs, loads))
+        least = np.minimum.accumulate(costs[order])
+        first = order[np.append(True, np.diff(least) < 0)] if len(order) else order
+        self.loads, self.costs = loads[first], costs[first]
+        step = -(-len(first) // points)
+        if step > 1:  # none is higher than it is
+            ends = np.minimum(np.arange(step - 1, len(first) + step - 1, step), len(first) - 1)
+            self.loads, self.costs = self.loads[::step], self.costs[ends]
+
+    def beside(self, other: _Front, points: int) -> _Front:
+        """Of both together."""
+        loads = (self.loads[:, None] + other.loads).ravel()
+        return _Front(loads, (self.costs[:, None] + other.costs).ravel(), points)
+
+    def least(self, room: Ints) -> Floats:
+        """With no more bytes than this; infinite where there is nothing."""
+        at = np.searchsorted(self.loads, room, side="right") - 1
+        return np.where(at < 0, np.inf, self.costs[at])
+
+
+class _Sums:
+    """Plans of all chunks together, chunk after chunk.
+
+    At the moment that is priced the highest, what the remaining chunks take is known exactly for
+    the bytes that are left; at all others their bytes have a price.
+
+    Args:
+        stage: whose plans they are.
+        costs: of plans that may fit, by chunk.
+        price: of a byte at each moment.
+        picks: which of them are looked at, by chunk.
+        points: of fronts of one chunk, and of several.
+    """
+
+    def __init__(
+        self,
+        stage: StagePlans,
+        costs: Sequence[Floats],
+        price: Floats,
+        picks: Sequence[Ints],
+        points: tuple[int, int],
+    ) -> None:
+        self.stage, self.moment = stage, int((price * stage.room).argmax())
+        others = price.copy()
+        others[self.moment] = 0
+        self.paid = float(others @ stage.room)
+        self.rows = [fits[own] for fits, own in zip(stage.fits, picks, strict=True)]
+        figures = [known.rows[own] for known, own in zip(stage.plans, self.rows, strict=True)]
+        prices = stage.prices(np.zeros((2, len(costs))), others)
+        self.costs = [
+            cost[own] + rows @ bytes_
+            for cost, own, rows, bytes_ in zip(costs, picks, figures, prices, strict=True)
+        ]
+        self.loads = [stage.loads(c, own) for c, own in enumerate(figures)]
+        one, many = points
+        self.fronts = [_Front(np.zeros(1, np.int64), np.zeros(1), 1)]
+        for load, cost in zip(self.loads[:0:-1], self.costs[:0:-1], strict=True):
+            own_front = _Front(load[:, self.moment], cost, one)
+            self.fronts.append(own_front.beside(self.fronts[-1], many))
+        self.fronts.reverse()
+        """Of the chunks after each."""
+
+    def within(self, most: float, width: int) -> tuple[Ints, float]:
+        """Those that fit and cost no more, and no more than what is left out costs.
+
+        Of the chunks so far `width` are kept, of whole plans four times as many.
+        """
+        stage, cut = self.stage, np.inf
+        rows, total = np.zeros((1, 0), np.int64), np.zeros(1)
+        load = np.zeros((1, len(stage.room)), np.int64)
+        if not all(map(len, self.rows)):
+            return np.zeros((0, len(self.rows)), np.int64), np.inf
+        least = np.array([own.min(axis=0) for own in self.loads])
+        after = least[::-1].cumsum(axis=0)[::-1] - least
+        for c, (own, cost) in enumerate(zip(self.loads, self.costs, strict=True)):
+            sums = total[:, None] + cost
+            left = stage.room[self.moment] - load[:, self.moment, None] - own[:, self.moment]
+            least_of_all = sums + self.fronts[c].least(left) - self.paid
+            a, b = np.nonzero(least_of_all <= most)
+            beside = _Beside(load, own, a, b, stage.room - after[c])
+            most_kept = width * (4 if c + 1 == len(self.costs) else 1)
+            at, dropped = _first_fitting(least_of_all[a, b], beside, most_kept)
+            cut, a, b = min(cut, dropped), a[at], b[at]
+            rows = np.column_stack([rows[a], self.rows[c][b]])
+            load, total = load[a] + own[b], sums[a, b]
+        return rows, cut - SLACK * (abs(cut) + abs(self.paid)) if cut < np.inf else cut
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Beside:
+    """Plans of the chunks so far and of the next one, in pairs, and the room of both together."""
+
+    load: Ints
+    own: Ints
+    a: Ints
+    b: Ints
+    room: Ints
+
+    def fit(self, pairs: Ints) -> Bools:
+        """Which of some pairs fit."""
+        needs = self.load[self.a[pairs]] + self.own[self.b[pairs]]
+        return np.asarray((needs <= self.room).all(axis=1))
+
+
+def _first_fitting(costs: Floats, pairs: _Beside, width: int) -> tuple[Ints, float]:
+    """The cheapest that fit, up to a width, and the least that any that is left out costs."""
+    left, found, count = np.arange(len(costs)), [np.zeros(0, np.int64)], 0
+    while len(left):
+        some = left
+        if len(left) > 8 * width:
+            parts = np.argpartition(costs[left], 4 * width)
+            some, left = left[parts[: 4 * width]], left[parts[4 * width :]]
+        else:
+            left = left[:0]
+        some = some[np.argsort(costs[some], kind="stable")]
+        fits = some[pairs.fit(some)]
+        found.append(fits[: width - count])
+        if count + len(fits) > width:
+            return np.concatenate(found), float(costs[fits[width - count]])
+        count += len(fits)
+        if count == width and len(left):
+            return np.concatenate(found), float(costs[left].min())
+    return np.concatenate(found), np.inf

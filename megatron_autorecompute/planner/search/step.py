@@ -1,0 +1,320 @@
+"""The shortest step under every stage's budget, and a bound on it.
+
+1. Every chunk has a table of plans (`chunk_plans`), every stage a program for the plans that take
+   the least where events count so often (`stage_plans`).
+2. One linear program over plans, paths and moments (`master`) prices time and bytes.
+3. At these prices stages list their plans, which bounds the step more closely; from the fractional
+   times on, stage after stage gets the plan with the shortest step, by replay.
+4. Stages exchange plans while the step gets shorter, and where what is left is little, an integer
+   program finds the best of it (`proof`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_autorecompute.planner.arrays import Floats, Ints
+from megatron_autorecompute.planner.search.chunk_plans import SLACK
+from megatron_autorecompute.planner.search.master import Master
+from megatron_autorecompute.planner.search.problem import Split
+from megatron_autorecompute.planner.search.proof import CHUNKS, Proof
+from megatron_autorecompute.planner.search.replay import Replay
+from megatron_autorecompute.planner.search.stage import Stage
+from megatron_autorecompute.planner.search.stage_plans import Effort, StagePlans
+from megatron_autorecompute.planner.search.units import HELD
+
+Chosen = list[tuple[int, ...]]
+"""Of every stage the plans of its chunks."""
+_RELAXATIONS = 14
+_AGAIN = 4
+"""The same after a round."""
+_ROUNDS = 2
+_EVENTS = 1 << 25
+"""Replayed in exchanges."""
+_SMALL = 256
+"""Chunks of all stages up to which more is tried."""
+_NEARNESS = (0.03, 0.1)
+"""Of plans to the fractional times, against their price."""
+_SLOPES = (2.0, 16.0)
+"""Of weights that rise from chunk to chunk."""
+_EXCHANGED = 64
+"""Exchanges of two chunks that are tried at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortest:
+    """The choices of the shortest step found."""
+
+    splits: list[Split]
+    """`[stage][chunk][position]`"""
+    bound_ps: float
+    proven: bool
+    """Whether none is shorter."""
+
+
+class StepSearch:
+    """The search of one problem under some budgets.
+
+    Args:
+        replay: of the schedule.
+        stages: the searches of the stages.
+        budgets: bytes, of every stage.
+    """
+
+    def __init__(self, replay: Replay, stages: Sequence[Stage], budgets: Sequence[int]) -> None:
+        self.replay, self._searches, self.budgets = replay, stages, budgets
+        pairs = list(zip(stages, budgets, strict=True))
+        self.stages = [_plans(stage, budget, 0) for stage, budget in pairs]
+        """As if nothing ran side by side."""
+        self.tight = [
+            plain if stage.problem.true_peak is None else _tight(stage, budget)
+            for plain, (stage, budget) in zip(self.stages, pairs, strict=True)
+        ]
+        self.options: list[dict[tuple[int, ...], None]] = [{} for _ in stages]
+        """Plans of every stage that truly fit."""
+        self._refused: list[set[tuple[int, ...]]] = [set() for _ in stages]
+        self.master = Master(replay, self.stages)
+        self.several = len(self.master.keys) > len(stages)
+        self.best: tuple[int, Chosen] = (1 << 62, [])
+
+    # --- plans of stages --------------------------------------------------------------------------
+
+    def put(self, stage: int, rows: Ints | Sequence[Sequence[int]]) -> None:
+        """Know plans of a stage, if they truly fit."""
+        peak = self._searches[stage].problem.true_peak
+        for row in map(tuple, np.asarray(rows, np.int64).tolist()):
+            if row in self.options[stage] or row in self._refused[stage]:
+                continue
+            if peak and peak(self.stages[stage].choices(row)) > self.budgets[stage]:
+                self._refused[stage].add(row)
+            else:
+                self.options[stage][row] = None
+
+    def start(self, splits: Sequence[Split]) -> None:
+        """Begin with choices that fit."""
+        chosen = []
+        for number, (stage, split) in enumerate(zip(self.stages, splits, strict=True)):
+            pairs = zip(stage.plans, split, strict=True)
+            rows = tuple(plans.add(policies) for plans, policies in pairs)
+            stage.admit(rows)
+            self.tight[number].admit(rows)
+            self.put(number, [rows])
+            chosen.append(rows)
+        self._take(chosen)
+
+    def _take(self, chosen: Chosen) -> None:
+        """A whole plan: the best so far if it is shorter, and in the program."""
+        times = self.master.times(chosen)
+        step = self.replay.step(times)
+        if step < self.best[0]:
+            self.best = step, chosen
+        self.master.cut(times, 0.0)
+        for stage, rows in enumerate(chosen):
+            self.master.put(stage, rows)
+
+    def _listed(self, weights: Floats) -> float:
+        """Let every stage list its plans at some weights; what they bound the step to."""
+        total = float((weights * self.replay.residual).sum())
+        for number, (stage, tight) in enumerate(zip(self.stages, self.tight, strict=True)):
+            found = stage.listed(weights[:, number])
+            total += found.bound
+            self.put(
+                number, found.rows if tight is stage else tight.listed(weights[:, number]).rows
+            )
+        return total - SLACK * abs(total)
+
+    def _first_of_all(self, weights: Floats) -> None:
+        """Take the first of every stage's plans at some weights."""
+        chosen: Chosen = []
+        for number, tight in enumerate(self.tight):
+            found = tight.listed(weights[:, number])
+            self.put(number, found.rows)
+            own = map(tuple, found.rows.tolist())
+            chosen += [row for row in own if row in self.options[number]][:1]
+        if len(chosen) == len(self.tight):
+            self._take(chosen)
+
+    # --- the search -------------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Try plans that need no program; whether the shortest is proven to be among them."""
+        ones = np.ones(self.replay.residual.shape)
+        self._first_of_all(ones)
+        for slope in _SLOPES if self.several else ():
+            self._first_of_all(ones * (np.arange(self.replay.schedule.num_chunks) + slope))
+        return self._is_proven()
+
+    def go_on(self) -> None:
+        """Search for a shorter step, and raise the bound."""
+        small = len(self.master.keys) <= _SMALL
+        self.master.relax(_RELAXATIONS if small else _RELAXATIONS // 2)
+        events = _EVENTS
+        for number in range(_ROUNDS if small else 1):
+            if number:
+                self._take(self.best[1])
+                self.master.relax(_AGAIN)
+            self._bound(self._listed(self.master.best_weights))
+            self._round(small)
+            events = self._exchange(events)
+            if self._is_proven():
+                return
+        Proof(self).run()
+
+    def _is_proven(self) -> bool:
+        """Whether the paths of the best step say that none is shorter.
+
+        Of many chunks no single path does.
+        """
+        if self.master.bound > self.best_ps - 1:
+            return True
+        if self.several and len(self.master.keys) > CHUNKS:
+            return False
+        for path in self.replay.paths(self.master.times(self.best[1])):
+            self._bound(self._exact(path))
+        return self.master.bound > self.best_ps - 1
+
+    @property
+    def best_ps(self) -> int:
+        """The shortest step found."""
+        return self.best[0] * self.replay.unit
+
+    def _bound(self, bound: float) -> None:
+        self.master.bound = max(self.master.bound, bound)
+
+    def _exact(self, path: Ints) -> float:
+        """What one path says, in integers where stages know their least."""
+        total, rest = sum_of(path, self.replay.residual), 0.0
+        for number, stage in enumerate(self.stages):
+            found = stage.listed(path[:, number].astype(np.float64))
+            if self.tight[number] is stage:
+                self.put(number, found.rows)
+            if found.whole:
+                times = stage.times(found.rows)
+                total += min(sum_of(path[:, number], times[..., i]) for i in range(times.shape[2]))
+            else:
+                rest += found.bound * (1 - SLACK)
+        return total + rest
+
+    def answer(self) -> Shortest:
+        """The choices of the shortest step found, and a bound on all."""
+        chosen, proven = self.best[1], self.master.bound > self.best_ps - 1
+        splits = [stage.choices(rows) for stage, rows in zip(self.stages, chosen, strict=True)]
+        return Shortest(splits, min(self.master.bound, float(self.best_ps)), proven)
+
+    # --- rounding ---------------------------------------------------------------------------------
+
+    def _round(self, small: bool) -> None:
+        for strength in _NEARNESS if self.several and small else ():
+            tries = [self._near(stage, strength) for stage in range(len(self.stages))]
+            if all(map(len, tries)):
+                self._dive(tries)
+        self._dive([self._by_nearness(stage) for stage in range(len(self.stages))])
+
+    def _near(self, stage: int, strength: float) -> Ints:
+        """A stage's plans that are nearest to the fractional times, and cheap."""
+        tight, weights = self.tight[stage], self.master.best_weights
+        assert self.master.last is not None
+        price, target = self.master.last.price[stage], self.master.center[1][:, stage]
+        mean = strength * max(float(weights[:, stage].mean()), float(weights.mean()))
+        costs = []
+        for c, fits in enumerate(tight.fits):
+            own = tight.plans[c].rows[fits, :HELD]
+            over = own + self.replay.residual[:, stage, c] - target[:, c]
+            far = np.maximum(over, 0).sum(axis=1) + 0.02 * own.sum(axis=1)
+            costs.append(own @ weights[:, stage, c] + mean * far)
+        rows, _ = tight.cheapest(costs, price, 0.0, Effort())
+        self.put(stage, rows)
+        return np.array([row for row in map(tuple, rows.tolist()) if row in self.options[stage]])
+
+    def _by_nearness(self, stage: int) -> Ints:
+        """All known plans of a stage, those nearest to the fractional times first."""
+        own = np.array(list(self.options[stage]), np.int64)
+        times = self.stages[stage].times(own) + self.replay.residual[:, stage, :, None]
+        over = np.maximum(times - self.master.center[1][:, stage, :, None], 0).sum(axis=(0, 1))
+        order = np.argsort(over + 0.02 * times.sum(axis=(0, 1)), kind="stable")
+        return own[order]
+
+    def _tried(self, times: Ints, stage: int, rows: Ints) -> tuple[Ints, Ints]:
+        """Steps with each of some plans in a stage, and the times."""
+        many = np.repeat(times[..., None], len(rows), axis=-1)
+        own = self.stages[stage].times(rows) + self.replay.residual[:, stage, :, None]
+        many[:, stage] = np.maximum(own, 0)
+        return self.replay.steps(many), many
+
+    def _dive(self, tries: Sequence[Ints]) -> None:
+        """From the fractional times, one stage after another gets its best plan."""
+        times, chosen, step = self.master.center[1], list[tuple[int, ...]](), 1 << 62
+        for stage, rows in enumerate(tries):
+            some = rows[: self.replay.candidates]
+            steps, many = self._tried(times, stage, some)
+            best = int(steps.argmin())
+            step, times = int(steps[best]), many[..., best]
+            chosen.append(tuple(some[best].tolist()))
+        if step < self.best[0]:
+            self.best = step, chosen
+
+    def _exchange(self, events: int) -> int:
+        """Other plans of stages, and exchanges of two chunks, while the step gets shorter; returns
+        the events that are left."""
+        before = 1 << 62
+        while self.best[0] < before and events > 0:
+            before = self.best[0]
+            events = self._one_by_one(self._by_nearness, events)
+            if self.several:
+                events = self._one_by_one(self._swapped, events)
+        return events
+
+    def _one_by_one(self, options: Callable[[int], Ints], events: int) -> int:
+        unchanged = 0
+        for stage in itertools.cycle(range(len(self.stages))):
+            if unchanged >= len(self.stages) or events <= 0:
+                break
+            unchanged += 1
+            rows = options(stage)[: self.replay.candidates]
+            events -= self.replay.events * max(16, len(rows))
+            if not len(rows):
+                continue
+            step, chosen = self.best
+            steps, _ = self._tried(self.master.times(chosen), stage, rows)
+            best = int(steps.argmin())
+            if steps[best] < step:
+                row = tuple(rows[best].tolist())
+                self.put(stage, [row])
+                self.best = int(steps[best]), [*chosen[:stage], row, *chosen[stage + 1 :]]
+                unchanged = 0
+        return events
+
+    def _swapped(self, stage: int) -> Ints:
+        """A stage's plans with two chunks of one table exchanged, that fit."""
+        own, plans = self.best[1][stage], self.stages[stage].plans
+        found = []
+        for a, b in itertools.combinations(range(len(own)), 2):
+            if plans[a] is plans[b] and own[a] != own[b]:
+                new = list(own)
+                new[a], new[b] = own[b], own[a]
+                found.append(new)
+        rows = np.array(found, np.int64).reshape(-1, len(own))
+        rows = rows[self.stages[stage].fit(rows)][:_EXCHANGED]
+        self.put(stage, rows)
+        keep = [tuple(row) in self.options[stage] for row in rows.tolist()]
+        return rows[np.array(keep, np.bool_)]
+
+
+def _plans(stage: Stage, budget: int, added: int) -> StagePlans:
+    found = stage.plans(budget, added)
+    assert found is not None  # the leanest choices fit
+    return found
+
+
+def _tight(stage: Stage, budget: int) -> StagePlans:
+    """With bytes added to events, so that what is found mostly fits truly."""
+    return _plans(stage, budget, stage.shrunk(budget)[1])
+
+
+def sum_of(weights: Ints, times: Ints) -> int:
+    """The sum of products, of any size."""
+    return sum(w * t for w, t in zip(weights.ravel().tolist(), times.ravel().tolist(), strict=True))

@@ -1,0 +1,236 @@
+"""What may stand at every place of a chunk, and the least that any plan of it costs at some prices.
+
+A plan costs its time in forwards and backwards, the bytes that it holds, and its highest points in
+both directions, each at a price. The highest point is at least any mixture of the heights of its
+units. So with a share of its price at every place a plan's cost is bounded by a sum over its units,
+whose least over all plans is found from place to place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+
+from megatron_autorecompute.planner.arrays import Floats, Ints
+from megatron_autorecompute.planner.search.problem import ChunkProblem
+from megatron_autorecompute.planner.unit_costs import Unit
+from megatron_autorecompute.policy import LayerPolicy
+
+COLUMNS = FORWARD_PS, BACKWARD_PS, HELD, FORWARD, BACKWARD = range(5)
+"""Of units and of plans: times, bytes held, and the highest point in a forward and a backward; of a
+unit what it needs besides what is held."""
+HIGHEST = slice(FORWARD, None)
+_ROUNDS = 24
+_CLOSE = 1e-5
+"""A bound that can rise by no more than this share of the prices is the highest."""
+
+
+class ChunkUnits:
+    """The units of a chunk, place by place: before its layers, the layers, and after them."""
+
+    def __init__(self, chunk: ChunkProblem) -> None:
+        self.chunk, self.first = chunk, len(chunk.before)
+        self.places = self.first + len(chunk.layers) + len(chunk.after)
+        self.alone: list[Ints] = [*map(self._outside, range(self.first))]
+        """Per place what one unit may be, `[choice, column]`."""
+        self.alone += map(self._layer, range(len(chunk.layers)))
+        self.alone += map(self._outside, range(self.first + len(chunk.layers), self.places))
+        self.together: list[Ints] = [
+            self._checkpoints(place - self.first) for place in range(self.places)
+        ]
+        """Per place checkpoints around so many layers from there on, `[number - 2, column]`."""
+
+    def _outside(self, place: int) -> Ints:
+        layers = len(self.chunk.layers)
+        of = self.chunk.before if place < self.first else self.chunk.after
+        unit: Unit = of[place if place < self.first else place - self.first - layers]
+        gradient = self.chunk.output_gradient_bytes
+        if place + 1 == self.places:
+            gradient = min(gradient, unit.kept_gradient_bytes)
+        row = [unit.forward_ps, unit.backward_ps, unit.held_bytes, unit.forward_transient_bytes]
+        return np.array([[*row, unit.backward_transient_bytes + gradient]], np.int64)
+
+    def _layer(self, at: int) -> Ints:
+        own, last = self.chunk.singles[at], self.first + at + 1 == self.places
+        backward = own.backward + (own.kept_gradient if last else self.chunk.output_gradient_bytes)
+        return np.stack([own.forward_ps, own.backward_ps, own.held, own.forward, backward], 1)
+
+    def _checkpoints(self, at: int) -> Ints:
+        if not 0 <= at < len(self.chunk.layers) or len(self.chunk.groups[at].held_bytes) < 2:
+            return np.zeros((0, len(COLUMNS)), np.int64)
+        own = self.chunk.groups[at]
+        bytes_ = own.held_bytes, own.forward_transient_bytes, own.backward_transient_bytes
+        rows = np.stack([own.forward_ps, own.backward_ps, *bytes_], 1)[1:]
+        rows[:, BACKWARD] += self.chunk.output_gradient_bytes
+        if self.first + at + 1 + len(rows) == self.places:
+            rows[-1, BACKWARD] -= self.chunk.output_gradient_bytes
+        return rows
+
+    def choice(self, place: int, number: int, size: int) -> tuple[LayerPolicy, ...]:
+        """The choices of the layers in a unit; none of a unit that is no layer."""
+        at = place - self.first
+        if not 0 <= at < len(self.chunk.layers):
+            return ()
+        if size > 1:
+            return (LayerPolicy("full", group=size),) * size
+        return (self.chunk.singles[at].policies[number],)
+
+    def rows(self, policies: Sequence[LayerPolicy]) -> Iterator[tuple[int, Ints]]:
+        """The place and the row of every unit of a plan."""
+        place = 0
+        while place < self.places:
+            at = place - self.first
+            if not 0 <= at < len(self.chunk.layers):
+                yield place, self.alone[place][0]
+                place += 1
+            elif policies[at].group > 1:
+                yield place, self.together[place][policies[at].group - 2]
+                place += policies[at].group
+            else:
+                number = self.chunk.singles[at].policies.index(policies[at])
+                yield place, self.alone[place][number]
+                place += 1
+
+    def plan(self, policies: Sequence[LayerPolicy]) -> Ints:
+        """The figures of a plan."""
+        found = np.zeros(len(COLUMNS), np.int64)
+        for _, row in reversed(list(self.rows(policies))):
+            found[HIGHEST] = row[HELD] + np.maximum(found[HIGHEST], row[HIGHEST])
+            found[:FORWARD] += row[:FORWARD]
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Priced:
+    """Prices of a chunk's plans, in shares at its places.
+
+    Args:
+        units: of the chunk.
+        prices: by column.
+        left: of the prices of the highest points the share at each place and all after it,
+            `[direction, place]`, from 1 to 0.
+    """
+
+    units: ChunkUnits
+    prices: Floats
+    left: Floats
+
+    @classmethod
+    def at_the_end(cls, units: ChunkUnits, prices: Floats) -> Priced:
+        """With all of it at the last place, where most is held."""
+        left = np.ones((2, units.places + 1))
+        left[:, -1] = 0
+        return cls(units, prices, left)
+
+    def alone(self, place: int) -> Floats:
+        """What every unit of one place costs."""
+        return self._held(place, self.units.alone[place]) + self._high(
+            self.units.alone[place], self.left[:, place] - self.left[:, place + 1]
+        )
+
+    def together(self, place: int) -> Floats:
+        """What every checkpoint of several layers costs that begins at a place."""
+        rows = self.units.together[place]
+        share = self.left[:, place, None] - self.left[:, place + 2 : place + 2 + len(rows)]
+        return self._held(place, rows) + self._high(rows, share.T)
+
+    def _held(self, place: int, rows: Ints) -> Floats:
+        prices = self.prices[:FORWARD].copy()
+        prices[HELD] += self.prices[HIGHEST] @ self.left[:, place]
+        found: Floats = rows[:, :FORWARD] @ prices
+        return found
+
+    def _high(self, rows: Ints, share: Floats) -> Floats:
+        found: Floats = (rows[:, HIGHEST] * share) @ self.prices[HIGHEST]
+        return found
+
+    def before(self) -> Floats:
+        """The least that all units before each place cost."""
+        least = np.full(self.units.places + 1, np.inf)
+        least[0] = 0
+        for place in range(self.units.places):
+            least[place + 1] = min(least[place + 1], least[place] + self.alone(place).min())
+            more = self.together(place)
+            reached = least[place + 2 : place + 2 + len(more)]
+            np.minimum(reached, least[place] + more, out=reached)
+        return least
+
+    def after(self) -> Floats:
+        """The least that all units from each place on cost; the first one bounds any plan."""
+        least = np.zeros(self.units.places + 1)
+        for place in reversed(range(self.units.places)):
+            alone = self.alone(place).min() + least[place + 1]
+            more = self.together(place) + least[place + 2 : place + 2 + len(self._sizes(place))]
+            least[place] = min(alone, more.min(initial=np.inf))
+        return least
+
+    def _sizes(self, place: int) -> range:
+        return range(2, 2 + len(self.units.together[place]))
+
+    def cheapest(self, after: Floats) -> tuple[LayerPolicy, ...]:
+        """A plan of that least cost."""
+        found, place = list[LayerPolicy](), 0
+        while place < self.units.places:
+            alone, more = self.alone(place), self.together(place)
+            more = more + after[place + 2 : place + 2 + len(more)]
+            if alone.min() + after[place + 1] <= more.min(initial=np.inf):
+                found += self.units.choice(place, int(alone.argmin()), 1)
+                place += 1
+            else:
+                size = int(more.argmin()) + 2
+                found += self.units.choice(place, 0, size)
+                place += size
+        return tuple(found)
+
+
+def close(units: ChunkUnits, prices: Floats) -> tuple[Priced, float, list[tuple[LayerPolicy, ...]]]:
+    """The shares with about the highest bound, the bound, and the plans that were met.
+
+    By cutting planes: every plan says how high the bound can be at any shares.
+    """
+    best, high = Priced.at_the_end(units, prices), -np.inf
+    own, cuts, met = best, list[Floats](), list[tuple[LayerPolicy, ...]]()
+    for _ in range(_ROUNDS):
+        after = own.after()
+        if after[0] > high:
+            best, high = own, float(after[0])
+        if units.places < 2 or not prices[HIGHEST].any():
+            break
+        met.append(own.cheapest(after))
+        cuts.append(_heights(own, met[-1]))
+        shares, most = _best_shares(np.array(cuts), units.places)
+        if most <= high + _CLOSE * abs(most):
+            break
+        between = (shares + best.left) / 2
+        own = Priced(units, prices, between)
+    return best, high, met
+
+
+def _heights(priced: Priced, policies: Sequence[LayerPolicy]) -> Floats:
+    """A plan's cost without its highest points, and for each direction and place the price of the
+    height that it has there."""
+    found = np.zeros((2, priced.units.places))
+    held, rest = 0, 0.0
+    for place, row in priced.units.rows(policies):
+        held += int(row[HELD])
+        rest += float(row[:FORWARD] @ priced.prices[:FORWARD])
+        found[:, place:] = ((held + row[HIGHEST]) * priced.prices[HIGHEST])[:, None]
+    return np.append(found.ravel(), rest)
+
+
+def _best_shares(cuts: Floats, places: int) -> tuple[Floats, float]:
+    """As `Priced.left` the shares at which the least of some plans costs the most; and the cost."""
+    scale = float(np.abs(cuts).max()) or 1.0
+    rows = np.hstack([-cuts[:, :-1] / scale, np.ones((len(cuts), 1))])
+    whole = np.kron(np.eye(2, 3), np.ones((1, places)))[:, : 2 * places + 1]
+    goal = np.append(np.zeros(2 * places), -1.0)
+    limits = [(0, None)] * (2 * places) + [(None, None)]
+    found = linprog(goal, rows, cuts[:, -1] / scale, whole, np.ones(2), limits, method="highs")
+    shares = np.maximum(found.x[:-1].reshape(2, places), 0)
+    shares /= shares.sum(axis=1, keepdims=True)
+    left = np.hstack([shares[:, ::-1].cumsum(axis=1)[:, ::-1], np.zeros((2, 1))])
+    left[:, 0] = 1
+    return left, -found.fun * scale

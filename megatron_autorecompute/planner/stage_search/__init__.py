@@ -1,1 +1,0 @@
-"""Fastest choices of one stage under its memory limits, exactly."""

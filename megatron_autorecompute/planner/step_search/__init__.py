@@ -1,1 +1,0 @@
-"""Choices with the shortest step, with a proven bound on it."""

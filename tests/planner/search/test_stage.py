@@ -1,0 +1,196 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import solve_speed
+from megatron_autorecompute.planner.budget_curve import BudgetCurve
+from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.search import chunk_plans
+from megatron_autorecompute.planner.search.problem import put_together
+from megatron_autorecompute.planner.search.units import Priced, close
+from megatron_autorecompute.planner.unit_costs import PS_PER_MS
+from megatron_autorecompute.profile import (
+    ChoiceRecord,
+    LayerKind,
+    Model,
+    Parallelism,
+    Profile,
+    ScheduleOverhead,
+    StageRecord,
+    StaticBytes,
+)
+from tests.planner.definitions import brute_force
+from tests.planner.random_profiles import another, problem, scale
+
+SEEDS = st.integers(0, 10**6)
+INSTANCES = 1000  # of 1.8 stages on average
+
+
+@pytest.fixture
+def thin(monkeypatch):
+    """Tables with hardly a plan, as of the longest chunks."""
+    monkeypatch.setattr(chunk_plans, "WIDTHS", (1, 1))
+
+
+def found(planner, stage, budget):
+    choice = planner.choose(stage, budget)
+    return choice and (choice.time_ps / PS_PER_MS, choice.peak_bytes)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_optimum_is_that_of_brute_force_in_time_then_peak_then_mostly_runs(part):
+    compared = feasible = more_runs = 0
+    for seed in range(part * INSTANCES // 4, (part + 1) * INSTANCES // 4):
+        profile, layout, schedule, budget = problem(seed)
+        planner = Planner(profile, layout, schedule)
+        for stage in range(layout.num_stages):
+            expected = brute_force(profile, layout, schedule, stage, budget)
+            assert found(planner, stage, budget) == (expected and expected[:2]), (seed, stage)
+            compared += 1
+            if expected is not None:
+                choice = planner.choose(stage, budget)
+                assert choice.gap == 0
+                more_runs += choice.runs > expected[2]
+                feasible += 1
+    assert compared > 400
+    assert compared / 4 < feasible < compared
+    assert more_runs < feasible / 50
+
+
+def test_with_hardly_a_plan_in_tables_one_chunk_is_solved_and_several_are_bounded(thin):
+    solved = bounded = 0
+    for seed in range(200):
+        profile, layout, schedule, budget = problem(seed)
+        planner = Planner(profile, layout, schedule)
+        for stage in range(layout.num_stages):
+            expected = brute_force(profile, layout, schedule, stage, budget)
+            choice = planner.choose(stage, budget)
+            assert (choice is None) == (expected is None), (seed, stage)
+            if choice is None:
+                continue
+            least_ps = round(expected[0] * PS_PER_MS)
+            assert choice.bound_ps <= least_ps <= choice.time_ps, (seed, stage)
+            assert choice.peak_bytes <= budget
+            if layout.num_chunks == 1:
+                assert choice.time_ps <= least_ps * (1 + 1e-4), (seed, stage)
+                solved += 1
+            bounded += choice.bound_ps > 0.8 * least_ps
+    assert solved > 50
+    assert bounded > 150
+
+
+def test_an_optimum_known_from_a_smaller_budget_changes_no_answer():
+    for seed in range(200):
+        profile, layout, schedule, budget = problem(seed)
+        curve = BudgetCurve(Planner(profile, layout, schedule))
+        for stage in range(layout.num_stages):
+            curve.choose(stage, budget)
+            fresh = Planner(profile, layout, schedule)
+            assert found(curve, stage, budget + 7) == found(fresh, stage, budget + 7)
+
+
+def test_prices_of_every_unit_bound_long_chunks_closely():
+    """A chunk is as high as any of its units: a price at one place alone says less."""
+    planner = solve_speed.planner(solve_speed.Case(24, 1))
+    low, high = (own[0].peak_bytes for own in (planner.leanest, planner.fastest))
+    stage, closer = planner.searches[0], 0
+    for eighths in range(1, 8):
+        budget = low + (high - low) * eighths // 8
+        plans = stage.plans(budget)
+        units = plans.plans[0].table.units
+        # Bytes cost what makes the fastest and the leanest choices equally dear.
+        dear = (planner.leanest[0].time_ps - planner.fastest[0].time_ps) / (high - low)
+        prices = plans.prices(np.ones((2, 1)), np.full(len(plans.room), dear))[0]
+        one = Priced.at_the_end(units, prices).after()[0]
+        _, every, _ = close(units, prices)
+        cheapest = (plans.plans[0].rows @ prices).min()
+        assert one <= every <= cheapest * (1 + 1e-12)
+        closer += every > one
+        choice = stage.fastest(budget)
+        assert choice.gap <= 1e-4
+        assert stage.bound(budget, np.ones((2, 1))) <= choice.time_ps
+    assert closer
+
+
+@settings(max_examples=60)
+@given(SEEDS, st.integers(1, 40))
+def test_more_budget_is_never_slower(seed, more):
+    profile, layout, schedule, budget = problem(seed)
+    for stage in range(layout.num_stages):
+        less = Planner(profile, layout, schedule).choose(stage, budget)
+        richer = Planner(profile, layout, schedule).choose(stage, budget + more)
+        if less is not None:
+            assert richer is not None
+            assert richer.time_ps <= less.time_ps
+
+
+@settings(max_examples=60)
+@given(SEEDS, st.randoms(use_true_random=False))
+def test_adding_a_choice_is_never_slower(seed, rng):
+    profile, layout, schedule, budget = problem(seed)
+    kinds = tuple(
+        replace(kind, choices=(*kind.choices, another(rng, kind.choices))) for kind in profile.kinds
+    )
+    for stage in range(layout.num_stages):
+        before = Planner(profile, layout, schedule).choose(stage, budget)
+        after = Planner(replace(profile, kinds=kinds), layout, schedule).choose(stage, budget)
+        if before is not None:
+            assert after is not None
+            assert after.time_ps <= before.time_ps
+
+
+@settings(max_examples=40)
+@given(SEEDS, st.sampled_from([3, 1000, 2**30]), st.sampled_from([2.0, 10.0, 1000.0]))
+def test_other_units_of_bytes_and_time_change_nothing(seed, bytes_unit, time_unit):
+    profile, layout, schedule, budget = problem(seed)
+    scaled = scale(profile, bytes_unit, time_unit)
+    for stage in range(layout.num_stages):
+        plain = Planner(profile, layout, schedule).choose(stage, budget)
+        other = Planner(scaled, layout, schedule).choose(stage, budget * bytes_unit)
+        assert (plain is None) == (other is None)
+        if plain and other:
+            assert other.time_ps == plain.time_ps * time_unit
+            assert other.peak_bytes == plain.peak_bytes * bytes_unit
+
+
+def test_a_search_below_static_bytes_finds_nothing():
+    profile, layout, schedule, _ = problem(3)
+    planner = Planner(profile, layout, schedule)
+    assert planner.searches[0].fastest(0) is None
+
+
+def test_the_leanest_need_is_the_least_budget_that_is_feasible():
+    for seed in range(150):
+        profile, layout, schedule, _ = problem(seed)
+        planner = Planner(profile, layout, schedule)
+        for stage, lean in enumerate(planner.leanest):
+            policy = put_together(layout, [choice.policies for choice in planner.leanest])
+            assert planner.evaluate(policy).stages[stage].peak_high_bytes == lean.peak_bytes
+            assert planner.choose(stage, lean.peak_bytes) is not None
+            assert planner.choose(stage, lean.peak_bytes - 1) is None
+
+
+@pytest.mark.parametrize("layer_bytes", range(1, 7))
+def test_the_leanest_need_is_found_where_a_peak_tried_leaves_any_room_above_or_below_nothing(
+    layer_bytes,
+):
+    """With a stage that needs 4 bytes besides its layer, a layer of 2 makes a peak be tried at
+    which the room of its forward and of its backward is exactly -1."""
+    record = ChoiceRecord("none", layer_bytes - 1, 1, 0, 1.0, 2.0)
+    stage = StageRecord((0,), StaticBytes(100), overhead=ScheduleOverhead(4, 4))
+    profile = Profile(
+        Model("room", 1),
+        Parallelism(1, 8),
+        (LayerKind("k", (0,), (record,)),),
+        embedding=ChoiceRecord("none", 0, 0, 0, 0.0, 0.0),
+        head=ChoiceRecord("none", 0, 0, 0, 0.0, 0.0),
+        boundary_bytes=0,
+        stages=(stage,),
+    )
+    planner = Planner(profile, Layout.from_flags(1, 1), Schedule(1, 1, 1))
+    assert planner.leanest[0].peak_bytes == 104 + layer_bytes
