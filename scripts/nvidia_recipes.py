@@ -556,8 +556,8 @@ memory less 5% and what is assumed outside torch, with DeepEP's or HybridEP's bu
 DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here with these
 sources, `tests/meta/test_job.py` with the column `model_dims_public` of the table.
 """
-MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100, in GB of 10^9 bytes. Beside them stand
-this model's predictions for the first and the last pipeline stage. The reports give no
+MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100, in GB of 10^9 bytes. Beside them
+stand this model's predictions for the first and the last pipeline stage. The reports give no
 figure for weights, gradients or optimizer state. "Without both" is the last stage without gradients
 of logits that wait for the pipeline to drain, and without transposes of fp8 weights.
 """
@@ -603,7 +603,8 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
     `get_weight_workspace`, pytorch/tensor/utils.py `post_all_gather_processing`), however
     `disable_parameter_transpose_cache` is set: 4.3 GB at tp 4 and pp 4, 2.1 GB at tp 8 or pp 8.
 
-  The seventh row, tp 8, is near with the transposes and too low without. The reports do not say which versions ran, nor the whole config. Not counted either way: with
+  The seventh row, tp 8, is near with the transposes and too low without. The reports do not say
+  which versions ran, nor the whole config. Not counted either way: with
   `overlap_param_gather_with_optimizer_step`, which Bridge sets where data is parallel, the first
   chunk has an optimizer of its own, and the other casts a fifth fewer weights at once (0.9 GB, in
   the two rows of `mlp` alone). The larger figures are kept: a plan then fits in either case.
