@@ -38,7 +38,7 @@ EXAMPLES := llama3-70b llama31-405b deepseek-v3
 # The .venv's megatron-core 0.16 has no HybridModel.
 HYBRIDS := llama3-70b-hybrid nemotron-3-nano nemotron-3-super nemotron-h-56b
 SETTINGS := none $(patsubst %,'selective[%]',core_attn layernorm moe_act layernorm+moe_act \
-    shared_experts moe layernorm+moe) uniform/1
+    shared_experts moe layernorm+moe)
 WITH_019 := PYTHONPATH=$(CURDIR)/$(CORE_019)
 examples: export PATH := $(CURDIR)/$(BIN):$(PATH)
 examples: export PYTHONWARNINGS := ignore
