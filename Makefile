@@ -35,10 +35,11 @@ results: $(INSTALLED)
 NO_DEVICE := benchmarks/results/no_device
 PLANNED := build/no_device
 EXAMPLES := llama3-70b llama31-405b deepseek-v3
-# The .venv's megatron-core 0.16 has no HybridModel.
+# The .venv's megatron-core 0.16 has no HybridModel. Nemotron 3 Nano's layers are CUDA graphs, which
+# `verify` cannot run.
 HYBRIDS := llama3-70b-hybrid nemotron-3-nano nemotron-3-super nemotron-h-56b
 SETTINGS := none $(patsubst %,'selective[%]',core_attn layernorm moe_act layernorm+moe_act \
-    shared_experts moe layernorm+moe) uniform/1
+    shared_experts moe layernorm+moe)
 WITH_019 := PYTHONPATH=$(CURDIR)/$(CORE_019)
 examples: export PATH := $(CURDIR)/$(BIN):$(PATH)
 examples: export PYTHONWARNINGS := ignore
@@ -50,7 +51,7 @@ examples: $(TRITON) $(CORE_019)
 	    $(PLANNED)/nemotron-3-nano.json $(SETTINGS) > $(NO_DEVICE)/nemotron-3-nano-settings.txt
 	examples/no_device/run.sh $(PLANNED) qwen3-30b-a3b-grpo \
 	    | sed -n '/up to tokens/,/^[^ ]/{s/^ \(.*[^ ]\) *$$/\1/p}' > $(NO_DEVICE)/lengths.txt
-	for job in $(HYBRIDS); do \
+	for job in $(filter-out nemotron-3-nano,$(HYBRIDS)); do \
 	    echo $$job && $(WITH_019) megatron-autorecompute verify $(PLANNED)/$$job.plan.json || exit; \
 	done > $(NO_DEVICE)/hybrid-verified.txt
 	megatron-autorecompute report $(PLANNED)/llama31-405b.plan.json

@@ -3,8 +3,7 @@
 
 python scripts/settings.py JOB.yaml PROFILE.json SETTING...    (none, selective[moe], uniform/1)
 
-JOB.yaml is what `estimate -o PROFILE.json` read, on one stage of H100 80 GB. Memory pools of CUDA
-graphs are not counted.
+JOB.yaml is what `estimate -o PROFILE.json` read, on one stage of H100 80 GB.
 """
 
 import sys

@@ -11,10 +11,13 @@ from benchmarks.published.runs import PublishedRun, of_recipe
 
 Data = dict[str, Any]
 
-FITTED: tuple[str, ...] = tuple(
-    f"llama31_405b_pretrain_256gpu_{gpu}_{precision}_config"
-    for gpu in ("gb200", "gb300")
-    for precision in ("fp8cs", "fp8mx", "nvfp4")
+FITTED: tuple[str, ...] = (
+    "llama31_405b_pretrain_1024gpu_h100_fp8cs_config",
+    *(
+        f"llama31_405b_pretrain_256gpu_{gpu}_{precision}_config"
+        for gpu in ("gb200", "gb300")
+        for precision in ("fp8cs", "fp8mx", "nvfp4")
+    ),
 )
 """Recipes whose published steps a figure of meta/devices.json was fitted on, by their names."""
 CHANGED = {

@@ -31,7 +31,9 @@ class Efficiency:
     the peaks, and no fixed times."""
 
     gemm: float = 1.0
-    """Share of the peak that large matrix products reach."""
+    """Share of the peak that large matrix products in bf16 reach."""
+    gemm_quantised: float = 1.0
+    """The same in fp8 and fp4."""
     half_rows: float = 0.0
     """Rows of one expert at which grouped products reach half of that; 0: any number does."""
     half_rows_gradient: float = 0.0
@@ -80,7 +82,15 @@ class Efficiency:
         return replace(self, **{name: getattr(self, name) * factor})
 
 
-SHARES = ("gemm", "attention", "attention_backward", "bandwidth", "link", "network")
+SHARES = (
+    "gemm",
+    "gemm_quantised",
+    "attention",
+    "attention_backward",
+    "bandwidth",
+    "link",
+    "network",
+)
 """Fields of `Efficiency` that are shares of a peak."""
 
 

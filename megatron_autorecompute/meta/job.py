@@ -121,6 +121,9 @@ class Job:
     but with deterministic_mode :4096:8, which Megatron-LM then asks for."""
     expandable_segments: bool = False
     """Whether PYTORCH_CUDA_ALLOC_CONF of the job's environment has expandable_segments:True."""
+    torch_compile: bool = True
+    """False: TORCHDYNAMO_DISABLE=1 or the like in the job's environment, with which what Megatron
+    compiles, such as GELU with its bias, runs operation by operation."""
     flash_attn: bool = True
     """Whether flash-attn is installed, in a version that Transformer Engine takes."""
     attention_mask_in_dataloader: bool = False

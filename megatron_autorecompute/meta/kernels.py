@@ -74,6 +74,8 @@ class Settings:
     """Whether the backward of unfused attention's softmax overwrites the gradient that it gets."""
     weight_copy_bytes: float = 0
     """Bytes per element of a quantised copy of the weight that every microbatch makes and saves."""
+    compiles: bool = True
+    """Whether functions that Megatron has torch compile are one kernel; else they run as is."""
     rows: hybrid_ep.Rows = hybrid_ep.EVEN
     """Of experts, where HybridEP exchanges tokens."""
 
@@ -785,10 +787,43 @@ def _backend(original: Any, implementation: str) -> Any:
     return StandIns() if implementation == "transformer_engine" else original(implementation)
 
 
-def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
-    def module(name: str) -> Any:
-        return importlib.import_module("megatron.core." + name)
+def _compiled() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Of functions that Megatron has torch compile."""
+    yield (
+        _module("transformer.mlp"),
+        {
+            "bias_swiglu_impl": _gate,
+            "bias_geglu_impl": _gate,
+            "bias_gelu_impl": _gelu,
+            "weighted_bias_swiglu_impl": _weighted_gate,
+        },
+    )
+    yield (
+        _module("transformer.moe.experts"),
+        {
+            "weighted_bias_swiglu_impl": _weighted_gate,
+            "weighted_squared_relu_impl": _weighted_square,
+        },
+    )
+    # Around it Megatron's own code clamps, and copies what it clamped.
+    yield (
+        _module("fusions.fused_bias_geglu"),
+        {
+            "WeightedQuickGeGLUFunction": SimpleNamespace(apply=_quick_gate),
+            "WeightedBiasQuickGeGLUFunction": SimpleNamespace(apply=_biased_quick_gate),
+        },
+    )
+    yield _compiled_cross_entropy()
 
+
+def _module(name: str) -> Any:
+    return importlib.import_module("megatron.core." + name)
+
+
+def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
+    module = _module
+    if _settings.compiles:
+        yield from _compiled()
     yield (
         module("models.gpt.gpt_layer_specs"),
         {
@@ -821,22 +856,6 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         {"fused_apply_rotary_pos_emb": rotate, "fused_apply_rotary_pos_emb_thd": rotate},
     )
     yield (
-        module("transformer.mlp"),
-        {
-            "bias_swiglu_impl": _gate,
-            "bias_geglu_impl": _gate,
-            "bias_gelu_impl": _gelu,
-            "weighted_bias_swiglu_impl": _weighted_gate,
-        },
-    )
-    yield (
-        module("transformer.moe.experts"),
-        {
-            "weighted_bias_swiglu_impl": _weighted_gate,
-            "weighted_squared_relu_impl": _weighted_square,
-        },
-    )
-    yield (
         module("fusions.fused_softmax"),
         {
             "ScaledUpperTriangMaskedSoftmax": unfused_attention.SOFTMAX,
@@ -856,15 +875,6 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
     utils = module("transformer.moe.moe_utils")
     yield utils, {"te_general_gemm": _general_gemm if _settings.routers_of_te else None}
     yield utils, {k: v for k, v in permutation.REPLACEMENTS.items() if hasattr(utils, k)}
-    # Around it Megatron's own code clamps, and copies what it clamped.
-    yield (
-        module("fusions.fused_bias_geglu"),
-        {
-            "WeightedQuickGeGLUFunction": SimpleNamespace(apply=_quick_gate),
-            "WeightedBiasQuickGeGLUFunction": SimpleNamespace(apply=_biased_quick_gate),
-        },
-    )
-    yield _compiled_cross_entropy()
     language = module("models.common.language_module.language_module")
     yield language, {"te_parallel_cross_entropy": _loss}
     # It would set variables of the environment, for Transformer Engine.

@@ -157,6 +157,7 @@ def meta_megatron(job: Job) -> Iterator[None]:
         routers_of_te=job.routers_of_te,
         softmax_in_place=not job.has_te(2, 19),
         weight_copy_bytes=2 * COPY_BYTES[job.precision] if job.copies_weights else 0,
+        compiles=job.torch_compile,
         rows=hybrid_ep.rows(job),
     )
     # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
@@ -302,19 +303,21 @@ class _Batch:
 
 
 def add_main_gradients(
-    parameters: Iterable[torch.Tensor], *, dummies: bool = False
+    parameters: Iterable[torch.Tensor], *, dummies: bool = False, in_fp32: bool = True
 ) -> list[torch.Tensor]:
     """Give trained parameters a main_grad, as DistributedDataParallel does; returns all of them.
 
     dummies: whether the backward of Megatron's own linear layers makes a new tensor of the weight's
     shape for the hook (tensor_parallel/layers.py, where Transformer Engine is not installed).
+    in_fp32: as `accumulate_allreduce_grads_in_fp32`; else they are of the parameter's dtype.
     """
     found = []
     for parameter in parameters:
         if parameter.requires_grad:
             if dummies:
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            main: Any = torch.zeros_like(parameter, dtype=torch.float32)
+            dtype = torch.float32 if in_fp32 else parameter.dtype
+            main: Any = torch.zeros_like(parameter, dtype=dtype)
             parameter.main_grad = main  # type: ignore[attr-defined]
             parameter.register_post_accumulate_grad_hook(_add_gradient)
             found.append(main)

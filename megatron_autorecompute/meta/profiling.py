@@ -10,7 +10,7 @@ import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -28,6 +28,7 @@ from megatron_autorecompute.meta.graph_rules import without_refused
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.layer_parts import with_parts
 from megatron_autorecompute.meta.lengths import profile_lengths
+from megatron_autorecompute.meta.links import Spread
 from megatron_autorecompute.meta.measured import LAYER_FIELDS
 from megatron_autorecompute.meta.meta_step import kept_between_steps
 from megatron_autorecompute.meta.model import (
@@ -140,6 +141,12 @@ def profile_job(
     decoder, whole = _decoder_and_whole(job, clock, every, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
+    alone_ms = 0.0
+    if job.config.get("overlap_moe_expert_parallel_comm"):
+        alone_ms = _alone_ms(job, clock(), kinds, progress)
+        if job.pattern is None:
+            progress(f"{job.name}: layers in parts, a forward beside a backward")
+            kinds = with_parts(replace_mtp(job, 0), kinds, decoder.boundary_bytes)
     counted = decoder.counted.with_ends_of(whole.counted)
     kinds = tuple(_beside_mask(job, kind) for kind in with_inert(kinds))
     kinds = tuple(with_inert_offload(kind, offload) for kind in kinds)
@@ -154,7 +161,8 @@ def profile_job(
         final_norm=whole.final_norm and _with_mask(job, whole.final_norm),
         boundary_bytes=decoder.boundary_bytes,
         stages=_stages(job, counted),
-        step_end_ms=longest_end_ms(job, device, efficiency, _parameters(job, counted), kinds),
+        step_end_ms=alone_ms
+        + longest_end_ms(job, device, efficiency, _parameters(job, counted), kinds),
         embedding_static=counted.embedding,
         head_static=counted.head,
         deallocate_pipeline_outputs=bool(job.config.get("deallocate_pipeline_outputs", True)),
@@ -211,13 +219,18 @@ def counts_graphs(job: Job) -> bool:
 
 def traffic(job: Job) -> Traffic:
     """How the job communicates."""
-    flex = job.config.get("moe_token_dispatcher_type") == "flex"
     return Traffic(
         userbuffers=bool(job.config.get("tp_comm_overlap")),
         expert_alltoall=bool(job.config.get("overlap_moe_expert_parallel_comm")),
-        copies=int(job.config.get("moe_router_topk") or 0) if flex else 0,
+        spread=_spread(job.config) if dispatcher(job) not in ("alltoall", "allgather") else None,
         used=hybrid_ep.rows(job).used,
     )
+
+
+def _spread(config: Mapping[str, Any]) -> Spread:
+    names = ("num_moe_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
+    experts, copies, groups, chosen = (config.get(name) for name in names)
+    return Spread(int(experts or 1), copies or 2, groups or 1, chosen or 1)
 
 
 def replace_mtp(job: Job, depths: int) -> Job:
@@ -282,10 +295,32 @@ def _part(
     layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
     embedding, head = _sourced(measured.embedding), _sourced(measured.head)
     norm = measured.final_norm and _sourced(measured.final_norm)
-    if job.config.get("overlap_moe_expert_parallel_comm") and job.pattern is None:
-        progress(f"{job.name}: layers in parts, a forward beside a backward")
-        kinds = with_parts(replace_mtp(job, 0), kinds, boundary_bytes)
     return _Part(kinds, embedding, head, norm, boundary_bytes, counted, layer_facts)
+
+
+def _alone_ms(job: Job, clock: Roofline, kinds: Sequence[LayerKind], progress: Progress) -> float:
+    """What EP overlap cannot hide: in a stage's forwards before its first backward, and in as many
+    backwards at the end, nothing runs beside the experts' all-to-alls (megatron-core
+    pipeline_parallel/combined_1f1b.py)."""
+    decoder = replace_mtp(job, 0)
+    apart = replace(traffic(job), expert_alltoall=False)
+    clock = type(clock)(clock.device, clock.efficiency, apart)
+    every = functools.partial(_set_of, ())
+    alone = _part(decoder, clock, _choices_of_kinds(decoder, every), every, progress).kinds
+    more_ms = {layer: ms - _none_ms(kinds)[layer] for layer, ms in _none_ms(alone).items()}
+    schedule = job.schedule()
+    return max(
+        schedule.warmup(stage)
+        / schedule.num_chunks
+        * sum(more_ms.get(layer, 0.0) for layer in layers)
+        for stage, (layers, _, _) in enumerate(_parts_of_stages(job))
+    )
+
+
+def _none_ms(kinds: Sequence[LayerKind]) -> dict[int, float]:
+    """By layer a forward and a backward without recompute."""
+    found = {index: kind.record(NONE) for kind in kinds for index in kind.layers}
+    return {index: one.forward_ms + one.backward_ms for index, one in found.items() if one}
 
 
 def with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
@@ -333,7 +368,8 @@ def _measured(
     depth = len(built.kind_of)
     own = own_embedding(job, model) if job.size("pipeline") > 1 else []
     parameters = [*model.parameters(), *own]
-    gradients = add_main_gradients(parameters, dummies=job.makes_dummies)
+    in_fp32 = job.accumulate_allreduce_grads_in_fp32
+    gradients = add_main_gradients(parameters, dummies=job.makes_dummies, in_fp32=in_fp32)
     static = [*parameters, *gradients, *model.buffers(), *step.static]
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
 

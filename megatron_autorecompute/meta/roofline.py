@@ -23,11 +23,14 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.devices import Device, Efficiency
-from megatron_autorecompute.meta.links import ALLTOALL, RING, Links
+from megatron_autorecompute.meta.links import ALLTOALL, RING, Links, Spread
 
 _PRECISIONS = ("bf16", "fp8", "fp4")
 _ASYNC = "async_op"
 _OF_HOST = "generator_states"
+TAKEN_BY_NCCL = 1 - 1.18 / 2.08
+"""Share of a collective's time that a product beside it loses: on A100 one took 2.08 ms beside an
+all-gather of NCCL's, and 1.18 alone (NVIDIA/nccl issue 1428)."""
 _SPLIT = ("_allgather_base_", "_reduce_scatter_base_")
 
 
@@ -40,9 +43,9 @@ class Traffic:
     for the first of as many parts as there are ranks."""
     expert_alltoall: bool = False
     """overlap_moe_expert_parallel_comm: all-to-alls run beside another microbatch's arithmetic."""
-    copies: int = 0
-    """moe_router_topk with the flex dispatcher, whose kernels (DeepEP, HybridEP) send a token once
-    to every domain that one of these copies is for; 0: the alltoall dispatcher sends all copies."""
+    spread: Spread | None = None
+    """Of a token's copies with the flex dispatcher, whose kernels (DeepEP, HybridEP) send it once
+    to every domain that one of them is for; None: the alltoall dispatcher sends all copies."""
     used: float = 1.0
     """Share of experts' rows that tokens take: kernels skip room that is left over."""
 
@@ -142,12 +145,13 @@ class Roofline(TorchDispatchMode):
     def _rate(self, name: str, args: Any) -> float:
         """FLOP/s of an operation."""
         reached = self.efficiency
+        precision = next((a for a in args if isinstance(a, str) and a in _PRECISIONS), "bf16")
         if "attention" in name:
             backward = name.endswith("backward")
             share = reached.attention_backward if backward else reached.attention
         else:
-            share = reached.gemm * self._filled(name, args)
-        precision = next((a for a in args if isinstance(a, str) and a in _PRECISIONS), "bf16")
+            share = reached.gemm if precision == "bf16" else reached.gemm_quantised
+            share *= self._filled(name, args)
         return self.device.rate(precision) * share
 
     def _filled(self, name: str, args: Any) -> float:
@@ -177,11 +181,12 @@ class Roofline(TorchDispatchMode):
         self.host_seconds += 1e-6 * (reached.exchange_us if name == RING else reached.host_us)
         # The largest tensor is everything that the group exchanges.
         whole_bytes = max(_storages(args).values(), default=0)
-        copies = self.traffic.copies if name == ALLTOALL else 0
-        used = self.traffic.used if copies else 1.0
-        seconds = self.links.seconds(name, round(used * whole_bytes), ranks, copies)
+        spread = self.traffic.spread if name == ALLTOALL else None
+        used = self.traffic.used if spread else 1.0
+        seconds = self.links.seconds(name, round(used * whole_bytes), ranks, spread)
         if name == ALLTOALL and self.traffic.expert_alltoall:
             self.alltoall_seconds += seconds
+            self.seconds += 0.0 if spread else TAKEN_BY_NCCL * seconds
         elif name == RING or _argument(func, args, _ASYNC):
             self.started_seconds += seconds
         elif name in _SPLIT and self.traffic.userbuffers:

@@ -405,7 +405,7 @@ class CostTable:
             if choice == replace(like, group=group) and group <= costs.shape[1] and same:
                 costs[:, group - 1] = _unit("", (), self._records[kind.name][choice]).costs
 
-    def checkpoint(self, layers: Sequence[int], choice: LayerPolicy) -> Unit:
+    def checkpoint(self, layers: Sequence[int], choice: LayerPolicy = FULL) -> Unit:
         """Costs of one checkpoint around all of `layers`, under full or full+all.
 
         Raises: ProfileError when a layer cannot be in a group (see `checkpoints`), or keeps parts.

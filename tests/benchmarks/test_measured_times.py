@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import fit
 from benchmarks.measured import page, ratios, times
 from benchmarks.measured.flags import FieldError
 from benchmarks.measured.machines import AWS, HOSTS, OWN, machines
@@ -48,7 +49,7 @@ HAS_PARSER = importlib.util.find_spec("megatron.training") is not None
         (B200, "llama3_405b_l4_tp8_pp1_dp1_mbc4_cef", 0.07),
         (B200, "llama3_405b_l4_tp1_pp2_dp4_mbc32_cef", 0.05),
         (B200, "deepseekv3_l4_tp1_ep4_pp2_dp4_mbc8_cef", 0.07),
-        (GOLDEN, "gpt3_7b_tp1_pp4_memory_speed (h100)", 0.05),
+        (GOLDEN, "gpt3_7b_tp1_pp4_memory_speed (h100)", 0.12),  # deterministic: attention is slower
     ],
 )
 def test_steps_that_nothing_was_fitted_on_are_near_the_measured_ones(path, name, within):
@@ -59,6 +60,19 @@ def test_steps_that_nothing_was_fitted_on_are_near_the_measured_ones(path, name,
     found = times.point(run, predicted(case(run)))
     assert found["role"] == times.JUDGES
     assert abs(found["error"]) <= within, json.dumps(found)
+
+
+@pytest.mark.skipif(not HAS_PARSER, reason="this wheel of megatron-core has no flags")
+def test_our_own_steps_that_nothing_disturbed_take_as_long_on_an_h100():
+    """With GELU in one kernel, which it was not, no share of products suits mlp and the others."""
+    own = fit.steps()
+    assert len({step.flags for step in own}) == 4
+    reached = devices()[fit.GPU].reaches
+    for step in own:
+        assert step.predicted_ms(reached) == pytest.approx(step.measured_ms, rel=0.04), step.name
+    layer = fit.layer_predicted_ms(reached)
+    for name, measured_ms in fit.layer_measured_ms().items():
+        assert layer[name] == pytest.approx(measured_ms, rel=0.1), name
 
 
 @pytest.mark.any_version

@@ -440,7 +440,7 @@ def test_efficiency_is_read_over_the_defaults():
     "text", ["gemm=0", "gemm=1.5", "speed=0.5", "gemm", "gemm=x", "host=0", "host=101", "host=nan"]
 )
 def test_an_efficiency_that_cannot_be_is_refused(text):
-    with pytest.raises(OptionError, match=r"names are gemm, attention, .*, link, network"):
+    with pytest.raises(OptionError, match=r"names are gemm, gemm_quantised, .*, link, network"):
         estimate.read_efficiency(text, device("h100-80gb"))
 
 

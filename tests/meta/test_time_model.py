@@ -4,15 +4,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.devices import Efficiency, device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.links import ALLTOALL, Links
+from megatron_autorecompute.meta.links import ALLTOALL, Links, Spread, share_with_copies
 from megatron_autorecompute.meta.muon import iteration_flops, orthogonalized
-from megatron_autorecompute.meta.profiling import counted_weights
-from megatron_autorecompute.meta.roofline import Communication, Roofline, Traffic
+from megatron_autorecompute.meta.profiling import counted_weights, profile_job, traffic
+from megatron_autorecompute.meta.roofline import (
+    TAKEN_BY_NCCL,
+    Communication,
+    Roofline,
+    Traffic,
+)
 from megatron_autorecompute.meta.static_bytes import Parameters
 from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
 
@@ -24,8 +30,8 @@ GB = 10**9
 ROWS_BYTES, TABLE_BYTES = 4 * 100 * 4096, 4 * 100_000 * 4096
 
 
-def seconds(name, ranks, copies=0, efficiency=PEAKS):
-    return Links(H100, efficiency).seconds(name, GB, ranks, copies)
+def seconds(name, ranks, spread=None, efficiency=PEAKS):
+    return Links(H100, efficiency).seconds(name, GB, ranks, spread)
 
 
 def test_a_collective_takes_the_links_that_its_ranks_have():
@@ -44,10 +50,41 @@ def test_a_collective_takes_the_links_that_its_ranks_have():
 def test_an_alltoall_sends_near_and_far_at_once_and_flex_sends_a_token_to_a_domain_once():
     assert seconds(ALLTOALL, range(8)) == pytest.approx(7 / 8 * GB / 450e9)
     assert seconds(ALLTOALL, range(16)) == pytest.approx(8 / 16 * GB / 50e9)
-    # Of 8 copies of a token, 4 go to the other of two domains: once, but for 1 of 256 tokens.
-    assert seconds(ALLTOALL, range(16), copies=8) == pytest.approx(
-        GB * 2 / 8 * (1 - 1 / 256) / 2 / 50e9
+    # Of 2 copies of a token, each for one of 16 ranks, one or both are for the other domain: once.
+    to_other = 1 - 8 / 16 * 7 / 15
+    assert seconds(ALLTOALL, range(16), Spread(16, 2)) == pytest.approx(
+        GB / 2 * to_other / 50e9, rel=0.01
     )
+    # DeepEP and HybridEP are kernels of their own, without NCCL's time for each rank.
+    late = replace(PEAKS, collective_us=20, rank_us=10)
+    flex = seconds(ALLTOALL, range(16), Spread(16, 2), late)
+    assert flex == pytest.approx(seconds(ALLTOALL, range(16), Spread(16, 2)) + 20e-6)
+
+
+@pytest.mark.parametrize("domains", [2, 4, 8, 16])
+def test_a_router_of_groups_sends_a_token_to_the_domains_that_megatrons_picks(domains):
+    from megatron.core.transformer.moe.moe_utils import group_limited_topk
+
+    tokens, experts, copies, groups, chosen = 20_000, 256, 8, 8, 4  # DeepSeek-V3's
+    scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(1))
+    _, picked = group_limited_topk(scores, copies, tokens, experts, groups, chosen)
+    sent = torch.zeros(tokens, domains).scatter_(1, picked // (experts // domains), 1.0)
+    found = share_with_copies(Spread(experts, copies, groups, chosen), domains)
+    assert found == pytest.approx(float(sent.mean()), rel=0.01)
+    if domains == groups:
+        assert found <= chosen / groups < share_with_copies(Spread(experts, copies), domains)
+
+
+def test_a_jobs_dispatcher_and_router_say_how_its_tokens_spread():
+    router = {"num_moe_experts": 64, "moe_router_topk": 6}
+    limited = {**router, "moe_router_num_groups": 8, "moe_router_group_topk": 3}
+    flex = {"moe_token_dispatcher_type": "flex"}
+    for config, spread in (
+        (limited, None),
+        ({**router, **flex}, Spread(64, 6)),
+        ({**limited, **flex}, Spread(64, 6, 8, 3)),
+    ):
+        assert traffic(job(config=config)).spread == spread
 
 
 class TestRoofline:
@@ -140,6 +177,94 @@ class TestRoofline:
             with clock:
                 ops.gemm_weight_gradient(y, x, weight, "bf16")
         assert clocks[1].seconds == pytest.approx(4 * clocks[0].seconds)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_products_in_fp8_have_a_share_of_their_own(precision):
+    x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    clock = Roofline(H100, replace(PEAKS, gemm=0.5, gemm_quantised=0.25))
+    with clock:
+        ops.gemm(x, weight, precision)
+    share = {"bf16": 0.5, "fp8": 0.25}[precision]
+    assert clock.seconds == pytest.approx(clock.flops / (share * H100.rate(precision)))
+
+
+class Operations(TorchDispatchMode):
+    """Counts those that write a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = [x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)]
+        self.count += result.untyped_storage()._cdata not in given
+        return result
+
+
+def test_without_torch_compile_gelu_is_the_operations_of_megatrons_own():
+    from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+
+    y, bias = (torch.randn(*size, requires_grad=True) for size in ((8, 64), (64,)))
+    gradient = torch.ones(8, 64)
+    with Operations() as eager:
+        bias_gelu_impl(y, bias).backward(gradient)
+    config = {"add_bias_linear": True, "activation_func": "gelu", "bias_activation_fusion": True}
+    kernels = []
+    for compiles in (True, False):
+        asked = job(config=config, num_gpus=1, torch_compile=compiles)
+        profile = profile_job(asked, H100, Efficiency(kernel_us=1e3, bandwidth=1e3, gemm=1e3))
+        none = profile.kinds[0].record("none")
+        kernels.append(round(none.forward_ms + none.backward_ms))
+    into_main_gradient = 1
+    assert kernels[1] - kernels[0] == eager.count + into_main_gradient - 2
+
+
+def test_gradients_are_added_in_the_dtype_that_they_are_kept_in():
+    slow = Efficiency(bandwidth=1e-6)
+    fp32, bf16 = (
+        profile_job(
+            job(num_gpus=1, accumulate_allreduce_grads_in_fp32=each), H100, slow
+        ).embedding.backward_ms
+        for each in (True, False)
+    )
+    read_and_written = 2 * (4 - 2) * 128 * 64  # bytes of the vocabulary's table
+    assert fp32 - bf16 == pytest.approx(read_and_written / H100.bandwidth_bytes * 1e9, rel=1e-3)
+
+
+ENDS = {
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 64,
+    "expert_model_parallel_size": 8,
+    "moe_grouped_gemm": True,
+    "add_bias_linear": False,
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+@pytest.mark.parametrize("pipeline", [1, 4])
+def test_beside_nothing_ep_overlap_hides_nothing(pipeline):
+    """Every kernel and every collective takes 1 ms: two all-to-alls of tokens and one of their
+    weights in a layer's forward, and as many in its backward, run beside many more kernels."""
+    fields = {**ENDS, "pipeline_model_parallel_size": pipeline}
+    if pipeline > 1:
+        fields |= {"virtual_pipeline_model_parallel_size": 2}
+    quick = replace(PEAKS, collective_us=1e3, kernel_us=1e3)
+    boundless = replace(H100, bandwidth_bytes=1e30, link_bytes=1e30, network_bytes=1e30)
+    steps, ends = [], []
+    for overlap in (False, True):
+        config = {**fields, "overlap_moe_expert_parallel_comm": overlap}
+        asked = job(config=config, num_gpus=8 * pipeline, global_batch_size=64)
+        profile = profile_job(asked, boundless, quick, only=())
+        none = profile.kinds[0].record("none")
+        steps.append(none.forward_ms + none.backward_ms)
+        ends.append(profile.step_end_ms)
+    hidden = steps[0] - steps[1]
+    assert hidden == pytest.approx(6 * (1 - TAKEN_BY_NCCL), abs=0.01)
+    alone = {1: 1, 4: 2 * 3 + 4 + 1}[pipeline]  # chunks, of 8 layers or of one
+    layers = {1: 8, 4: 1}[pipeline]
+    assert ends[1] - ends[0] == pytest.approx(alone * layers * hidden, rel=0.01)
 
 
 def job(**fields):

@@ -34,13 +34,13 @@ def test_the_page_explains_the_very_words_of_a_plan(gap):
     assert proof(replace(PLAN, step_evidence=evidence)).startswith(
         f"{said} in this model: no choices that fit"
     )
-    assert f'"{said}" stands for a gap of' in one_line(ROOT / "docs" / "plan.md")
+    assert f"`{said}` stands for a gap of" in one_line(ROOT / "docs" / "plan.md")
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.003])
 def test_the_page_explains_the_very_words_of_a_search(gap):
     said = proof_of_all("layouts", "no others", StepEvidence(1 - gap, gap)).partition(":")[0]
-    assert f'"{said}"' in one_line(ROOT / "docs" / "plan.md")
+    assert f"`{said}`" in one_line(ROOT / "docs" / "plan.md")
 
 
 def test_all_else_uses_these_words_and_the_readme_says_where_they_are_explained():
