@@ -319,6 +319,8 @@ class Planner:
             # Again if it was asked before others, so that the plan is the same.
             self._chosen[stage, budget] = self.searches[stage].fastest(budget)
         search = StepSearch(self._replay, self.searches, budgets)
+        least_busy = [self.choose(stage, budget) for stage, budget in enumerate(budgets)]
+        search.start([choice.policies for choice in least_busy if choice is not None])
         search.start([choice.policies for choice in self.leanest])
         if not search.begin():
             manual = self.best_manual(budgets)

@@ -43,7 +43,7 @@ def test_what_a_plan_with_a_graph_of_the_iteration_needs_is_within_the_budget():
     layout, schedule = Layout.from_flags(4, 1), Schedule(1, 1, 8)
     for profile, text in (
         (eager, "none*4"),
-        (replace(eager, graph_of_iteration=True), "full*2,none*2"),
+        (replace(eager, graph_of_iteration=True), "full/2*2,none*2"),
     ):
         solution = Planner(profile, layout, schedule).solve(1000 + 430)
         assert solution.policy.format() == text

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 TRIES = 6
 """Searches of one budget; what they leave open is the gap of the answer."""
+_GROWTH = 8
+"""A part of the bytes less, by which they grow at least from one search to the next."""
 _FAR = 1 << 60
 _Found = TypeVar("_Found")
 
@@ -21,7 +23,8 @@ def shrunk(
     worse: Callable[[_Found], float],
     tries: int = TRIES,
 ) -> tuple[_Found | None, int]:
-    """The best that truly fits, and the bytes less with which it was found.
+    """The best that truly fits, and the bytes less with which it was found; or None, and the most
+    bytes less with which anything was found.
 
     Args:
         search: what is best with so many bytes less; None where nothing fits.
@@ -42,5 +45,5 @@ def shrunk(
             low = less
         if high <= low + 1:
             break
-        less = low + more if high == _FAR else (low + high) // 2
-    return best
+        less = low + max(more, low // _GROWTH) if high == _FAR else (low + high) // 2
+    return best if best[0] is not None else (None, low)

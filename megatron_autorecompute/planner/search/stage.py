@@ -198,11 +198,16 @@ def arranged(problem: StageProblem, choice: StageChoice) -> StageChoice:
     """The choice with its true peak; layers of one kind in the order of what they hold, if that is
     lower: as one microbatch's first layers come, another's last ones have gone."""
     assert problem.true_peak is not None
-    splits = choice.policies, tuple(map(_ascending, problem.chunks, choice.policies))
+    splits = choice.policies, ascending(problem, choice.policies)
     peaks = [problem.true_peak(split) for split in splits]
     best = 1 if peaks[1] < peaks[0] else 0
     number = sum(map(runs, splits[best]))
     return replace(choice, policies=splits[best], peak_bytes=peaks[best], runs=number)
+
+
+def ascending(problem: StageProblem, split: Split) -> Split:
+    """A split with the layers of every kind in the order of what they hold."""
+    return tuple(map(_ascending, problem.chunks, split))
 
 
 def _ascending(chunk: ChunkProblem, policies: tuple[LayerPolicy, ...]) -> tuple[LayerPolicy, ...]:

@@ -23,7 +23,7 @@ from megatron_autorecompute.planner.search.master import Master
 from megatron_autorecompute.planner.search.problem import Split
 from megatron_autorecompute.planner.search.proof import CHUNKS, Proof
 from megatron_autorecompute.planner.search.replay import Replay
-from megatron_autorecompute.planner.search.stage import Stage
+from megatron_autorecompute.planner.search.stage import Stage, ascending
 from megatron_autorecompute.planner.search.stage_plans import Effort, StagePlans
 from megatron_autorecompute.planner.search.units import HELD
 
@@ -76,23 +76,39 @@ class StepSearch:
         ]
         self.options: list[dict[tuple[int, ...], None]] = [{} for _ in stages]
         """Plans of every stage that truly fit."""
-        self._refused: list[set[tuple[int, ...]]] = [set() for _ in stages]
+        self._true: list[dict[tuple[int, ...], tuple[int, ...] | None]] = [{} for _ in stages]
+        """Of plans that were met, what is known of them instead; None where they do not fit."""
         self.master = Master(replay, self.stages)
         self.several = len(self.master.keys) > len(stages)
         self.best: tuple[int, Chosen] = (1 << 62, [])
 
     # --- plans of stages --------------------------------------------------------------------------
 
-    def put(self, stage: int, rows: Ints | Sequence[Sequence[int]]) -> None:
-        """Know plans of a stage, if they truly fit."""
-        peak = self._searches[stage].problem.true_peak
+    def put(self, stage: int, rows: Ints | Sequence[Sequence[int]]) -> Chosen:
+        """Know plans of a stage; those that truly fit, or do in another order of layers."""
+        known = self._true[stage]
+        found: Chosen = []
         for row in map(tuple, np.asarray(rows, np.int64).tolist()):
-            if row in self.options[stage] or row in self._refused[stage]:
-                continue
-            if peak and peak(self.stages[stage].choices(row)) > self.budgets[stage]:
-                self._refused[stage].add(row)
-            else:
-                self.options[stage][row] = None
+            if row not in known:
+                known[row] = self._truly(stage, row)
+            own = known[row]
+            if own is not None:
+                self.options[stage][own] = None
+                found.append(own)
+        return found
+
+    def _truly(self, stage: int, row: tuple[int, ...]) -> tuple[int, ...] | None:
+        """A plan, or the same with its layers in the order of what they hold; None where neither
+        truly fits."""
+        problem, own = self._searches[stage].problem, self.stages[stage]
+        if problem.true_peak is None:
+            return row
+        split = own.choices(row)
+        for one in (split, ascending(problem, split)):
+            if problem.true_peak(one) <= self.budgets[stage]:
+                pairs = zip(own.plans, one, strict=True)
+                return tuple(plans.add(policies) for plans, policies in pairs)
+        return None
 
     def start(self, splits: Sequence[Split]) -> None:
         """Begin with choices that fit."""
@@ -131,10 +147,7 @@ class StepSearch:
         """Take the first of every stage's plans at some weights."""
         chosen: Chosen = []
         for number, tight in enumerate(self.tight):
-            found = tight.listed(weights[:, number])
-            self.put(number, found.rows)
-            own = map(tuple, found.rows.tolist())
-            chosen += [row for row in own if row in self.options[number]][:1]
+            chosen += self.put(number, tight.listed(weights[:, number]).rows)[:1]
         if len(chosen) == len(self.tight):
             self._take(chosen)
 
@@ -227,8 +240,7 @@ class StepSearch:
             far = np.maximum(over, 0).sum(axis=1) + 0.02 * own.sum(axis=1)
             costs.append(own @ weights[:, stage, c] + mean * far)
         rows, _ = tight.cheapest(costs, price, 0.0, Effort())
-        self.put(stage, rows)
-        return np.array([row for row in map(tuple, rows.tolist()) if row in self.options[stage]])
+        return np.array(self.put(stage, rows), np.int64).reshape(-1, len(costs))
 
     def _by_nearness(self, stage: int) -> Ints:
         """All known plans of a stage, those nearest to the fractional times first."""
@@ -299,9 +311,7 @@ class StepSearch:
                 found.append(new)
         rows = np.array(found, np.int64).reshape(-1, len(own))
         rows = rows[self.stages[stage].fit(rows)][:_EXCHANGED]
-        self.put(stage, rows)
-        keep = [tuple(row) in self.options[stage] for row in rows.tolist()]
-        return rows[np.array(keep, np.bool_)]
+        return np.array(self.put(stage, rows), np.int64).reshape(-1, len(own))
 
 
 def _plans(stage: Stage, budget: int, added: int) -> StagePlans:
