@@ -18,6 +18,7 @@ This module knows no policy, and of Megatron its checkpoints alone. Layers' part
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,19 +26,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_autorecompute.compat import checkpoints
 from megatron_autorecompute.errors import ApplyError
-from megatron_autorecompute.runtime.live_bytes import never_count
 
 Key = tuple[Any, ...]
 """What decides which outputs are read: the inputs' shapes, and which parameters are trained."""
 
 _THROUGH = object()
 """In the place of an activation, which passes through a checkpoint and not beside it."""
-_running: list[_Checkpoint | None] = []
-"""The checkpoints whose function runs now, the innermost last; None: its parts run as usual."""
+
+
+class _Running(threading.local):
+    inside: _Checkpoint | None = None
+    """The checkpoint whose function runs now in this thread; None: parts run as usual."""
+
+
+_running = _Running()
 
 
 class Part:
@@ -71,6 +76,7 @@ class Part:
         self._owner = weakref.ref(owner)
         self.reads: dict[Key, tuple[bool, ...]] = {}
         """By key, of every output whether the second run reads it."""
+        self._parameters: list[torch.nn.Parameter] = []
         checkpoints.wrap_while_alive(self, _Checkpoint)
         setattr(owner, attribute, self)
 
@@ -81,13 +87,7 @@ class Part:
 
     def undo(self) -> None:
         """Put the function back."""
-        owner = self._owner()
-        if owner is None:
-            return
-        if self.before is None:
-            delattr(owner, self.attribute)
-        else:
-            setattr(owner, self.attribute, self.before)
+        _put_back(self._owner(), self.attribute, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, or in a second run what stands for it."""
@@ -95,7 +95,7 @@ class Part:
 
     def route(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As a call, of `function`."""
-        checkpoint = _running[-1] if _running else None
+        checkpoint = _running.inside
         if checkpoint is None:
             return function(*args, **kwargs)
         return checkpoint.run(self, function, args, kwargs)
@@ -111,11 +111,13 @@ class Part:
     def trained(self) -> tuple[bool, ...]:
         """Of every parameter of the module around, whether it is trained."""
         around = self.around()
-        return () if around is None else tuple(p.requires_grad for p in around.parameters())
+        if around is not None and not self._parameters:  # a walk through modules takes long
+            self._parameters = list(around.parameters())
+        return tuple(each.requires_grad for each in self._parameters)
 
     def __getstate__(self) -> Any:
-        strong = (self._owner(), self.around())
-        return {**vars(self), "_owner": strong[0], "around": strong[1], "reads": {}}
+        strong = {"_owner": self._owner(), "around": self.around()}
+        return {**vars(self), **strong, "reads": {}, "_parameters": []}
 
     def __setstate__(self, state: Any) -> None:
         vars(self).update(state)
@@ -128,7 +130,7 @@ class ProductPart(Part):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, or in a second run the forward without the product."""
-        if not _running or _running[-1] is None:
+        if _running.inside is None:
             return self.function(*args, **kwargs)
         with _Products(self):
             return self.function(*args, **kwargs)
@@ -158,13 +160,7 @@ class Scope:
 
     def undo(self) -> None:
         """Put the forward back."""
-        module = self._module()
-        if module is None:
-            return
-        if self.before is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = self.before
+        _put_back(self._module(), "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, in training inside a checkpoint."""
@@ -182,14 +178,15 @@ class Scope:
             given = list(others)
             for i, each in zip(where, activations, strict=True):
                 given[i] = each
-            flat, spec = tree_flatten(forward(*given, **kwargs))
-            beside[:] = [spec, [_THROUGH if _is_activation(each) else each for each in flat]]
+            outputs = forward(*given, **kwargs)
+            flat = _leaves(outputs)
+            beside[:] = [_with_leaves(outputs, iter(map(_beside, flat)))]
             return tuple(each for each in flat if _is_activation(each))
 
         through = iter(checkpoints.run(function, *(args[i] for i in where)))
-        spec, flat = beside
-        beside.clear()
-        return tree_unflatten([next(through) if e is _THROUGH else e for e in flat], spec)
+        outputs = beside.pop()
+        flat = (next(through) if each is _THROUGH else each for each in _leaves(outputs))
+        return _with_leaves(outputs, flat)
 
     def __getstate__(self) -> Any:
         return {**vars(self), "_module": self._module()}
@@ -200,6 +197,16 @@ class Scope:
         checkpoints.wrap_while_alive(self, _Checkpoint)
 
 
+def _put_back(owner: Any, attribute: str, ours: Part | Scope) -> None:
+    """Take ours out, unless somebody has put a function around it, which then runs it as usual."""
+    if owner is None or vars(owner).get(attribute) is not ours:
+        return
+    if ours.before is None:
+        delattr(owner, attribute)
+    else:
+        setattr(owner, attribute, ours.before)
+
+
 class _Checkpoint:
     """The function of one checkpoint: the first run without gradients, the second with."""
 
@@ -207,7 +214,9 @@ class _Checkpoint:
         # Without gradients there is no second run: an evaluation, a checkpoint in a checkpoint.
         self.function, self.runs_twice = function, torch.is_grad_enabled()
         self.calls: list[_Call] = []
-        self.at = 0
+        self.left: list[_Call] | None = None
+        """In the second run, the calls that it has not come to."""
+        self.keys: dict[Any, Key] = {}
 
     def __call__(self, *args: Any) -> Any:
         if not self.runs_twice:
@@ -221,23 +230,21 @@ class _Checkpoint:
 
     def run(self, part: Part, function: Any, args: Any, kwargs: Any) -> Any:
         """A part's function, in this checkpoint's first or second run."""
-        if torch.is_grad_enabled():
-            return self._next(part).again(function, args, kwargs)
-        call = _Call(part, (self.shapes, part.trained()))
+        if self.left is not None:
+            call = next((each for each in self.left if each.part is part), None)
+            if call is None:  # a policy was put in force in between, or this is a third run
+                return function(*args, **kwargs)
+            self.left.remove(call)
+            return call.again(function, args, kwargs)
+        call = _Call(part, self._key(part))
         self.calls.append(call)
         with _inside(None):  # checkpoints inside a part are ordinary ones
             return call.once(function, args, kwargs)
 
-    def _next(self, part: Part) -> _Call:
-        call = self.calls[self.at] if self.at < len(self.calls) else None
-        self.at += 1
-        if call is None or call.part is not part:
-            raise ApplyError(
-                f"A checkpoint's recompute ran {part.name}, its forward had run "
-                f"{call.part.name if call else 'nothing more'} there: the layer's forward depends "
-                "on more than its inputs. Recompute it as Megatron does: +all."
-            )
-        return call
+    def _key(self, part: Part) -> Key:
+        if part.around not in self.keys:
+            self.keys[part.around] = (self.shapes, part.trained())
+        return self.keys[part.around]
 
     def _again(self, args: tuple[Any, ...]) -> Any:
         known = all(call.is_known() for call in self.calls)
@@ -252,18 +259,20 @@ class _Checkpoint:
         return outputs
 
     def _run_again(self, args: tuple[Any, ...]) -> Any:
-        self.at = 0
+        self.left = list(self.calls)
+        for call in self.calls:
+            call.node = None
         with _inside(self):
             return self.function(*args)
 
 
 @contextmanager
 def _inside(checkpoint: _Checkpoint | None) -> Iterator[None]:
-    _running.append(checkpoint)
+    before, _running.inside = _running.inside, checkpoint
     try:
         yield
     finally:
-        _running.pop()
+        _running.inside = before
 
 
 class _Slot(NamedTuple):
@@ -276,6 +285,21 @@ class _Slot(NamedTuple):
     offset: int
 
 
+class _Dead(NamedTuple):
+    """An output that nothing in the second run reads."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def like(cls, each: torch.Tensor) -> _Dead:
+        return cls(each.size(), each.dtype, each.device)
+
+    def nan(self) -> torch.Tensor:
+        return torch.full(self.size, float("nan"), dtype=self.dtype, device=self.device)
+
+
 class _Call:
     """One call of a part, from its forward to its backward."""
 
@@ -284,6 +308,7 @@ class _Call:
         self.runs_again = False
         """The second run runs it as any other function."""
         self.inputs: list[torch.Tensor] | None = None  # of the second run
+        self.node: Node | None = None  # that stands for this call in the second run's graph
         self.gradients: list[Any] = []  # of the inputs; the graph refers to this list, not to self
         self.states: Any = None  # of the generators afterwards, if the part drew numbers
         self.wanted: set[int] = set()
@@ -309,43 +334,43 @@ class _Call:
             outputs = function(*inputs, *args[count:], **kwargs)
         if self.part.draws:
             after = checkpoints.generator_states()
-            self.states = None if _equal(before, after) else after
-        unchanged = {n for n, each in enumerate(inputs) if each._version == versions[n]}
-        return self._cut(inputs, unchanged, outputs, reads)
+            self.states = None if checkpoints.same_states(before, after) else after
+        changed = versions != [each._version for each in inputs]
+        return self._cut(inputs, changed, outputs, reads)
 
-    def _cut(
-        self, inputs: Sequence[torch.Tensor], unchanged: set[int], outputs: Any, reads: Any
-    ) -> Any:
-        self.flat, self.spec = tree_flatten(outputs)
-        self.live = [i for i, e in enumerate(self.flat) if _is_activation(e) and e.requires_grad]
-        self.edges = [get_gradient_edge(self.flat[i]) for i in self.live]
-        if not self.live or not self._drop(inputs, unchanged):
+    def _cut(self, inputs: Sequence[torch.Tensor], changed: bool, outputs: Any, reads: Any) -> Any:
+        flat = _leaves(outputs)
+        self.live = [i for i, e in enumerate(flat) if _is_activation(e) and e.requires_grad]
+        self.edges = [get_gradient_edge(flat[i]) for i in self.live]
+        # A part that changes its inputs must change them in the second run too.
+        if changed or not self.live or not self._drop(inputs):
             self.runs_again, self.edges = True, []
-            self.flat = [e.detach() if _is_activation(e) else e for e in self.flat]
-            return tree_unflatten(self.flat, self.spec)
+            return _with_leaves(outputs, (e.detach() if _is_activation(e) else e for e in flat))
         self.geometry = [(each.size(), each.stride(), each.storage_offset()) for each in inputs]
-        made = [self.flat[i].detach() for i in self.live]
+        made = [flat[i].detach() for i in self.live]
         self.kept = [
-            each if self.part.keeps and (reads is None or reads[n]) else _nan(each)
+            each if self.part.keeps and (reads is None or reads[n]) else _Dead.like(each)
             for n, each in enumerate(made)
         ]
+        self.versions = self._versions()
         for i in self.live:
-            self.flat[i] = None
+            flat[i] = None
+        self.outputs = _with_leaves(outputs, iter(flat))
         return self._outputs(made)
 
     def _outputs(self, activations: Sequence[torch.Tensor]) -> Any:
-        result = list(self.flat)
+        flat = _leaves(self.outputs)
         for i, each in zip(self.live, activations, strict=True):
-            result[i] = each
-        return tree_unflatten(result, self.spec)
+            flat[i] = each
+        return _with_leaves(self.outputs, iter(flat))
 
-    def _drop(self, inputs: Sequence[torch.Tensor], unchanged: set[int]) -> bool:
-        """Drop what the graph saved of its inputs, but of those that it changed in place.
+    def _drop(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Drop what the graph saved of its inputs.
 
         Returns:
             False where somebody else's hooks are on what is saved, which can have no others.
         """
-        storages = {inputs[n].untyped_storage()._cdata: n for n in unchanged}
+        storages = {each.untyped_storage()._cdata: n for n, each in enumerate(inputs)}
         nodes = [edge.node for edge in self.edges]
         seen: set[Node | None] = {None, inputs[0].grad_fn}
         while nodes:
@@ -369,17 +394,21 @@ class _Call:
     # ------------------------------------------------------------------------------- second run
 
     def again(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.runs_again:
-            return function(*args, **kwargs)
+        if self.runs_again or self.versions != self._versions():
+            return function(*args, **kwargs)  # an output changed in place is no longer the part's
         if self.part.instead is not None:
             self.part.instead(self.part.owner)
         if self.states is not None:
             checkpoints.set_generator_states(self.states)
         inputs = args[: self.part.inputs]
         self.inputs = [each.detach() for each in inputs]
+        self.versions = [each._version for each in inputs]
         outputs = _Reattach.apply(self, _token(), *inputs)
         self.node = outputs[0].grad_fn
         return self._outputs(outputs)
+
+    def _versions(self) -> list[int]:
+        return [each._version for each in self.kept if isinstance(each, torch.Tensor)]
 
     def let_go(self) -> None:
         """After the second run: its graph has all that is still needed."""
@@ -403,6 +432,11 @@ class _Call:
                 f"The backward of {self.part.name} ran without its recompute, or twice."
             )
         again, was = self.inputs[slot.number], self.geometry[slot.number]
+        if again._version != self.versions[slot.number]:
+            raise ApplyError(
+                f"An input of {self.part.name} was changed in place after it. Recompute the layer "
+                "as Megatron does: +all."
+            )
         if (again.size(), again.stride()) != was[:2]:
             raise ApplyError(
                 f"{self.part.name} was recomputed with an input of {tuple(again.size())}, strides "
@@ -435,7 +469,7 @@ class _Reattach(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, _: torch.Tensor, *inputs: torch.Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(each.detach() for each in call.kept)
+        return tuple(e.nan() if isinstance(e, _Dead) else e.detach() for e in call.kept)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -460,14 +494,22 @@ def _token() -> torch.Tensor:
     return torch.zeros(0, requires_grad=True)
 
 
-@functools.cache
-def _nan_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return never_count(torch.full((), float("nan"), dtype=dtype, device=device))
+def _leaves(tree: Any) -> list[Any]:
+    """What is in tuples and lists. torch's own function leaves garbage that refers to itself."""
+    if isinstance(tree, (tuple, list)):
+        return [leaf for each in tree for leaf in _leaves(each)]
+    return [tree]
 
 
-def _nan(like: torch.Tensor) -> torch.Tensor:
-    """NaN of the same shape, in the memory of one element."""
-    return _nan_of(like.dtype, like.device).expand(like.shape)
+def _with_leaves(tree: Any, leaves: Iterator[Any]) -> Any:
+    """Tuples as in `tree`, with other leaves."""
+    if isinstance(tree, (tuple, list)):
+        return tuple(_with_leaves(each, leaves) for each in tree)
+    return next(leaves)
+
+
+def _beside(each: Any) -> Any:
+    return _THROUGH if _is_activation(each) else each
 
 
 def _is_activation(each: Any) -> bool:
@@ -476,11 +518,6 @@ def _is_activation(each: Any) -> bool:
         and not isinstance(each, torch.nn.Parameter)
         and each.is_floating_point()
     )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    pairs = zip(tree_flatten(one)[0], tree_flatten(other)[0], strict=True)
-    return all(a is b or torch.equal(a, b) for a, b in pairs)
 
 
 @functools.cache
@@ -503,13 +540,12 @@ def _saved(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
 
 def _learn(outputs: Any, calls: Sequence[_Call]) -> bool:
     """Learn from the graph of a second run which outputs of parts it reads: those on which a saved
-    floating-point tensor depends, or an input that another part wants. Masks of dropout depend on
-    shapes alone.
+    tensor depends, or an input that another part wants.
 
     Returns:
         Whether a part's output is read that was not kept; that part is to run again.
     """
-    parts = {call.node: call for call in calls if not call.runs_again}
+    parts = {call.node: call for call in calls if call.node is not None}
     depends: dict[Node, set[tuple[Node, int]]] = {}
     read: set[tuple[Node, int]] = set()
 
@@ -526,13 +562,25 @@ def _learn(outputs: Any, calls: Sequence[_Call]) -> bool:
         of = set().union(*(of for _, of in leads_to(node)))
         if of:
             depends[node] = of
-            if any(value.is_floating_point() for _, value in _saved(node)):
+            if _reads(node):
                 read |= of
     return any([_note(call, node, read) for node, call in parts.items()])
 
 
+def _reads(node: Any) -> bool:
+    """Whether a node saved a tensor, also as an attribute of its context. Masks do not count: those
+    of dropout depend on shapes alone."""
+    attributes = _leaves(list(getattr(node, "__dict__", {}).values()))
+    tensors = [each for each in attributes if isinstance(each, torch.Tensor)]
+    tensors += [value for _, value in _saved(node)]
+    return any(each.dtype not in (torch.bool, torch.uint8) for each in tensors)
+
+
 def _note(call: _Call, node: Node, read: set[tuple[Node, int]]) -> bool:
-    reads = tuple((node, n) in read for n in range(len(call.live)))
+    # A part may be called several times in a checkpoint, and one of its outputs be read.
+    found = [(node, n) in read for n in range(len(call.live))]
+    before = call.part.reads.get(call.key, found)
+    reads = tuple(map(any, zip(found, before, strict=True)))
     call.part.reads[call.key] = reads
     call.runs_again = not call.part.keeps and any(reads)
     return call.runs_again
@@ -540,7 +588,7 @@ def _note(call: _Call, node: Node, read: set[tuple[Node, int]]) -> bool:
 
 def _in_order(outputs: Any) -> Iterator[Node]:
     """The nodes of a graph, each after all that it leads to."""
-    found = (each.grad_fn for each in tree_flatten(outputs)[0] if isinstance(each, torch.Tensor))
+    found = (each.grad_fn for each in _leaves(outputs) if isinstance(each, torch.Tensor))
     stack = [(node, False) for node in found if node is not None]
     seen: set[Node] = set()
     while stack:
