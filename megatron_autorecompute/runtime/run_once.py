@@ -21,7 +21,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -113,7 +112,7 @@ class Part:
         around = self.around()
         if around is not None and not self._parameters:  # a walk through modules takes long
             self._parameters = list(around.parameters())
-        return tuple(each.requires_grad for each in self._parameters)
+        return tuple([each.requires_grad for each in self._parameters])
 
     def __getstate__(self) -> Any:
         strong = {"_owner": self._owner(), "around": self.around()}
@@ -179,14 +178,17 @@ class Scope:
             for i, each in zip(where, activations, strict=True):
                 given[i] = each
             outputs = forward(*given, **kwargs)
-            flat = _leaves(outputs)
-            beside[:] = [_with_leaves(outputs, iter(map(_beside, flat)))]
+            flat = _flat(outputs)
+            if _is_nested(flat):
+                raise ApplyError(f"{type(module).__name__} returns nested outputs; use full there.")
+            passed = [_THROUGH if _is_activation(each) else each for each in flat]
+            beside[:] = [_like(outputs, passed)]
             return tuple(each for each in flat if _is_activation(each))
 
         through = iter(checkpoints.run(function, *(args[i] for i in where)))
         outputs = beside.pop()
-        flat = (next(through) if each is _THROUGH else each for each in _leaves(outputs))
-        return _with_leaves(outputs, flat)
+        flat = [next(through) if each is _THROUGH else each for each in _flat(outputs)]
+        return _like(outputs, flat)
 
     def __getstate__(self) -> Any:
         return {**vars(self), "_module": self._module()}
@@ -220,26 +222,26 @@ class _Checkpoint:
 
     def __call__(self, *args: Any) -> Any:
         if not self.runs_twice:
-            with _inside(None):
-                return self.function(*args)
+            return _inside(None, self.function, *args)
         if torch.is_grad_enabled():
             return self._again(args)
-        self.shapes = tuple((a.shape, a.dtype) for a in args if isinstance(a, torch.Tensor))
-        with _inside(self):
-            return self.function(*args)
+        self.shapes = tuple(
+            [(tuple(a.shape), a.dtype) for a in args if isinstance(a, torch.Tensor)]
+        )
+        return _inside(self, self.function, *args)
 
     def run(self, part: Part, function: Any, args: Any, kwargs: Any) -> Any:
         """A part's function, in this checkpoint's first or second run."""
         if self.left is not None:
-            call = next((each for each in self.left if each.part is part), None)
-            if call is None:  # a policy was put in force in between, or this is a third run
-                return function(*args, **kwargs)
-            self.left.remove(call)
-            return call.again(function, args, kwargs)
+            for n, call in enumerate(self.left):
+                if call.part is part:
+                    return self.left.pop(n).again(function, args, kwargs)
+            # A policy was put in force in between, or this is a third run.
+            return function(*args, **kwargs)
         call = _Call(part, self._key(part))
         self.calls.append(call)
-        with _inside(None):  # checkpoints inside a part are ordinary ones
-            return call.once(function, args, kwargs)
+        # Checkpoints inside a part are ordinary ones.
+        return _inside(None, call.once, function, args, kwargs)
 
     def _key(self, part: Part) -> Key:
         if part.around not in self.keys:
@@ -247,30 +249,38 @@ class _Checkpoint:
         return self.keys[part.around]
 
     def _again(self, args: tuple[Any, ...]) -> Any:
-        known = all(call.is_known() for call in self.calls)
+        known = all([call.is_known() for call in self.calls])
         states = None if known else checkpoints.generator_states()
+        counters = [] if known else self._counters()
         outputs = self._run_again(args)
         if not known and _learn(outputs, self.calls):
             checkpoints.set_generator_states(states)
+            for counter, before in counters:
+                counter.copy_(before)
             outputs = self._run_again(args)
         for call in self.calls:
             call.let_go()
         self.calls = []
         return outputs
 
+    def _counters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Buffers, in which routers count tokens, and copies of them."""
+        around = [call.part.around() for call in self.calls]
+        buffers = {id(b): b for layer in around if layer is not None for b in layer.buffers()}
+        return [(each, each.clone()) for each in buffers.values()]
+
     def _run_again(self, args: tuple[Any, ...]) -> Any:
         self.left = list(self.calls)
         for call in self.calls:
             call.node = None
-        with _inside(self):
-            return self.function(*args)
+        return _inside(self, self.function, *args)
 
 
-@contextmanager
-def _inside(checkpoint: _Checkpoint | None) -> Iterator[None]:
+def _inside(checkpoint: _Checkpoint | None, function: Any, *args: Any) -> Any:
+    """`function(*args)`, whose parts are run by a checkpoint, or as usual."""
     before, _running.inside = _running.inside, checkpoint
     try:
-        yield
+        return function(*args)
     finally:
         _running.inside = before
 
@@ -283,6 +293,10 @@ class _Slot(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+def _geometry(each: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(each.size()), each.stride(), int(each.storage_offset())
 
 
 class _Dead(NamedTuple):
@@ -339,14 +353,14 @@ class _Call:
         return self._cut(inputs, changed, outputs, reads)
 
     def _cut(self, inputs: Sequence[torch.Tensor], changed: bool, outputs: Any, reads: Any) -> Any:
-        flat = _leaves(outputs)
+        flat = _flat(outputs)
         self.live = [i for i, e in enumerate(flat) if _is_activation(e) and e.requires_grad]
         self.edges = [get_gradient_edge(flat[i]) for i in self.live]
         # A part that changes its inputs must change them in the second run too.
-        if changed or not self.live or not self._drop(inputs):
+        if changed or not self.live or _is_nested(flat) or not self._drop(inputs):
             self.runs_again, self.edges = True, []
-            return _with_leaves(outputs, (e.detach() if _is_activation(e) else e for e in flat))
-        self.geometry = [(each.size(), each.stride(), each.storage_offset()) for each in inputs]
+            return _like(outputs, [e.detach() if _is_activation(e) else e for e in flat])
+        self.geometry = [_geometry(each) for each in inputs]
         made = [flat[i].detach() for i in self.live]
         self.kept = [
             each if self.part.keeps and (reads is None or reads[n]) else _Dead.like(each)
@@ -355,14 +369,14 @@ class _Call:
         self.versions = self._versions()
         for i in self.live:
             flat[i] = None
-        self.outputs = _with_leaves(outputs, iter(flat))
+        self.outputs = _like(outputs, flat)
         return self._outputs(made)
 
     def _outputs(self, activations: Sequence[torch.Tensor]) -> Any:
-        flat = _leaves(self.outputs)
+        flat = _flat(self.outputs)
         for i, each in zip(self.live, activations, strict=True):
             flat[i] = each
-        return _with_leaves(self.outputs, iter(flat))
+        return _like(self.outputs, flat)
 
     def _drop(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Drop what the graph saved of its inputs.
@@ -437,14 +451,14 @@ class _Call:
                 f"An input of {self.part.name} was changed in place after it. Recompute the layer "
                 "as Megatron does: +all."
             )
-        if (again.size(), again.stride()) != was[:2]:
+        size, stride, offset = _geometry(again)
+        if (size, stride) != was[:2]:
             raise ApplyError(
-                f"{self.part.name} was recomputed with an input of {tuple(again.size())}, strides "
-                f"{again.stride()}; in forward it had {tuple(was[0])}, strides {was[1]}. "
+                f"{self.part.name} was recomputed with an input of {size}, strides {stride}; in "
+                f"forward it had {was[0]}, strides {was[1]}. "
                 "Recompute the layer as Megatron does: +all."
             )
-        offset = slot.offset - was[2] + again.storage_offset()
-        return again.as_strided(slot.size, slot.stride, offset)
+        return again.as_strided(slot.size, slot.stride, slot.offset - was[2] + offset)
 
 
 class _Entry(torch.autograd.Function):
@@ -454,7 +468,7 @@ class _Entry(torch.autograd.Function):
     def forward(ctx: Any, found: list[Any], _: torch.Tensor, *inputs: torch.Tensor) -> Any:
         ctx.found = found
         ctx.set_materialize_grads(False)
-        return tuple(each.detach() for each in inputs)
+        return tuple([each.detach() for each in inputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -469,7 +483,7 @@ class _Reattach(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, _: torch.Tensor, *inputs: torch.Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(e.nan() if isinstance(e, _Dead) else e.detach() for e in call.kept)
+        return tuple([e.nan() if isinstance(e, _Dead) else e.detach() for e in call.kept])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -494,22 +508,17 @@ def _token() -> torch.Tensor:
     return torch.zeros(0, requires_grad=True)
 
 
-def _leaves(tree: Any) -> list[Any]:
-    """What is in tuples and lists. torch's own function leaves garbage that refers to itself."""
-    if isinstance(tree, (tuple, list)):
-        return [leaf for each in tree for leaf in _leaves(each)]
-    return [tree]
+def _flat(outputs: Any) -> list[Any]:
+    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
-def _with_leaves(tree: Any, leaves: Iterator[Any]) -> Any:
-    """Tuples as in `tree`, with other leaves."""
-    if isinstance(tree, (tuple, list)):
-        return tuple(_with_leaves(each, leaves) for each in tree)
-    return next(leaves)
+def _like(outputs: Any, flat: Sequence[Any]) -> Any:
+    """The inverse of `_flat`, with what may be another content."""
+    return tuple(flat) if isinstance(outputs, (tuple, list)) else flat[0]
 
 
-def _beside(each: Any) -> Any:
-    return _THROUGH if _is_activation(each) else each
+def _is_nested(flat: Sequence[Any]) -> bool:
+    return any([isinstance(each, (tuple, list, dict)) for each in flat])
 
 
 def _is_activation(each: Any) -> bool:
@@ -564,15 +573,21 @@ def _learn(outputs: Any, calls: Sequence[_Call]) -> bool:
             depends[node] = of
             if _reads(node):
                 read |= of
+    for node, call in reversed(parts.items()):  # a part that runs again reads all its inputs
+        if not call.part.keeps and any(of == node for of, _ in read):
+            read.update(*(of for _, of in leads_to(node)))
     return any([_note(call, node, read) for node, call in parts.items()])
 
 
 def _reads(node: Any) -> bool:
     """Whether a node saved a tensor, also as an attribute of its context. Masks do not count: those
     of dropout depend on shapes alone."""
-    attributes = _leaves(list(getattr(node, "__dict__", {}).values()))
-    tensors = [each for each in attributes if isinstance(each, torch.Tensor)]
-    tensors += [value for _, value in _saved(node)]
+    if type(node).__name__ == "CppFunction":  # of a torch.jit function: shows nothing
+        return True
+    attributes = getattr(node, "__dict__", {}).values()
+    found = [each for value in attributes for each in _flat(value)]
+    found += [value for _, value in _saved(node)]
+    tensors = [each for each in found if isinstance(each, torch.Tensor)]
     return any(each.dtype not in (torch.bool, torch.uint8) for each in tensors)
 
 
@@ -588,7 +603,7 @@ def _note(call: _Call, node: Node, read: set[tuple[Node, int]]) -> bool:
 
 def _in_order(outputs: Any) -> Iterator[Node]:
     """The nodes of a graph, each after all that it leads to."""
-    found = (each.grad_fn for each in _leaves(outputs) if isinstance(each, torch.Tensor))
+    found = (each.grad_fn for each in _flat(outputs) if isinstance(each, torch.Tensor))
     stack = [(node, False) for node in found if node is not None]
     seen: set[Node] = set()
     while stack:

@@ -247,6 +247,11 @@ class Around(torch.nn.Module):
         return self.function(self, x + 0)
 
 
+@torch.jit.script
+def _gate(one, other):
+    return torch.tanh(one * other) * one
+
+
 def _reads_a_changed_input(net, x):
     output = net.inner(x)
     return output * x
@@ -255,6 +260,7 @@ def _reads_a_changed_input(net, x):
 FUNCTIONS = {
     "kept as an attribute of a context": lambda net, x: _Square.apply(net.inner(x)),
     "whose order is kept": lambda net, x: net.inner(x).sort().values,
+    "kept by a torch.jit function": lambda net, x: _gate(net.inner(x), x),
     "changed in place": lambda net, x: net.inner(x).mul_(3),
     "changed in place, and read": lambda net, x: net.after(net.inner(x).mul_(3)),
     "read in the first of two calls": lambda net, x: net.inner(x).tanh() + net.inner(x),
@@ -423,6 +429,24 @@ def test_routers_count_tokens_and_losses_once():
     for text, (other, own) in found.items():
         assert other.same_bits(result), text
         assert all(map(torch.equal, own, counted)), text
+
+
+@pytest.mark.parametrize("text", ["full", "full+keep[core_attn+dispatch]"])
+def test_experts_before_a_norm_run_again_and_their_router_counts_once(text):
+    fields = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    model = model_of(kind="moe", dropout=0.0, **fields)
+    for layer in model.decoder.layers:
+        layer.mlp.norm = torch.nn.LayerNorm(HIDDEN)
+        layer.mlp.register_forward_hook(lambda mlp, _, out: (mlp.norm(out[0]), out[1]))
+    counters = [layer.mlp.router.local_tokens_per_expert for layer in model.decoder.layers]
+    found = []
+    for each in ("none", text):
+        torch._foreach_zero_(counters)
+        _, result = step_of(model, each, num_microbatches=2)
+        found.append((result, [counter.clone() for counter in counters]))
+    (reference, counted), (result, own) = found
+    assert result.same_bits(reference)
+    assert all(map(torch.equal, own, counted))
 
 
 # --------------------------------------------------------------------------- copies and leftovers
