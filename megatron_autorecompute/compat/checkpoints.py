@@ -7,11 +7,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random as megatron_random
 
 Function = Callable[..., Any]
-_original: Function = tensor_parallel.checkpoint
+_replaced: list[Function] = []
+"""Megatron's function, and ours in its place."""
 _needed: set[weakref.ref[Any]] = set()
 """Objects that need the functions of checkpoints wrapped. While any is alive, they are."""
 
@@ -24,20 +26,24 @@ def wrap_while_alive(needing: Any, wrapped: Callable[[Function], Function]) -> N
     checkpoints (`te_checkpoint`, fp8 and fp4) are not wrapped.
     """
     if not _needed:
-        tensor_parallel.checkpoint = _wrapping(wrapped)
+        original = tensor_parallel.checkpoint
+        tensor_parallel.checkpoint = _wrapping(original, wrapped)
+        _replaced[:] = [original, tensor_parallel.checkpoint]
     _needed.add(weakref.ref(needing, _let_go))
 
 
 def _let_go(reference: weakref.ref[Any]) -> None:
     _needed.discard(reference)
     if not _needed:
-        tensor_parallel.checkpoint = _original
+        original, ours = _replaced
+        if tensor_parallel.checkpoint is ours:
+            tensor_parallel.checkpoint = original
 
 
-def _wrapping(wrapped: Callable[[Function], Function]) -> Function:
-    @functools.wraps(_original)
+def _wrapping(original: Function, wrapped: Callable[[Function], Function]) -> Function:
+    @functools.wraps(original)
     def checkpoint(function: Function, distribute_saved_activations: bool, *args: Any) -> Any:
-        return _original(wrapped(function), distribute_saved_activations, *args)
+        return original(wrapped(function), distribute_saved_activations, *args)
 
     return checkpoint
 
@@ -50,6 +56,17 @@ def run(function: Function, *args: Any) -> Any:
 def generator_states() -> Any:
     """The states of all generators that a checkpoint replays."""
     return megatron_random._get_all_rng_states()
+
+
+def same_states(one: Any, other: Any) -> bool:
+    """Whether two results of `generator_states` are equal."""
+    pairs = zip(_of_all(one), _of_all(other), strict=True)
+    return all(mine is theirs or torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def _of_all(states: Any) -> list[Any]:
+    *own, tracked = states
+    return [*own, *tracked.values()]
 
 
 def set_generator_states(states: Any) -> None:

@@ -18,26 +18,30 @@ This module knows no policy, and of Megatron its checkpoints alone. Layers' part
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_autorecompute.compat import checkpoints
 from megatron_autorecompute.errors import ApplyError
-from megatron_autorecompute.runtime.live_bytes import never_count
 
 Key = tuple[Any, ...]
 """What decides which outputs are read: the inputs' shapes, and which parameters are trained."""
 
 _THROUGH = object()
 """In the place of an activation, which passes through a checkpoint and not beside it."""
-_running: list[_Checkpoint | None] = []
-"""The checkpoints whose function runs now, the innermost last; None: its parts run as usual."""
+
+
+class _Running(threading.local):
+    inside: _Checkpoint | None = None
+    """The checkpoint whose function runs now in this thread; None: parts run as usual."""
+
+
+_running = _Running()
 
 
 class Part:
@@ -71,6 +75,7 @@ class Part:
         self._owner = weakref.ref(owner)
         self.reads: dict[Key, tuple[bool, ...]] = {}
         """By key, of every output whether the second run reads it."""
+        self._parameters: list[torch.nn.Parameter] = []
         checkpoints.wrap_while_alive(self, _Checkpoint)
         setattr(owner, attribute, self)
 
@@ -81,13 +86,7 @@ class Part:
 
     def undo(self) -> None:
         """Put the function back."""
-        owner = self._owner()
-        if owner is None:
-            return
-        if self.before is None:
-            delattr(owner, self.attribute)
-        else:
-            setattr(owner, self.attribute, self.before)
+        _put_back(self._owner(), self.attribute, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, or in a second run what stands for it."""
@@ -95,7 +94,7 @@ class Part:
 
     def route(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As a call, of `function`."""
-        checkpoint = _running[-1] if _running else None
+        checkpoint = _running.inside
         if checkpoint is None:
             return function(*args, **kwargs)
         return checkpoint.run(self, function, args, kwargs)
@@ -111,11 +110,13 @@ class Part:
     def trained(self) -> tuple[bool, ...]:
         """Of every parameter of the module around, whether it is trained."""
         around = self.around()
-        return () if around is None else tuple(p.requires_grad for p in around.parameters())
+        if around is not None and not self._parameters:  # a walk through modules takes long
+            self._parameters = list(around.parameters())
+        return tuple([each.requires_grad for each in self._parameters])
 
     def __getstate__(self) -> Any:
-        strong = (self._owner(), self.around())
-        return {**vars(self), "_owner": strong[0], "around": strong[1], "reads": {}}
+        strong = {"_owner": self._owner(), "around": self.around()}
+        return {**vars(self), **strong, "reads": {}, "_parameters": []}
 
     def __setstate__(self, state: Any) -> None:
         vars(self).update(state)
@@ -128,7 +129,7 @@ class ProductPart(Part):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, or in a second run the forward without the product."""
-        if not _running or _running[-1] is None:
+        if _running.inside is None:
             return self.function(*args, **kwargs)
         with _Products(self):
             return self.function(*args, **kwargs)
@@ -158,13 +159,7 @@ class Scope:
 
     def undo(self) -> None:
         """Put the forward back."""
-        module = self._module()
-        if module is None:
-            return
-        if self.before is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = self.before
+        _put_back(self._module(), "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, in training inside a checkpoint."""
@@ -182,14 +177,18 @@ class Scope:
             given = list(others)
             for i, each in zip(where, activations, strict=True):
                 given[i] = each
-            flat, spec = tree_flatten(forward(*given, **kwargs))
-            beside[:] = [spec, [_THROUGH if _is_activation(each) else each for each in flat]]
+            outputs = forward(*given, **kwargs)
+            flat = _flat(outputs)
+            if _is_nested(flat):
+                raise ApplyError(f"{type(module).__name__} returns nested outputs; use full there.")
+            passed = [_THROUGH if _is_activation(each) else each for each in flat]
+            beside[:] = [_like(outputs, passed)]
             return tuple(each for each in flat if _is_activation(each))
 
         through = iter(checkpoints.run(function, *(args[i] for i in where)))
-        spec, flat = beside
-        beside.clear()
-        return tree_unflatten([next(through) if e is _THROUGH else e for e in flat], spec)
+        outputs = beside.pop()
+        flat = [next(through) if each is _THROUGH else each for each in _flat(outputs)]
+        return _like(outputs, flat)
 
     def __getstate__(self) -> Any:
         return {**vars(self), "_module": self._module()}
@@ -200,6 +199,16 @@ class Scope:
         checkpoints.wrap_while_alive(self, _Checkpoint)
 
 
+def _put_back(owner: Any, attribute: str, ours: Part | Scope) -> None:
+    """Take ours out, unless somebody has put a function around it, which then runs it as usual."""
+    if owner is None or vars(owner).get(attribute) is not ours:
+        return
+    if ours.before is None:
+        delattr(owner, attribute)
+    else:
+        setattr(owner, attribute, ours.before)
+
+
 class _Checkpoint:
     """The function of one checkpoint: the first run without gradients, the second with."""
 
@@ -207,63 +216,73 @@ class _Checkpoint:
         # Without gradients there is no second run: an evaluation, a checkpoint in a checkpoint.
         self.function, self.runs_twice = function, torch.is_grad_enabled()
         self.calls: list[_Call] = []
-        self.at = 0
+        self.left: list[_Call] | None = None
+        """In the second run, the calls that it has not come to."""
+        self.keys: dict[Any, Key] = {}
 
     def __call__(self, *args: Any) -> Any:
         if not self.runs_twice:
-            with _inside(None):
-                return self.function(*args)
+            return _inside(None, self.function, *args)
         if torch.is_grad_enabled():
             return self._again(args)
-        self.shapes = tuple((a.shape, a.dtype) for a in args if isinstance(a, torch.Tensor))
-        with _inside(self):
-            return self.function(*args)
+        self.shapes = tuple(
+            [(tuple(a.shape), a.dtype) for a in args if isinstance(a, torch.Tensor)]
+        )
+        return _inside(self, self.function, *args)
 
     def run(self, part: Part, function: Any, args: Any, kwargs: Any) -> Any:
         """A part's function, in this checkpoint's first or second run."""
-        if torch.is_grad_enabled():
-            return self._next(part).again(function, args, kwargs)
-        call = _Call(part, (self.shapes, part.trained()))
+        if self.left is not None:
+            for n, call in enumerate(self.left):
+                if call.part is part:
+                    return self.left.pop(n).again(function, args, kwargs)
+            # A policy was put in force in between, or this is a third run.
+            return function(*args, **kwargs)
+        call = _Call(part, self._key(part))
         self.calls.append(call)
-        with _inside(None):  # checkpoints inside a part are ordinary ones
-            return call.once(function, args, kwargs)
+        # Checkpoints inside a part are ordinary ones.
+        return _inside(None, call.once, function, args, kwargs)
 
-    def _next(self, part: Part) -> _Call:
-        call = self.calls[self.at] if self.at < len(self.calls) else None
-        self.at += 1
-        if call is None or call.part is not part:
-            raise ApplyError(
-                f"A checkpoint's recompute ran {part.name}, its forward had run "
-                f"{call.part.name if call else 'nothing more'} there: the layer's forward depends "
-                "on more than its inputs. Recompute it as Megatron does: +all."
-            )
-        return call
+    def _key(self, part: Part) -> Key:
+        if part.around not in self.keys:
+            self.keys[part.around] = (self.shapes, part.trained())
+        return self.keys[part.around]
 
     def _again(self, args: tuple[Any, ...]) -> Any:
-        known = all(call.is_known() for call in self.calls)
+        known = all([call.is_known() for call in self.calls])
         states = None if known else checkpoints.generator_states()
+        counters = [] if known else self._counters()
         outputs = self._run_again(args)
         if not known and _learn(outputs, self.calls):
             checkpoints.set_generator_states(states)
+            for counter, before in counters:
+                counter.copy_(before)
             outputs = self._run_again(args)
         for call in self.calls:
             call.let_go()
         self.calls = []
         return outputs
 
+    def _counters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Buffers, in which routers count tokens, and copies of them."""
+        around = [call.part.around() for call in self.calls]
+        buffers = {id(b): b for layer in around if layer is not None for b in layer.buffers()}
+        return [(each, each.clone()) for each in buffers.values()]
+
     def _run_again(self, args: tuple[Any, ...]) -> Any:
-        self.at = 0
-        with _inside(self):
-            return self.function(*args)
+        self.left = list(self.calls)
+        for call in self.calls:
+            call.node = None
+        return _inside(self, self.function, *args)
 
 
-@contextmanager
-def _inside(checkpoint: _Checkpoint | None) -> Iterator[None]:
-    _running.append(checkpoint)
+def _inside(checkpoint: _Checkpoint | None, function: Any, *args: Any) -> Any:
+    """`function(*args)`, whose parts are run by a checkpoint, or as usual."""
+    before, _running.inside = _running.inside, checkpoint
     try:
-        yield
+        return function(*args)
     finally:
-        _running.pop()
+        _running.inside = before
 
 
 class _Slot(NamedTuple):
@@ -276,6 +295,25 @@ class _Slot(NamedTuple):
     offset: int
 
 
+def _geometry(each: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(each.size()), each.stride(), int(each.storage_offset())
+
+
+class _Dead(NamedTuple):
+    """An output that nothing in the second run reads."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def like(cls, each: torch.Tensor) -> _Dead:
+        return cls(each.size(), each.dtype, each.device)
+
+    def nan(self) -> torch.Tensor:
+        return torch.full(self.size, float("nan"), dtype=self.dtype, device=self.device)
+
+
 class _Call:
     """One call of a part, from its forward to its backward."""
 
@@ -284,6 +322,7 @@ class _Call:
         self.runs_again = False
         """The second run runs it as any other function."""
         self.inputs: list[torch.Tensor] | None = None  # of the second run
+        self.node: Node | None = None  # that stands for this call in the second run's graph
         self.gradients: list[Any] = []  # of the inputs; the graph refers to this list, not to self
         self.states: Any = None  # of the generators afterwards, if the part drew numbers
         self.wanted: set[int] = set()
@@ -309,43 +348,43 @@ class _Call:
             outputs = function(*inputs, *args[count:], **kwargs)
         if self.part.draws:
             after = checkpoints.generator_states()
-            self.states = None if _equal(before, after) else after
-        unchanged = {n for n, each in enumerate(inputs) if each._version == versions[n]}
-        return self._cut(inputs, unchanged, outputs, reads)
+            self.states = None if checkpoints.same_states(before, after) else after
+        changed = versions != [each._version for each in inputs]
+        return self._cut(inputs, changed, outputs, reads)
 
-    def _cut(
-        self, inputs: Sequence[torch.Tensor], unchanged: set[int], outputs: Any, reads: Any
-    ) -> Any:
-        self.flat, self.spec = tree_flatten(outputs)
-        self.live = [i for i, e in enumerate(self.flat) if _is_activation(e) and e.requires_grad]
-        self.edges = [get_gradient_edge(self.flat[i]) for i in self.live]
-        if not self.live or not self._drop(inputs, unchanged):
+    def _cut(self, inputs: Sequence[torch.Tensor], changed: bool, outputs: Any, reads: Any) -> Any:
+        flat = _flat(outputs)
+        self.live = [i for i, e in enumerate(flat) if _is_activation(e) and e.requires_grad]
+        self.edges = [get_gradient_edge(flat[i]) for i in self.live]
+        # A part that changes its inputs must change them in the second run too.
+        if changed or not self.live or _is_nested(flat) or not self._drop(inputs):
             self.runs_again, self.edges = True, []
-            self.flat = [e.detach() if _is_activation(e) else e for e in self.flat]
-            return tree_unflatten(self.flat, self.spec)
-        self.geometry = [(each.size(), each.stride(), each.storage_offset()) for each in inputs]
-        made = [self.flat[i].detach() for i in self.live]
+            return _like(outputs, [e.detach() if _is_activation(e) else e for e in flat])
+        self.geometry = [_geometry(each) for each in inputs]
+        made = [flat[i].detach() for i in self.live]
         self.kept = [
-            each if self.part.keeps and (reads is None or reads[n]) else _nan(each)
+            each if self.part.keeps and (reads is None or reads[n]) else _Dead.like(each)
             for n, each in enumerate(made)
         ]
+        self.versions = self._versions()
         for i in self.live:
-            self.flat[i] = None
+            flat[i] = None
+        self.outputs = _like(outputs, flat)
         return self._outputs(made)
 
     def _outputs(self, activations: Sequence[torch.Tensor]) -> Any:
-        result = list(self.flat)
+        flat = _flat(self.outputs)
         for i, each in zip(self.live, activations, strict=True):
-            result[i] = each
-        return tree_unflatten(result, self.spec)
+            flat[i] = each
+        return _like(self.outputs, flat)
 
-    def _drop(self, inputs: Sequence[torch.Tensor], unchanged: set[int]) -> bool:
-        """Drop what the graph saved of its inputs, but of those that it changed in place.
+    def _drop(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Drop what the graph saved of its inputs.
 
         Returns:
             False where somebody else's hooks are on what is saved, which can have no others.
         """
-        storages = {inputs[n].untyped_storage()._cdata: n for n in unchanged}
+        storages = {each.untyped_storage()._cdata: n for n, each in enumerate(inputs)}
         nodes = [edge.node for edge in self.edges]
         seen: set[Node | None] = {None, inputs[0].grad_fn}
         while nodes:
@@ -369,17 +408,21 @@ class _Call:
     # ------------------------------------------------------------------------------- second run
 
     def again(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.runs_again:
-            return function(*args, **kwargs)
+        if self.runs_again or self.versions != self._versions():
+            return function(*args, **kwargs)  # an output changed in place is no longer the part's
         if self.part.instead is not None:
             self.part.instead(self.part.owner)
         if self.states is not None:
             checkpoints.set_generator_states(self.states)
         inputs = args[: self.part.inputs]
         self.inputs = [each.detach() for each in inputs]
+        self.versions = [each._version for each in inputs]
         outputs = _Reattach.apply(self, _token(), *inputs)
         self.node = outputs[0].grad_fn
         return self._outputs(outputs)
+
+    def _versions(self) -> list[int]:
+        return [each._version for each in self.kept if isinstance(each, torch.Tensor)]
 
     def let_go(self) -> None:
         """After the second run: its graph has all that is still needed."""
@@ -403,14 +446,19 @@ class _Call:
                 f"The backward of {self.part.name} ran without its recompute, or twice."
             )
         again, was = self.inputs[slot.number], self.geometry[slot.number]
-        if (again.size(), again.stride()) != was[:2]:
+        if again._version != self.versions[slot.number]:
             raise ApplyError(
-                f"{self.part.name} was recomputed with an input of {tuple(again.size())}, strides "
-                f"{again.stride()}; in forward it had {tuple(was[0])}, strides {was[1]}. "
+                f"An input of {self.part.name} was changed in place after it. Recompute the layer "
+                "as Megatron does: +all."
+            )
+        size, stride, offset = _geometry(again)
+        if (size, stride) != was[:2]:
+            raise ApplyError(
+                f"{self.part.name} was recomputed with an input of {size}, strides {stride}; in "
+                f"forward it had {was[0]}, strides {was[1]}. "
                 "Recompute the layer as Megatron does: +all."
             )
-        offset = slot.offset - was[2] + again.storage_offset()
-        return again.as_strided(slot.size, slot.stride, offset)
+        return again.as_strided(slot.size, slot.stride, slot.offset - was[2] + offset)
 
 
 class _Entry(torch.autograd.Function):
@@ -420,7 +468,7 @@ class _Entry(torch.autograd.Function):
     def forward(ctx: Any, found: list[Any], _: torch.Tensor, *inputs: torch.Tensor) -> Any:
         ctx.found = found
         ctx.set_materialize_grads(False)
-        return tuple(each.detach() for each in inputs)
+        return tuple([each.detach() for each in inputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -435,7 +483,7 @@ class _Reattach(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, _: torch.Tensor, *inputs: torch.Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(each.detach() for each in call.kept)
+        return tuple([e.nan() if isinstance(e, _Dead) else e.detach() for e in call.kept])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -460,14 +508,17 @@ def _token() -> torch.Tensor:
     return torch.zeros(0, requires_grad=True)
 
 
-@functools.cache
-def _nan_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return never_count(torch.full((), float("nan"), dtype=dtype, device=device))
+def _flat(outputs: Any) -> list[Any]:
+    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
-def _nan(like: torch.Tensor) -> torch.Tensor:
-    """NaN of the same shape, in the memory of one element."""
-    return _nan_of(like.dtype, like.device).expand(like.shape)
+def _like(outputs: Any, flat: Sequence[Any]) -> Any:
+    """The inverse of `_flat`, with what may be another content."""
+    return tuple(flat) if isinstance(outputs, (tuple, list)) else flat[0]
+
+
+def _is_nested(flat: Sequence[Any]) -> bool:
+    return any([isinstance(each, (tuple, list, dict)) for each in flat])
 
 
 def _is_activation(each: Any) -> bool:
@@ -476,11 +527,6 @@ def _is_activation(each: Any) -> bool:
         and not isinstance(each, torch.nn.Parameter)
         and each.is_floating_point()
     )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    pairs = zip(tree_flatten(one)[0], tree_flatten(other)[0], strict=True)
-    return all(a is b or torch.equal(a, b) for a, b in pairs)
 
 
 @functools.cache
@@ -503,13 +549,12 @@ def _saved(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
 
 def _learn(outputs: Any, calls: Sequence[_Call]) -> bool:
     """Learn from the graph of a second run which outputs of parts it reads: those on which a saved
-    floating-point tensor depends, or an input that another part wants. Masks of dropout depend on
-    shapes alone.
+    tensor depends, or an input that another part wants.
 
     Returns:
         Whether a part's output is read that was not kept; that part is to run again.
     """
-    parts = {call.node: call for call in calls if not call.runs_again}
+    parts = {call.node: call for call in calls if call.node is not None}
     depends: dict[Node, set[tuple[Node, int]]] = {}
     read: set[tuple[Node, int]] = set()
 
@@ -526,13 +571,31 @@ def _learn(outputs: Any, calls: Sequence[_Call]) -> bool:
         of = set().union(*(of for _, of in leads_to(node)))
         if of:
             depends[node] = of
-            if any(value.is_floating_point() for _, value in _saved(node)):
+            if _reads(node):
                 read |= of
+    for node, call in reversed(parts.items()):  # a part that runs again reads all its inputs
+        if not call.part.keeps and any(of == node for of, _ in read):
+            read.update(*(of for _, of in leads_to(node)))
     return any([_note(call, node, read) for node, call in parts.items()])
 
 
+def _reads(node: Any) -> bool:
+    """Whether a node saved a tensor, also as an attribute of its context. Masks do not count: those
+    of dropout depend on shapes alone."""
+    if type(node).__name__ == "CppFunction":  # of a torch.jit function: shows nothing
+        return True
+    attributes = getattr(node, "__dict__", {}).values()
+    found = [each for value in attributes for each in _flat(value)]
+    found += [value for _, value in _saved(node)]
+    tensors = [each for each in found if isinstance(each, torch.Tensor)]
+    return any(each.dtype not in (torch.bool, torch.uint8) for each in tensors)
+
+
 def _note(call: _Call, node: Node, read: set[tuple[Node, int]]) -> bool:
-    reads = tuple((node, n) in read for n in range(len(call.live)))
+    # A part may be called several times in a checkpoint, and one of its outputs be read.
+    found = [(node, n) in read for n in range(len(call.live))]
+    before = call.part.reads.get(call.key, found)
+    reads = tuple(map(any, zip(found, before, strict=True)))
     call.part.reads[call.key] = reads
     call.runs_again = not call.part.keeps and any(reads)
     return call.runs_again
@@ -540,7 +603,7 @@ def _note(call: _Call, node: Node, read: set[tuple[Node, int]]) -> bool:
 
 def _in_order(outputs: Any) -> Iterator[Node]:
     """The nodes of a graph, each after all that it leads to."""
-    found = (each.grad_fn for each in tree_flatten(outputs)[0] if isinstance(each, torch.Tensor))
+    found = (each.grad_fn for each in _flat(outputs) if isinstance(each, torch.Tensor))
     stack = [(node, False) for node in found if node is not None]
     seen: set[Node] = set()
     while stack:

@@ -1,6 +1,7 @@
 """A policy on a HybridModel: the bits of no recompute, and Megatron's own layers and choices."""
 
 import functools
+import random
 
 import pytest
 import torch
@@ -130,6 +131,7 @@ ONE_RANK = {
     "G-": ["full,selective[mlp]", "full/2*2"],
     "GE": ["full,selective[moe]", "full/2*2"],
     "M-": ["full,selective[mlp]", "full/2*2"],
+    "*-M*GE": ["full", "full+keep[core_attn+dispatch]", "selective[experts+mlp_act+qkv]"],
     "MEM*E/*E": [
         "full,none,full,selective[core_attn],selective[moe],full",
         "none,full/2*2,none*2,selective[core_attn+moe]",
@@ -137,10 +139,31 @@ ONE_RANK = {
 }
 
 
+WORDS = {
+    "attention": ["full+keep[core_attn]", "selective[core_attn]", "selective[qkv]"],
+    "mlp": ["selective[mlp]", "selective[mlp_act]", "selective[mlp]+all"],
+    "moe": ["full+keep[dispatch]", "selective[experts]", "selective[moe]+keep[dispatch]"],
+    "mtp": ["full+keep[core_attn]"],
+}
+
+
+def random_policies(pattern, number=4):
+    """Mixes of what every layer's family can run, and of checkpoints around two layers."""
+    rng, read = random.Random(pattern), HybridPattern.parse(pattern)
+    families = [read.families[index] for index in range(read.num_layers)]
+    for _ in range(number):
+        texts = [rng.choice(["none", "full", *WORDS.get(each, [])]) for each in families]
+        at = rng.randrange(len(texts) - 1)
+        texts[at : at + 2] = [rng.choice(["full/2*2", "full/2+keep[core_attn]*2"])]
+        depths = [rng.choice(["none", "full", *WORDS["mtp"]])] * read.mtp_num_layers
+        yield ",".join(texts + depths)
+
+
 @pytest.mark.parametrize("pattern", ONE_RANK)
 def test_every_family_keeps_its_bits_under_mixed_policies(one_rank, pattern):
+    policies = [*ONE_RANK[pattern], *random_policies(pattern)]
     with runnable():
-        kinds, found = bits_of_policies(pattern, ONE_RANK[pattern], {}, {})
+        kinds, found = bits_of_policies(pattern, policies, {}, {})
     assert [text for text, (same, _) in found.items() if not same] == []
     families = HybridPattern.parse(pattern).families
     assert set(kinds) == {*families, *(["mtp"] if "/" in pattern else [])}
@@ -170,21 +193,21 @@ def test_megatrons_strategies_cost_by_name_what_they_cost_in_megatron(one_rank, 
 
 
 def test_interleaved_segments_keep_their_bits():
-    text = "full,none,full,full/2*2,none*3"
+    text = "full+keep[core_attn],none,full,full/2*2,none*3"
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     _, forwards = run("*-|*|-*M-|-", [text], 2, **sizes)
     assert list(forwards[text].values()) == [8, 4, 8, 8, 8, 4, 4, 4]
 
 
 def test_tensor_and_sequence_parallel_layers_keep_their_bits():
-    text = "full,none,full,selective[mlp]"
+    text = "full,full+keep[core_attn],full,selective[mlp]"
     sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     kinds, _ = run("M*G-", [text], 2, **sizes)
     assert kinds == {"mamba": (0,), "attention": (1,), "gdn": (2,), "mlp": (3,)}
 
 
 def test_expert_parallel_layers_keep_their_bits():
-    text = "full,selective[moe],full/2*2"
+    text = "full+keep[core_attn],selective[moe]+keep[dispatch],full,full+keep[dispatch]"
     kinds, _ = run("*EME", [text], 2, expert_model_parallel_size=2)
     assert kinds == {"attention": (0,), "moe": (1, 3), "mamba": (2,)}
 

@@ -42,9 +42,13 @@ STRATEGIES = {
 }
 RUNS = {"full*2,none*2,full*2": 3, "full*1,none*1,full*1,none*1,full*1,none*1": 6}
 """Policies that Megatron has no setting for, and their runs of equal layers."""
-
-
-PARTS = {"full": "megatron:block/6", "full+keep[core_attn]": "full", "selective[core_attn]": ""}
+PARTS = {
+    "full": ("full+all", 90),
+    "full+keep[core_attn]": ("full", 150),
+    "selective[mlp]": ("selective[mlp]+all", 90),
+    "selective[core_attn]": ("selective[core_attn]+all", 260),
+}
+"""Policies with one part more that runs once than another policy, and calls of it."""
 
 
 def calls_of(step):
@@ -87,7 +91,8 @@ def counted():
     found = {}
     for policy, settings in STRATEGIES.items():
         found[f"Megatron's {policy}"] = settled(TrainingJob(SHAPE, TEXT, Variant(settings)))
-    for policy in (*STRATEGIES, *RUNS, *PARTS):
+    without = [policy for policy, _ in PARTS.values()]
+    for policy in (*STRATEGIES, *RUNS, *PARTS, *without):
         job = TrainingJob(SHAPE, TEXT)
         layout = [list(range(LAYERS))]
         parsed = RecomputePolicy.parse(policy, num_layers=LAYERS, layout=layout)
@@ -175,6 +180,14 @@ def test_a_selective_policy_costs_one_hook_a_block(calls):
 def test_every_run_of_equal_layers_is_one_call_of_megatrons_function(calls, policy):
     assert seam_calls(calls[policy]) == RUNS[policy] * MICROBATCHES
     assert seam_calls(calls["none"]) == 0
+
+
+@pytest.mark.parametrize("policy", PARTS)
+def test_a_part_that_runs_once_costs_a_bounded_number_of_calls(calls, policy):
+    # For each layer and microbatch. An unfused attention's product is found by looking at every
+    # function of torch that the attention calls.
+    without, most = PARTS[policy]
+    assert changed(calls, policy, without) <= most * LAYERS * MICROBATCHES
 
 
 def test_auto_costs_a_handful_of_calls_a_step_once_its_plan_stands(calls):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -214,6 +215,97 @@ def test_a_wrong_claim_that_an_output_is_dead_leaves_no_gradient_that_looks_righ
     assert result.gradients["decoder.layers.0.mlp.linear_fc1.weight"].isnan().all()
 
 
+class _Square(torch.autograd.Function):
+    """Keeps its input where autograd does not look."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.x * gradient
+
+
+class _Doubles(torch.nn.Linear):
+    """Changes its input in place."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+class Around(torch.nn.Module):
+    """A function of a module inside it."""
+
+    def __init__(self, function, inner=torch.nn.Linear):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.after, self.function = inner(8, 8), torch.nn.Linear(8, 8), function
+
+    def forward(self, x):
+        return self.function(self, x + 0)
+
+
+@torch.jit.script
+def _gate(one, other):
+    return torch.tanh(one * other) * one
+
+
+def _reads_a_changed_input(net, x):
+    output = net.inner(x)
+    return output * x
+
+
+FUNCTIONS = {
+    "kept as an attribute of a context": lambda net, x: _Square.apply(net.inner(x)),
+    "whose order is kept": lambda net, x: net.inner(x).sort().values,
+    "kept by a torch.jit function": lambda net, x: _gate(net.inner(x), x),
+    "changed in place": lambda net, x: net.inner(x).mul_(3),
+    "changed in place, and read": lambda net, x: net.after(net.inner(x).mul_(3)),
+    "read in the first of two calls": lambda net, x: net.inner(x).tanh() + net.inner(x),
+    "of a chain of calls": lambda net, x: net.inner(net.inner(x)).tanh() + net.inner(x),
+    "and an input changed in place, and read": _reads_a_changed_input,
+}
+
+
+def bits_of(net):
+    """Output and gradients inside a checkpoint."""
+    from megatron_autorecompute.compat import checkpoints
+
+    generator = torch.Generator().manual_seed(1)
+    net.zero_grad()
+    x = torch.randn(4, 8, generator=generator).requires_grad_()
+    output = checkpoints.run(net, x)
+    (output * torch.randn(4, 8, generator=generator)).sum().backward()
+    return [output.detach(), x.grad, *(p.grad for p in net.inner.parameters())]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("output", FUNCTIONS)
+def test_an_output_keeps_its_bits(output, keeps):
+    from megatron_autorecompute.runtime.run_once import Part
+
+    changes = output.startswith("and an input")
+    net = Around(FUNCTIONS[output], _Doubles if changes else torch.nn.Linear)
+    reference = bits_of(net)
+    part = Part(net.inner, "forward", net, keeps=keeps)
+    for _ in range(2):  # the first learns what is read
+        assert all(map(torch.equal, bits_of(net), reference))
+    part.undo()
+
+
+def test_an_input_that_is_changed_after_its_part_is_refused():
+    from megatron_autorecompute.errors import ApplyError
+    from megatron_autorecompute.runtime.run_once import Part
+
+    net = Around(lambda net, x: net.inner(x).tanh() + x.mul_(2))
+    part = Part(net.inner, "forward", net, keeps=True)
+    with pytest.raises(ApplyError, match=r"Linear\.forward was changed in place after it.*\+all"):
+        bits_of(net)
+    part.undo()
+
+
 class _AlwaysDead(dict):
     def __contains__(self, key):
         return True
@@ -247,6 +339,58 @@ def test_an_evaluation_in_training_mode_between_two_microbatches_changes_no_bit(
         for parameter in model.parameters():
             parameter.grad = None
         assert one_step([model], num_microbatches=1).same_bits(reference)
+
+
+IN_FLIGHT = ("full", "full/2+keep[core_attn]", "selective[mlp_act+qkv]", "selective[mlp]", "none")
+
+
+@pytest.mark.parametrize("then", [*IN_FLIGHT, None])
+def test_a_policy_changed_between_forward_and_backward_changes_no_bit(then):
+    model = model_of(dropout=0.0)
+    reference = gradients_of(model)
+    for text in IN_FLIGHT:
+        policy = applied(text, model)
+
+        def change(policy=policy):
+            policy.undo() if then is None else policy.switch(then)
+
+        assert all(map(torch.equal, gradients_of(model, change), reference)), text
+        policy.undo()
+
+
+def gradients_of(model, between=lambda: None):
+    model.zero_grad(set_to_none=True)
+    loss = model(**microbatch()).mean()
+    between()
+    loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_a_graph_that_is_kept_runs_its_backward_twice():
+    hidden = torch.randn(SEQ_LENGTH, MICRO_BATCH_SIZE, HIDDEN, requires_grad=True)
+    mask = microbatch()["attention_mask"]
+    for text in ("none", *IN_FLIGHT[1:]):
+        model = model_of(dropout=0.0)
+        with applied(text, model):
+            layer = model.decoder.layers[0]
+            loss = layer(hidden_states=hidden, attention_mask=mask)[0].square().sum()
+            loss.backward(retain_graph=True)
+            once = [parameter.grad.clone() for parameter in layer.parameters()]
+            loss.backward()
+        twice = [parameter.grad for parameter in layer.parameters()]
+        assert all(torch.equal(both, 2 * one) for both, one in zip(twice, once, strict=True)), text
+
+
+def test_two_threads_train_two_models():
+    models = [model_of(dropout=0.0) for _ in range(2)]
+    reference = gradients_of(models[0])
+    with (
+        applied("full+keep[core_attn]", models[0]),
+        applied("full", models[1]),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        found = list(pool.map(lambda model: [gradients_of(model) for _ in range(8)], models))
+    assert all(all(map(torch.equal, each, reference)) for steps in found for each in steps)
 
 
 def test_generators_end_where_no_recompute_leaves_them():
@@ -285,6 +429,24 @@ def test_routers_count_tokens_and_losses_once():
     for text, (other, own) in found.items():
         assert other.same_bits(result), text
         assert all(map(torch.equal, own, counted)), text
+
+
+@pytest.mark.parametrize("text", ["full", "full+keep[core_attn+dispatch]"])
+def test_experts_before_a_norm_run_again_and_their_router_counts_once(text):
+    fields = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    model = model_of(kind="moe", dropout=0.0, **fields)
+    for layer in model.decoder.layers:
+        layer.mlp.norm = torch.nn.LayerNorm(HIDDEN)
+        layer.mlp.register_forward_hook(lambda mlp, _, out: (mlp.norm(out[0]), out[1]))
+    counters = [layer.mlp.router.local_tokens_per_expert for layer in model.decoder.layers]
+    found = []
+    for each in ("none", text):
+        torch._foreach_zero_(counters)
+        _, result = step_of(model, each, num_microbatches=2)
+        found.append((result, [counter.clone() for counter in counters]))
+    (reference, counted), (result, own) = found
+    assert result.same_bits(reference)
+    assert all(map(torch.equal, own, counted))
 
 
 # --------------------------------------------------------------------------- copies and leftovers
@@ -349,6 +511,44 @@ def test_a_forward_without_a_backward_is_freed_at_once():
                 assert live.current_bytes <= alive
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("text", ["full", "full+keep[core_attn]", "selective[mlp_act+qkv]"])
+def test_a_step_leaves_nothing_for_the_garbage_collector(text):
+    model = model_of()
+    with applied(text, model):
+        one_step([model])
+        gc.collect()
+        one_step([model])
+        assert gc.collect() == 0
+
+
+def test_what_others_have_put_around_ours_stays():
+    from megatron.core import tensor_parallel
+
+    model = model_of(dropout=0.0)
+    _, reference = step_of(model, "none")
+    original, ran = tensor_parallel.checkpoint, []
+    linear = model.decoder.layers[0].mlp.linear_fc2
+
+    def noted(function):
+        return lambda *args: [ran.append(function), function(*args)][1]
+
+    theirs = tensor_parallel.checkpoint = noted(original)
+    try:
+        policy = applied("full", model)
+        around = linear.forward = noted(linear.forward)
+        assert one_step([model], num_microbatches=1).same_bits(reference)
+        policy.undo()
+        del policy
+        assert linear.forward is around
+        assert one_step([model], num_microbatches=1).same_bits(reference)
+        del linear.forward, around
+        ran.clear()
+        gc.collect()
+        assert tensor_parallel.checkpoint is theirs
+    finally:
+        tensor_parallel.checkpoint = original
 
 
 # -------------------------------------------------------------------------------------- refusals
