@@ -37,7 +37,7 @@ _EVENTS = 1 << 25
 """Replayed in exchanges."""
 _SMALL = 256
 """Chunks of all stages up to which more is tried."""
-_NEARNESS = (0.03, 0.1)
+_NEARNESS = (0.01, 0.03, 0.1, 0.3)
 """Of plans to the fractional times, against their price."""
 _SLOPES = (2.0, 16.0)
 """Of weights that rise from chunk to chunk."""
@@ -171,6 +171,8 @@ class StepSearch:
                 self._take(self.best[1])
                 self.master.relax(_AGAIN)
             self._bound(self._listed(self.master.best_weights))
+            for path in self.replay.paths(self.master.times(self.best[1])) if small else ():
+                self._bound(self._listed(path.astype(np.float64)))
             self._round(small)
             events = self._exchange(events)
             if self._is_proven():
