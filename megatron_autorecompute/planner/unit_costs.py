@@ -191,7 +191,7 @@ class CostTable:
         pairs = enumerate(zip(policy.layers, plain, strict=True))
         return RecomputePolicy(
             tuple(
-                less if replace(less, group=1) in self._planned[self._kinds[layer].name] else choice
+                less if replace(less, group=1) in self._records[self._kinds[layer].name] else choice
                 for layer, (choice, less) in pairs
             )
         )
