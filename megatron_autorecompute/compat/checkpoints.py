@@ -14,6 +14,8 @@ from megatron.core.tensor_parallel import random as megatron_random
 Function = Callable[..., Any]
 _replaced: list[Function] = []
 """Megatron's function, and ours in its place."""
+_wrappers: list[Callable[[Function], Function]] = []
+"""How functions are wrapped while any object needs it; at most one."""
 _needed: set[weakref.ref[Any]] = set()
 """Objects that need the functions of checkpoints wrapped. While any is alive, they are."""
 
@@ -27,7 +29,9 @@ def wrap_while_alive(needing: Any, wrapped: Callable[[Function], Function]) -> N
     """
     if not _needed:
         original = tensor_parallel.checkpoint
-        tensor_parallel.checkpoint = _wrapping(original, wrapped)
+        _wrappers[:] = [wrapped]
+        if not hasattr(original, _DISPATCHES):  # else Megatron's sources have our patch
+            tensor_parallel.checkpoint = dispatching(original)
         _replaced[:] = [original, tensor_parallel.checkpoint]
     _needed.add(weakref.ref(needing, _let_go))
 
@@ -35,16 +39,26 @@ def wrap_while_alive(needing: Any, wrapped: Callable[[Function], Function]) -> N
 def _let_go(reference: weakref.ref[Any]) -> None:
     _needed.discard(reference)
     if not _needed:
+        _wrappers.clear()
         original, ours = _replaced
         if tensor_parallel.checkpoint is ours:
             tensor_parallel.checkpoint = original
 
 
-def _wrapping(original: Function, wrapped: Callable[[Function], Function]) -> Function:
+_DISPATCHES = "wraps_functions_of_autorecompute"
+"""As `integrations.megatron_lm.WRAPS_FUNCTIONS`."""
+
+
+def dispatching(original: Function) -> Function:
+    """Megatron's `checkpoint`, except that it wraps its function while an object needs that."""
+
     @functools.wraps(original)
     def checkpoint(function: Function, distribute_saved_activations: bool, *args: Any) -> Any:
-        return original(wrapped(function), distribute_saved_activations, *args)
+        for wrapped in _wrappers:
+            function = wrapped(function)
+        return original(function, distribute_saved_activations, *args)
 
+    setattr(checkpoint, _DISPATCHES, True)
     return checkpoint
 
 

@@ -381,13 +381,19 @@ def with_runner(checkpointed_forward: Function) -> Function:
     return _lazily(checkpointed_forward, "compat.seam", "dispatching")
 
 
+WRAPS_FUNCTIONS = "wraps_functions_of_autorecompute"
+"""Attribute of a `checkpoint` with our patch, by which `compat.checkpoints` knows it."""
+
+
 def with_parts(checkpoint: Function) -> Function:
     """For `tensor_parallel.checkpoint`: what it runs leaves parts out, where a policy says so.
 
     Used by the patch only; without the patch `compat.checkpoints` does the same while a policy with
     such parts is in force.
     """
-    return _lazily(checkpoint, "compat.checkpoints", "dispatching")
+    made = _lazily(checkpoint, "compat.checkpoints", "dispatching")
+    setattr(made, WRAPS_FUNCTIONS, True)
+    return made
 
 
 def _lazily(original: Function, module: str, around: str) -> Function:
