@@ -441,7 +441,8 @@ def test_experts_before_a_norm_run_again_and_their_router_counts_once(text):
     counters = [layer.mlp.router.local_tokens_per_expert for layer in model.decoder.layers]
     found = []
     for each in ("none", text):
-        torch._foreach_zero_(counters)
+        for counter in counters:
+            counter.zero_()
         _, result = step_of(model, each, num_microbatches=2)
         found.append((result, [counter.clone() for counter in counters]))
     (reference, counted), (result, own) = found
