@@ -639,7 +639,7 @@ def test_text_and_lists_are_read_as_by_a_config_field(tmp_path):
     given = {
         "full*2,none*3": "full*2,none*3",
         "decoder:full": "full*5",
-        "megatron:block/2": "full*2,none*3",
+        "megatron:block/2": "full+all*2,none*3",
         f"@{tmp_path / 'policy.txt'}": "full*2,none*3",
     }
     with apply(["none"] * 5, model) as applied:

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.policy import RecomputePolicy
 from tests.fused_attention import FlashLikeAttention
+from tests.gloo import collectives_on_copies
 from tests.support import (
     MICRO_BATCH_SIZE,
     SEQ_LENGTH,
@@ -176,7 +177,7 @@ def alive_after_forward(model, text):
 
     with applied(text, model):
         one_step([model], num_microbatches=1)  # what stays between steps
-        with LiveBytes(model.parameters()) as live:
+        with collectives_on_copies(), LiveBytes(model.parameters()) as live:
             loss = model(**microbatch()).mean()
             found = live.current_bytes
         loss.backward()
@@ -504,7 +505,7 @@ def test_a_forward_without_a_backward_is_freed_at_once():
         gc.collect()
         gc.disable()
         try:
-            with LiveBytes(model.parameters()) as live:
+            with collectives_on_copies(), LiveBytes(model.parameters()) as live:
                 model(**microbatch())  # makes what stays between forwards
                 alive = live.current_bytes
                 for _ in range(3):
