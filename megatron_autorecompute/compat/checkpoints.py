@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -78,9 +78,9 @@ def same_states(one: Any, other: Any) -> bool:
     return all(mine is theirs or torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
-def _of_all(states: Any) -> list[Any]:
-    *own, tracked = states
-    return [*own, *tracked.values()]
+def _of_all(states: Any) -> Iterator[Any]:
+    for each in states:  # one for each device, where there is one, and those tracked by name
+        yield from each.values() if isinstance(each, Mapping) else [each]
 
 
 def set_generator_states(states: Any) -> None:

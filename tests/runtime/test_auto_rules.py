@@ -68,6 +68,7 @@ WITHOUT_EFFECT = {
     "--recompute-measure-steps 6": {"recompute_measure_steps": 6},
     "--recompute-plan-path np.json": {"recompute_plan_path": "np.json"},
     "--recompute-plan-only": {"recompute_plan_only": True},
+    "--recompute-choices megatron": {"recompute_choices": "megatron"},
     "--recompute-allow-offload": {"recompute_allow_offload": True},
 }
 
