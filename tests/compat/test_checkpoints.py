@@ -1,36 +1,33 @@
 """Megatron's `tensor_parallel.checkpoint`: replaced at run time, or patched in its sources."""
 
-import pytest
-
 from megatron_autorecompute.integrations import megatron_lm
 from tests.default_model import tiny_model
-from tests.support import tiny_config
-
-pytestmark = [
-    pytest.mark.usefixtures("one_rank"),
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
-    pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning"),
-]
+from tests.support import run_ranks, start_parallel, tiny_config
 
 
-def test_patched_sources_are_not_replaced_and_wrap_functions_all_the_same(monkeypatch):
+def test_patched_sources_are_not_replaced_and_wrap_functions_all_the_same():
+    wrapped, unwrapped = run_ranks(functions_of_checkpoints, 1)[0]
+    assert wrapped != "len"
+    assert unwrapped == "len"
+
+
+def functions_of_checkpoints():
+    """What the checkpoint of patched sources runs for `len`, under a policy and after it."""
     from megatron.core import tensor_parallel
 
     from megatron_autorecompute.runtime.apply import apply
 
+    start_parallel()
     called = []
 
     def original(function, distribute, *args):
-        called.append(function)
+        called.append(getattr(function, "__name__", "another"))
         return function(*args)
 
-    patched = megatron_lm.with_parts(original)
-    monkeypatch.setattr(tensor_parallel, "checkpoint", patched)
+    patched = tensor_parallel.checkpoint = megatron_lm.with_parts(original)
     with apply("full", tiny_model(tiny_config())):
         assert tensor_parallel.checkpoint is patched
         tensor_parallel.checkpoint(len, False, "abc")
     assert tensor_parallel.checkpoint is patched
     tensor_parallel.checkpoint(len, False, "abc")
-    assert called[0] is not len
-    assert called[1] is len
+    return called
