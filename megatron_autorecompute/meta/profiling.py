@@ -84,7 +84,7 @@ from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import Choices, ModelShard, alone, choices
 from megatron_autorecompute.runtime.model_shard import kinds as kinds_of
-from megatron_autorecompute.runtime.offload_choices import with_offload
+from megatron_autorecompute.runtime.offload_choices import with_offload, without_parts
 
 Progress = Callable[[str], None]
 ChoicesOf = Callable[[torch.nn.Module], Choices]
@@ -448,7 +448,7 @@ def every_choice(layer: Any) -> Choices:
 
 
 def _with_offload(every: ChoicesOf, sets: Sequence[Sequence[str]], layer: Any) -> Choices:
-    return with_offload(every(layer), layer, sets)
+    return with_offload(without_parts(every(layer)), layer, sets)
 
 
 def _set_of(modules: Sequence[str], layer: Any) -> Choices:

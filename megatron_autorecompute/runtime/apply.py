@@ -473,7 +473,8 @@ class _Held:
         ends = self.ends_of_checkpoints()
         for (layer, choice), index in zip(self.choices(), self.indices, strict=True):
             self.set_layer(layer, choice)
-            self.parts += layer_checkpoints.put(layer, choice, index in ends)
+            if not policy.offloads:  # whose hooks are on all that a checkpoint saves
+                self.parts += layer_checkpoints.put(layer, choice, index in ends)
             for one in model_layers.nested_layers(layer):
                 if "core_attn" in choice.offload:
                     self.hooks += offload_modules.keep_apart(one)

@@ -12,6 +12,7 @@ from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import offload_modules, rules
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.policy import OWN_MODULES
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.runtime.model_shard import MAX_CHOICES, Choices, choices
 
@@ -34,10 +35,20 @@ def with_offload(plain: Choices, layer: Layer, sets: Sequence[Sequence[str]]) ->
     return (*plain, *(choice for choice in found if rules.is_allowed(layer.config, choice)))
 
 
+def without_parts(found: Choices) -> Choices:
+    """The choices but those that need checkpoints of ours: where any layer offloads, all are
+    Megatron's own."""
+    return tuple(
+        each
+        for each in found
+        if not (each.keep or each.rerun_all) and set(OWN_MODULES).isdisjoint(each.modules)
+    )
+
+
 def measured(layer: Layer) -> Choices:
     """What `auto` measures where it may offload: besides a layer's choices at most as many again,
     first those that recompute least."""
-    plain = choices(layer)
+    plain = without_parts(choices(layer))
     small = (choice for choice in plain if choice.granularity in ("none", "selective"))
     offloading = (with_offload((choice,), layer, MEASURED_SETS)[1:] for choice in small)
     return (*plain, *itertools.islice(itertools.chain.from_iterable(offloading), MAX_CHOICES))

@@ -51,6 +51,8 @@ def different(rows: Ints, order: Ints) -> Ints:
 
 def undominated(values: Ints | Floats) -> Ints:
     """Of points those than which no other is lower in something and higher in nothing."""
+    if not len(values):
+        return np.zeros(0, np.int64)
     used = np.flatnonzero(values.min(axis=0) != values.max(axis=0))
     scale = np.maximum(np.abs(values).max(axis=0), 1.0)
     order = np.argsort((values / scale).sum(axis=1), kind="stable")
