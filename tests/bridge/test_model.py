@@ -88,7 +88,7 @@ def count_layer_calls(chunks):
 def test_native_fields_run_as_the_policy_they_came_from():
     cfg = recipes.tiny_llama_pretrain_config()
     without = gradients(built(copy.deepcopy(cfg)))
-    megatron_bridge.set_policy(cfg.model, "full*2,none*2")
+    megatron_bridge.set_policy(cfg.model, "full+all*2,none*2")
     megatron_bridge.resolve(cfg)
     assert cfg.model.recompute_policy is None
     chunks = built(cfg)

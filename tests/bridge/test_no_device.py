@@ -172,7 +172,7 @@ def test_weight_gradients_are_added_in_the_product_unless_the_recipe_says_otherw
     from megatron.bridge import recipes as bridges
 
     def given():
-        cfg = bridges.nemotronh_56b_pretrain_config()
+        cfg = bridges.llama3_8b_pretrain_config()
         if fused is not None:
             cfg.model.gradient_accumulation_fusion = fused
         return cfg

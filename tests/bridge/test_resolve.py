@@ -100,7 +100,10 @@ def test_native_fields_never_say_another_policy(layout, chunk, first, changed):
         ("selective[core_attn]*23,none*1", Model()),
         ("selective[mlp]", Model(add_bias_linear=True)),  # never returns from Megatron's backward
         ("full/5*20,full/4*4", Model()),  # uniform/5 of 0.16 reads past the last layer
-        ("full*24,none*1", Model(mtp_num_layers=1, num_layers=24, pipeline_model_parallel_size=2)),
+        (
+            "full+all*24,none*1",
+            Model(mtp_num_layers=1, num_layers=24, pipeline_model_parallel_size=2),
+        ),
     ],
 )
 def test_what_megatrons_fields_cannot_say_or_run_stays_a_policy(policy, model):
@@ -123,7 +126,7 @@ def cfg(bridge):
 
 def test_a_plan_file_becomes_native_fields_or_a_list(cfg, tmp_path):
     plan = tmp_path / "plan.json"
-    plan.write_text('{"recompute_policy": ["full", "none", "none", "none"]}')
+    plan.write_text('{"recompute_policy": ["full+all", "none", "none", "none"]}')
     megatron_bridge.set_policy(cfg.model, f"@{plan}")
     megatron_bridge.resolve(cfg)
     assert cfg.model.recompute_policy is None
@@ -193,6 +196,6 @@ def test_a_model_config_that_holds_its_transformer_is_resolved_as_a_provider(cfg
     megatron_bridge.set_policy(cfg.model, "none,full,none*2")
     assert megatron_bridge.resolve(cfg).format() == "none*1,full*1,none*2"
     assert provider.recompute_policy == ["none", "full", "none", "none"]
-    megatron_bridge.set_policy(cfg.model, "full")
+    megatron_bridge.set_policy(cfg.model, "full+all")
     megatron_bridge.resolve(cfg)
     assert (provider.recompute_policy, provider.recompute_granularity) == (None, "full")

@@ -96,7 +96,7 @@ def test_a_plan_with_a_bad_choice_for_every_layer_is_refused_in_a_screenful(
     said = capsys.readouterr().err
     assert "recompute_policy[0]: 'fulll', Cannot read 'fulll' as a choice, which is none," in said
     assert "72 more" in said
-    assert len(said) < 80 * 40
+    assert len(said) < 80 * 45
 
 
 def test_explain_a_layer_says_what_faster_choices_would_break(planned, capsys):
