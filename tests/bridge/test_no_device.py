@@ -165,20 +165,19 @@ def test_what_bridge_sets_from_comm_overlap_when_a_job_starts_is_read(hub, monke
     assert (found.overlap_grad_reduce, found.overlap_param_gather) == (False, True)
 
 
-@pytest.mark.parametrize("fused", [None, False])
-def test_weight_gradients_are_added_in_the_product_unless_the_recipe_says_otherwise(
+@pytest.mark.parametrize("fused", [True, False])
+def test_weight_gradients_are_added_in_the_product_if_the_recipe_says_so(
     bridge, monkeypatch, fused
 ):
     from megatron.bridge import recipes as bridges
 
     def given():
-        cfg = bridges.llama3_8b_pretrain_config()
-        if fused is not None:
-            cfg.model.gradient_accumulation_fusion = fused
+        cfg = bridges.nemotronh_56b_pretrain_config()
+        cfg.model.gradient_accumulation_fusion = fused
         return cfg
 
     monkeypatch.setattr(bridges, "given_config", given, raising=False)
-    assert job_from_recipe("given_config").fuses_weight_gradients == (fused is None)
+    assert job_from_recipe("given_config").fuses_weight_gradients == fused
 
 
 def test_a_name_that_two_recipes_have_is_asked_for_by_package(bridge, monkeypatch):
