@@ -22,6 +22,7 @@ from megatron_autorecompute.meta.profiling import longest_end_ms, replace_mtp, s
 from megatron_autorecompute.one_device import build, profiling
 from megatron_autorecompute.one_device.profiling import measure
 from megatron_autorecompute.patched import patched
+from megatron_autorecompute.policy import OWN_MODULES
 from megatron_autorecompute.profile import MEASURED_ON_ONE_DEVICE, LayerBytes, Profile
 from megatron_autorecompute.runtime.model_shard import choices
 from tests import hybrid_models
@@ -191,10 +192,20 @@ def profiles(tmp_path_factory):
     return Profile.load(output), run_ranks(hybrid_in_the_job, 2)[0]
 
 
+def of_megatron(record):
+    """Whether it is of Megatron's modules, without those of ours and without all that it reruns."""
+    policy = record.policy
+    own = policy.keep or not set(OWN_MODULES).isdisjoint(policy.modules)
+    return not own and not policy.rerun_all
+
+
 def test_every_choice_holds_what_it_holds_on_two_real_ranks(profiles):
     one, two = profiles
     for kind, same in zip(one.kinds, two.kinds, strict=True):
-        held, real = ({r.choice: r.held_bytes for r in each.choices} for each in (kind, same))
+        held, real = (
+            {r.choice: r.held_bytes for r in each.choices if of_megatron(r)}
+            for each in (kind, same)
+        )
         # Of MoE's dispatcher, small tensors of the step before remain, by what the layer did in it.
         loose = 256 if kind.name == "moe" else 0
         assert held == pytest.approx(real, abs=loose, rel=0)
@@ -207,11 +218,14 @@ def test_no_transient_is_above_that_of_two_real_ranks_whose_gloo_copies_what_it_
     one, two = profiles
     pairs = [(one.head, two.head)]
     for kind, same in zip(one.kinds, two.kinds, strict=True):
-        pairs += [(record, same.record(record.choice)) for record in kind.choices]
+        own = filter(of_megatron, kind.choices)
+        pairs += [(record, same.record(record.choice)) for record in own]
+    # In the place of an output that is not computed stands another one, here for a moment longer.
+    loose = 256 + one.boundary_bytes
     for record, real in pairs:
         held = record.held_bytes - real.held_bytes
-        assert record.forward_transient_bytes + held <= real.forward_transient_bytes + 256
-        assert record.backward_transient_bytes + held <= real.backward_transient_bytes + 256
+        assert record.forward_transient_bytes + held <= real.forward_transient_bytes + loose
+        assert record.backward_transient_bytes + held <= real.backward_transient_bytes + loose
 
 
 @pytest.mark.filterwarnings("ignore:`sequence_parallel` is set to:UserWarning")

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_array, csr_array, hstack, vstack
 
 from megatron_autorecompute.planner.arrays import Floats, Ints
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
@@ -135,6 +134,9 @@ class Master:
         fixed = (paths * self.replay.residual).sum(axis=(1, 2, 3)) / self.scale
         cost = np.hstack([self._lengths(paths), np.full((len(paths), 1), -1.0)])
         moments, room = self._moments(starts)
+        from scipy.optimize import linprog  # 0.2 s to import
+        from scipy.sparse import csr_array, hstack, vstack
+
         found = linprog(
             np.append(np.zeros(plans), 1.0),
             A_ub=vstack([csr_array(cost), hstack([moments, csr_array((len(room), 1))])]).tocsr(),
@@ -158,7 +160,7 @@ class Master:
             parts.append(paths[:, :, s, c] @ own.T / self.scale)
         return np.concatenate(parts, axis=1)
 
-    def _moments(self, starts: Ints) -> tuple[csr_array, Floats]:
+    def _moments(self, starts: Ints) -> tuple[Any, Floats]:
         """Bytes of plans at all stages' moments as shares of budgets, and the room there."""
         rows, columns, data = [], [], []
         first = np.cumsum([0, *(len(stage.room) for stage in self.stages)])
@@ -172,6 +174,8 @@ class Master:
         where = np.concatenate(rows), np.concatenate(columns)
         shape = int(first[-1]), int(starts[-1])
         room = np.concatenate([stage.room / stage.budget for stage in self.stages])
+        from scipy.sparse import coo_array
+
         return coo_array((np.concatenate(data), where), shape).tocsr(), room
 
     def _read(self, x: Floats, duals: Floats, of_chunks: Floats, starts: Ints) -> Solved:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from megatron_autorecompute.planner.arrays import Floats, Ints
 from megatron_autorecompute.planner.search.labels import undominated
@@ -85,6 +83,9 @@ class Proof:
         sizes = [len(own) for own in rows]
         number = sum(sizes)
         which = np.repeat(np.arange(len(sizes)), sizes)
+        from scipy.optimize import Bounds, LinearConstraint, milp  # 0.2 s to import
+        from scipy.sparse import csr_array
+
         one_each = csr_array(
             (np.ones(number), (which, np.arange(number))), (len(sizes), number + 1)
         )

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import linprog
 
 from megatron_autorecompute.planner.arrays import Bools, Floats, Ints
 from megatron_autorecompute.planner.search.chunk_plans import SLACK, Plans, Pruned, Walk
@@ -185,6 +184,8 @@ class StagePlans:
         scale = max(1.0, float(np.abs(cost).max()))
         load = [self.loads(c, self.plans[c].rows[own]) for c, own in enumerate(picks)]
         chunk = np.repeat(np.arange(len(picks)), [len(own) for own in picks])
+        from scipy.optimize import linprog  # 0.2 s to import
+
         found = linprog(
             cost / scale,
             A_ub=np.concatenate(load).T / self.budget,
