@@ -1,8 +1,7 @@
-from dataclasses import replace
-
 """Reports in a real browser: the three jobs of examples/no_device, and a step of 65,536 events."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
