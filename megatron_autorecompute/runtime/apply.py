@@ -333,6 +333,7 @@ class _Sites:
                     "Where the model came with it, as a copy does, in_force(model) gives it."
                 )
         policy.checked_length(self.num_layers, "The policy")
+        layer_checkpoints.check_beside_offload(policy)
         for config in self.configs:
             if rules.own_recompute(config) is not None:
                 of = self.first_block if config is not self.configs[-1] else ""

@@ -13,7 +13,7 @@ from megatron_autorecompute.compat import layer_parts, model_layers
 from megatron_autorecompute.compat.layer_parts import Place
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.errors import PolicyError
-from megatron_autorecompute.policy import OWN_MODULES, LayerPolicy
+from megatron_autorecompute.policy import OWN_MODULES, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.run_once import Part, ProductPart, Scope
 
 
@@ -50,6 +50,18 @@ def put(layer: Layer, choice: LayerPolicy, ends_checkpoint: bool) -> list[Part |
     for one in model_layers.nested_layers(layer):
         found += _of_modules(one, choice)
     return found
+
+
+def check_beside_offload(policy: RecomputePolicy) -> None:
+    """Raise PolicyError for kept parts and modules of ours in a policy that offloads."""
+    if not policy.offloads:
+        return
+    for index, choice in enumerate(policy.layers):
+        if choice.keep or not set(OWN_MODULES).isdisjoint(choice.modules):
+            raise PolicyError(
+                f"{choice} on layer {index}, in a policy that offloads: there all checkpoints are "
+                "Megatron's own, which lack it. Leave it or the offload out."
+            )
 
 
 def idle_in(layer: Layer, choice: LayerPolicy, index: int) -> Iterator[str]:

@@ -571,6 +571,11 @@ def test_what_others_have_put_around_ours_stays():
             {},
             r"Unknown part mlp to keep in full\+keep\[mlp\]: there are",
         ),
+        (
+            "full+keep[core_attn]*1,none*2,none+offload[core_attn]*1",
+            {},
+            r"full\+keep\[core_attn\] on layer 0, in a policy that offloads",
+        ),
         ("selective[mlp+mlp_act]", {}, "mlp contains mlp_act, leave one of them out"),
         (
             "full+keep[dispatch]",
