@@ -30,8 +30,8 @@ from megatron_autorecompute.meta.devices import Device, device  # noqa: E402
 from megatron_autorecompute.meta.job import Job, job_from  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
 from megatron_autorecompute.meta.sensitivity import planner  # noqa: E402
-from megatron_autorecompute.planner.nearness import nearness  # noqa: E402
-from megatron_autorecompute.planner.planner import Planner  # noqa: E402
+from megatron_autorecompute.planner.search.nearness import nearness  # noqa: E402
+from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
 

@@ -29,7 +29,7 @@ from benchmarks.tables import markdown  # noqa: E402
 from megatron_autorecompute.meta.devices import Device, device  # noqa: E402
 from megatron_autorecompute.meta.job import Job, load_job  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
-from megatron_autorecompute.planner.planner import Planner  # noqa: E402
+from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
 

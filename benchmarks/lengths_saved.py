@@ -19,11 +19,11 @@ from pathlib import Path
 from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.meta.job import Job, load_job
 from megatron_autorecompute.meta.packing import CALLS, lengths_of, packed
-from megatron_autorecompute.planner.buckets import bucket
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.lengths import profile_at
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.lengths import profile_at
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.search.buckets import bucket
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB

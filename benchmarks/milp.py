@@ -16,8 +16,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from megatron_autorecompute.planner.search.problem import ChunkProblem, StageProblem
-from megatron_autorecompute.planner.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.search.stage_problem import ChunkProblem, StageProblem
 
 MIB = 1 << 20
 

@@ -41,9 +41,9 @@ from megatron_autorecompute.meta.meta_step import (
     meta_config,
     stage_step,
 )
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.policy_cost import evaluate
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.policy_cost import evaluate
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import FULL, RecomputePolicy
 from megatron_autorecompute.profile import Model, Parallelism, Profile, StaticBytes
 from megatron_autorecompute.runtime.apply import apply

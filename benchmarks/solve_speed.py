@@ -29,10 +29,10 @@ from rich.table import Table
 
 from benchmarks.milp import Answer, solved
 from benchmarks.tables import markdown
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerKind,

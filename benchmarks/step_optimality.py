@@ -21,7 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.tables import markdown
-from megatron_autorecompute.planner.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 from tests.planner.search.random_steps import (
     ONE_CHUNK,
     SEVERAL_CHUNKS,

@@ -24,10 +24,10 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_autorecompute.planner.layout import Layout
+    from megatron_autorecompute.planner.cost.layout import Layout
+    from megatron_autorecompute.planner.cost.schedule import Schedule
     from megatron_autorecompute.planner.plan import Plan
-    from megatron_autorecompute.planner.planner import solve
-    from megatron_autorecompute.planner.schedule import Schedule
+    from megatron_autorecompute.planner.search.solve import solve
     from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
     from megatron_autorecompute.profile import Profile
     from megatron_autorecompute.runtime.apply import apply
@@ -66,12 +66,12 @@ _HOME = {
     "LayerPolicy": "policy",
     "RecomputePolicy": "policy",
     "Profile": "profile",
-    "Layout": "planner.layout",
-    "Schedule": "planner.schedule",
+    "Layout": "planner.cost.layout",
+    "Schedule": "planner.cost.schedule",
     "Plan": "planner.plan",
     "attach": "runtime.attach",
     "FixedCalls": "runtime.job_facts",
-    "solve": "planner.planner",
+    "solve": "planner.search.solve",
 }
 
 

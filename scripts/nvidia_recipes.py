@@ -27,8 +27,8 @@ from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
 from megatron_autorecompute.meta.devices import device  # noqa: E402
 from megatron_autorecompute.meta.job import Job, job_from  # noqa: E402
 from megatron_autorecompute.meta.sensitivity import planner  # noqa: E402
-from megatron_autorecompute.planner.planner import Planner  # noqa: E402
-from megatron_autorecompute.planner.policy_cost import PolicyCost  # noqa: E402
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCost  # noqa: E402
+from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
 

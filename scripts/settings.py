@@ -12,7 +12,7 @@ from megatron_autorecompute.cli.estimate import default_budget_bytes
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import load_job
 from megatron_autorecompute.meta.outside_torch import outside_torch
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB

@@ -59,7 +59,7 @@ _kept = contextlib.ExitStack()
 
 def hybrid_config(pattern, **fields):
     """tiny_config for a pattern, with what Megatron's arguments take from it."""
-    from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
+    from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 
     read = HybridPattern.parse(pattern)
     values = {"num_layers": read.num_layers, "is_hybrid_model": True}

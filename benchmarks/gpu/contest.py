@@ -16,11 +16,11 @@ import torch
 
 from benchmarks.gpu.cases import Case, built
 from megatron_autorecompute.compat import model_layers, stage_layout
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCost, evaluate
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Model, Parallelism, Profile
 from megatron_autorecompute.report.recorded import recorded_step

@@ -24,9 +24,9 @@ from benchmarks.gpu.results import Results
 from benchmarks.measured import prediction
 from megatron_autorecompute.cli import main as main_command
 from megatron_autorecompute.errors import AutorecomputeError
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.policy_cost import PolicyCost, evaluate
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCost, evaluate
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 

@@ -26,8 +26,8 @@ from megatron_autorecompute.meta.job import Job  # noqa: E402
 from megatron_autorecompute.meta.need import Need, own_need  # noqa: E402
 from megatron_autorecompute.meta.profiling import counts_graphs, profile_job  # noqa: E402
 from megatron_autorecompute.patched import patched  # noqa: E402
-from megatron_autorecompute.planner.planner import Planner  # noqa: E402
-from megatron_autorecompute.planner.policy_cost import StageCost  # noqa: E402
+from megatron_autorecompute.planner.cost.policy_cost import StageCost  # noqa: E402
+from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
 
 MOST_REASON = 400

@@ -11,7 +11,7 @@ from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import Job, job_from
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.roofline import Communication
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, Profile
 

@@ -16,7 +16,7 @@ from megatron_autorecompute.meta.devices import Device  # noqa: E402
 from megatron_autorecompute.meta.graph_scope import GraphScope  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
-from megatron_autorecompute.planner.planner import Planner  # noqa: E402
+from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402
 from scripts import bridge_jobs, nvidia_recipes  # noqa: E402
 
 Data = dict[str, Any]

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import add_json, print_result
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.planner import neighbours
+from megatron_autorecompute.planner.search.solve import neighbours
 from megatron_autorecompute.report import terminal
 
 

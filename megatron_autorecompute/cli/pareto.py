@@ -18,9 +18,9 @@ from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import check_output, print_result, progress_bars
 from megatron_autorecompute.cli.problem import add_problem, problems
 from megatron_autorecompute.cli.values import MOST_POINTS, at_least, picture
-from megatron_autorecompute.planner.outcomes import Outcomes
+from megatron_autorecompute.planner.cost.outcomes import Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, curve_point
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.report import terminal
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import Curve, best_points, strategies_of
@@ -65,7 +65,10 @@ class ParetoCommand(Command):
             found = planner.pareto(args.points, lambda share: bars.update(task, completed=share))
             own = bars.add_task("Megatron's own settings", total=1)
             strategies = strategies_of(
-                planner, Outcomes(planner), None, lambda share: bars.update(own, completed=share)
+                planner,
+                Outcomes(planner.costs),
+                None,
+                lambda share: bars.update(own, completed=share),
             )
         points = [curve_point(point) for point in found]
         without = _without_offload(planner, args.points)
@@ -98,7 +101,7 @@ def _draw(
         task = bars.add_task("Picture", total=1)
         points = best_points(
             planner,
-            Outcomes(planner),
+            Outcomes(planner.costs),
             terminal.unbeaten(strategies),
             (),
             lambda share: bars.update(task, completed=share),

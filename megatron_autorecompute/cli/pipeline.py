@@ -19,10 +19,10 @@ from megatron_autorecompute import json_records
 from megatron_autorecompute.cli.output import without_effect
 from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.planner.hybrid_pattern import HybridPattern, pattern_of_job
-from megatron_autorecompute.planner.layout import Chunk, Layout
-from megatron_autorecompute.planner.layout_search.flags import layout_flags
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern, pattern_of_job
+from megatron_autorecompute.planner.cost.layout import Chunk, Layout
+from megatron_autorecompute.planner.cost.layout_flags import layout_flags
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.profile import SCHEMA_VERSION, Profile
 
 SPLIT = (

@@ -23,13 +23,13 @@ from megatron_autorecompute.cli.problem import add_problem, problems
 from megatron_autorecompute.cli.values import budgets, file, sizes
 from megatron_autorecompute.cli.verify import add_runs, as_data, conclude, verified
 from megatron_autorecompute.errors import InfeasibleError, OptionError
-from megatron_autorecompute.planner.buckets import bucket_plans
-from megatron_autorecompute.planner.layout_search.search import search_layout
-from megatron_autorecompute.planner.lengths import varies
-from megatron_autorecompute.planner.micro_batch_search import search_micro_batch
+from megatron_autorecompute.planner.cost.lengths import varies
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.planner import Budget, Planner
-from megatron_autorecompute.planner.suggestions import explained
+from megatron_autorecompute.planner.search.buckets import bucket_plans
+from megatron_autorecompute.planner.search.layouts import search_layout
+from megatron_autorecompute.planner.search.micro_batches import search_micro_batch
+from megatron_autorecompute.planner.search.solve import Budget, Planner
+from megatron_autorecompute.planner.search.suggestions import explained
 from megatron_autorecompute.report.buckets import buckets_view
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from megatron_autorecompute.cli.pipeline import Asked, asked_pipeline, read_prof
 from megatron_autorecompute.cli.values import percentile
 from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.options import add_old_spelling
-from megatron_autorecompute.planner.micro_batch_search import same_samples
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.search.micro_batches import same_samples
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, Profile
 
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from megatron_autorecompute import json_records
 from megatron_autorecompute.compare.manual_search import NotTried
 from megatron_autorecompute.options import option
-from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
+from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 
 SCHEMA_VERSION = 1
 

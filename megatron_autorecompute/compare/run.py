@@ -45,11 +45,11 @@ from megatron_autorecompute.interrupts import end_with_parent, interrupts_held
 from megatron_autorecompute.json_records import check_other, write_atomically
 from megatron_autorecompute.options import Parser, add_flags, from_flags, option
 from megatron_autorecompute.packages import lacking_kernels, needed
-from megatron_autorecompute.planner.hybrid_pattern import FAMILIES
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import with_missed_bytes
 from megatron_autorecompute.report.data import report_data

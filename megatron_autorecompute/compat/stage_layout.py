@@ -11,8 +11,8 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute.block_names import DECODER
-from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
+from megatron_autorecompute.planner.cost.layout import Layout
 
 _NOTED = "_autorecompute_pattern"
 _PATTERN_NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern", _NOTED)

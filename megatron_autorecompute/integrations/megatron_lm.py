@@ -38,7 +38,7 @@ from megatron_autorecompute.errors import (
     MachineError,
 )
 from megatron_autorecompute.options import add_flags, from_flags
-from megatron_autorecompute.planner.hybrid_pattern import check_flags
+from megatron_autorecompute.planner.cost.hybrid_pattern import check_flags
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.auto_rules import (
     refuse_beyond_device,

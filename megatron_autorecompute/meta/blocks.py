@@ -43,7 +43,7 @@ from megatron_autorecompute.meta.static_bytes import (
     static_bytes,
     weight_bytes,
 )
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import storage_bytes
 

@@ -19,7 +19,7 @@ from megatron_autorecompute.meta.graph_scope import FIELDS
 from megatron_autorecompute.meta.job import TE_VERSION, Job, job_from
 from megatron_autorecompute.meta.job_checks import refuse_unmodelled
 from megatron_autorecompute.patched import patched, patched_environ
-from megatron_autorecompute.planner.hybrid_pattern import check_flags
+from megatron_autorecompute.planner.cost.hybrid_pattern import check_flags
 
 _COPIED = (
     "seq_length",

@@ -24,9 +24,9 @@ from megatron_autorecompute.meta.job_checks import (
     refuse_unmodelled,
 )
 from megatron_autorecompute.meta.lora import DEFAULT_TARGETS, check_targets
-from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
 
 MOST_CHARACTERS = 1 << 20
 """Limit on a job as JSON; the longest of the examples has 2,000."""

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_autorecompute.lines import Microbatch, RecordLines, envelope
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.packing import simulated
-from megatron_autorecompute.planner.buckets import BUCKETS, EXAMPLES, LARGEST
+from megatron_autorecompute.planner.search.buckets import BUCKETS, EXAMPLES, LARGEST
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind, Profile
 
 

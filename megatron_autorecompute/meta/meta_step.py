@@ -41,7 +41,7 @@ from megatron_autorecompute.interrupts import end_with_parent, interrupts_held
 from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.shapes_exchanged import Wide, shapes_exchanged
 from megatron_autorecompute.patched import patched
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.planner.buckets import bucket
+from megatron_autorecompute.planner.search.buckets import bucket
 
 CALLS = 64
 """Simulated calls, drawn from the lengths with a fixed seed."""

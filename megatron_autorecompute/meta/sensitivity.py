@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.profiling import profile_job
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 
 MOVED = 0.2

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.patched import patched
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.schedule import Schedule
 
 Shape = tuple[int, int, int]
 """Of a tensor between stages: tokens, micro-batch, hidden."""

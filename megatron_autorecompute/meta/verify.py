@@ -24,12 +24,12 @@ from megatron_autorecompute.meta.meta_step import (
     stage_steps,
     workers,
 )
-from megatron_autorecompute.planner.hybrid_pattern import FAMILIES, pattern_of_job
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.peak_memory import Peak
+from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES, pattern_of_job
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.peak_memory import Peak
+from megatron_autorecompute.planner.cost.policy_cost import evaluate
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.policy_cost import evaluate
-from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import HostLink
 from megatron_autorecompute.units import GIB, gib

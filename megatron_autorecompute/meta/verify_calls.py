@@ -15,10 +15,10 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.meta.meta_step import StageStep
 from megatron_autorecompute.meta.verify import COMPARABLE, StageCheck, kept_bytes, run_stages_of
-from megatron_autorecompute.planner.buckets import EXAMPLES
-from megatron_autorecompute.planner.lengths import Arrangement, varies
-from megatron_autorecompute.planner.peak_memory import stage_base
+from megatron_autorecompute.planner.cost.lengths import Arrangement, varies
+from megatron_autorecompute.planner.cost.peak_memory import stage_base
 from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.search.buckets import EXAMPLES
 
 RANDOM = 2
 """Calls that run in the order in which they were drawn."""

@@ -29,7 +29,7 @@ from megatron_autorecompute.meta.model import (
 from megatron_autorecompute.one_device.even_routing import even_routing
 from megatron_autorecompute.packages import lacking_kernels
 from megatron_autorecompute.patched import patched_environ
-from megatron_autorecompute.planner.hybrid_pattern import FAMILIES
+from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES
 
 SEED = 1234
 PRECISIONS = {

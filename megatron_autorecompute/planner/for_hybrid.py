@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.planner.hybrid_pattern import HybridPattern, pattern_of_job
+from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern, pattern_of_job
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import (
     NONE,

@@ -13,7 +13,7 @@ from megatron_autorecompute.megatron_fields import (
     POLICY_FIELD,
     of_policy,
 )
-from megatron_autorecompute.planner.hybrid_pattern import pattern_of_job
+from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import NONE, WHOLE, RecomputePolicy
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_autorecompute.planner.peak_memory import stage_base
+from megatron_autorecompute.planner.cost.peak_memory import stage_base
+from megatron_autorecompute.planner.cost.policy_cost import evaluate
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.policy_cost import evaluate
 from megatron_autorecompute.policy import RecomputePolicy
 
 

@@ -22,9 +22,14 @@ from pydantic import AliasChoices, Field
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import AutorecomputeError, ProfileError
-from megatron_autorecompute.planner.budget_curve import ParetoPoint
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.planner import (
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.stage_times import residual_ms
+from megatron_autorecompute.planner.cost.step_interval import StepErrors, StepInterval
+from megatron_autorecompute.planner.search.budget_curve import ParetoPoint
+from megatron_autorecompute.planner.search.simpler import simpler_within_errors
+from megatron_autorecompute.planner.search.solve import (
     NOTHING_BINDS,
     Budget,
     ManualStrategy,
@@ -32,11 +37,6 @@ from megatron_autorecompute.planner.planner import (
     StageEvidence,
     StepEvidence,
 )
-from megatron_autorecompute.planner.policy_cost import PolicyCost
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.simpler import simpler_within_errors
-from megatron_autorecompute.planner.stage_times import residual_ms
-from megatron_autorecompute.planner.step_interval import StepErrors, StepInterval
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Bytes, Choice, Profile, Version
 
@@ -251,7 +251,7 @@ def make_plan(
         cost=solution.cost,
         evidence=solution.evidence,
         step_evidence=solution.step_evidence,
-        step_interval=StepErrors(planner, solution.policy).interval(),
+        step_interval=StepErrors(planner.costs, solution.policy).interval(),
         profile=planner.profile,
         imbalance_percentile=planner.percentile,
         allowed=planner.allowed,
@@ -336,7 +336,7 @@ def _worked_out(plan: Plan, cost: PolicyCost) -> Plan:
 
 
 def _interval(plan: Plan) -> StepInterval | None:
-    return StepErrors(plan.planner(), plan.policy).interval()
+    return StepErrors(plan.planner().costs, plan.policy).interval()
 
 
 def _evidence(plan: Plan, cost: PolicyCost, stage: int) -> StageEvidence:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from megatron_autorecompute.planner.buckets import BucketPlan
+from megatron_autorecompute.planner.search.buckets import BucketPlan
 from megatron_autorecompute.units import gib
 
 

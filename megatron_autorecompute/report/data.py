@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.budget_curve import BudgetCurve
+from megatron_autorecompute.planner.cost.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.launch_lines import bridge_lines, job_lines, pretrain_lines
-from megatron_autorecompute.planner.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
-from megatron_autorecompute.planner.planner import Planner, changed_at
+from megatron_autorecompute.planner.search.budget_curve import BudgetCurve
+from megatron_autorecompute.planner.search.solve import Planner, changed_at
 from megatron_autorecompute.policy import WHOLE, LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.report.recorded import RecordedStep
 from megatron_autorecompute.report.terminal import unbeaten
@@ -98,7 +98,7 @@ class ReportData:
 def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> ReportData:
     """Replay, explain and compare a plan. Raises: ProfileError if its profile lacks a record."""
     planner = plan.planner()
-    outcomes = Outcomes(planner)
+    outcomes = Outcomes(planner.costs)
     return ReportData(
         plan,
         timeline(plan),

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_autorecompute.planner.peak_memory import Breakdown
+from megatron_autorecompute.planner.cost.peak_memory import Breakdown
+from megatron_autorecompute.planner.cost.policy_cost import StageCost
+from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.policy_cost import StageCost
-from megatron_autorecompute.planner.step_interval import COVERS
 from megatron_autorecompute.report.copies import Copy, StepCopies
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import ReportData

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_autorecompute.planner.nearness import nearness
 from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.search.nearness import nearness
 
 
 def proof(plan: Plan) -> str:

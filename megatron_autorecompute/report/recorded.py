@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.planner.layout import Chunk
+from megatron_autorecompute.planner.cost.layout import Chunk
+from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.unit_costs import CostTable
 from megatron_autorecompute.report.snapshot import Frames, History, read_history
 from megatron_autorecompute.report.timeline import (
     StageTimeline,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
-from megatron_autorecompute.planner.layout import Chunk
+from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.report.terminal import legend

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_autorecompute.planner.chunk_columns import ChunkColumns
-from megatron_autorecompute.planner.layout import Chunk
-from megatron_autorecompute.planner.offloaded_step import OffloadedStep
-from megatron_autorecompute.planner.p2p_tensors import Moment as PlannedMoment
-from megatron_autorecompute.planner.peak_memory import (
+from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
+from megatron_autorecompute.planner.cost.layout import Chunk
+from megatron_autorecompute.planner.cost.offloaded_step import OffloadedStep
+from megatron_autorecompute.planner.cost.p2p_tensors import Moment as PlannedMoment
+from megatron_autorecompute.planner.cost.peak_memory import (
     Breakdown,
     StageBase,
     constant_bytes,
@@ -24,16 +24,16 @@ from megatron_autorecompute.planner.peak_memory import (
     highest_in_parts,
     stage_base,
 )
-from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.policy_cost import PolicyCosts
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.unit_costs import (
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.unit_costs import (
     OUTSIDE,
     PS_PER_MS,
     CostTable,
     Unit,
     fastest_choice,
 )
+from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.copies import StepCopies, step_copies
 
 Bytes = NDArray[np.int64]

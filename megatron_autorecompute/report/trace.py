@@ -13,10 +13,10 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
-from megatron_autorecompute.planner.copies import PS_PER_NS
-from megatron_autorecompute.planner.peak_memory import Breakdown
+from megatron_autorecompute.planner.cost.copies import PS_PER_NS
+from megatron_autorecompute.planner.cost.peak_memory import Breakdown
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.unit_costs import PS_PER_MS
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost, timeline
 from megatron_autorecompute.units import GIB
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_autorecompute.planner.cost.unit_costs import CostTable, fastest_choice
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.unit_costs import CostTable, fastest_choice
 from megatron_autorecompute.policy import NONE, LayerPolicy
 from megatron_autorecompute.profile import MEASURED, MEASURED_ON_ONE_DEVICE, Profile
 from megatron_autorecompute.units import GIB, MIB

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.lines import Microbatch
-from megatron_autorecompute.planner.buckets import bucket
+from megatron_autorecompute.planner.search.buckets import bucket
 from megatron_autorecompute.runtime.ranks import all_reduce_max
 
 AHEAD = 1.25

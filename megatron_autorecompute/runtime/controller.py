@@ -21,7 +21,7 @@ import torch
 from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.errors import ApplyError, OptionError
 from megatron_autorecompute.lines import Microbatch
-from megatron_autorecompute.planner.lengths import Arrangement
+from megatron_autorecompute.planner.cost.lengths import Arrangement
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Parallelism

@@ -11,11 +11,11 @@ from typing import Any
 
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.lines import Microbatch
-from megatron_autorecompute.planner.lengths import profile_at
+from megatron_autorecompute.planner.cost.lengths import profile_at
+from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.policy_cost import StageCost
-from megatron_autorecompute.planner.simpler import without_gave_way
+from megatron_autorecompute.planner.search.simpler import without_gave_way
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile, with_missed_bytes
 from megatron_autorecompute.runtime.auto_options import AutoOptions

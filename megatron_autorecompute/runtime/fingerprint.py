@@ -24,7 +24,7 @@ import torch
 
 from megatron_autorecompute import __version__
 from megatron_autorecompute.compat import layer_kinds, model_layers, untyped
-from megatron_autorecompute.planner.layout import Chunk, Layout
+from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.runtime.ranks import all_gather
 
 NOT_OF_A_STEP = ("_", "recompute_", "inference_", "config_logger_dir")

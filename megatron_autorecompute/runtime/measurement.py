@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 
 from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.errors import ApplyError, PipelineError
-from megatron_autorecompute.planner.p2p_tensors import extra_owners
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.p2p_tensors import extra_owners
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     BytesAt,

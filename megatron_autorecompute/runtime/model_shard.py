@@ -21,8 +21,8 @@ from megatron_autorecompute.compat import (
     rules,
     stage_layout,
 )
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Model
 from megatron_autorecompute.runtime import ranks

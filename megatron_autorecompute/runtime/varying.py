@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from megatron_autorecompute.lines import RecordLines
-from megatron_autorecompute.planner.lengths import Arrangement
+from megatron_autorecompute.planner.cost.lengths import Arrangement
 from megatron_autorecompute.policy import NONE
 from megatron_autorecompute.profile import (
     ChoiceRecord,

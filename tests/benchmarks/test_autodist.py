@@ -7,7 +7,7 @@ import pytest
 from benchmarks import autodist
 from benchmarks.gpu.published import ROWS
 from megatron_autorecompute.meta.profiling import profile_job
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.search.solve import Planner
 
 
 def test_the_page_is_made_of_the_results():

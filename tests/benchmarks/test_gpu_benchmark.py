@@ -25,9 +25,9 @@ from benchmarks.gpu.results import (
     spread,
 )
 from megatron_autorecompute.errors import MachineError, OptionError
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile, StaticBytes
 from megatron_autorecompute.units import GIB

@@ -13,9 +13,9 @@ import pytest
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.errors import MachineError, ProfileError
 from megatron_autorecompute.packages import needed
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report.strip import strip_svg

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.cli.pipeline import known_of, read_profile, shape_words
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import MeasuredStep, Profile, RankStep, StageRecord, StaticBytes
 

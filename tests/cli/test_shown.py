@@ -14,10 +14,10 @@ from megatron_autorecompute import __version__
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.cli.program import COMMANDS, command_of
 from megatron_autorecompute.cli.throughput import throughput, throughput_words
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, Profile, StageRecord, StaticBytes
 from tests.planner.uniform_profiles import FULL, NONE, uniform_profile

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.report.recorded import recorded_step
 from tests.report.snapshots import Recorder, dumped
 from tests.support import run_ranks

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.hybrid_pattern import FAMILIES, HybridPattern
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES, HybridPattern
+from megatron_autorecompute.planner.cost.layout import Layout
 
 allocation = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_allocation")
 

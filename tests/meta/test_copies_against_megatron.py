@@ -1,4 +1,4 @@
-"""`planner/copies.py` against Megatron's own manager, with streams that only have a clock."""
+"""`planner/cost/copies.py` against Megatron's own manager, with streams that only have a clock."""
 
 import contextlib
 import random
@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_autorecompute.compat import offload_modules
-from megatron_autorecompute.planner.copies import ChunkWork, Kept, StageCopies
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.unit_costs import Unit
+from megatron_autorecompute.planner.cost.copies import ChunkWork, Kept, StageCopies
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.unit_costs import Unit
 from megatron_autorecompute.profile import HostLink
 from tests.planner.random_copies import groups, random_works
 

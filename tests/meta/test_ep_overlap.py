@@ -10,7 +10,7 @@ from megatron_autorecompute.meta.need import own_need
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import require_verified, verify
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from tests.meta.test_no_device import H100, HEADS, MOE, SEQUENCE, job
 

@@ -17,8 +17,8 @@ from megatron_autorecompute.meta.devices import Efficiency
 from megatron_autorecompute.meta.graph_scope import GraphScope
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.profiling import profile_job
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import FULL, LayerPolicy
 from megatron_autorecompute.profile import ChoiceRecord, GraphBytes
 from tests.meta.test_no_device import H100, HIDDEN, MOE, SEQUENCE, job

@@ -23,7 +23,7 @@ from megatron_autorecompute.meta.verify import TOLERANCE, verify
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.planner.for_hybrid import for_hybrid, pattern_of_plan
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 
 pytest.importorskip("megatron.core.models.hybrid.hybrid_model")

@@ -17,8 +17,8 @@ from megatron_autorecompute.meta.devices import device, devices
 from megatron_autorecompute.meta.job import job_from, load_job
 from megatron_autorecompute.meta.outside_torch import deepep_bytes, outside_torch
 from megatron_autorecompute.meta.profiling import profile_job
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.units import GIB
 
 pytestmark = pytest.mark.any_version

@@ -8,7 +8,7 @@ import torch
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.meta.flags import job_from_flags
-from megatron_autorecompute.planner.layout_search.flags import layers_per_stage, layout_flags
+from megatron_autorecompute.planner.cost.layout_flags import layers_per_stage, layout_flags
 from tests.planner.asked import searched_layouts
 
 SMALL_JOB = (

@@ -13,12 +13,12 @@ from megatron_autorecompute.meta.packing import packed, simulated
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import StageCheck, require_verified
 from megatron_autorecompute.meta.verify_calls import calls_of
-from megatron_autorecompute.planner.buckets import bucket_plans
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.lengths import profile_at
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.lengths import profile_at
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.search.buckets import bucket_plans
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.profile import LayerBytes
 from tests.hybrid_models import HAVE_HYBRID
 

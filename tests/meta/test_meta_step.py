@@ -23,7 +23,7 @@ from megatron_autorecompute.meta.meta_step import (
     stage_steps,
     trace_step,
 )
-from megatron_autorecompute.planner.schedule import Event, Schedule
+from megatron_autorecompute.planner.cost.schedule import Event, Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from tests.meta.boundary_tensors import boundary_tensors, events
 from tests.support import fresh_processes, run_ranks, start_parallel, tiny_config

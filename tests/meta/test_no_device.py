@@ -26,10 +26,10 @@ from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.recipe import job_from_recipe
 from megatron_autorecompute.meta.sensitivity import sensitivity
 from megatron_autorecompute.meta.verify import TOLERANCE, require_verified, verify
+from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.suggestions import cheapest_changes
-from megatron_autorecompute.planner.unit_costs import CostTable
+from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.suggestions import cheapest_changes
 from megatron_autorecompute.policy import NONE, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.work_order import GAP_MS

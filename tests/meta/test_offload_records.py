@@ -11,11 +11,11 @@ from megatron_autorecompute.meta import whole_layer_records
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import verify
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.unit_costs import CostTable
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import NONE, WHOLE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from tests.meta.test_no_device import GROUPS, HEADS, MOE, SEQUENCE, UNIT, job

@@ -20,8 +20,8 @@ from benchmarks.peak_fidelity import (
     stages_of,
     with_table,
 )
-from megatron_autorecompute.planner.p2p_tensors import extra_tensors
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.p2p_tensors import extra_tensors
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from tests.meta.boundary_tensors import boundary_tensors
 from tests.planner.definitions import COUNTED
 from tests.support import fresh_processes, tiny_config

@@ -9,15 +9,15 @@ import torch
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.meta import without_cuda
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.layout_search.flags import (
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.layout_flags import (
     CHUNKS,
     FIRST,
     LAST,
     TEXT,
     layout_flags,
 )
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from tests.planner.asked import searched_layouts
 from tests.support import (
     SEQ_LENGTH,

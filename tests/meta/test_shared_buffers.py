@@ -17,8 +17,8 @@ from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, workspaces
 from megatron_autorecompute.meta.stage_runs import built_stage
 from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.peak_memory import stage_base
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.peak_memory import stage_base
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 from tests.meta.test_no_device import FFN, GROUPS, H100, HEADS, HIDDEN, LOCAL, MOE, job
 

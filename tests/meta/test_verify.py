@@ -21,10 +21,10 @@ from megatron_autorecompute.errors import VerificationError
 from megatron_autorecompute.meta import verify
 from megatron_autorecompute.meta.meta_step import MOST_WORKERS, workers
 from megatron_autorecompute.meta.verify import StageCheck, layout_names, require_verified
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.profile import (
     MeasuredStep,
     Profile,

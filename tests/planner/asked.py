@@ -3,9 +3,9 @@
 import itertools
 from dataclasses import replace
 
-from megatron_autorecompute.planner.layout import Chunk, Layout
-from megatron_autorecompute.planner.layout_search.flags import one_chunk_each, uneven_layouts
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.cost.layout import Chunk, Layout
+from megatron_autorecompute.planner.cost.layout_flags import one_chunk_each, uneven_layouts
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.profile import ChoiceRecord
 from tests.planner.random_profiles import problem_of_many
 

@@ -4,7 +4,7 @@ import random
 import statistics
 from dataclasses import replace
 
-from megatron_autorecompute.planner.step_time import replay_ms
+from megatron_autorecompute.planner.cost.step_time import replay_ms
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import MeasuredStep, StageRecord, StaticBytes, in_order
 from tests.planner.search.random_steps import realistic_step

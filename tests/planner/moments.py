@@ -1,13 +1,13 @@
 """Every moment of a stage, for tests that look for the highest or draw them all."""
 
-from megatron_autorecompute.planner.chunk_columns import ChunkColumns
-from megatron_autorecompute.planner.peak_memory import (
+from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
+from megatron_autorecompute.planner.cost.peak_memory import (
     check_layout,
     every_moment,
     moment_bytes,
     stage_base,
 )
-from megatron_autorecompute.planner.unit_costs import CostTable
+from megatron_autorecompute.planner.cost.unit_costs import CostTable
 
 
 def timeline(profile, layout, schedule, policy, stage):

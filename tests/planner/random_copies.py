@@ -1,7 +1,7 @@
 """Random chunks whose layers copy groups to host memory."""
 
-from megatron_autorecompute.planner.copies import ChunkWork
-from megatron_autorecompute.planner.unit_costs import Unit
+from megatron_autorecompute.planner.cost.copies import ChunkWork
+from megatron_autorecompute.planner.cost.unit_costs import Unit
 from megatron_autorecompute.profile import OffloadGroup
 
 NAMES = ("attn_norm", "core_attn", "attn_proj", "moe_act")

@@ -4,9 +4,9 @@ import itertools
 import random
 from dataclasses import replace
 
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.layout_search.flags import one_chunk_each
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.layout_flags import one_chunk_each
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerKind,

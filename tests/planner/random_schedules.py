@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.schedule import Schedule
 
 
 @st.composite

@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.formulas import (
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.step_time import replay_ms
+from megatron_autorecompute.profile import (
+    ChoiceRecord,
+)
+from tests.planner.formulas import (
     best_uniform_chunks,
     micro_batch_step_ms,
     one_forward_one_backward_ms,
     uniform_chunk_bytes,
-)
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.step_time import replay_ms
-from megatron_autorecompute.profile import (
-    ChoiceRecord,
 )
 from tests.planner.random_schedules import schedules, times
 from tests.planner.uniform_profiles import peak_of, uniform_profile

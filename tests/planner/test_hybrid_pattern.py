@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.hybrid_pattern import HybridPattern, check_flags
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern, check_flags
+from megatron_autorecompute.planner.cost.layout import Layout
 
 pytestmark = pytest.mark.any_version
 

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console, Group
 
 from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.layer_sums import sums_of_layers
-from megatron_autorecompute.planner.layout import Layout
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.profile import (
     MeasuredStep,
     Profile,

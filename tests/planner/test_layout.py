@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.layout import Chunk, Layout
+from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 
 
 def test_even_layout_deals_chunks_round_the_stages():

@@ -3,12 +3,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.errors import InfeasibleError
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.layout_search.flags import uneven_layouts
-from megatron_autorecompute.planner.layout_search.least_step import LeastSteps
-from megatron_autorecompute.planner.layout_search.search import best_layout, search_layout
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.layout_flags import uneven_layouts
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.search.layout_steps import LeastSteps
+from megatron_autorecompute.planner.search.layouts import best_layout, search_layout
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerKind,

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.lines import Line, Microbatch, RecordLines, envelope, middle_line
-from megatron_autorecompute.planner.lengths import Arrangement, profile_at
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.cost.lengths import Arrangement, profile_at
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile, ScheduleOverhead, StageRecord, StaticBytes
 from tests.planner.random_profiles import problem

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.errors import InfeasibleError, PipelineError
-from megatron_autorecompute.planner.micro_batch_search import same_samples, search_micro_batch
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.search.micro_batches import same_samples, search_micro_batch
+from megatron_autorecompute.planner.search.solve import Planner
 from tests.planner.asked import shortest_of_all, with_micro_batch
 from tests.planner.random_profiles import problem_of_many, problem_of_uneven_stages
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.errors import InfeasibleError
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.layout_search.least_step import LeastSteps
-from megatron_autorecompute.planner.layout_search.search import search_layout
-from megatron_autorecompute.planner.outcomes import Outcomes
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.outcomes import Outcomes
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.planner import Planner, changed_at
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.search.layout_steps import LeastSteps
+from megatron_autorecompute.planner.search.layouts import search_layout
+from megatron_autorecompute.planner.search.solve import Planner, changed_at
 from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup
 from tests.planner.uniform_profiles import uniform_profile
@@ -144,7 +144,9 @@ def test_many_policies_at_once_cost_what_each_costs_with_its_copies(planner):
     texts = [moved, kept, f"{moved}*8,{kept}*8", f"{kept}*4,none*4,{moved}*8"]
     policies = [RecomputePolicy.parse(text, num_layers=16) for text in texts]
     told = []
-    for policy, outcome in zip(policies, Outcomes(planner).of(policies, told.append), strict=True):
+    for policy, outcome in zip(
+        policies, Outcomes(planner.costs).of(policies, told.append), strict=True
+    ):
         cost = planner.evaluate(policy)
         assert outcome.step_ms == pytest.approx(cost.step_ms)
         assert outcome.peak_high_bytes == tuple(s.peak_high_bytes for s in cost.stages)

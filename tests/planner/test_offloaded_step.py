@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.offloaded_step import MOST_EVENTS
-from megatron_autorecompute.planner.policy_cost import evaluate
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.offloaded_step import MOST_EVENTS
+from megatron_autorecompute.planner.cost.policy_cost import evaluate
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup
 from tests.planner.uniform_profiles import uniform_profile

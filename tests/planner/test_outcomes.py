@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.outcomes import Outcomes
-from megatron_autorecompute.planner.planner import Planner, changed_at, neighbours
+from megatron_autorecompute.planner.cost.outcomes import Outcomes
+from megatron_autorecompute.planner.search.solve import Planner, changed_at, neighbours
 from megatron_autorecompute.policy import FULL, RecomputePolicy
 from tests.planner.random_profiles import problem
 
@@ -23,7 +23,7 @@ def test_outcomes_are_those_of_evaluating_each_policy(seed):
     solution = planner.try_solve(budget) or planner.try_solve(1 << 40)
     policy = solution.policy
     others = [o for i in range(len(policy.layers)) for _, o in changed_at(planner, policy, i)]
-    for other, outcome in zip(others, Outcomes(planner).of(others), strict=True):
+    for other, outcome in zip(others, Outcomes(planner.costs).of(others), strict=True):
         cost = planner.evaluate(other)
         assert outcome.step_ms == pytest.approx(cost.step_ms)
         assert outcome.busy_ms == pytest.approx(tuple(s.busy_ms for s in cost.stages))
@@ -35,14 +35,14 @@ def test_changed_policies_are_those_that_neighbours_costs():
     policy = planner.try_solve(1 << 40).policy
     costed = [cost.step_ms for _, cost in neighbours(planner, policy, 0)]
     changed = [other for _, other in changed_at(planner, policy, 0)]
-    assert costed == [pytest.approx(o.step_ms) for o in Outcomes(planner).of(changed)]
+    assert costed == [pytest.approx(o.step_ms) for o in Outcomes(planner.costs).of(changed)]
 
 
 def test_no_policies_have_no_outcomes_and_progress_ends_at_the_whole():
     planner, _ = random_planner(3)
     told = []
-    assert Outcomes(planner).of([], told.append) == []
-    Outcomes(planner).of([planner.try_solve(1 << 40).policy] * 200, told.append)
+    assert Outcomes(planner.costs).of([], told.append) == []
+    Outcomes(planner.costs).of([planner.try_solve(1 << 40).policy] * 200, told.append)
     assert told[-1] == 1.0
     assert told == sorted(told)
 
@@ -51,7 +51,7 @@ def test_a_choice_without_a_record_is_refused():
     planner, _ = random_planner(3)
     unknown = RecomputePolicy.parse("selective[moe]", num_layers=planner.profile.num_layers)
     with pytest.raises(ProfileError, match="no record"):
-        Outcomes(planner).check(unknown)
+        Outcomes(planner.costs).check(unknown)
 
 
 def test_a_checkpoint_across_two_chunks_is_refused():
@@ -60,4 +60,4 @@ def test_a_checkpoint_across_two_chunks_is_refused():
     )
     across = RecomputePolicy((replace(FULL, group=2),) * 2 * (planner.profile.num_layers // 2))
     with pytest.raises(PolicyError, match="cannot span"):
-        Outcomes(planner).check(across)
+        Outcomes(planner.costs).check(across)

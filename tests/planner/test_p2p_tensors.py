@@ -3,12 +3,12 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_autorecompute.planner.p2p_tensors import (
+from megatron_autorecompute.planner.cost.p2p_tensors import (
     decisive_moments,
     every_moment,
     extra_tensors,
 )
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.profile import Deferred
 from tests.planner.random_schedules import schedules
 

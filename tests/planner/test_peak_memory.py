@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.peak_memory import stage_base
-from megatron_autorecompute.planner.policy_cost import evaluate
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.unit_costs import CostTable
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.peak_memory import stage_base
+from megatron_autorecompute.planner.cost.policy_cost import evaluate
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import (
     ScheduleOverhead,

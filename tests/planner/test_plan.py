@@ -7,7 +7,7 @@ import pytest
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.plan import Plan, changes, make_plan
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from tests.planner.random_profiles import problem, problem_of_many

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from benchmarks import solve_speed
 from megatron_autorecompute.errors import InfeasibleError, PolicyError, ProfileError
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.planner import Planner, StepEvidence, neighbours, solve
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.search.problem import put_together
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.search.solve import Planner, StepEvidence, neighbours, solve
+from megatron_autorecompute.planner.search.stage_problem import put_together
 from megatron_autorecompute.policy import MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,

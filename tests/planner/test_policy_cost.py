@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.policy_cost import evaluate
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.policy_cost import evaluate
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, StageRecord, StaticBytes
 from tests.planner.definitions import chunk_policies, simulate

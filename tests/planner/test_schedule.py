@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.schedule import Event, Schedule
+from megatron_autorecompute.planner.cost.schedule import Event, Schedule
 from tests.planner.definitions import order
 from tests.planner.random_schedules import schedules
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.step_interval import COVERS, StepErrors, deviation_ms
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.simpler import without_gave_way
-from megatron_autorecompute.planner.step_interval import COVERS, StepErrors, deviation_ms
+from megatron_autorecompute.planner.search.simpler import without_gave_way
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind, StaticBytes
 from tests.planner.known_truth import Job
@@ -22,7 +23,7 @@ SURE = 1.959964
 
 def interval(profile, layout, schedule, text):
     policy = RecomputePolicy.parse(text, num_layers=profile.num_layers)
-    return StepErrors(Planner(profile, layout, schedule), policy).interval()
+    return StepErrors(PolicyCosts(profile, layout, schedule), policy).interval()
 
 
 @pytest.mark.parametrize(("recompute", "jobs"), [(1.0, 24), (0.03, 24)])

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.step_time import finished, replay_ms
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.step_time import finished, replay_ms
 from tests.planner.definitions import finish_by_plain_replay
 from tests.planner.random_schedules import schedules, times
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.errors import InfeasibleError
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.layout_search.flags import layers_per_stage, uneven_layouts
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.suggestions import cheapest_changes, explained
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.layout_flags import layers_per_stage, uneven_layouts
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.suggestions import cheapest_changes, explained
 from megatron_autorecompute.profile import (
     BytesAt,
     ChoiceRecord,

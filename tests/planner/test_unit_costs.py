@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.planner.unit_costs import CostTable
+from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import BytesAt, ChoiceRecord, Imbalance
 from tests.planner.uniform_profiles import FULL, NONE, uniform_profile

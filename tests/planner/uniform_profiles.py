@@ -1,6 +1,6 @@
 """Profiles of one kind of layers."""
 
-from megatron_autorecompute.planner.policy_cost import evaluate
+from megatron_autorecompute.planner.cost.policy_cost import evaluate
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,

@@ -5,10 +5,10 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import CurvePoint, make_plan
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup, Profile
 from megatron_autorecompute.report.data import Curve, Paste, ReportData, report_data

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import megatron_autorecompute
-from megatron_autorecompute.planner.planner import neighbours
+from megatron_autorecompute.planner.search.solve import neighbours
 from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html, packed, page_data
 from megatron_autorecompute.report.recorded import recorded_step

@@ -1,10 +1,10 @@
 import re
 from xml.etree import ElementTree
 
-from megatron_autorecompute.planner.layout import Layout
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.report.strip import MOST_CELLS, groups, strip_svg
 from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
 from tests.report.plans import example_plan, random_plan

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_autorecompute.planner.peak_memory import Breakdown
+from megatron_autorecompute.planner.cost.peak_memory import Breakdown
 from megatron_autorecompute.report.timeline import event_peaks, timeline
 from tests.planner import moments
 from tests.report.plans import copying_plan, example_plan, random_plan

@@ -107,6 +107,32 @@ def test_an_arrow_that_is_not_allowed_is_found():
     assert strangers(f"{PACKAGE}.cli.estimate", source) == set()
 
 
+FLOORS = ("planner.cost", "planner.search", "planner")
+"""Of the planner, the lowest first: costs, the search, and plans with what is beside them."""
+
+
+def floor(name: str) -> int | None:
+    """Of a module of the planner; None of others."""
+    inside = name.removeprefix(f"{PACKAGE}.") + "."
+    return next((i for i, at in enumerate(FLOORS) if inside.startswith(f"{at}.")), None)
+
+
+def from_above(name: str, source: str) -> set[str]:
+    """What a module of the planner imports from a floor above its own."""
+    own = floor(name)
+    return {found for found in imports(source) if own is not None and (floor(found) or 0) > own}
+
+
+def test_costs_know_no_search_and_the_search_no_plan(modules):
+    assert set().union(*(from_above(*module) for module in modules.items())) == set()
+
+
+def test_an_arrow_to_a_floor_above_is_found():
+    source = f"from {PACKAGE}.planner.search.solve import solve"
+    assert from_above(f"{PACKAGE}.planner.cost.layout", source)
+    assert not from_above(f"{PACKAGE}.planner.plan", source)
+
+
 def in_circles(knows: dict[str, set[str]]) -> set[str]:
     """Folders that know themselves by way of others."""
     return {folder for folder in knows if folder in reached(*knows[folder], imported=knows)}
@@ -267,7 +293,7 @@ def test_what_does_not_branch_on_a_version_is_let_be(says):
 
 @pytest.mark.parametrize("start", ["apply", "config_field"])
 def test_applying_never_reaches_the_planners_search(start, modules):
-    search = {f"{PACKAGE}.planner.{name}" for name in ("planner", "plan", "policy_cost")}
+    search = {f"{PACKAGE}.planner.{name}" for name in ("search.solve", "plan", "cost.policy_cost")}
     imported = {name: imports(source) & set(modules) for name, source in modules.items()}
     del imported[PACKAGE]  # whose names are looked up when they are asked for
     assert search <= set(modules)
@@ -303,7 +329,7 @@ def test_the_planners_oracle_shares_no_code_with_it(modules):
 
 
 def test_an_oracle_that_asks_the_planner_is_found():
-    assert of_the_planner(f"from {PACKAGE}.planner.schedule import Schedule")
+    assert of_the_planner(f"from {PACKAGE}.planner.cost.schedule import Schedule")
     assert of_the_planner("from tests.planner import random_profiles")
 
 

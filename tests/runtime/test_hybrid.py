@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.errors import PipelineError, PolicyError
-from megatron_autorecompute.planner.hybrid_pattern import HybridPattern
+from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 from megatron_autorecompute.policy import MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from tests.hybrid_models import hybrid_chunks, hybrid_config, make_runnable, runnable, small_model

@@ -11,10 +11,10 @@ import pytest
 
 from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.meta.verify import COMPARABLE
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.policy_cost import evaluate
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.policy_cost import evaluate
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.measurement import Samples
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, DeviceClock

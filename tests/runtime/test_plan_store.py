@@ -8,7 +8,7 @@ import pytest
 
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.planner import Planner
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.runtime import plan_store
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from tests.planner.random_profiles import problem_of_many

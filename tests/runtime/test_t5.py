@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_autorecompute.errors import PolicyError
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from tests.support import VOCAB, run_ranks, start_parallel, tiny_config
 
@@ -155,7 +155,7 @@ def test_what_a_t5_cannot_run_is_refused_with_the_reason():
 
 def measured():
     """A profile measured on a T5; the peaks of policies, as predicted from it and as they were."""
-    from megatron_autorecompute.planner.policy_cost import evaluate
+    from megatron_autorecompute.planner.cost.policy_cost import evaluate
     from megatron_autorecompute.profile import Model, Parallelism, StaticBytes
     from megatron_autorecompute.runtime.apply import apply
     from megatron_autorecompute.runtime.live_bytes import LiveBytes

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_autorecompute.planner.layout_search.search import proof_of_all
-from megatron_autorecompute.planner.nearness import OPTIMAL, nearness
-from megatron_autorecompute.planner.planner import StepEvidence
+from megatron_autorecompute.planner.search.layouts import proof_of_all
+from megatron_autorecompute.planner.search.nearness import OPTIMAL, nearness
+from megatron_autorecompute.planner.search.solve import StepEvidence
 from megatron_autorecompute.report.proof import proof
 from tests.report.plans import random_plan
 

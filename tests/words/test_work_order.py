@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_autorecompute.planner.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost.arrays import Floats, Ints
 from megatron_autorecompute.planner.search.labels import behind, different, nearest, undominated
 from megatron_autorecompute.planner.search.units import (
     FORWARD,

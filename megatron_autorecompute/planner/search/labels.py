@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_autorecompute.planner.arrays import Bools, Floats, Ints
+from megatron_autorecompute.planner.cost.arrays import Bools, Floats, Ints
 from megatron_autorecompute.planner.search.units import (
     BACKWARD,
     BACKWARD_PS,

@@ -17,8 +17,8 @@ from operator import itemgetter
 
 import numpy as np
 
-from megatron_autorecompute.planner.arrays import Ints
-from megatron_autorecompute.planner.search.problem import (
+from megatron_autorecompute.planner.cost.arrays import Ints
+from megatron_autorecompute.planner.search.stage_problem import (
     ChunkProblem,
     StageChoice,
     StageProblem,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_autorecompute.planner.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost.arrays import Floats, Ints
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
 from megatron_autorecompute.planner.search.replay import Replay, length
 from megatron_autorecompute.planner.search.stage_plans import StagePlans

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_autorecompute.planner.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost.arrays import Floats, Ints
 from megatron_autorecompute.planner.search.labels import undominated
 from megatron_autorecompute.planner.search.stage_plans import Effort
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_autorecompute.planner.arrays import Floats, Ints
-from megatron_autorecompute.planner.critical_path import critical_paths, one_path_each
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.step_time import finished, step_unit
+from megatron_autorecompute.planner.cost.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost.critical_path import critical_paths, one_path_each
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.step_time import finished, step_unit
 
 _GROUPS = 8
 """Of microbatches, beyond which a step mostly repeats."""

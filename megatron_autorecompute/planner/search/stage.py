@@ -18,24 +18,24 @@ from hashlib import blake2b
 
 import numpy as np
 
-from megatron_autorecompute.planner.arrays import Floats
-from megatron_autorecompute.planner.chunk_columns import ChunkColumns
-from megatron_autorecompute.planner.layout import Chunk
-from megatron_autorecompute.planner.p2p_tensors import Moment
-from megatron_autorecompute.planner.peak_memory import StageBase, stage_peak
+from megatron_autorecompute.planner.cost.arrays import Floats
+from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
+from megatron_autorecompute.planner.cost.layout import Chunk
+from megatron_autorecompute.planner.cost.p2p_tensors import Moment
+from megatron_autorecompute.planner.cost.peak_memory import StageBase, stage_peak
+from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.planner.search.chunk_plans import ChunkTable, Plans
 from megatron_autorecompute.planner.search.leanest import leanest
-from megatron_autorecompute.planner.search.problem import (
+from megatron_autorecompute.planner.search.shrunk import shrunk
+from megatron_autorecompute.planner.search.stage_plans import LEAST_WORK, WORK, StagePlans
+from megatron_autorecompute.planner.search.stage_problem import (
     ChunkProblem,
     Split,
     StageChoice,
     StageProblem,
     runs,
 )
-from megatron_autorecompute.planner.search.shrunk import shrunk
-from megatron_autorecompute.planner.search.stage_plans import LEAST_WORK, WORK, StagePlans
 from megatron_autorecompute.planner.search.units import ChunkUnits
-from megatron_autorecompute.planner.unit_costs import CostTable
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_autorecompute.planner.arrays import Bools, Floats, Ints
+from megatron_autorecompute.planner.cost.arrays import Bools, Floats, Ints
 from megatron_autorecompute.planner.search.chunk_plans import SLACK, Plans, Pruned, Walk
-from megatron_autorecompute.planner.search.problem import Split, StageProblem
+from megatron_autorecompute.planner.search.stage_problem import Split, StageProblem
 from megatron_autorecompute.planner.search.units import (
     BACKWARD,
     FORWARD,

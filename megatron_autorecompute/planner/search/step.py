@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_autorecompute.planner.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost.arrays import Floats, Ints
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
 from megatron_autorecompute.planner.search.master import Master
-from megatron_autorecompute.planner.search.problem import Split
 from megatron_autorecompute.planner.search.proof import CHUNKS, Proof
 from megatron_autorecompute.planner.search.replay import Replay
 from megatron_autorecompute.planner.search.stage import Stage, ascending
 from megatron_autorecompute.planner.search.stage_plans import Effort, StagePlans
+from megatron_autorecompute.planner.search.stage_problem import Split
 from megatron_autorecompute.planner.search.units import HELD
 
 Chosen = list[tuple[int, ...]]

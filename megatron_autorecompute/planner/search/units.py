@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_autorecompute.planner.arrays import Floats, Ints
-from megatron_autorecompute.planner.search.problem import ChunkProblem
-from megatron_autorecompute.planner.unit_costs import Unit
+from megatron_autorecompute.planner.cost.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost.unit_costs import Unit
+from megatron_autorecompute.planner.search.stage_problem import ChunkProblem
 from megatron_autorecompute.policy import LayerPolicy
 
 COLUMNS = FORWARD_PS, BACKWARD_PS, HELD, FORWARD, BACKWARD = range(5)

@@ -10,17 +10,17 @@ import math
 import random
 from dataclasses import replace
 
-from megatron_autorecompute.planner.chunk_columns import ChunkColumns
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.peak_memory import (
+from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.peak_memory import (
     stage_base,
     stage_moments,
     stage_peak,
 )
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.stage_times import residual_times
-from megatron_autorecompute.planner.unit_costs import CostTable
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.stage_times import residual_times
+from megatron_autorecompute.planner.cost.unit_costs import CostTable
+from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,

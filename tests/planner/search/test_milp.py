@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks import milp
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.search.solve import Planner
 from tests.planner.random_profiles import problem
 
 

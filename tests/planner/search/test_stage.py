@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import solve_speed
-from megatron_autorecompute.planner.budget_curve import BudgetCurve
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.planner import Planner
-from megatron_autorecompute.planner.schedule import Schedule
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 from megatron_autorecompute.planner.search import chunk_plans
-from megatron_autorecompute.planner.search.problem import put_together
+from megatron_autorecompute.planner.search.budget_curve import BudgetCurve
+from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.stage_problem import put_together
 from megatron_autorecompute.planner.search.units import Priced, close
-from megatron_autorecompute.planner.unit_costs import PS_PER_MS
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerKind,

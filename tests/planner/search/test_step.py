@@ -13,11 +13,11 @@ from statistics import median
 import pytest
 
 from benchmarks import solve_speed
-from megatron_autorecompute.planner.layout import Layout
-from megatron_autorecompute.planner.planner import Planner, solve
-from megatron_autorecompute.planner.schedule import Schedule
-from megatron_autorecompute.planner.search.problem import put_together
-from megatron_autorecompute.planner.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.search.solve import Planner, solve
+from megatron_autorecompute.planner.search.stage_problem import put_together
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerKind,

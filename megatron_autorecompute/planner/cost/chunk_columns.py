@@ -1,0 +1,85 @@
+"""What the units of one chunk hold and need, as arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from megatron_autorecompute.planner.cost.arrays import Ints
+from megatron_autorecompute.planner.cost.layout import Chunk
+from megatron_autorecompute.planner.cost.schedule import Direction
+from megatron_autorecompute.planner.cost.unit_costs import OUTSIDE, Unit
+from megatron_autorecompute.profile import GraphBytes
+
+
+@dataclass(frozen=True)
+class ChunkColumns:
+    """One chunk's units as arrays of shape [unit]."""
+
+    chunk: Chunk
+    units: tuple[Unit, ...]
+
+    def in_graphs(self) -> ChunkColumns:
+        """Of every unit what is in the memory pool of CUDA graphs."""
+        return ChunkColumns(self.chunk, tuple(map(_in_graph, self.units)))
+
+    def outside_graphs(self, boundary_bytes: int) -> ChunkColumns:
+        """Of every unit the rest; a graph's copy of an output's gradient is not the schedule's."""
+        units = (_outside_graph(unit, boundary_bytes) for unit in self.units)
+        return ChunkColumns(self.chunk, tuple(units))
+
+    @cached_property
+    def held_bytes(self) -> Ints:
+        """Held by each unit."""
+        return np.array([unit.held_bytes for unit in self.units], np.int64)
+
+    @cached_property
+    def outside_bytes(self) -> Ints:
+        """Held by each unit that is the embedding or the head; 0 for layers."""
+        outside = np.array([unit.name in OUTSIDE for unit in self.units])
+        return np.where(outside, self.held_bytes, 0)
+
+    def transient_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
+        """Transient of each unit, plus what the gradient of the chunk's output adds to it.
+
+        The schedule holds that gradient until the chunk's backward ends. It is the incoming
+        gradient of the last unit, whose transient counts it until the unit would free it.
+        """
+        if direction == "forward":
+            return np.array([unit.forward_transient_bytes for unit in self.units], np.int64)
+        own = np.array([unit.backward_transient_bytes for unit in self.units], np.int64)
+        gradient_bytes = 0 if self.chunk.head else boundary_bytes
+        own[:-1] += gradient_bytes
+        own[-1:] += 0 if self.chunk.head else self.units[-1].kept_gradient_bytes
+        return own
+
+    def reach_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
+        """For each unit while it runs: held bytes of all units up to it, plus its transient."""
+        return self.held_bytes.cumsum() + self.transient_bytes(direction, boundary_bytes)
+
+
+_NOTHING = GraphBytes(0, 0, 0)
+
+
+def _in_graph(unit: Unit) -> Unit:
+    own = unit.graph or _NOTHING
+    return replace(
+        unit,
+        held_bytes=own.held_bytes,
+        forward_transient_bytes=own.forward_transient_bytes,
+        backward_transient_bytes=own.backward_transient_bytes,
+        kept_gradient_bytes=0,
+    )
+
+
+def _outside_graph(unit: Unit, boundary_bytes: int) -> Unit:
+    own = unit.graph or _NOTHING
+    return replace(
+        unit,
+        held_bytes=unit.held_bytes - own.held_bytes,
+        forward_transient_bytes=unit.forward_transient_bytes - own.forward_transient_bytes,
+        backward_transient_bytes=unit.backward_transient_bytes - own.backward_transient_bytes,
+        kept_gradient_bytes=boundary_bytes if unit.graph else unit.kept_gradient_bytes,
+    )

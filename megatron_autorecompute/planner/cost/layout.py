@@ -1,0 +1,367 @@
+"""Which stage and which chunk on it holds which layers, as Megatron's layout flags say.
+
+A *stage* is a pipeline rank, a *chunk* a virtual stage on it; layer indices are 0-based and global.
+*Model order* is the order in which a microbatch passes the chunks: chunk 0 of every stage, then
+chunk 1 of every stage, and so on. megatron-core 0.16.1 and 0.19.2 place layers in the same way, so
+the version does not matter.
+
+A HybridModel's chunks are the segments of its pattern (`hybrid_pattern`), dealt round the stages in
+the same order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_autorecompute.errors import PipelineError
+from megatron_autorecompute.planner.cost.checks import check_at_least, check_chunks
+from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
+
+_MAX_LAYOUT_LENGTH = 10_000  # a mistyped t*9999999999 must not fill the memory
+_SYMBOL_OF_NAME = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one virtual stage holds: layers, and perhaps embedding or head."""
+
+    layers: tuple[int, ...]
+    """Global layer indices in the order they run; MTP depth d is `num_layers + d`. May be empty."""
+
+    embedding: bool = False
+    """Whether the model starts here. The copy of the embedding's weights in a chunk with MTP layers
+    does not count."""
+
+    head: bool = False
+    """Whether the model ends here: final norm, output layer, loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Chunks of every stage, indexed `[stage][chunk]`.
+
+    Raises PipelineError if stages differ in their number of chunks, or if the layers in model order
+    are not 0, 1, 2, …
+    """
+
+    stages: tuple[tuple[Chunk, ...], ...]
+    mtp_num_layers: int = 0
+    """How many of the layers, the last ones, are MTP depths."""
+
+    def __post_init__(self) -> None:
+        if not self.stages or not self.stages[0] or len(set(map(len, self.stages))) != 1:
+            raise PipelineError(
+                "A layout needs at least one stage, and the same number of chunks on each; "
+                f"found {[len(chunks) for chunks in self.stages]} chunks."
+            )
+        layers = [layer for chunk in self.chunk_layers() for layer in chunk]
+        if layers != list(range(len(layers))) or not 0 <= self.mtp_num_layers <= len(layers):
+            raise PipelineError(
+                "The layers of a layout must be 0, 1, 2, … in model order, the MTP depths last; "
+                f"found {layers} with {self.mtp_num_layers} MTP depths."
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline-parallel size p."""
+        return len(self.stages)
+
+    @property
+    def num_chunks(self) -> int:
+        """Virtual stages on each stage, v."""
+        return len(self.stages[0])
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the whole model, MTP depths not counted."""
+        layers = sum(len(chunk.layers) for chunks in self.stages for chunk in chunks)
+        return layers - self.mtp_num_layers
+
+    def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
+        """Return the layers of every chunk, in model order."""
+        return tuple(chunk.layers for chunks in zip(*self.stages, strict=True) for chunk in chunks)
+
+    def counted_chunks(self, encoder_layers: int = 0) -> tuple[tuple[int, ...], ...]:
+        """The layers of every block, in model order; `uniform` and `block` count within a block.
+
+        MTP depths are in no block. An encoder, the first `encoder_layers` layers of the model, has
+        its own blocks.
+        """
+        parts = [range(encoder_layers, self.num_layers)]
+        if encoder_layers:
+            parts.insert(0, range(encoder_layers))
+        chunks = self.chunk_layers()
+        return tuple(tuple(i for i in chunk if i in part) for part in parts for chunk in chunks)
+
+    def behind(self, layers: int) -> Layout:
+        """The layout with so many more layers in front, in the first chunk: those of an encoder, or
+        of a vision tower."""
+        moved = [
+            [replace(chunk, layers=tuple(layers + i for i in chunk.layers)) for chunk in chunks]
+            for chunks in self.stages
+        ]
+        first = moved[0][0]
+        moved[0][0] = replace(first, layers=(*range(layers), *first.layers))
+        return Layout(tuple(map(tuple, moved)), self.mtp_num_layers)
+
+    @classmethod
+    def from_flags(
+        cls,
+        num_layers: int,
+        pp: int,
+        vp: int | None = None,
+        *,
+        mtp_num_layers: int = 0,
+        num_layers_in_first_pipeline_stage: int | None = None,
+        num_layers_in_last_pipeline_stage: int | None = None,
+        account_for_embedding_in_pipeline_split: bool = False,
+        account_for_loss_in_pipeline_split: bool = False,
+        pipeline_model_parallel_layout: str | Sequence[Sequence[str]] | None = None,
+    ) -> Layout:
+        """Place layers as Megatron does for the flags of the same names.
+
+        Args:
+            num_layers: decoder layers of the whole model.
+            pp: number of stages.
+            vp: chunks per stage; None takes it from `pipeline_model_parallel_layout`, else 1.
+
+        Raises PipelineError if Megatron refuses the flags, and in two cases in which Megatron
+        silently builds fewer layers: a first and a last number on a single stage, or both together
+        more than all layers. Source: `get_num_layers_to_build` in `transformer_block.py`,
+        `get_transformer_layer_offset` in `transformer_layer.py`, `get_mtp_num_layers_to_build` in
+        `multi_token_prediction.py`, and the checks of `TransformerConfig.__post_init__`.
+        """
+        check_at_least(1, num_layers=num_layers, pp=pp, vp=1 if vp is None else vp)
+        check_at_least(0, mtp_num_layers=mtp_num_layers)
+        uneven = (num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage)
+        extra = (account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split)
+        layout = pipeline_model_parallel_layout
+        if (layout is not None) + (uneven != (None, None)) + any(extra) > 1:
+            raise PipelineError(
+                "Asked for more than one of: pipeline_model_parallel_layout, num_layers_in_first/"
+                "last_pipeline_stage, account_for_embedding/loss_in_pipeline_split. Megatron takes "
+                "one of the three; keep one."
+            )
+        if layout is not None:
+            rows = _layout_rows(layout)
+            _check_rows(rows, pp, vp)
+            _check_counts(rows, num_layers, mtp_num_layers)
+        else:
+            vp = 1 if vp is None else vp
+            check_chunks(pp, vp)
+            if pp == 2 and vp > 1 and None not in uneven:
+                raise PipelineError(
+                    "Asked for the number of layers of both of 2 stages, with several chunks: "
+                    "Megatron divides by the number of stages between them, zero. Give neither, or "
+                    "a pipeline_model_parallel_layout."
+                )
+            layers = _layers_per_stage(num_layers, pp, *uneven, *extra)
+            rows = _rows_of_stages(layers, vp, mtp_num_layers, *extra)
+        return cls._from_rows(rows, pp)
+
+    @classmethod
+    def parse(cls, text: str, pp: int, vp: int | None = None) -> Layout:
+        """Read a layout such as `Et*3|(tt|)*6mL` (E embedding, t layer, m MTP depth, L loss).
+
+        `|` separates chunks in model order, `*n` repeats a symbol or a parenthesis, commas are
+        ignored. Raises PipelineError if Megatron refuses the text. Source: the class
+        `PipelineParallelLayerLayout` in `pipeline_parallel_layer_layout.py`.
+        """
+        check_at_least(1, pp=pp, vp=1 if vp is None else vp)
+        rows = _layout_rows(text)
+        _check_rows(rows, pp, vp)
+        return cls._from_rows(rows, pp)
+
+    @classmethod
+    def from_pattern(
+        cls,
+        pattern: HybridPattern,
+        pp: int,
+        vp: int | None = None,
+        *,
+        num_layers_in_first_pipeline_stage: int | None = None,
+        num_layers_in_last_pipeline_stage: int | None = None,
+    ) -> Layout:
+        """Place the layers of a HybridModel as its pattern says: a segment is a chunk.
+
+        Without `|` the layers are split evenly, or by the two numbers. Depths of multi-token
+        prediction are in the last chunk.
+
+        Raises PipelineError if Megatron refuses the numbers, or would leave out layers.
+        """
+        check_at_least(1, pp=pp, vp=1 if vp is None else vp)
+        ends = (num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage)
+        shown = f"hybrid_layer_pattern {str(pattern)!r:.200}"
+        segments = [len(segment) for segment in pattern.segments]
+        if len(segments) == 1 and pp > 1:
+            if (vp or 1) > 1:
+                raise PipelineError(
+                    f"{shown} has no |, so Megatron builds one chunk per stage; asked for {vp}. "
+                    f"Separate {pp} x {vp} chunks by |."
+                )
+            segments = _split_evenly(shown, pattern.num_layers, pp, *ends)
+        elif len(segments) > 1 and ends != (None, None):
+            raise PipelineError(
+                f"{shown} places layers by |, beside num_layers_in_first/last_pipeline_stage. "
+                "Megatron takes one of the two; keep one."
+            )
+        if len(pattern.segments) > 1 or pp == 1:
+            pattern.check_segments(pp, vp)
+        check_chunks(pp, len(segments) // pp)
+        rows = ["t" * segment for segment in segments]
+        rows[-1] += "m" * pattern.mtp_num_layers
+        return cls._from_rows(rows, pp)
+
+    @classmethod
+    def _from_rows(cls, rows: Sequence[str], pp: int) -> Layout:
+        """Build from one string of symbols per chunk, in model order."""
+        chunks, start = [], 0
+        for position, row in enumerate(rows):
+            stop = start + row.count("t") + row.count("m")
+            # Megatron builds embedding and head on the first and last chunk, wherever E and L
+            # stand: other chunks before E or after L can only be empty.
+            first, last = position == 0, position == len(rows) - 1
+            chunks.append(Chunk(tuple(range(start, stop)), embedding=first, head=last))
+            start = stop
+        stages = tuple(tuple(chunks[stage::pp]) for stage in range(pp))
+        return cls(stages, mtp_num_layers="".join(rows).count("m"))
+
+
+def _split_evenly(
+    shown: str, num_layers: int, pp: int, first: int | None, last: int | None
+) -> list[int]:
+    """Layers of every stage for a pattern without `|`; with both ends given, stages may be empty.
+    Source: `select_pipeline_segment`."""
+    ends = [n for n in (first, last) if n is not None]
+    stages, layers = pp - len(ends), num_layers - sum(ends)
+    if min(stages, layers, *ends) < 0 or (layers and not stages) or (stages and layers % stages):
+        raise PipelineError(
+            f"{shown} has no |, and {layers} of its {num_layers} layers cannot be divided evenly "
+            f"among {stages} of {pp} stages. Separate the stages by |."
+        )
+    middle = [layers // stages] * stages if stages else []
+    return [n for n in (first, *middle, last) if n is not None]
+
+
+def _share(count: int, parts: int, what: str, whom: str) -> int:
+    if count % parts:
+        raise PipelineError(
+            f"{count} {what} cannot be divided evenly among {parts} {whom}. (With account_for_"
+            "embedding/loss_in_pipeline_split each counts as a layer.) Change the number of "
+            "layers, stages or chunks, or give a pipeline_model_parallel_layout."
+        )
+    return count // parts
+
+
+def _without_one(row: str, what: str) -> str:
+    if not row:
+        raise PipelineError(
+            f"account_for_{what}_in_pipeline_split leaves no place for the {what}: its chunk has "
+            "no layer to give up. Use fewer stages or chunks."
+        )
+    return row[1:]
+
+
+def _layers_per_stage(
+    num_layers: int, pp: int, first: int | None, last: int | None, embedding: bool, loss: bool
+) -> list[int]:
+    """Return the layers of each stage; an embedding or loss that is accounted for counts as one."""
+    if (first, last) == (None, None):
+        return [_share(num_layers + embedding + loss, pp, "layers", "stages")] * pp
+    check_at_least(
+        1,
+        num_layers_in_first_pipeline_stage=1 if first is None else first,
+        num_layers_in_last_pipeline_stage=1 if last is None else last,
+    )
+    stages = pp - (first is not None) - (last is not None)
+    layers = num_layers - (first or 0) - (last or 0)
+    if stages < 0 or layers < 0 or bool(stages) != bool(layers):
+        raise PipelineError(
+            f"After num_layers_in_first_pipeline_stage={first} and num_layers_in_last_pipeline_"
+            f"stage={last}, {layers} of {num_layers} layers are left for {stages} of {pp} stages. "
+            "Change these two so that every stage has a layer and every layer a stage."
+        )
+    middle = [_share(layers, stages, "middle layers", "middle stages")] * stages if stages else []
+    return [n for n in (first, *middle, last) if n is not None]
+
+
+def _rows_of_stages(
+    layers: Sequence[int], vp: int, mtp_num_layers: int, embedding: bool, loss: bool
+) -> list[str]:
+    """Return the symbols of every chunk, in model order, from the number of layers per stage."""
+    rows = ["t" * _share(n, vp, "layers of a stage", "chunks") for n in layers] * vp
+    if embedding:
+        rows[0] = _without_one(rows[0], "embedding")
+    if loss:
+        rows[-1] = _without_one(rows[-1], "loss")
+    rows[0] = "E" + rows[0]
+    rows[-1] += "m" * mtp_num_layers + "L"
+    return rows
+
+
+def _layout_rows(layout: str | Sequence[Sequence[str]]) -> list[str]:
+    """Return the symbols of every chunk, in model order."""
+    if isinstance(layout, str):
+        return _unroll(layout).split("|")
+    return ["".join(_symbol(name) for name in row) for row in layout]
+
+
+def _symbol(name: str) -> str:
+    try:
+        return _SYMBOL_OF_NAME[name.strip().lower()]
+    except KeyError:
+        raise PipelineError(
+            f"Unknown layer {name!r} in a layout list. Known: {', '.join(_SYMBOL_OF_NAME)}."
+        ) from None
+
+
+def _unroll(text: str) -> str:
+    """Write out `*n`: first of parentheses, then of single symbols."""
+
+    def repeat(match: re.Match[str]) -> str:
+        part, count = match[1], int(match[2])
+        if len(part) * count > _MAX_LAYOUT_LENGTH:
+            raise PipelineError(
+                f"{match[0]!r} in layout {text!r} is more than {_MAX_LAYOUT_LENGTH} symbols."
+            )
+        return part * count
+
+    flat = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d{1,9})", r"(.)\*(\d{1,9})"):
+        flat = re.sub(pattern, repeat, flat)
+    if unknown := sorted(set(flat) - set("EtmL|")):
+        raise PipelineError(
+            f"Layout {text!r} has {' '.join(unknown)!r} where only E (embedding), t (layer), "
+            "m (MTP depth), L (loss), | (next chunk), *n, (…)*n and commas may stand."
+        )
+    return flat
+
+
+def _check_rows(rows: Sequence[str], pp: int, vp: int | None) -> None:
+    """Refuse what Megatron's `validate_layer_layout` refuses."""
+    flat = "".join(rows)
+    shown = f"Layout {'|'.join(rows)!r}"
+    if len(rows) % pp or (vp is not None and len(rows) != pp * vp):
+        asked = f"{pp} stages" + ("" if vp is None else f" of {vp} chunks")
+        raise PipelineError(f"{shown} has {len(rows)} chunks, which do not make {asked}.")
+    check_chunks(pp, len(rows) // pp)
+    if not re.fullmatch("Et+m*L", flat):
+        raise PipelineError(
+            f"{shown} must have one E first, then t (at least one), then m, then one L last."
+        )
+    with_mtp = [position for position, row in enumerate(rows) if "m" in row]
+    if len(with_mtp) > 1 or (with_mtp and with_mtp[0] < len(rows) - pp):
+        raise PipelineError(
+            f"{shown} must have all MTP depths (m) in one chunk, the last chunk of its stage."
+        )
+
+
+def _check_counts(rows: Sequence[str], num_layers: int, mtp_num_layers: int) -> None:
+    flat = "".join(rows)
+    if (flat.count("t"), flat.count("m")) != (num_layers, mtp_num_layers):
+        raise PipelineError(
+            f"Layout {'|'.join(rows)!r} has {flat.count('t')} layers and {flat.count('m')} MTP "
+            f"depths; the model has {num_layers} and {mtp_num_layers}."
+        )

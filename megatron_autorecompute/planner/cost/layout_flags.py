@@ -1,0 +1,101 @@
+"""Layouts as Megatron's flags, and the layouts that its flags for uneven stages can give."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from megatron_autorecompute.errors import PipelineError
+from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
+from megatron_autorecompute.planner.cost.layout import Chunk, Layout
+
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+TEXT = "--pipeline-model-parallel-layout"
+PATTERN = "--hybrid-layer-pattern"
+
+
+def layers_per_stage(layout: Layout) -> list[int]:
+    """How many layers each stage has, all its chunks together."""
+    return [sum(len(chunk.layers) for chunk in stage) for stage in layout.stages]
+
+
+def one_chunk_each(sizes: Sequence[int], mtp_num_layers: int) -> Layout:
+    """One chunk per stage with so many decoder layers; MTP depths are on the last."""
+    chunks, start = [], 0
+    for stage, size in enumerate(sizes):
+        last = stage == len(sizes) - 1
+        stop = start + size + mtp_num_layers * last
+        chunks.append((Chunk(tuple(range(start, stop)), embedding=stage == 0, head=last),))
+        start = stop
+    return Layout(tuple(chunks), mtp_num_layers=mtp_num_layers)
+
+
+def uneven_layouts(shape: Layout) -> Iterator[Layout]:
+    """Every layout of as many stages and chunks that the flags for uneven stages can give.
+
+    These are the numbers of layers of the first and of the last stage; with 2 stages of several
+    chunks Megatron takes the first one's alone.
+    """
+    layers, chunks = shape.num_layers, shape.num_chunks
+    alone = shape.num_stages == 2 and chunks > 1
+    for first in range(chunks, layers, chunks):
+        for last in [None] if alone else range(chunks, layers - first + 1, chunks):
+            layout = _uneven(shape, first, last)
+            if layout is not None:
+                yield layout
+
+
+def all_layouts(shape: Layout, most: int) -> list[Layout]:
+    """With one chunk a stage every partition of the decoder layers, if they are no more than this;
+    else what the flags for uneven stages can give."""
+    layers, stages = shape.num_layers, shape.num_stages
+    if shape.num_chunks > 1 or math.comb(layers + stages - 1, stages - 1) > most:
+        return list(uneven_layouts(shape))
+    found = []
+    for cuts in itertools.combinations_with_replacement(range(layers + 1), stages - 1):
+        sizes = [b - a for a, b in itertools.pairwise((0, *cuts, layers))]
+        found.append(one_chunk_each(sizes, shape.mtp_num_layers))
+    return found
+
+
+def layout_flags(layout: Layout, pattern: HybridPattern | None = None) -> dict[str, str]:
+    """Megatron's flags that give a layout, name to value; parsed again as a check.
+
+    pattern: of a HybridModel, whose chunks its own flag separates.
+    """
+    if pattern is not None:
+        return {PATTERN: str(pattern.placed(layout.chunk_layers()))}
+    layers = layers_per_stage(layout)
+    first, last = layers[0], layers[-1] - layout.mtp_num_layers
+    chunks = {CHUNKS: str(layout.num_chunks)} if layout.num_chunks > 1 else {}
+    if _uneven(layout, first, last) == layout:
+        return {FIRST: str(first), LAST: str(last), **chunks}
+    if layout.num_stages == 2 and _uneven(layout, first, None) == layout:
+        return {FIRST: str(first), **chunks}
+    return {TEXT: _text(layout)}
+
+
+def _uneven(shape: Layout, first: int, last: int | None) -> Layout | None:
+    """Of as many layers, stages and chunks; None where Megatron refuses these numbers."""
+    try:
+        return Layout.from_flags(
+            shape.num_layers,
+            shape.num_stages,
+            shape.num_chunks,
+            mtp_num_layers=shape.mtp_num_layers,
+            num_layers_in_first_pipeline_stage=first,
+            num_layers_in_last_pipeline_stage=last,
+        )
+    except PipelineError:
+        return None
+
+
+def _text(layout: Layout) -> str:
+    decoder = range(layout.num_layers)
+    rows = []
+    for layers in layout.chunk_layers():
+        count = sum(layer in decoder for layer in layers)
+        rows.append(f"t*{count}" * (count > 1) + "t" * (count == 1) + "m" * (len(layers) - count))
+    return f"E{'|'.join(rows)}L"

@@ -1,0 +1,260 @@
+"""Profiles of microbatches of other lengths, and the peak of a call whose microbatches differ.
+
+A profile with lines (`lines.RecordLines`) holds for microbatches of every length: `profile_at`
+gives the profile of one length. No figure of it falls with the length. So a plan for microbatches
+of T tokens bounds every call whose microbatches have at most T, in any order and number
+(docs/any-loop.md has the proof).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.lines import Microbatch, RecordLines
+from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.p2p_tensors import extra_owners
+from megatron_autorecompute.planner.cost.peak_memory import StageBase, stage_base
+from megatron_autorecompute.planner.cost.schedule import Direction, Schedule
+from megatron_autorecompute.planner.cost.unit_costs import CostTable
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import (
+    ChoiceRecord,
+    LayerKind,
+    Profile,
+    ScheduleOverhead,
+    StageRecord,
+    in_order,
+)
+
+
+def varies(profile: Profile) -> bool:
+    """Whether a profile holds for microbatches of every length."""
+    return profile.boundary_line is not None
+
+
+def profile_at(profile: Profile, one: Microbatch, call_tokens: int) -> Profile:
+    """The profile of microbatches of one length; it still has its lines.
+
+    Args:
+        profile: one with lines; another is returned as it is.
+        one: the length; layers with experts get as many tokens as `routed_line` says.
+        call_tokens: of all microbatches of a call together, on a rank.
+    """
+    if profile.boundary_line is None:
+        return profile
+    found = _bytes_at(profile, one, call_tokens, {})
+    kinds = (_with_times(kind, one) for kind in found.kinds)
+    return replace(
+        found,
+        kinds=tuple(kinds),
+        embedding=_timed(found.embedding, one),
+        head=_timed(found.head, one),
+        final_norm=found.final_norm and _timed(found.final_norm, one),
+    )
+
+
+def _bytes_at(
+    profile: Profile, one: Microbatch, call_tokens: int, routed: Mapping[int, int]
+) -> Profile:
+    """As `profile_at`, with the times that the profile has.
+
+    Args:
+        profile: one with lines.
+        one: the length.
+        call_tokens: of the call.
+        routed: by layer, how many tokens its experts on this rank got; layers that are not named
+            got what `routed_line` says.
+    """
+    assert profile.boundary_line is not None
+    call = Microbatch(call_tokens, 0)
+    if profile.routed_line is not None:
+        one = replace(one, routed_tokens=profile.routed_line.at(one))
+    norm, sizes = profile.final_norm, profile.parallelism
+    boundary = profile.boundary_line.bytes_at(one)
+    sample = max(1, one.tokens) * sizes.context_parallel
+    return replace(
+        profile,
+        parallelism=replace(sizes, micro_batch_size=1, seq_length=sample),
+        kinds=tuple(
+            each for kind in profile.kinds for each in _kinds_at(kind, one, routed, boundary)
+        ),
+        embedding=_record_at(profile.embedding, one, boundary),
+        head=_record_at(profile.head, one, boundary),
+        final_norm=None if norm is None else _record_at(norm, one, boundary),
+        boundary_bytes=boundary,
+        stages=tuple(_stage_at(stage, call) for stage in profile.stages),
+    )
+
+
+def _kinds_at(
+    kind: LayerKind, one: Microbatch, routed: Mapping[int, int], boundary_bytes: int
+) -> Iterator[LayerKind]:
+    """The kind at one length; a layer of which it is known how many tokens it got is one alone."""
+    rest = tuple(layer for layer in kind.layers if layer not in routed)
+    if rest:
+        yield _kind_at(replace(kind, layers=rest), one, boundary_bytes)
+    for layer in sorted(set(kind.layers) - set(rest)):
+        alone = replace(kind, name=f"{kind.name} {layer}", layers=(layer,))
+        yield _kind_at(alone, replace(one, routed_tokens=routed[layer]), boundary_bytes)
+
+
+def _kind_at(kind: LayerKind, one: Microbatch, boundary_bytes: int) -> LayerKind:
+    choices = (_record_at(record, one, boundary_bytes) for record in kind.choices)
+    return replace(kind, choices=tuple(choices))
+
+
+def _with_times(kind: LayerKind, one: Microbatch) -> LayerKind:
+    moved = [_timed(record, one) for record in kind.choices]
+    return replace(kind, choices=in_order(moved, [record.runs for record in moved]))
+
+
+def _timed(record: ChoiceRecord, one: Microbatch) -> ChoiceRecord:
+    lines = record.lines
+    if lines is None:
+        return record
+    was_ms, now_ms = record.forward_ms + record.backward_ms, _ms(lines, one)
+    return replace(
+        record,
+        forward_ms=lines.forward_ms.at(one),
+        backward_ms=lines.backward_ms.at(one),
+        spread_ms=record.spread_ms * (now_ms / was_ms if was_ms else 1.0),
+    )
+
+
+def _record_at(record: ChoiceRecord, one: Microbatch, boundary_bytes: int) -> ChoiceRecord:
+    lines = record.lines
+    if lines is None:
+        return record
+    held = lines.held_bytes.bytes_at(one)
+    backward = max(held, lines.backward_level_bytes.bytes_at(one))
+    kept = None
+    if lines.kept_level_bytes is not None:
+        higher = lines.kept_level_bytes.bytes_at(one) - backward
+        kept = min(boundary_bytes, max(0, higher))
+    return replace(
+        record,
+        held_bytes=held,
+        forward_transient_bytes=max(0, lines.forward_level_bytes.bytes_at(one) - held),
+        backward_transient_bytes=backward - held,
+        kept_gradient_bytes=kept,
+    )
+
+
+def _ms(lines: RecordLines, one: Microbatch) -> float:
+    return lines.forward_ms.at(one) + lines.backward_ms.at(one)
+
+
+def _stage_at(stage: StageRecord, call: Microbatch) -> StageRecord:
+    found = stage.overhead
+    if found is None or found.forward_line is None or found.backward_line is None:
+        return stage
+    lines = found.forward_line, found.backward_line
+    forward, backward = (line.bytes_at(call) for line in lines)
+    return replace(stage, overhead=ScheduleOverhead(forward, backward, *lines))
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A call whose microbatches have lengths of their own, under a policy.
+
+    Args:
+        profile: one with lines.
+        layout: of the model.
+        schedule: of the call; its microbatches are those of `lengths`.
+        policy: what every layer recomputes.
+        lengths: of each microbatch, in the order in which the schedule runs them.
+        routed: for each microbatch, how many tokens the experts of a layer on this rank got, by
+            layer; empty if this is not known. Layers that are not named got what the profile's
+            `routed_line` says.
+
+    Raises:
+        ProfileError: the profile holds for one length only, or lengths and schedule differ in
+            number.
+    """
+
+    profile: Profile
+    layout: Layout
+    schedule: Schedule
+    policy: RecomputePolicy
+    lengths: tuple[Microbatch, ...]
+    routed: tuple[Mapping[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not varies(self.profile):
+            raise ProfileError(
+                "This profile holds for one length only. Give one that was measured with lengths "
+                "that vary, by `attach` or by a job file with max_tokens_per_microbatch."
+            )
+        if len(self.lengths) != self.schedule.num_microbatches:
+            raise ProfileError(
+                f"{len(self.lengths)} lengths were given for {self.schedule.num_microbatches} "
+                "microbatches. Give one for each."
+            )
+
+    def peaks(self) -> list[int]:
+        """Peak bytes of every stage."""
+        return [self.stage_peak(stage) for stage in range(self.layout.num_stages)]
+
+    def stage_peak(self, stage: int) -> int:
+        """Peak bytes of one stage, over every event of its schedule."""
+        base = stage_base(self._profiles[0], self.layout, stage)
+        columns = [self._columns(stage, profile) for profile in self._profiles]
+        best = base.static.total_bytes + base.optimizer_step_peak_bytes
+        in_flight: dict[tuple[int, int], int] = {}
+        deferred, runs = self.profile.deferred, 0
+        head = self.layout.num_chunks - 1 if stage == self.layout.num_stages - 1 else None
+        events = zip(self.schedule.events(stage), self._owners(stage), strict=True)
+        for event, owners in events:
+            at = event.chunk, event.microbatch
+            forward = event.direction == "forward"
+            if not forward:
+                in_flight.pop(at, None)
+            chunk = columns[event.microbatch][event.chunk]
+            boundary_bytes = self._profiles[event.microbatch].boundary_bytes
+            reach = chunk.reach_bytes(event.direction, boundary_bytes)
+            extra = sum(self._profiles[owner].boundary_bytes for owner in owners)
+            best = max(
+                best,
+                self._constant(base, event.direction)
+                + extra
+                + runs * base.deferred_bytes
+                + sum(in_flight.values())
+                + int(reach.max()),
+            )
+            if forward:
+                in_flight[at] = int(np.sum(chunk.held_bytes))
+            elif deferred and event.chunk == head:
+                runs = deferred.waiting(event.microbatch + 1)
+        return best
+
+    @cached_property
+    def _profiles(self) -> list[Profile]:
+        """Of each microbatch."""
+        call_tokens = sum(one.tokens for one in self.lengths)
+        if self.routed:
+            each = zip(self.lengths, self.routed, strict=True)
+            return [_bytes_at(self.profile, one, call_tokens, routed) for one, routed in each]
+        found = {one: _bytes_at(self.profile, one, call_tokens, {}) for one in set(self.lengths)}
+        return [found[one] for one in self.lengths]
+
+    def _columns(self, stage: int, profile: Profile) -> list[ChunkColumns]:
+        table = CostTable(profile)
+        chunks = self.layout.stages[stage]
+        return [ChunkColumns(chunk, table.chunk_units(chunk, self.policy)) for chunk in chunks]
+
+    def _owners(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        return extra_owners(
+            self.schedule,
+            stage,
+            overlap_p2p=self.profile.overlap_p2p_comm,
+            deallocated=self.profile.deallocate_pipeline_outputs,
+        )
+
+    def _constant(self, base: StageBase, direction: Direction) -> int:
+        return base.constant_bytes(direction, extra=0)

@@ -1,0 +1,488 @@
+"""Bytes of a stage at every moment of its step, and the highest of them.
+
+While unit i of a chunk runs, a stage holds
+
+    static + overhead + boundary tensors + sum over chunks of in_flight * held(chunk)
+           + held of units 0 .. i of the running chunk + transient of unit i
+
+with the forward transient in a forward and the backward transient in a backward. So position
+matters: in the backward of an early layer the later ones are already freed. Of a forward beside a
+backward (EP overlap) `overlap` has the bytes of both, and chunks that wait for their next forward
+keep some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import mul
+
+from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.planner.cost import overlap, p2p_tensors
+from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
+from megatron_autorecompute.planner.cost.copied_bytes import StageBytes
+from megatron_autorecompute.planner.cost.layout import Chunk, Layout
+from megatron_autorecompute.planner.cost.p2p_tensors import Moment, decisive_moments
+from megatron_autorecompute.planner.cost.schedule import Direction, Schedule
+from megatron_autorecompute.planner.cost.unit_costs import SIGN, Bound, hidden_states_received
+from megatron_autorecompute.profile import (
+    BytesAt,
+    ChoiceRecord,
+    LayerBytes,
+    LayerKind,
+    Profile,
+    ScheduleOverhead,
+    StaticBytes,
+    scaled_bytes,
+)
+
+MOST_BYTES_OF_A_STAGE = 1 << 59
+MOST_MS_OF_A_STAGE = float(1 << 29)
+"""Six days; in picoseconds 59 bits."""
+
+
+def for_schedule(profile: Profile, schedule: Schedule) -> Profile:
+    """The profile without `also_static_bytes` where several microbatches of the chunk with the head
+    are in flight."""
+    records = (record for kind in profile.kinds for record in kind.choices)
+    if schedule.runs_head_alone or not any(record.also_static_bytes for record in records):
+        return profile
+    return replace(
+        profile,
+        kinds=tuple(
+            replace(kind, choices=tuple(replace(r, also_static_bytes=0) for r in kind.choices))
+            for kind in profile.kinds
+        ),
+    )
+
+
+def check_layout(profile: Profile, layout: Layout, schedule: Schedule) -> None:
+    """Raise ProfileError if layout, schedule and profile have different layers or stages."""
+    layers = layout.num_layers, layout.mtp_num_layers
+    model = profile.model.num_layers, profile.model.mtp_num_layers
+    if layers != model:
+        raise ProfileError(
+            f"The layout has {layers[0]} layers and {layers[1]} MTP depths, the profile's model "
+            f"{model[0]} and {model[1]}. Give the layout of this model."
+        )
+    shape = layout.num_stages, layout.num_chunks
+    if shape != (schedule.num_stages, schedule.num_chunks):
+        raise ProfileError(
+            f"The layout has {shape[0]} stages of {shape[1]} chunks, the schedule "
+            f"{schedule.num_stages} of {schedule.num_chunks}. Give the same to both."
+        )
+
+
+def check_figures(profile: Profile, layout: Layout, schedule: Schedule) -> None:
+    """Refuse figures whose sums exceed 64 bits; no real device or step has such figures.
+
+    Raises: ProfileError.
+    """
+    for stage, chunks in enumerate(layout.stages):
+        kinds = [profile.kind_of(layer) for chunk in chunks for layer in chunk.layers]
+        figures = [_most(kind) for kind in kinds]
+        figures += [_most_of(profile.embedding)] * any(chunk.embedding for chunk in chunks)
+        figures += [_most_of(profile.head)] * any(chunk.head for chunk in chunks)
+        figures += [_most_of(profile.final_norm)] if profile.final_norm else []
+        size, time_ms = (sum(part) for part in zip((0, 0.0), *figures, strict=True))
+        size = (schedule.warmup(stage) + 2) * (size + 8 * profile.boundary_bytes)
+        if size > MOST_BYTES_OF_A_STAGE or time_ms > MOST_MS_OF_A_STAGE:
+            raise ProfileError(
+                f"The records of stage {stage} add up to {size:.2g} bytes and to {time_ms:.2g} ms "
+                f"for one microbatch; at most {MOST_BYTES_OF_A_STAGE:.2g} bytes and "
+                f"{MOST_MS_OF_A_STAGE:.2g} ms are planned. Correct the records: bytes are of one "
+                "device, times in milliseconds."
+            )
+
+
+def _most(kind: LayerKind) -> tuple[int, float]:
+    factor = max((point.factor for point in kind.imbalance), default=1.0)
+    sizes, times = zip(*map(_most_of, kind.choices), strict=True)
+    return scaled_bytes(max(sizes), max(factor, 1.0)), max(times)
+
+
+def _most_of(record: ChoiceRecord) -> tuple[int, float]:
+    """An upper limit on the bytes of a layer under this choice, and its time in ms."""
+    figures: list[ChoiceRecord | BytesAt] = [record, *record.percentiles]
+    size = max(LayerBytes.of(each).total for each in figures)
+    return size + 3 * record.uncertainty_bytes, record.forward_ms + record.backward_ms
+
+
+@dataclass(frozen=True, slots=True)
+class StageBase:
+    """What a stage needs under every policy."""
+
+    static: StaticBytes
+    optimizer_step_peak_bytes: int
+    """On top of static, with what others in the process hold."""
+    overhead: ScheduleOverhead
+    boundary_bytes: int
+    """One boundary tensor; `p2p_tensors` counts them. Also the gradient of a chunk's output."""
+    residual_bytes: int
+    """Measured minus predicted, at the asked end of its interval."""
+    measured: bool
+    """Whether the profile has a record of this stage; otherwise static bytes were added up."""
+    apart_bytes: int = 0
+    """Memory that forwards and backwards cannot use: with one CUDA graph of all of them, whose pool
+    nothing else uses, that of the optimizer step."""
+    deferred_bytes: int = 0
+    """Of one deferred run of the output layer; `Moment.deferred` counts them."""
+    exchanged: int = 1
+    """Hidden states in one tensor between this stage and its neighbours; more where MTP depths are
+    on another stage than the loss."""
+
+    def constant_bytes(self, direction: Direction, extra: int, deferred: int = 0) -> int:
+        """Bytes taken throughout a forward or backward, with `extra` boundary tensors and so many
+        deferred runs of the output layer."""
+        overhead = self.overhead
+        rest = overhead.forward_bytes if direction == "forward" else overhead.backward_bytes
+        rest += extra * self.exchanged * self.boundary_bytes + deferred * self.deferred_bytes
+        return self.static.total_bytes + self.residual_bytes + rest + self.apart_bytes
+
+
+def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nominal") -> StageBase:
+    """Static bytes, overhead and residual of one stage.
+
+    The record of a stage is used if it was measured with exactly these layers. Otherwise static
+    bytes are added up from the kinds, the embedding and the head, and there is no residual.
+
+    Raises: ProfileError when the profile has neither record nor static bytes of the kinds.
+    """
+    chunks = layout.stages[stage]
+    layers = tuple(sorted(layer for chunk in chunks for layer in chunk.layers))
+    boundary, nothing = profile.boundary_bytes, ScheduleOverhead(0, 0)
+    wide = max(hidden_states_received(profile, chunk) for chunk in chunks)
+    waiting = profile.deferred.each_bytes if profile.deferred else 0
+    if stage < len(profile.stages) == layout.num_stages:
+        found = profile.stages[stage]
+        if tuple(sorted(found.layers)) == layers:
+            residual = found.residual_bytes + SIGN[bound] * found.uncertainty_bytes
+            peak = found.optimizer_step_peak_bytes + (found.others_bytes or 0)
+            rest = found.overhead or nothing
+            apart = found.optimizer_step_peak_bytes * profile.graph_of_iteration
+            return StageBase(
+                found.static, peak, rest, boundary, residual, True, apart, waiting, wide
+            )
+    static = _added_static(profile, chunks, stage)
+    return StageBase(static, 0, nothing, boundary, 0, False, 0, waiting, wide)
+
+
+def stage_moments(profile: Profile, schedule: Schedule, stage: int) -> tuple[Moment, ...]:
+    """The moments that can be a stage's peak, under the profile's pipeline settings."""
+    return decisive_moments(
+        schedule,
+        stage,
+        overlap_p2p=profile.overlap_p2p_comm,
+        deallocated=profile.deallocate_pipeline_outputs,
+        deferred=profile.deferred,
+    )
+
+
+def _added_static(profile: Profile, chunks: Sequence[Chunk], stage: int) -> StaticBytes:
+    named = [(kind.name, kind.static) for c in chunks for kind in map(profile.kind_of, c.layers)]
+    named += [("embedding", profile.embedding_static) for c in chunks if c.embedding]
+    named += [("head", profile.head_static) for c in chunks if c.head]
+    if missing := sorted({name for name, static in named if static is None}):
+        raise ProfileError(
+            f"Stage {stage} of this layout was not measured, and the profile has no static bytes "
+            f"of {', '.join(missing)} to add them up from. Plan the measured layout "
+            f"({[len(s.layers) for s in profile.stages]} layers per stage), or add `static`."
+        )
+    return StaticBytes.sum(static for _, static in named if static is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Bytes of one moment by cause; they add up to the total."""
+
+    static_bytes: int
+    """Parameters, gradients, optimizer state, buffers."""
+    in_flight_bytes: int
+    """Held by layers of microbatches that wait for their backward."""
+    running_bytes: int
+    """Held by the layers of the running chunk, up to the running layer."""
+    transient_bytes: int
+    """Of the unit that runs."""
+    embedding_head_bytes: int
+    """Held by embedding and head, in flight and running."""
+    overhead_bytes: int
+    """Pipeline boundary tensors, deferred runs of the output layer, and the measured residual."""
+    copy_bytes: int = 0
+    """Of activations that are to leave for host memory or have come back early, and of those that
+    Megatron keeps although they could leave."""
+    graph_bytes: int = 0
+    """That CUDA graphs take besides: what their pool holds and what it does not are each at their
+    most, and neither can use the other's memory."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return (
+            self.static_bytes
+            + self.in_flight_bytes
+            + self.running_bytes
+            + self.transient_bytes
+            + self.embedding_head_bytes
+            + self.overhead_bytes
+            + self.copy_bytes
+            + self.graph_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The highest moment of a stage."""
+
+    bytes: int
+    moment: str
+    """A label: `stage 0, backward of layer 11, microbatch 3`."""
+    breakdown: Breakdown
+    pool_bytes: int = 0
+    """Of these, what CUDA graphs of layers have in their memory pool and the buffers of inputs."""
+
+
+def stage_peak(
+    base: StageBase,
+    stage: int,
+    columns: Sequence[ChunkColumns],
+    moments: Sequence[Moment],
+    copies: StageBytes | None = None,
+) -> Peak:
+    """The highest moment of a stage; the first one if several are equal.
+
+    Args:
+        base: what the stage needs besides activations.
+        stage: the pipeline rank.
+        columns: of every chunk.
+        moments: that can be the highest; with copies, those of every event.
+        copies: bytes beside those of records. Of two events side by side the most of the first one
+            is added.
+    """
+    held = [int(chunk.held_bytes.sum()) for chunk in columns]
+    best: tuple[int, Moment | None, int, int] = (
+        base.static.total_bytes + base.optimizer_step_peak_bytes,
+        None,
+        0,
+        0,
+    )
+    known: dict[tuple[object, ...], tuple[int, int, Direction]] = {}
+    for number, moment in enumerate(moments):
+        event = _event(moment)
+        if event not in known:
+            known[event] = _highest(base, columns, moment)
+        reach, unit, direction = known[event]
+        alive = constant_bytes(base, moment) + sum(map(mul, moment.in_flight, held))
+        alive += idle_bytes(base, columns, moment)
+        copied = copies.during(number) if copies else 0
+        if alive + reach + copied <= best[0]:
+            continue
+        if copied and copies and not moment.in_parts:
+            reach, unit, copied = _highest_with(
+                columns, moment, base.boundary_bytes, copies, number
+            )
+        total = alive + reach + copied
+        if total > best[0]:
+            own = moment if moment.direction == direction else turned(moment)
+            best = (total, own, unit, copied)
+    peak = _named_peak(base, stage, columns, best[1], best[2])
+    split = replace(peak.breakdown, copy_bytes=best[3])
+    pooled = 0
+    if any(unit.graph for chunk in columns for unit in chunk.units):
+        outside, pooled = _with_graphs(base, columns, moments)
+        more = outside + pooled - split.total_bytes
+        split = replace(split, graph_bytes=split.graph_bytes + more)
+    return replace(peak, bytes=split.total_bytes, breakdown=split, pool_bytes=pooled)
+
+
+def _with_graphs(
+    base: StageBase, columns: Sequence[ChunkColumns], moments: Sequence[Moment]
+) -> tuple[int, int]:
+    """The most outside the pool of CUDA graphs, and the most in it, which nothing else can use."""
+    pool = [chunk.in_graphs() for chunk in columns]
+    rest = [chunk.outside_graphs(base.boundary_bytes) for chunk in columns]
+    outside: int = max(
+        constant_bytes(base, moment) + _activations(rest, moment, base.boundary_bytes)
+        for moment in moments
+    )
+    outside = max(outside, base.static.total_bytes + base.optimizer_step_peak_bytes)
+    pooled = max(_activations(pool, moment, 0) for moment in moments)
+    return outside, pooled
+
+
+def _activations(columns: Sequence[ChunkColumns], moment: Moment, boundary_bytes: int) -> int:
+    """The most that units hold and need while an event runs."""
+    held = [int(chunk.held_bytes.sum()) for chunk in columns]
+    reach = columns[moment.chunk].reach_bytes(moment.direction, boundary_bytes)
+    waiting: int = sum(map(mul, moment.in_flight, held))
+    return waiting + int(reach.max())
+
+
+def _highest_with(
+    columns: Sequence[ChunkColumns],
+    moment: Moment,
+    boundary_bytes: int,
+    copies: StageBytes,
+    number: int,
+) -> tuple[int, int, int]:
+    """The highest bytes of what runs in an event beside its copies, in which unit, and theirs."""
+    reach = columns[moment.chunk].reach_bytes(moment.direction, boundary_bytes)
+    copied = copies.by_unit(number, moment.chunk, backward=moment.direction == "backward")
+    unit = int((reach + copied).argmax())
+    return int(reach[unit]), unit, int(copied[unit])
+
+
+def constant_bytes(base: StageBase, moment: Moment) -> int:
+    """Bytes alive throughout a moment; of two events side by side, the larger."""
+    both: tuple[Direction, ...] = ("forward", "backward")
+    directions = (moment.direction,) if moment.beside is None else both
+    return max(base.constant_bytes(each, moment.extra, moment.deferred) for each in directions)
+
+
+def idle_bytes(base: StageBase, columns: Sequence[ChunkColumns], moment: Moment) -> int:
+    """Bytes that chunks which do not run keep since their last backward, with EP overlap."""
+    running = _running(moment)[0]
+    return sum(
+        sum(overlap.idle_bytes(own, base.boundary_bytes, apart).values())
+        for chunk, (own, idle, apart) in enumerate(
+            zip(columns, moment.idle, moment.idle_apart, strict=False)
+        )
+        if idle and chunk != running
+    )
+
+
+def _event(moment: Moment) -> tuple[object, ...]:
+    """What the highest bytes of what runs depend on."""
+    forward, _ = _running(moment)
+    idle = forward is not None and bool(moment.idle) and moment.idle[forward]
+    apart = moment.idle_apart[forward] if idle and forward is not None else None
+    return moment.direction, moment.chunk, moment.beside, _is_last(moment), apart, moment.late
+
+
+def _running(moment: Moment) -> tuple[int | None, int | None]:
+    """The chunks that run forward and backward."""
+    own, other = moment.chunk, moment.beside
+    return (own, other) if moment.direction == "forward" else (other, own)
+
+
+def _highest(
+    base: StageBase, columns: Sequence[ChunkColumns], moment: Moment
+) -> tuple[int, int, Direction]:
+    """The highest bytes of what runs, and in which unit and direction."""
+    if not moment.in_parts:
+        reach = columns[moment.chunk].reach_bytes(moment.direction, base.boundary_bytes)
+        return int(reach.max()), int(reach.argmax()), moment.direction
+    late = late_bytes(base, moment)
+    found = ((p.bytes + late * p.late, p) for p in _points(base, columns, moment))
+    most, best = max(found, key=lambda each: each[0])
+    return most, best.unit, best.direction
+
+
+def late_bytes(base: StageBase, moment: Moment) -> int:
+    """Boundary tensors that come when the layers of two events have run."""
+    return moment.late * base.exchanged * base.boundary_bytes
+
+
+def highest_in_parts(base: StageBase, columns: Sequence[ChunkColumns], moment: Moment) -> int:
+    """The highest bytes of an event, of the one beside it while a unit of the first runs, and of
+    what idle chunks keep; 0 for an event whose layers do not run in parts."""
+    if not moment.in_parts:
+        return 0
+    late = late_bytes(base, moment)
+    points = _points(base, columns, moment)
+    return idle_bytes(base, columns, moment) + max(
+        p.bytes + late * p.late for p in points if p.direction == moment.direction
+    )
+
+
+def _points(
+    base: StageBase, columns: Sequence[ChunkColumns], moment: Moment
+) -> Iterator[overlap.Point]:
+    """All points of a moment whose layers run in parts."""
+    forward, backward = _running(moment)
+    assert backward is not None
+    idle: dict[int, int] = {}
+    if forward is not None and moment.idle and moment.idle[forward]:
+        apart = moment.idle_apart[forward]
+        idle = overlap.idle_bytes(columns[forward], base.boundary_bytes, apart)
+    return overlap.points(
+        None if forward is None else columns[forward],
+        columns[backward],
+        base.boundary_bytes,
+        last=_is_last(moment),
+        idle_bytes=idle,
+    )
+
+
+def _is_last(moment: Moment) -> bool:
+    """Whether no other microbatch of the chunk that runs backward is in flight."""
+    _, backward = _running(moment)
+    return moment.in_parts and backward is not None and not moment.in_flight[backward]
+
+
+def turned(moment: Moment) -> Moment:
+    """The event at the same time."""
+    assert moment.beside is not None
+    direction: Direction = "backward" if moment.direction == "forward" else "forward"
+    return replace(moment, direction=direction, chunk=moment.beside, beside=moment.chunk)
+
+
+def _named_peak(
+    base: StageBase,
+    stage: int,
+    columns: Sequence[ChunkColumns],
+    moment: Moment | None,
+    unit: int,
+) -> Peak:
+    if moment is None:
+        peak = base.optimizer_step_peak_bytes
+        split = Breakdown(base.static.total_bytes, 0, 0, peak, 0, 0)
+        return Peak(split.total_bytes, f"stage {stage}, optimizer step", split)
+    split = moment_bytes(base, columns, moment, unit)
+    where = f"{moment.direction} of {columns[moment.chunk].units[unit].name}"
+    chunk = f", chunk {moment.chunk}" if len(columns) > 1 else ""
+    name = f"stage {stage}{chunk}, {where}, microbatch {moment.microbatch}"
+    if moment.beside is not None:
+        other = "forward" if moment.direction == "backward" else "backward"
+        of = f" of chunk {moment.beside}" if len(columns) > 1 else ""
+        name = f"stage {stage}{chunk}, {where} beside a {other}{of}"
+    return Peak(split.total_bytes, name, split)
+
+
+def moment_bytes(
+    base: StageBase, columns: Sequence[ChunkColumns], moment: Moment, unit: int
+) -> Breakdown:
+    """Bytes while one unit of the moment's chunk runs."""
+    running, pairs = columns[moment.chunk], list(zip(moment.in_flight, columns, strict=True))
+    waiting = sum(n * int(c.held_bytes.sum()) for n, c in pairs)
+    outside_waiting = sum(n * int(c.outside_bytes.sum()) for n, c in pairs)
+    outside_running = int(running.outside_bytes[: unit + 1].sum())
+    held = int(running.held_bytes[: unit + 1].sum())
+    reach = held + int(running.transient_bytes(moment.direction, base.boundary_bytes)[unit])
+    overhead = constant_bytes(base, moment) - base.static.total_bytes - base.apart_bytes
+    waiting += idle_bytes(base, columns, moment)
+    if moment.in_parts:
+        late, own = late_bytes(base, moment), (moment.direction, unit)
+        points = (p for p in _points(base, columns, moment) if (p.direction, p.unit) == own)
+        point = max(points, key=lambda point: point.bytes + late * point.late)
+        waiting, reach = waiting + point.other_bytes, point.own_bytes
+        held, overhead = min(held, reach), overhead + late * point.late
+    return Breakdown(
+        static_bytes=base.static.total_bytes,
+        in_flight_bytes=waiting - outside_waiting,
+        running_bytes=held - outside_running,
+        transient_bytes=reach - held,
+        embedding_head_bytes=outside_waiting + outside_running,
+        overhead_bytes=overhead,
+        graph_bytes=base.apart_bytes,
+    )
+
+
+def every_moment(profile: Profile, schedule: Schedule, stage: int) -> list[Moment]:
+    """The moment of each event of a stage, under the profile's settings."""
+    return p2p_tensors.every_moment(
+        schedule,
+        stage,
+        overlap_p2p=profile.overlap_p2p_comm,
+        deallocated=profile.deallocate_pipeline_outputs,
+        deferred=profile.deferred,
+    )

@@ -1,0 +1,262 @@
+"""Memory and time of a given policy: the peak of every stage, and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.offloaded_step import (
+    OffloadedStep,
+    StageUnits,
+    host_link,
+    offloaded_step,
+    offloads,
+)
+from megatron_autorecompute.planner.cost.peak_memory import (
+    Peak,
+    StageBase,
+    check_layout,
+    every_moment,
+    for_schedule,
+    stage_base,
+    stage_moments,
+    stage_peak,
+)
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.stage_times import Times, residual_times, times_of
+from megatron_autorecompute.planner.cost.step_time import replay_ms
+from megatron_autorecompute.planner.cost.unit_costs import (
+    PS_PER_MS,
+    SIGN,
+    Bound,
+    CostTable,
+    Unit,
+    fastest_choice,
+)
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Memory and time of one stage under a policy."""
+
+    stage: int
+    peak: Peak
+    peak_low_bytes: int
+    """Peak with every figure at the low end of its interval."""
+    peak_high_bytes: int
+    """Peak with every figure at the high end; this is what must fit the budget."""
+    forward_ms: tuple[float, ...]
+    """Per chunk, for one microbatch."""
+    backward_ms: tuple[float, ...]
+    """Per chunk, for one microbatch, recompute included."""
+    ideal_ms: float
+    """Time of all microbatches if every stage had the mean work and recomputed nothing."""
+    imbalance_ms: float
+    """Added because this stage's share of the model is above the mean; may be negative."""
+    recompute_ms: float
+    """Added by recompute."""
+    stall_ms: float = 0.0
+    """For which its backwards wait for copies from host memory, all microbatches."""
+    host_bytes: int = 0
+    """Of host memory that its copies come to take, on one device."""
+
+    @property
+    def busy_ms(self) -> float:
+        """All microbatches: ideal + imbalance + recompute."""
+        return self.ideal_ms + self.imbalance_ms + self.recompute_ms
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyCost:
+    """Memory and time of a whole step under a policy."""
+
+    stages: tuple[StageCost, ...]
+    step_ms: float
+    """Time of the step, by a replay in which messages take no time."""
+    bubble_ms: float
+    """The part of step_ms in which the busiest stage waits."""
+    recompute_ms: float
+    """The part of step_ms that recompute adds: step_ms without waits for copies, minus a replay
+    without recompute."""
+    stall_ms: float = 0.0
+    """The part of step_ms that waits for copies from host memory add."""
+
+    @property
+    def peak_high_bytes(self) -> int:
+        """Of the fullest stage."""
+        return max(stage.peak_high_bytes for stage in self.stages)
+
+
+def evaluate(
+    profile: Profile,
+    layout: Layout,
+    schedule: Schedule,
+    policy: RecomputePolicy,
+    *,
+    percentile: float | None = None,
+) -> PolicyCost:
+    """Peak of every stage and time of the step under a policy.
+
+    Raises: ProfileError if the profile lacks a record, or layout and profile disagree; PolicyError
+    if a group spans two chunks.
+    """
+    return PolicyCosts(profile, layout, schedule, percentile).of(policy)
+
+
+class PolicyCosts:
+    """Costs of policies in one model; what they have in common is worked out once.
+
+    Args:
+        profile: what every choice costs.
+        layout: which stage and chunk holds which layers.
+        schedule: the order of forwards and backwards.
+        percentile: of imbalance, in percent; None takes the records as they are.
+
+    Raises: ProfileError if layout and profile disagree.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        layout: Layout,
+        schedule: Schedule,
+        percentile: float | None = None,
+    ) -> None:
+        check_layout(profile, layout, schedule)
+        profile = for_schedule(profile, schedule)
+        self.profile, self.layout, self.schedule = profile, layout, schedule
+        self.percentile = percentile
+        bounds: tuple[Bound, ...] = tuple(SIGN) if _is_uncertain(profile) else ("nominal",)
+        self._tables = {bound: CostTable(profile, percentile, bound) for bound in bounds}
+        self._bases: dict[tuple[int, Bound], StageBase] = {}
+        self._known: dict[RecomputePolicy, PolicyCost] = {}
+
+    def of(self, policy: RecomputePolicy) -> PolicyCost:
+        """Peak of every stage and time of the step. Raises: as `evaluate`."""
+        if policy not in self._known:
+            self._known[policy] = self._of(policy)
+        return self._known[policy]
+
+    def _of(self, policy: RecomputePolicy) -> PolicyCost:
+        policy.checked_length(self.profile.num_layers, "The policy")
+        units = {bound: self._units(bound, policy) for bound in self._tables}
+        step = self._offloaded(units["nominal"])
+        peaks = {bound: self._peaks(bound, own, step) for bound, own in units.items()}
+        return self._with_times(units["nominal"], peaks, step)
+
+    def _units(self, bound: Bound, policy: RecomputePolicy) -> StageUnits:
+        table = self._tables[bound]
+        return [[table.chunk_units(c, policy) for c in chunks] for chunks in self.layout.stages]
+
+    def copies(self, policy: RecomputePolicy) -> OffloadedStep | None:
+        """The step replayed with its copies; None where nothing is copied."""
+        return self._offloaded(self._units("nominal", policy))
+
+    def _offloaded(self, units: StageUnits) -> OffloadedStep | None:
+        if not offloads(units):
+            return None
+        return offloaded_step(self.schedule, units, self._residual, host_link(self.profile))
+
+    def _peaks(
+        self, bound: Bound, units: Sequence[Sequence[tuple[Unit, ...]]], step: OffloadedStep | None
+    ) -> list[Peak]:
+        peaks = []
+        for stage, columns in enumerate(_all_columns(self.layout, units)):
+            if step is None:
+                moments = stage_moments(self.profile, self.schedule, stage)
+            else:
+                moments = tuple(every_moment(self.profile, step.schedule, stage))
+            copied = None if step is None else step.bytes_of(stage)
+            base = self._base(stage, bound)
+            peaks.append(stage_peak(base, stage, columns, moments, copied))
+        return peaks
+
+    def _base(self, stage: int, bound: Bound) -> StageBase:
+        if (stage, bound) not in self._bases:
+            self._bases[stage, bound] = stage_base(self.profile, self.layout, stage, bound)
+        return self._bases[stage, bound]
+
+    @cached_property
+    def _residual(self) -> Times:
+        return residual_times(self._table, self.layout)
+
+    @cached_property
+    def _table(self) -> CostTable:
+        """Of the times."""
+        return CostTable(self.profile)
+
+    @cached_property
+    def _plain(self) -> tuple[Times, float]:
+        """Times with every layer at `none`, or at its fastest choice if `none` has no record; and
+        the step."""
+        layers = range(self.profile.num_layers)
+        policy = RecomputePolicy(tuple(fastest_choice(self._table, layer) for layer in layers))
+        units = [[self._table.chunk_units(c, policy) for c in cs] for cs in self.layout.stages]
+        times = times_of(units).plus(self._residual)
+        return times, _step_ms(self.schedule, times)
+
+    def _with_times(
+        self,
+        units: Sequence[Sequence[tuple[Unit, ...]]],
+        peaks: dict[Bound, list[Peak]],
+        step: OffloadedStep | None,
+    ) -> PolicyCost:
+        times = times_of(units).plus(self._residual)
+        plain, plain_ms = self._plain
+        m = self.schedule.num_microbatches
+        busy_ms, work_ms = ((part.busy / PS_PER_MS * m).tolist() for part in (times, plain))
+        mean_ms = sum(work_ms) / len(work_ms)
+        nominal = peaks["nominal"]
+        low, high = peaks.get("low", nominal), peaks.get("high", nominal)
+        stages = tuple(
+            StageCost(
+                stage=stage,
+                peak=nominal[stage],
+                peak_low_bytes=low[stage].bytes,
+                peak_high_bytes=high[stage].bytes,
+                forward_ms=tuple((times.forward[stage] / PS_PER_MS).tolist()),
+                backward_ms=tuple((times.backward[stage] / PS_PER_MS).tolist()),
+                ideal_ms=mean_ms,
+                imbalance_ms=work_ms[stage] - mean_ms,
+                recompute_ms=busy_ms[stage] - work_ms[stage],
+            )
+            for stage in range(self.layout.num_stages)
+        )
+        step_ms = _step_ms(self.schedule, times)
+        cost = PolicyCost(stages, step_ms, step_ms - max(busy_ms), step_ms - plain_ms)
+        return cost if step is None else _with_copies(cost, step, m)
+
+
+def _is_uncertain(profile: Profile) -> bool:
+    """Whether any bytes have an interval."""
+    records = [profile.embedding, profile.head, profile.final_norm, *profile.stages]
+    records += [record for kind in profile.kinds for record in kind.choices]
+    return any(record is not None and record.uncertainty_bytes for record in records)
+
+
+def _all_columns(
+    layout: Layout, units: Sequence[Sequence[tuple[Unit, ...]]]
+) -> list[list[ChunkColumns]]:
+    return [
+        [ChunkColumns(chunk, u) for chunk, u in zip(chunks, stage_units, strict=True)]
+        for chunks, stage_units in zip(layout.stages, units, strict=True)
+    ]
+
+
+def _with_copies(cost: PolicyCost, step: OffloadedStep, num_microbatches: int) -> PolicyCost:
+    times = num_microbatches / step.schedule.num_microbatches / PS_PER_MS
+    stages = tuple(
+        replace(stage, stall_ms=copies.stall_ps * times, host_bytes=copies.host_bytes)
+        for stage, copies in zip(cost.stages, step.stages, strict=True)
+    )
+    stall_ms = max(0.0, step.step_ms - cost.step_ms)
+    return replace(cost, stages=stages, step_ms=step.step_ms, stall_ms=stall_ms)
+
+
+def _step_ms(schedule: Schedule, times: Times) -> float:
+    return replay_ms(schedule, times.forward / PS_PER_MS, times.backward / PS_PER_MS)

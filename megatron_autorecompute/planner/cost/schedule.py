@@ -1,0 +1,250 @@
+"""The order in which megatron-core runs forwards and backwards on every stage.
+
+The order is the same in megatron-core 0.16.1 and 0.19.2, so the version does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_autorecompute.errors import PipelineError
+from megatron_autorecompute.planner.cost.arrays import Bools
+from megatron_autorecompute.planner.cost.checks import check_at_least, check_chunks
+from megatron_autorecompute.planner.cost.layout import Layout
+
+Direction = Literal["forward", "backward"]
+MOST_MICROBATCHES = 1 << 40
+"""Limit on a step's microbatches; far from where counts of events leave 64 bits."""
+MOST_IN_GROUPS = 1 << 11
+"""Limit on the forwards of a group of microbatches in all chunks, all of which are in flight."""
+_GROUPS = 5
+"""Groups of microbatches after which a long schedule shows no new moment."""
+_SETTLED = 3
+"""Groups with whose backwards every moment of the steady state has been there once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """The forward or backward of one chunk for one microbatch, on one stage."""
+
+    direction: Direction
+    chunk: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The settings that determine the order of events on every stage.
+
+    With one chunk per stage it is 1F1B (on one stage, no pipelining), with several interleaved
+    1F1B. Source: `forward_backward_*`, `get_pp_rank_microbatches`, `get_schedule_table` in
+    `schedules.py` and `combined_1f1b.py` of megatron-core. Raises PipelineError for settings that
+    Megatron refuses.
+    """
+
+    num_stages: int
+    num_chunks: int
+    num_microbatches: int
+    microbatch_group_size: int | None = None
+    """Megatron's `microbatch_group_size_per_vp_stage`: microbatches that pass one chunk before the
+    next chunk runs. None is `num_stages`. No effect if there is one chunk per stage."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """One more warm-up forward, so that a forward and a backward can run side by side. Their events
+    are listed forward first; `beside` says which."""
+
+    @classmethod
+    def of_layout(
+        cls,
+        layout: Layout,
+        num_microbatches: int,
+        *,
+        microbatch_group_size: int | None = None,
+        overlap_moe_expert_parallel_comm: bool = False,
+    ) -> Schedule:
+        """The schedule of a layout's stages and chunks."""
+        return cls(
+            layout.num_stages,
+            layout.num_chunks,
+            num_microbatches,
+            microbatch_group_size,
+            overlap_moe_expert_parallel_comm,
+        )
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            1,
+            num_stages=self.num_stages,
+            num_chunks=self.num_chunks,
+            num_microbatches=self.num_microbatches,
+        )
+        if self.num_microbatches > MOST_MICROBATCHES:
+            raise PipelineError(
+                f"num_microbatches is {self.num_microbatches}; at most {MOST_MICROBATCHES} are "
+                "planned. Ask for fewer."
+            )
+        check_chunks(self.num_stages, self.num_chunks)
+        if self.num_chunks > 1:
+            self._check_groups()
+        elif self.overlap_moe_expert_parallel_comm and self.num_stages > 1:
+            raise PipelineError(
+                f"overlap_moe_expert_parallel_comm on {self.num_stages} stages needs interleaving: "
+                "found one chunk per stage. Ask for two or more, or turn the overlap off."
+            )
+
+    def _check_groups(self) -> None:
+        p, m, group = self.num_stages, self.num_microbatches, self.group_size
+        if not p <= group <= m:
+            raise PipelineError(
+                f"The microbatch group size is {group}; interleaved, it must lie between the "
+                f"number of stages {p} and of microbatches {m}. Change either."
+            )
+        if group * self.num_chunks > MOST_IN_GROUPS:
+            raise PipelineError(
+                f"Groups of {group} microbatches in {self.num_chunks} chunks put "
+                f"{group * self.num_chunks} in flight; at most {MOST_IN_GROUPS} are planned. "
+                "Choose a smaller group size."
+            )
+        if 0 < m % group < p:
+            raise PipelineError(
+                f"{m} microbatches in groups of {group} leave a last group of {m % group}, fewer "
+                f"than the {p} stages. Choose a group size that leaves none, or at least {p}."
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Microbatches that pass one chunk in a row."""
+        return self.num_stages if self.microbatch_group_size is None else self.microbatch_group_size
+
+    @property
+    def runs_head_alone(self) -> bool:
+        """Whether the backward of a microbatch follows its forward in the chunk with the head, so
+        that no other one is in flight there."""
+        uneven = self.num_chunks > 1 and self.num_microbatches % self.group_size > 0
+        return not uneven and not self.overlap_moe_expert_parallel_comm
+
+    def warmup(self, stage: int) -> int:
+        """Return how many forwards the stage runs before forwards and backwards alternate.
+
+        Source: `get_pp_rank_microbatches`; on one stage with EP overlap,
+        `combined_1f1b_schedule_for_no_pipelining`.
+        """
+        self._check_stage(stage)
+        wanted = self.stride * (self.num_stages - 1 - stage) + self.warmup_of_last_stage
+        return min(wanted, self.num_microbatches * self.num_chunks)
+
+    @property
+    def stride(self) -> int:
+        """How many more forwards a stage's warm-up has than the next stage's."""
+        return 1 if self.num_chunks == 1 else 2
+
+    @property
+    def warmup_of_last_stage(self) -> int:
+        """How many forwards the last stage's warm-up would have if there were enough."""
+        return (self.num_chunks - 1) * self.group_size + self.overlap_moe_expert_parallel_comm
+
+    def shortened(self) -> Schedule:
+        """A schedule of fewer microbatches that has the same moments; itself if there are few.
+
+        Its steady state is long enough to repeat once, and its last group has the same size.
+        """
+        v, m = self.num_chunks, self.num_microbatches
+        size = self.group_size if v > 1 else 1
+        # The longest warm-up is shorter than two groups of all chunks, or one microbatch per stage.
+        whole = _GROUPS if v > 1 else self.num_stages + _GROUPS
+        return replace(self, num_microbatches=min(m // size, whole) * size + m % size)
+
+    def microbatches(self, stage: int, events: Sequence[int]) -> list[int]:
+        """The microbatches of the first events here that are like some of the shortened schedule.
+
+        `events` are positions in `shortened().events(stage)`.
+        """
+        own = self.shortened().order(stage)[2] + self.left_out(stage)
+        found: list[int] = own[list(events)].tolist()
+        return found
+
+    def left_out(self, stage: int) -> NDArray[np.intp]:
+        """For each event of the shortened schedule how many of the microbatches that it leaves out
+        come before."""
+        short = self.shortened()
+        size = self.group_size if self.num_chunks > 1 else 1
+        # What is there for the first time later than this is there because the schedule ends.
+        once = short.warmup(stage) + 2 * _SETTLED * size * self.num_chunks
+        events = np.arange(2 * short.num_microbatches * short.num_chunks)
+        return np.where(events >= once, self.num_microbatches - short.num_microbatches, 0)
+
+    def events(self, stage: int) -> tuple[Event, ...]:
+        """Return everything the stage does in a step, in order."""
+        backward, chunk, microbatch = self.order(stage)
+        return tuple(
+            Event("backward" if is_backward else "forward", c, b)
+            for is_backward, c, b in zip(
+                backward.tolist(), chunk.tolist(), microbatch.tolist(), strict=True
+            )
+        )
+
+    def in_flight(self, stage: int) -> NDArray[np.int32]:
+        """Return the number of microbatches in flight during each event, of shape [event, chunk].
+
+        In flight: the forward is done and the backward has not begun. The microbatch of the event
+        itself is therefore not counted; that of an event beside it is.
+        """
+        backward, chunk, _ = self.order(stage)
+        position = np.arange(len(chunk))
+        change = np.zeros((self.num_chunks, len(chunk)), np.int32)
+        change[chunk, position] = np.where(backward, -1, 1)
+        counts = np.cumsum(change, axis=1, dtype=np.int32)
+        counts[chunk[~backward], position[~backward]] -= 1
+        return counts.T
+
+    def beside(self, stage: int) -> NDArray[np.intp]:
+        """For each event the chunk of the event that runs at the same time; -1 for none.
+
+        With EP overlap a forward and the backward after it run side by side.
+        """
+        _, chunk, _ = self.order(stage)
+        found = np.full(len(chunk), -1)
+        if self.overlap_moe_expert_parallel_comm:
+            warmup = self.warmup(stage)
+            forwards = np.arange(warmup, len(chunk) - warmup, 2)
+            found[forwards], found[forwards + 1] = chunk[forwards + 1], chunk[forwards]
+        return found
+
+    def _check_stage(self, stage: int) -> None:
+        if not 0 <= stage < self.num_stages:
+            raise PipelineError(
+                f"Stage {stage} does not exist: stages are 0 to {self.num_stages - 1}."
+            )
+
+    def order(self, stage: int) -> tuple[Bools, NDArray[np.intp], NDArray[np.intp]]:
+        """Return for each event whether it is a backward, its chunk and its microbatch."""
+        total, warmup = self.num_microbatches * self.num_chunks, self.warmup(stage)
+        backward = np.zeros(2 * total, np.bool_)
+        cooldown = 2 * total - warmup
+        backward[warmup + 1 : cooldown : 2] = True
+        backward[cooldown:] = True
+        microbatch, chunk, _ = self.forward_table()
+        order = np.empty(2 * total, np.intp)
+        order[~backward] = order[backward] = np.arange(total)
+        chunks = chunk[order]
+        chunks[backward] = self.num_chunks - 1 - chunks[backward]
+        return backward, chunks, microbatch[order]
+
+    def forward_table(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+        """Return microbatch, chunk and size of its group for each forward of a stage, in order.
+
+        The n-th backward has the same microbatch and the chunk counted from the end. Source:
+        `get_schedule_table`.
+        """
+        v, m = self.num_chunks, self.num_microbatches
+        size = self.group_size if v > 1 else m
+        groups = [np.arange(start, min(start + size, m)) for start in range(0, m, size)]
+        return (
+            np.concatenate([np.tile(group, v) for group in groups]),
+            np.concatenate([np.repeat(np.arange(v), len(group)) for group in groups]),
+            np.concatenate([np.full(v * len(group), len(group)) for group in groups]),
+        )

@@ -1,0 +1,98 @@
+"""Time of one microbatch on every stage and chunk, in whole picoseconds.
+
+The times of a stage's layers may add up to less, or more, than the measured time of the stage. The
+difference is its *residual*, which is added under every policy. It is divided over the stage's
+forwards and backwards in proportion to the least time of each, so that none becomes negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_autorecompute.planner.cost.arrays import Ints
+from megatron_autorecompute.planner.cost.layout import Chunk, Layout
+from megatron_autorecompute.planner.cost.peak_memory import stage_base
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable, Unit
+from megatron_autorecompute.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Forward and backward, recompute included."""
+
+    forward: Ints
+    """`[stage, chunk]`"""
+    backward: Ints
+    """`[stage, chunk]`"""
+
+    def plus(self, other: Times) -> Times:
+        """The sum with other times; negative results become 0."""
+        return Times(
+            np.maximum(self.forward + other.forward, 0),
+            np.maximum(self.backward + other.backward, 0),
+        )
+
+    @property
+    def busy(self) -> Ints:
+        """Forward plus backward of all chunks, of shape [stage]."""
+        busy: Ints = self.forward.sum(axis=1) + self.backward.sum(axis=1)
+        return busy
+
+
+def times_of(units: Sequence[Sequence[tuple[Unit, ...]]]) -> Times:
+    """Times of the units of every stage and chunk, `[stage][chunk]`."""
+    return Times(
+        np.array([[sum(u.forward_ps for u in own) for own in stage] for stage in units], np.int64),
+        np.array([[sum(u.backward_ps for u in own) for own in stage] for stage in units], np.int64),
+    )
+
+
+def residual_ms(profile: Profile, layout: Layout, stage: int) -> float:
+    """Measured minus predicted time of one microbatch; 0 if this stage was not measured."""
+    measured = stage_base(profile, layout, stage).measured
+    return profile.stages[stage].residual_ms if measured else 0.0
+
+
+def residual_times(table: CostTable, layout: Layout) -> Times:
+    """The residuals, which are added to the times of every policy; see the module docstring."""
+    shares = [_residual_of(table, layout, stage) for stage in range(layout.num_stages)]
+    return Times(*(np.array(part, np.int64) for part in zip(*shares, strict=True)))
+
+
+def _residual_of(table: CostTable, layout: Layout, stage: int) -> tuple[list[int], list[int]]:
+    chunks = layout.stages[stage]
+    residual = round(residual_ms(table.profile, layout, stage) * PS_PER_MS)
+    if not residual:
+        return [0] * len(chunks), [0] * len(chunks)
+    least = [least_times(table, chunk) for chunk in chunks]
+    events = [forward for forward, _ in least] + [backward for _, backward in least]
+    shares = _shared(max(residual, -sum(events)), events)
+    return shares[: len(chunks)], shares[len(chunks) :]
+
+
+def least_times(table: CostTable, chunk: Chunk) -> tuple[int, int]:
+    """The least time of a chunk's forward, and of its backward, without groups."""
+    before, after = table.pseudo_layers(chunk)
+    options = [
+        [table.layer_in(chunk, layer, choice) for choice in table.choices(layer)]
+        for layer in chunk.layers
+    ]
+    options += [[unit] for unit in (*before, *after)]
+    return (
+        sum(min(unit.forward_ps for unit in units) for units in options),
+        sum(min(unit.backward_ps for unit in units) for units in options),
+    )
+
+
+def _shared(amount: int, weights: Sequence[int]) -> list[int]:
+    """Integer parts of an amount in proportion to the weights; the last gets all if they are 0."""
+    total, given, shares = sum(weights), 0, list[int]()
+    if total == 0:
+        return [0] * (len(weights) - 1) + [amount]
+    for upto in np.cumsum(weights).tolist():
+        shares.append(amount * upto // total - given)
+        given += shares[-1]
+    return shares

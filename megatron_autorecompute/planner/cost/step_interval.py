@@ -1,0 +1,254 @@
+"""What the errors of a profile's times make of a step: its interval, and which of two is shorter.
+
+A measured time is the median of some runs, so it errs. The error of a record is shared by all
+layers and microbatches that it stands for, and so does not average out over a step; errors of
+different records are independent. A stage's residual is added under every policy; it may as well
+be a share of the stage's work, and both readings count.
+
+A step is the longest of many paths, and on each path a sum of times. So it is at least any one
+path, whatever the errors: this gives the low end. The high end is the longest step at errors whose
+joint size is as improbable as the end says, found by going from path to path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from statistics import NormalDist
+
+import numpy as np
+
+from megatron_autorecompute.planner.cost.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost.critical_path import critical_paths
+from megatron_autorecompute.planner.cost.layout import Chunk
+from megatron_autorecompute.planner.cost.offloaded_step import offloads
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.stage_times import (
+    Times,
+    least_times,
+    residual_times,
+    times_of,
+)
+from megatron_autorecompute.planner.cost.step_time import finished, step_unit
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable, Unit
+from megatron_autorecompute.policy import FULL, RecomputePolicy
+from megatron_autorecompute.profile import ChoiceRecord
+
+COVERAGE = 0.95
+COVERS = f"It covers the step of the true times in at least {COVERAGE:.0%} of profiles."
+"""What an interval says, in the words of docs/plan.md."""
+_ENDS = NormalDist().inv_cdf((1 + COVERAGE) / 2)
+_SURELY = NormalDist().inv_cdf(COVERAGE)
+_OF_MIDDLE_HALF = 1 / NormalDist().inv_cdf(0.75)
+"""Standard deviation of runs, as a multiple of half their interquartile range."""
+_OF_MEDIAN = math.sqrt(math.pi / 2)
+"""Standard deviation of the median of n runs, as a multiple of theirs divided by sqrt(n)."""
+_FEW_RUNS = 4
+"""Of few runs the spread is itself uncertain: n of them err by 1 + 4 / n times as much."""
+_MOST_PATHS = 16
+_Source = tuple[object, ...]
+"""A record of the profile: micro-batch size, and kind and choice, or the name of what it is of."""
+_Errors = Mapping[_Source, Floats]
+"""By record, one standard deviation of its error on every event, `[direction, stage, chunk]`."""
+_Slopes = Mapping[_Source, float]
+"""By record, what one standard deviation of its error adds to a path."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInterval:
+    """Where the step of the true times lies; docs/plan.md says what that means."""
+
+    low_ms: float
+    high_ms: float
+    coverage: float = COVERAGE
+    """The share of profiles, at least, whose interval holds it."""
+
+
+def deviation_ms(record: ChoiceRecord) -> float:
+    """Standard deviation of the error of a record's forward plus backward.
+
+    One run errs as runs spread. The median of n errs by 1.25 / sqrt(n) of that, and by more where
+    runs are so few that they hardly say how they spread.
+    """
+    one = record.spread_ms * _OF_MIDDLE_HALF
+    if record.runs == 1:
+        return one
+    return one * _OF_MEDIAN / math.sqrt(record.runs) * (1 + _FEW_RUNS / record.runs)
+
+
+class StepErrors:
+    """Errors of the step of one policy.
+
+    Args:
+        costs: of the profile, the layout and the schedule.
+        policy: made of choices that the profile has records of.
+    """
+
+    def __init__(self, costs: PolicyCosts, policy: RecomputePolicy) -> None:
+        self.policy, self._layout, self._profile = policy, costs.layout, costs.profile
+        self._table = CostTable(costs.profile)
+        units = [
+            [self._table.chunk_units(chunk, policy) for chunk in chunks]
+            for chunks in costs.layout.stages
+        ]
+        errors = self._of_records(units)
+        own, residual = times_of(units), residual_times(self._table, costs.layout)
+        self.readings = [_Reading(costs.schedule, own.plus(residual), errors)]
+        if residual.busy.any():
+            self.readings.append(_Reading(costs.schedule, self._grown(own, residual), errors))
+        self.waits_ms = costs.of(policy).stall_ms if offloads(units) else 0.0
+        """For copies; the same at both ends."""
+
+    def interval(self) -> StepInterval | None:
+        """Of the step; None where no time of it is known to err."""
+        ends = [reading.ends_ps() for reading in self.readings]
+        low_ps, high_ps = min(low for low, _ in ends), max(high for _, high in ends)
+        if low_ps == high_ps:
+            return None
+        waits_ms = self.waits_ms
+        return StepInterval(max(0.0, low_ps) / PS_PER_MS + waits_ms, high_ps / PS_PER_MS + waits_ms)
+
+    def surely_shorter(self, other: StepErrors) -> bool:
+        """Whether this step is shorter than the other one in at least 95% of profiles.
+
+        Errors that both share count only as far as they make a difference. True where this step is
+        shorter and no time errs.
+        """
+        pairs = zip_longest(self.readings, other.readings)  # one where no residual is read
+        first = self.readings[0], other.readings[0]
+        return all((own or first[0]).is_surely_shorter(others or first[1]) for own, others in pairs)
+
+    # --- residuals --------------------------------------------------------------------------------
+
+    def _grown(self, own: Times, residual: Times) -> Times:
+        """The times if what layers leave unexplained is a share of a stage's work."""
+        forward, backward = own.forward.copy(), own.backward.copy()
+        for stage, chunks in enumerate(self._layout.stages):
+            residual_ps = int(residual.busy[stage])
+            if residual_ps:
+                measured_ps = max(1, sum(self._measured_ps(chunk) for chunk in chunks))
+                forward[stage] += residual_ps * forward[stage] // measured_ps
+                backward[stage] += residual_ps * backward[stage] // measured_ps
+        nothing = np.zeros_like(forward)
+        return Times(forward, backward).plus(Times(nothing, nothing))
+
+    def _measured_ps(self, chunk: Chunk) -> int:
+        """Of a chunk in the measured step; where none is known, the least."""
+        step = self._profile.measured_step
+        if step is None:
+            return sum(least_times(self._table, chunk))
+        policy = RecomputePolicy.parse(step.recompute_policy, num_layers=self._profile.num_layers)
+        return sum(unit.time_ps for unit in self._table.chunk_units(chunk, policy))
+
+    # --- records ----------------------------------------------------------------------------------
+
+    def _of_records(self, units: Sequence[Sequence[Sequence[Unit]]]) -> _Errors:
+        found: dict[_Source, Floats] = {}
+        shape = 2, self._layout.num_stages, self._layout.num_chunks
+        for stage, chunks in enumerate(units):
+            for chunk, own in enumerate(chunks):
+                for source, forward_ps, backward_ps in self._shares(own):
+                    error = found.setdefault(source, np.zeros(shape))
+                    error[:, stage, chunk] += forward_ps, backward_ps
+        return found
+
+    def _shares(self, units: Sequence[Unit]) -> Iterator[tuple[_Source, float, float]]:
+        """What each unit adds: its error is shared by forward and backward as its time is."""
+        size = self._profile.parallelism.micro_batch_size  # another size was measured on its own
+        for unit in units:
+            for name, record in self._records(unit):
+                error_ps = deviation_ms(record) * PS_PER_MS
+                if error_ps:
+                    share = unit.forward_ps / unit.time_ps if unit.time_ps else 0.0
+                    yield (size, *name), share * error_ps, (1 - share) * error_ps
+
+    def _records(self, unit: Unit) -> Iterator[tuple[_Source, ChoiceRecord]]:
+        """The records that a unit's time is made of."""
+        if not unit.layers:
+            if unit.name in self._outside:
+                yield (unit.name,), self._outside[unit.name]
+            return
+        kinds = [self._profile.kind_of(layer) for layer in unit.layers]
+        whole = kinds[0].record(self.policy.layers[unit.layers[0]])
+        if whole is not None and all(kind is kinds[0] for kind in kinds):
+            yield (kinds[0].name, whole.choice), whole
+            return
+        for kind in kinds:  # a checkpoint that is worked out from its layers' own
+            record = kind.record(FULL)
+            if record is not None:
+                yield (kind.name, record.choice), record
+
+    @cached_property
+    def _outside(self) -> Mapping[str, ChoiceRecord]:
+        named = {"embedding": self._profile.embedding, "head": self._profile.head}
+        norm = self._profile.final_norm
+        return named if norm is None else {**named, "final norm": norm}
+
+
+class _Reading:
+    """A step of some times, each of which errs."""
+
+    def __init__(self, schedule: Schedule, times: Times, errors: _Errors) -> None:
+        self.schedule, self.times, self.errors = schedule, times, errors
+        self.unit = step_unit(schedule, 2.0 * float(times.busy.sum()))
+        self.step_ps = self._step_ps(times)
+        self.paths = self._paths_of(times)
+
+    def ends_ps(self) -> tuple[float, float]:
+        """Low and high end."""
+        low_ps, high_ps, paths = -math.inf, self.step_ps, list(self.paths)
+        for path in self.paths:
+            low_ps = max(low_ps, self._length_ps(path) - _ENDS * _size(self._slopes(path)))
+        for number, path in enumerate(paths):
+            slopes = self._slopes(path)
+            worst = self._moved(slopes)
+            far_ps = self._length_ps(path) + _ENDS * _size(slopes)
+            high_ps = max(high_ps, far_ps, self._step_ps(worst))
+            if number < _MOST_PATHS:
+                paths += [p for p in self._paths_of(worst) if not _among(p, paths)]
+        return min(low_ps, self.step_ps), high_ps
+
+    def is_surely_shorter(self, other: _Reading) -> bool:
+        """See `StepErrors.surely_shorter`."""
+        own, others = self._slopes(self.paths[0]), other._slopes(other.paths[0])
+        apart = {s: own.get(s, 0.0) - others.get(s, 0.0) for s in {**own, **others}}
+        return other.step_ps - self.step_ps > _SURELY * _size(apart)
+
+    def _paths_of(self, times: Times) -> list[Ints]:
+        return critical_paths(
+            self.schedule, times.forward // self.unit, times.backward // self.unit
+        )
+
+    def _step_ps(self, times: Times) -> float:
+        forward, backward = times.forward // self.unit, times.backward // self.unit
+        return float(finished(self.schedule, forward, backward).max()) * self.unit
+
+    def _length_ps(self, path: Ints) -> float:
+        return float((path[0] * self.times.forward + path[1] * self.times.backward).sum())
+
+    def _slopes(self, path: Ints) -> _Slopes:
+        return {source: float((path * error).sum()) for source, error in self.errors.items()}
+
+    def _moved(self, slopes: _Slopes) -> Times:
+        """The times at the errors that make a path longest, of so improbable a size."""
+        size = _size(slopes)
+        if not size:
+            return self.times
+        added = np.zeros((2, *self.times.forward.shape))
+        for source, error in self.errors.items():
+            added += _ENDS * slopes[source] / size * error
+        forward, backward = np.rint(added).astype(np.int64)
+        return self.times.plus(Times(forward, backward))
+
+
+def _size(slopes: _Slopes) -> float:
+    """Standard deviation of a sum of independent errors."""
+    return math.hypot(*slopes.values())
+
+
+def _among(path: Ints, paths: Sequence[Ints]) -> bool:
+    return any(np.array_equal(path, known) for known in paths)

@@ -1,0 +1,161 @@
+"""How long a step takes: every event starts when its stage is free and its input has arrived.
+
+Messages take no time (as with Megatron's `overlap_p2p_comm`). A forward and a backward that EP
+overlap runs side by side are replayed one after the other. Optimizer and gradient reduction are not
+included.
+
+The steady state of a step repeats, so its length hardly matters. What a period of `slots` starts
+from is when each stage finished its last few slots; what it does to that is a convex function, a
+maximum of sums. So where two periods in a row took the same time on every stage, and the n-th after
+them does so again, all those between did: they need not be replayed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_autorecompute.errors import PipelineError
+from megatron_autorecompute.planner.cost.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.slots import Block, Steady, block, lookback, num_slots
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+
+MOST = 1 << 61
+"""Sums of times stay below this."""
+_FEW_PERIODS = 4
+
+
+def replay_ms(
+    schedule: Schedule,
+    forward_ms: Sequence[Sequence[float]] | Floats,
+    backward_ms: Sequence[Sequence[float]] | Floats,
+) -> float:
+    """Milliseconds of a step: every event starts when its stage is free and its input has arrived.
+
+    Args:
+        schedule: the order of events.
+        forward_ms: time of one forward, `[stage][chunk]`.
+        backward_ms: time of one backward, recompute included, `[stage][chunk]`.
+
+    Raises PipelineError for wrong shapes and for times that are negative or not finite.
+    """
+    forward = _times(schedule, forward_ms, "forward_ms")
+    backward = _times(schedule, backward_ms, "backward_ms")
+    per_ms = PS_PER_MS / step_unit(schedule, float((forward + backward).sum()) * PS_PER_MS)
+    finish = finished(schedule, _rounded(forward * per_ms), _rounded(backward * per_ms))
+    return float(finish.max() / per_ms)
+
+
+def step_unit(schedule: Schedule, all_ps: float) -> int:
+    """The unit of time, in ps, in which sums stay exact: 1, or more for steps of weeks.
+
+    `all_ps` is the time of one microbatch on all stages together.
+    """
+    share, power = math.frexp(schedule.num_microbatches * all_ps / MOST)
+    return 1 << max(0, power - (share == 0.5))
+
+
+def finished(schedule: Schedule, forward: Ints, backward: Ints) -> Ints:
+    """When each stage ends its last event, `[stage, ...]`.
+
+    Args:
+        schedule: the order of events.
+        forward: time of one forward, of shape [stage, chunk, ...]; further dimensions are
+            candidates that are replayed together. In any unit; see `step_unit`.
+        backward: time of one backward, of the same shape and unit.
+    """
+    for part in parts(schedule, forward, backward):
+        finish: Ints = part.after[-1]
+    return finish
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Slots of a replay that were run at once, or a period that takes the same every time."""
+
+    block: Block
+    table: Ints
+    """Of the block, the first time; see `Block.table`."""
+    step: Ints | None = None
+    """By how much what the block starts from grows every time; `[slot, stage, ...]`."""
+    times: int = 1
+
+    @property
+    def after(self) -> Ints:
+        """When each stage had finished its last few slots, after the last time."""
+        following: Ints = self.table[self.block.shape[0] :, 1:-1]
+        return following if self.step is None else following + (self.times - 1) * self.step
+
+
+def parts(schedule: Schedule, forward: Ints, backward: Ints) -> Iterator[Part]:
+    """A replay in order; arguments as of `finished`."""
+    steady = Steady.of(schedule)
+    shape = (lookback(schedule), schedule.num_stages, *forward.shape[2:])
+    window, slot = np.zeros(shape, np.int64), 0
+    if steady.periods >= _FEW_PERIODS:
+        first = block(schedule, 0, steady.first)
+        part = Part(first, first.table(window, forward, backward))
+        window = part.after
+        yield part
+        period = block(schedule, steady.first, steady.length)
+        for part in _repeated(period, window, forward, backward, steady.periods):
+            window = part.after
+            yield part
+        slot = steady.first + steady.periods * steady.length
+    rest = block(schedule, slot, num_slots(schedule) - slot)
+    yield Part(rest, rest.table(window, forward, backward))
+
+
+def _times(schedule: Schedule, times: Sequence[Sequence[float]] | Floats, name: str) -> Floats:
+    shape = (schedule.num_stages, schedule.num_chunks)
+    found = [len(row) for row in times]
+    if found != [shape[1]] * shape[0]:
+        raise PipelineError(
+            f"{name} must have {shape[0]} stages of {shape[1]} chunks; found chunks {found}."
+        )
+    values = np.array(times, np.float64)
+    if not (np.isfinite(values).all() and (values >= 0).all()):
+        raise PipelineError(f"{name} must be finite and not negative; found {values.tolist()}.")
+    return values
+
+
+def _rounded(values: Floats) -> Ints:
+    return np.rint(values).astype(np.int64)
+
+
+def _repeated(
+    period: Block, window: Ints, forward: Ints, backward: Ints, periods: int
+) -> Iterator[Part]:
+    """So many periods; those that are known to take what the two before them took are one part."""
+    done, before = 0, None
+    while done < periods:
+        part = Part(period, period.table(window, forward, backward))
+        yield part
+        step, window, done = part.after - window, part.after, done + 1
+        if before is None or done == periods or not np.array_equal(step, before):
+            before = step
+            continue
+        ahead = _ahead(lambda now: period.run(now, forward, backward), window, step, periods - done)
+        if ahead:
+            yield Part(period, period.table(window, forward, backward), step, ahead)
+        window, done = window + ahead * step, done + ahead
+        before = None if ahead else step
+
+
+def _ahead(run: Callable[[Ints], Ints], window: Ints, step: Ints, most: int) -> int:
+    """How many of the next `most` periods take as long as the last two."""
+
+    def still(count: int) -> bool:
+        return np.array_equal(run(window + (count - 1) * step), window + count * step)
+
+    if still(most):
+        return most
+    right, wrong = 0, most
+    while wrong - right > 1:
+        middle = (right + wrong) // 2
+        right, wrong = (middle, wrong) if still(middle) else (right, middle)
+    return right

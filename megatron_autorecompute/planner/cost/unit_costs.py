@@ -1,0 +1,572 @@
+"""Costs of the units that a chunk runs under a policy, from a profile's records.
+
+A *unit* is a layer with its choice, one checkpoint around several layers, the embedding, the final
+norm, or the head.
+
+Inside the planner, times are whole picoseconds, so that sums are exact and equal times are equal. A
+picosecond is far below the resolution of any timer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from megatron_autorecompute.block_names import ENCODER
+from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.planner.cost.arrays import Bools, Ints
+from megatron_autorecompute.planner.cost.layout import Chunk
+from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy, Run
+from megatron_autorecompute.profile import (
+    ChoiceRecord,
+    GraphBytes,
+    LayerBytes,
+    LayerKind,
+    OffloadGroup,
+    PartBytes,
+    Profile,
+    scaled_bytes,
+)
+
+Bound = Literal["low", "nominal", "high"]
+PS_PER_MS = 10**9
+OUTSIDE = ("embedding", "final norm", "head")
+"""Names of units that are not layers."""
+SIGN: dict[Bound, int] = {"low": -1, "nominal": 0, "high": 1}
+COLUMNS = (
+    "held_bytes",
+    "forward_transient_bytes",
+    "backward_transient_bytes",
+    "forward_ps",
+    "backward_ps",
+    "spread_ps",
+)
+"""Of a unit's costs, in the order of arrays."""
+HELD, FORWARD, BACKWARD, TIMES = 0, 1, 2, slice(3, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Costs of one unit for one microbatch."""
+
+    name: str
+    """`layer 7`, `layers 4-7`, `embedding`, `final norm`, `head`, `boundary`."""
+    layers: tuple[int, ...]
+    """Global layer indices; empty for embedding, norm and head."""
+    held_bytes: int
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+    forward_ps: int
+    backward_ps: int
+    spread_ps: int = 0
+    """How far single runs of it spread; of several records, their sum."""
+    kept_gradient_bytes: int = 0
+    """What its backward transient grows by as the chunk's last unit, because the schedule keeps the
+    gradient of its output to the end. Nothing for a checkpoint, which keeps it itself."""
+    parts: tuple[PartBytes, ...] = ()
+    """As the record's."""
+    input_stays: bool = False
+    """As the record's."""
+    output_keeps_bytes: int = 0
+    """As the record's."""
+    offload_groups: tuple[OffloadGroup, ...] = ()
+    """As the record's."""
+    graph: GraphBytes | None = None
+    """As the record's."""
+
+    @property
+    def time_ps(self) -> int:
+        """Forward plus backward, recompute included."""
+        return self.forward_ps + self.backward_ps
+
+    @property
+    def costs(self) -> tuple[int, ...]:
+        """All its `COLUMNS`."""
+        return tuple(getattr(self, column) for column in COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Costs of one checkpoint around the first g of some layers; arrays have index g - 1."""
+
+    held_bytes: Ints
+    forward_transient_bytes: Ints
+    backward_transient_bytes: Ints
+    forward_ps: Ints
+    backward_ps: Ints
+    spread_ps: Ints
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """A profile's records as the planner uses them: with imbalance, at one end of their interval.
+
+    `low` and `high` shift every byte figure by its uncertainty; a budget is met at `high`.
+    """
+
+    profile: Profile
+    percentile: float | None = None
+    """Imbalance percentile to budget for; None takes the records as they are."""
+    bound: Bound = "nominal"
+
+    @cached_property
+    def _kinds(self) -> tuple[LayerKind, ...]:
+        owner = {layer: kind for kind in self.profile.kinds for layer in kind.layers}
+        return tuple(owner[layer] for layer in range(self.profile.num_layers))
+
+    @cached_property
+    def _records(self) -> dict[str, dict[LayerPolicy, ChoiceRecord]]:
+        """The shifted records of every kind, by its name; those of inert choices come last."""
+        return {kind.name: self._records_of(kind) for kind in self.profile.kinds}
+
+    def _records_of(self, kind: LayerKind) -> dict[LayerPolicy, ChoiceRecord]:
+        factor = kind.imbalance_factor(self.percentile)
+        found = {
+            record.policy: self._shifted(
+                record.at_percentile(self.percentile), 1.0 if record.knows_routing else factor
+            )
+            for record in kind.choices
+        }
+        found |= {inert: found[choice] for inert, choice in kind.equals.items()}
+        # What was measured without Megatron's own checkpoints says the least that these take.
+        others = {c.as_megatron: record for c, record in found.items() if not c.keep}
+        return found | {choice: r for choice, r in others.items() if choice not in found}
+
+    @cached_property
+    def _planned(self) -> dict[str, tuple[LayerPolicy, ...]]:
+        """The choices that have records, by kind, groups included."""
+        return {
+            kind.name: tuple(self._records[kind.name])[: len(kind.choices)]
+            for kind in self.profile.kinds
+        }
+
+    def _shifted(self, record: ChoiceRecord, factor: float) -> ChoiceRecord:
+        shift = SIGN[self.bound] * record.uncertainty_bytes
+
+        def shifted(size: int) -> int:
+            return max(0, scaled_bytes(size + shift, factor))
+
+        record = LayerBytes.of(record).each(shifted).into(record)
+        return replace(
+            record,
+            parts=tuple(part.each(shifted) for part in record.parts),
+            offload_groups=tuple(_scaled(group, factor) for group in record.offload_groups),
+        )
+
+    @cached_property
+    def _equals(self) -> dict[str, dict[LayerPolicy, LayerPolicy]]:
+        """Inert choices and the choices that they equal, by kind."""
+        return {kind.name: kind.equals for kind in self.profile.kinds}
+
+    @cached_property
+    def _modules(self) -> dict[str, frozenset[str]]:
+        """Modules in any record, by kind."""
+        return {
+            name: frozenset(module for choice in records for module in choice.modules)
+            for name, records in self._records.items()
+        }
+
+    def record(self, layer: int, choice: LayerPolicy) -> ChoiceRecord | None:
+        """The shifted record of one layer's choice; None if the profile has none."""
+        return self._records[self._kinds[layer].name].get(choice)
+
+    def choices(self, layer: int) -> tuple[LayerPolicy, ...]:
+        """The choices of one layer that have records, without groups, in the profile's order.
+
+        Whether a layer leaves as a whole is no choice of its own: Megatron moves the first N. Nor
+        is to rerun what no backward reads, beside the same choice without.
+        """
+        planned = self._planned[self._kinds[layer].name]
+        needless = {p for p in planned if p.rerun_all and replace(p, rerun_all=False) in planned}
+        return tuple(p for p in planned if p.group == 1 and p != WHOLE and p not in needless)
+
+    def without_dead_work(self, policy: RecomputePolicy) -> RecomputePolicy:
+        """The policy that holds the same and, where the profile knows it, reruns nothing that no
+        backward reads."""
+        plain = (replace(choice, rerun_all=False) for choice in policy.layers)
+        pairs = enumerate(zip(policy.layers, plain, strict=True))
+        return RecomputePolicy(
+            tuple(
+                less if replace(less, group=1) in self._records[self._kinds[layer].name] else choice
+                for layer, (choice, less) in pairs
+            )
+        )
+
+    @cached_property
+    def depth_layers(self) -> int:
+        """Layers of the stack inside an MTP depth that the profile has choices for."""
+        kinds = (self._records[name] for name in self._records)
+        return max((choice.inner for records in kinds for choice in records), default=0)
+
+    def what_runs(self, layer: int, choice: LayerPolicy) -> LayerPolicy:
+        """What Megatron runs on a layer when a setting is given to all layers.
+
+        Modules that the layer lacks are left out, such as `moe` on a dense layer. A layer is
+        assumed to lack a module that is in none of its kind's records.
+        """
+        if choice.granularity != "selective" or self.record(layer, choice) is not None:
+            return choice
+        has = self._modules[self._kinds[layer].name]
+        modules = tuple(module for module in choice.modules if module in has)
+        own = replace(choice, modules=modules, offload=()) if modules else NONE
+        record = self.record(layer, own)
+        found = own if record is None else record.policy
+        return replace(found, offload=choice.offload, rerun_all=choice.rerun_all)
+
+    def names(self, layer: int, choice: LayerPolicy) -> frozenset[LayerPolicy]:
+        """A choice, and the inert choices that equal it on this layer."""
+        equals = self._equals[self._kinds[layer].name]
+        return frozenset([choice, *(inert for inert, other in equals.items() if other == choice)])
+
+    def layer(
+        self, layer: int, policy: LayerPolicy, received: bool = False, alone: bool = False
+    ) -> Unit:
+        """Costs of one layer; `received` if another stage sent its input, which then stays alive,
+        `alone` if no other microbatch ever is in flight.
+
+        Raises: ProfileError when the profile has no record of the choice.
+        """
+        asked = layer, policy, received, alone
+        unit = self._units.get(asked)
+        if unit is None:
+            unit = self._units[asked] = self._unit_of(*asked)
+        return unit
+
+    @cached_property
+    def _units(self) -> dict[tuple[int, LayerPolicy, bool, bool], Unit]:
+        """Of layers, by what `layer` was asked."""
+        return {}
+
+    def _unit_of(self, layer: int, policy: LayerPolicy, received: bool, alone: bool) -> Unit:
+        record = self.record(layer, policy)
+        if record is None:
+            kind = self._kinds[layer]
+            known = ", ".join(r.choice for r in kind.choices)
+            raise ProfileError(
+                f"The profile has no record of {policy} for layer {layer} (kind {kind.name!r}, "
+                f"which has {known}). Measure it, or use one of these."
+            )
+        if received and not record.input_kept:
+            record = self._with_input(record)
+        if alone:
+            record = _counted_once(record)
+        kept = record.kept_gradient_bytes
+        if kept is None:
+            whole = policy.granularity == "full" and not policy.inner
+            kept = 0 if whole else self.profile.boundary_bytes
+        return _unit(f"layer {layer}", (layer,), record, kept)
+
+    def layer_in(self, chunk: Chunk, layer: int, policy: LayerPolicy) -> Unit:
+        """Costs of a layer at its place in a chunk. If the chunk has both the final norm and the
+        first MTP depth, the norm is part of the depth. Raises: as `layer`.
+        """
+        first, norm = layer == chunk.layers[0], self.profile.final_norm
+        if layer != self.profile.model.num_layers:
+            return self.layer(layer, policy, first and not chunk.embedding, alone=chunk.head)
+        unit = self.layer(layer, policy, alone=chunk.head)
+        return unit if first or norm is None else _behind(self._shifted(norm, 1.0), unit)
+
+    def units_in(
+        self, chunk: Chunk, layer: int, choices: tuple[LayerPolicy, ...]
+    ) -> tuple[Ints, Ints]:
+        """Costs of choices of a layer at its place in a chunk, `[column, choice]`, and for each
+        its `kept_gradient_bytes`. Raises: as `layer`.
+        """
+        first, depth = layer == chunk.layers[0], layer == self.profile.model.num_layers
+        alike = self._kinds[layer].name, first, depth, chunk.embedding, chunk.head, choices
+        if alike not in self._alike:
+            units = [self.layer_in(chunk, layer, choice) for choice in choices]
+            kept = np.array([unit.kept_gradient_bytes for unit in units], np.int64)
+            self._alike[alike] = np.array([unit.costs for unit in units], np.int64).T, kept
+        return self._alike[alike]
+
+    @cached_property
+    def _alike(self) -> dict[tuple[object, ...], tuple[Ints, Ints]]:
+        """What `units_in` found, by what decides it."""
+        return {}
+
+    def _with_input(self, record: ChoiceRecord) -> ChoiceRecord:
+        """The record with the input held; its forward transient already contained the input."""
+        size_bytes = self.profile.boundary_bytes
+        return replace(
+            record,
+            held_bytes=record.held_bytes + size_bytes,
+            forward_transient_bytes=max(0, record.forward_transient_bytes - size_bytes),
+            parts=tuple(part.each(lambda size: size + size_bytes) for part in record.parts),
+        )
+
+    def pseudo_layers(self, chunk: Chunk) -> tuple[list[Unit], list[Unit]]:
+        """Units before and after a chunk's layers.
+
+        A pipeline output that is not deallocated, and the input that an empty chunk passes on,
+        count as held. They come first, because they outlive every backward of the chunk.
+        """
+        boundary_bytes = self.profile.boundary_bytes
+        boundary = ChoiceRecord("none", boundary_bytes, 0, 0, 0.0, 0.0)
+        kept = not chunk.head and not self.profile.deallocate_pipeline_outputs
+        passed_on = not (chunk.layers or chunk.embedding or chunk.head)
+        wide = hidden_states_received(self.profile, chunk)
+        received = wide * (wide > 1)  # the loss reads them, and no record of another stage counts
+        number = kept + passed_on + self._is_cloned(chunk) + received
+        before = [_unit("boundary", (), boundary, boundary_bytes)] * number
+        if chunk.embedding:
+            before.append(self._outside("embedding", self.profile.embedding))
+        after = []
+        norm = self.profile.final_norm
+        if norm is not None and chunk.layers[-1:] == (self.profile.model.num_layers - 1,):
+            after.append(self._outside("final norm", norm))
+        if chunk.head:
+            after.append(self._outside("head", self.profile.head))
+        return before, after
+
+    def _outside(self, name: str, record: ChoiceRecord) -> Unit:
+        return _unit(name, (), self._shifted(record, 1.0), self.profile.boundary_bytes)
+
+    def _is_cloned(self, chunk: Chunk) -> bool:
+        """Whether a chunk's layers get a copy of the received tensor, which itself stays alive: a
+        decoder block without layers, before MTP depths, returns a copy of its input."""
+        return chunk.layers[:1] == (self.profile.model.num_layers,)
+
+    def checkpoints(self, layers: Sequence[int], choice: LayerPolicy = FULL) -> Checkpoints:
+        """Costs of checkpoints around the first g of `layers`, for each g that may be grouped.
+
+        choice: full or full+all, of which the last layer of a group reruns more.
+
+        Held: the input of the first layer.
+        Forward: the layers run one at a time without grad, each with its own input alive.
+        Backward: all forwards run again, then the backwards from last to first. While layer i runs
+        in either direction, the held bytes of layers 0 to i under `none` are alive, and the
+        transient of layer i. A checkpoint keeps more (the incoming gradient, saved random states):
+        this is the difference between the record of `full` and the same sum for one layer.
+        A recorded `full/g` replaces all of this.
+
+        The result ends before the first layer that cannot be in a group: a layer without records of
+        `none` and `full`, an MTP depth, or a decoder layer after an encoder.
+        """
+        own = np.array(layers, np.int64)
+        own = own[: self._groupable(own)]
+        if not len(own):
+            empty = np.zeros(0, np.int64)
+            return Checkpoints(*[empty] * 6)
+        none, full, whole = (costs[:, own] for costs in self._alone[1:])
+        alone = none[HELD] + np.maximum(none[FORWARD], none[BACKWARD])
+        reach = none[HELD].cumsum() + np.maximum(none[FORWARD], none[BACKWARD])
+        extra = full[HELD] + full[BACKWARD] - alone
+        backward = np.maximum.accumulate(reach) + np.maximum.accumulate(extra) - full[HELD, 0]
+        inputs = full[HELD].copy()
+        inputs[0] = 0  # the group's own input is in held
+        costs = np.empty_like(full)
+        costs[HELD] = full[HELD, 0]
+        costs[FORWARD] = np.maximum.accumulate(full[FORWARD] + inputs)
+        costs[BACKWARD] = np.maximum(backward, 0)
+        # Of a group the last layer alone ends with work that nothing reads.
+        last = whole if choice.rerun_all else full
+        costs[TIMES] = last[TIMES] + whole[TIMES].cumsum(axis=1) - whole[TIMES]
+        self._put_measured(costs, layers, choice)
+        return Checkpoints(*costs)
+
+    @cached_property
+    def _alone(self) -> tuple[Bools, Ints, Ints, Ints]:
+        """Which layers may be in a group, and costs of `none`, `full` and `full+all`,
+        `[column, layer]`."""
+        layers = self.profile.model.num_layers
+        may = np.zeros(self.profile.num_layers, np.bool_)
+        none, full, whole = (np.zeros((len(COLUMNS), len(may)), np.int64) for _ in range(3))
+        for kind in self.profile.kinds:
+            records = self._records[kind.name]
+            all_of_it = records.get(FULL.as_megatron)
+            found = [records.get(NONE), records.get(FULL, all_of_it), all_of_it]
+            members = np.array([layer for layer in kind.layers if layer < layers], np.int64)
+            for costs, record in zip((none, full, whole), found, strict=True):
+                if record is not None:
+                    costs[:, members] = np.array(_unit("", (), record).costs, np.int64)[:, None]
+            may[members] = None not in found
+        return may, none, full, whole
+
+    def _groupable(self, layers: Ints) -> int:
+        """How many may be in one group, from the first one on."""
+        ends = ~self._alone[0][layers]
+        model = self.profile.model
+        if model.encoder_layers:
+            behind = layers[1:] - model.encoder_layers
+            ends[1:] |= behind >= 0 if model.encoder_name == ENCODER else behind == 0
+        return int(np.append(ends, True).argmax())
+
+    def _put_measured(self, costs: Ints, layers: Sequence[int], like: LayerPolicy) -> None:
+        """Overwrite column g - 1 if the whole group is of one kind with a record of `full/g`."""
+        kind = self._kinds[layers[0]]
+        for choice in self._planned[kind.name]:
+            group = choice.group
+            same = all(self._kinds[layer] is kind for layer in layers[:group])
+            if choice == replace(like, group=group) and group <= costs.shape[1] and same:
+                costs[:, group - 1] = _unit("", (), self._records[kind.name][choice]).costs
+
+    def checkpoint(self, layers: Sequence[int], choice: LayerPolicy = FULL) -> Unit:
+        """Costs of one checkpoint around all of `layers`, under full or full+all.
+
+        Raises: ProfileError when a layer cannot be in a group (see `checkpoints`), or keeps parts.
+        """
+        if choice.keep:
+            raise ProfileError(
+                f"{choice} on layers {layers[0]}-{layers[-1]}: what a checkpoint around several "
+                f"layers costs is not known with kept parts. Give each layer its own: "
+                f"{replace(choice, group=1)}."
+            )
+        costs = self.checkpoints(layers, replace(choice, group=1))
+        if len(costs.held_bytes) < len(layers):
+            lacking = layers[len(costs.held_bytes)]
+            raise ProfileError(
+                f"Layers {layers[0]}-{layers[-1]} in one checkpoint: layer {lacking} is an MTP "
+                "depth, lacks a record of none or full, or is a decoder layer after an encoder, so "
+                "the group's cost is not known. Measure both choices, or end the group before it."
+            )
+        held, forward, backward, *times = (int(getattr(costs, column)[-1]) for column in COLUMNS)
+        forward_ps, backward_ps, spread_ps = times
+        name = f"layers {layers[0]}-{layers[-1]}"
+        sizes = held, forward, backward
+        return Unit(name, tuple(layers), *sizes, forward_ps, backward_ps, spread_ps)
+
+    def chunk_units(self, chunk: Chunk, policy: RecomputePolicy) -> tuple[Unit, ...]:
+        """The units of one chunk under a policy, in the order their forwards run.
+
+        Raises: ProfileError (no record), PolicyError (a group spans two chunks).
+        """
+        before, after = self.pseudo_layers(chunk)
+        units = before
+        for run in policy.chunk_runs(chunk.layers):
+            layers = chunk.layers[run.start : run.start + run.count]
+            if run.policy.group == 1:
+                units += [self.layer_in(chunk, layer, run.policy) for layer in layers]
+                continue
+            step = run.policy.group
+            cut = (layers[i : i + step] for i in range(0, len(layers), step))
+            units += [self.checkpoint(each, run.policy) for each in cut]
+        return (*units, *after)
+
+    def chunk_times_ps(self, chunk: Chunk, policy: RecomputePolicy) -> tuple[int, int]:
+        """Forward and backward of one chunk under a policy: the sums of its units' times.
+
+        Raises: as `chunk_units`.
+        """
+        before, after = self.pseudo_layers(chunk)
+        forward = sum(unit.forward_ps for unit in (*before, *after))
+        backward = sum(unit.backward_ps for unit in (*before, *after))
+        for run in policy.chunk_runs(chunk.layers):
+            stop = run.start + run.count
+            if run.policy.group == 1:
+                alone = self._alone_ps(chunk, run)
+                forward, backward = forward + alone[0], backward + alone[1]
+                continue
+            for first in range(run.start, stop, run.policy.group):
+                layers = chunk.layers[first : first + run.policy.group]
+                unit = self.checkpoint(layers, run.policy)
+                forward, backward = forward + unit.forward_ps, backward + unit.backward_ps
+        return forward, backward
+
+    def _alone_ps(self, chunk: Chunk, run: Run) -> tuple[int, int]:
+        """Forward and backward of layers in a row that have the same choice."""
+        asked = chunk, run.policy
+        if asked not in self._sums:
+            known = [self.record(layer, run.policy) is not None for layer in chunk.layers]
+            units = [
+                self.layer_in(chunk, layer, run.policy) if has else None
+                for layer, has in zip(chunk.layers, known, strict=True)
+            ]
+            own = [(unit.forward_ps, unit.backward_ps, 0) if unit else (0, 0, 1) for unit in units]
+            self._sums[asked] = np.array([(0, 0, 0), *own], np.int64).cumsum(axis=0)
+        stop = run.start + run.count
+        forward, backward, unknown = self._sums[asked][stop] - self._sums[asked][run.start]
+        if unknown:
+            for layer in chunk.layers[run.start : stop]:
+                self.layer_in(chunk, layer, run.policy)  # raises
+        return int(forward), int(backward)
+
+    @cached_property
+    def _sums(self) -> dict[tuple[Chunk, LayerPolicy], Ints]:
+        """Of a chunk's first layers with one choice: forwards, backwards, and how many have no
+        record of it, `[layers, 3]`."""
+        return {}
+
+
+def hidden_states_received(profile: Profile, chunk: Chunk) -> int:
+    """In the tensor that a chunk gets: those of the decoder, and if it has the loss without the MTP
+    depths, of each of them (megatron-core multi_token_prediction.py, `torch.cat`)."""
+    depths = profile.model.mtp_num_layers
+    has_depths = any(layer >= profile.model.num_layers for layer in chunk.layers)
+    return 1 if not chunk.head or has_depths else 1 + depths
+
+
+def _counted_once(record: ChoiceRecord) -> ChoiceRecord:
+    """The record without what static bytes contain as well; the backward's highest point counts
+    what the dispatcher keeps after it as static."""
+    size_bytes = min(record.also_static_bytes, record.held_bytes)
+    return replace(
+        record,
+        held_bytes=record.held_bytes - size_bytes,
+        backward_transient_bytes=record.backward_transient_bytes + size_bytes,
+    )
+
+
+def _scaled(group: OffloadGroup, factor: float) -> OffloadGroup:
+    return replace(
+        group,
+        device_bytes=scaled_bytes(group.device_bytes, factor),
+        host_bytes=scaled_bytes(group.host_bytes, factor),
+    )
+
+
+def _ps(time_ms: float) -> int:
+    return round(time_ms * PS_PER_MS)
+
+
+def _unit(
+    name: str, layers: tuple[int, ...], record: ChoiceRecord, kept_gradient_bytes: int = 0
+) -> Unit:
+    return Unit(
+        name,
+        layers,
+        record.held_bytes,
+        record.forward_transient_bytes,
+        record.backward_transient_bytes,
+        _ps(record.forward_ms),
+        _ps(record.backward_ms),
+        _ps(record.spread_ms),
+        kept_gradient_bytes,
+        record.parts,
+        record.input_stays,
+        record.output_keeps_bytes,
+        record.offload_groups,
+        record.graph,
+    )
+
+
+def _behind(norm: ChoiceRecord, unit: Unit) -> Unit:
+    """A layer with the final norm in front of it, as one unit."""
+
+    def transient_bytes(of_norm: int, of_unit: int) -> int:
+        return max(of_unit, of_norm - unit.held_bytes)
+
+    return replace(
+        unit,
+        held_bytes=norm.held_bytes + unit.held_bytes,
+        forward_transient_bytes=transient_bytes(
+            norm.forward_transient_bytes, unit.forward_transient_bytes
+        ),
+        backward_transient_bytes=transient_bytes(
+            norm.backward_transient_bytes, unit.backward_transient_bytes
+        ),
+        forward_ps=unit.forward_ps + _ps(norm.forward_ms),
+        backward_ps=unit.backward_ps + _ps(norm.backward_ms),
+        spread_ps=unit.spread_ps + _ps(norm.spread_ms),
+    )
+
+
+def fastest_choice(table: CostTable, layer: int) -> LayerPolicy:
+    """`none` where the profile has it, otherwise the choice with the least time."""
+    if table.record(layer, NONE) is not None:
+        return NONE
+    return min(table.choices(layer), key=lambda policy: table.layer(layer, policy).time_ps)

@@ -1,0 +1,83 @@
+"""Lengths for which a loop has plans, and a plan for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_autorecompute.lines import Microbatch
+from megatron_autorecompute.planner.cost.lengths import profile_at
+from megatron_autorecompute.planner.search.solve import Budget, Planner
+
+BUCKETS = (0.25, 0.375, 0.5, 0.75, 1.0)
+"""Shares of the cap for which there are plans."""
+ABOVE = 0.25
+"""Above the cap, plans are made in steps of this share of it."""
+LARGEST = "calls by tokens of their largest microbatch"
+"""A fact of the model: shares of calls, by bucket."""
+EXAMPLES = "tokens of each microbatch in some calls"
+"""A fact of the model: a text of numbers for each."""
+
+
+def bucket(tokens: int, cap: int) -> int:
+    """The length to plan for: the smallest share of the cap that is enough, or steps above it."""
+    shares = (math.ceil(cap * share) for share in BUCKETS)
+    inside = next((each for each in shares if each >= tokens), None)
+    step = max(1, math.ceil(cap * ABOVE))
+    return cap + math.ceil((tokens - cap) / step) * step if inside is None else inside
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """A plan for calls whose largest microbatch has at most so many tokens."""
+
+    tokens: int
+    """On a rank."""
+    share: float | None
+    """Of all calls; None if their lengths are not known."""
+    policy: str | None
+    """None: even the leanest policy needs more than the budget."""
+    peak_bytes: int
+    """Of the fullest stage."""
+    step_ms: float
+    """If every microbatch is that long; 0 without a policy."""
+    saved: float
+    """Share of the step that it saves against the plan for the cap."""
+
+
+def bucket_plans(planner: Planner, budget: Budget) -> list[BucketPlan]:
+    """A plan for every bucket.
+
+    Args:
+        planner: of a profile with lines, at the cap.
+        budget: as in `Planner.solve`.
+    """
+    cap = planner.profile.parallelism.seq_length // planner.profile.parallelism.context_parallel
+    facts: Mapping[str, float] | None = planner.profile.model.facts.get(LARGEST)
+    known = {} if facts is None else {int(tokens): share for tokens, share in facts.items()}
+    tokens = sorted({*known, *(math.ceil(cap * share) for share in BUCKETS)})
+    at_cap = _planner_at(planner, cap)
+    found = at_cap.try_solve(budget)
+    one = None if found is None else found.policy
+    plans = []
+    for each in tokens:
+        own = _planner_at(planner, each)
+        share = None if facts is None else known.get(each, 0.0)
+        solution = own.try_solve(budget)
+        if solution is None:
+            least = max(choice.peak_bytes for choice in own.leanest)
+            plans.append(BucketPlan(each, share, None, least, 0.0, 0.0))
+            continue
+        cost = own.evaluate(solution.policy)
+        alone_ms = cost.step_ms if one is None else own.evaluate(one).step_ms
+        saved = max(0.0, 1 - cost.step_ms / alone_ms) if each < cap else 0.0
+        text = solution.policy.format()
+        plans.append(BucketPlan(each, share, text, cost.peak_high_bytes, cost.step_ms, saved))
+    return plans
+
+
+def _planner_at(planner: Planner, tokens: int) -> Planner:
+    longest = Microbatch.longest(tokens)
+    calls = planner.schedule.num_microbatches
+    return planner.replaced(profile=profile_at(planner.profile, longest, tokens * calls))

@@ -1,0 +1,120 @@
+"""What copies back from host memory say of how long a step takes at least.
+
+A stage takes at least what it computes for all microbatches, and at least what it copies back one
+after the other. So it takes at least any mixture of the two: share * computing + (1 - share) *
+copies, and each is a sum over layers, whose least within a budget the exact search of a stage
+finds.
+
+Of a microbatch and chunk one group of each name may not be copied back, or not in the line of the
+others: the last one of each name stays where the backward follows the forward at once, and a copy
+that was not begun in time is made by the backward itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable
+from megatron_autorecompute.profile import ChoiceRecord, HostLink, LayerKind, Profile
+from megatron_autorecompute.work_order import contains
+
+_ROUNDED_PS = 2
+"""By which a unit's mixed time may be rounded up."""
+
+
+def copy_ms(record: ChoiceRecord, link: HostLink) -> float:
+    """How long a record's groups take to be copied back."""
+    return record.host_bytes / (link.to_device_gb_per_s * 1e6)
+
+
+def mixed(profile: Profile, link: HostLink, share: float) -> Profile:
+    """The profile without copies; times are the share of what is computed, and the rest of what is
+    copied back. Where more recompute would then take less, its time is that of less, too."""
+
+    def scaled(record: ChoiceRecord, least: float = 1.0) -> ChoiceRecord:
+        copied_ms = (1 - share) * least * copy_ms(record, link)
+        return replace(
+            record,
+            forward_ms=share * record.forward_ms,
+            backward_ms=share * record.backward_ms + copied_ms,
+            offload_groups=(),
+        )
+
+    def of_kind(kind: LayerKind) -> LayerKind:
+        least = min([1.0, *(point.factor for point in kind.imbalance)])
+        records = [scaled(record, least) for record in kind.choices]
+        return replace(kind, choices=tuple(records if share == 1 else _lowered(records)))
+
+    norm = profile.final_norm
+    return replace(
+        profile,
+        kinds=tuple(map(of_kind, profile.kinds)),
+        embedding=scaled(profile.embedding),
+        head=scaled(profile.head),
+        final_norm=None if norm is None else scaled(norm),
+    )
+
+
+def _lowered(records: Sequence[ChoiceRecord]) -> Iterator[ChoiceRecord]:
+    """None takes longer than those that contain its work."""
+    for record in records:
+        above = [one for one in records if contains(one.policy, record.policy)]
+        time_ms = record.forward_ms + record.backward_ms
+        least_ms = min((one.forward_ms + one.backward_ms for one in above), default=time_ms)
+        share = min(1.0, least_ms / time_ms) if time_ms else 1.0
+        forward_ms, backward_ms = share * record.forward_ms, share * record.backward_ms
+        yield replace(record, forward_ms=forward_ms, backward_ms=backward_ms)
+
+
+@dataclass(frozen=True)
+class CopyBounds:
+    """Bounds on the step of one problem."""
+
+    profile: Profile
+    layout: Layout
+    schedule: Schedule
+    link: HostLink
+
+    def of(self, share: float, least_ps: Sequence[int]) -> list[float]:
+        """Milliseconds that a step takes at least, by every stage.
+
+        Args:
+            share: of computing in the mixture.
+            least_ps: of every stage, what no choices that fit go below in the mixture, for one
+                microbatch.
+        """
+        table, found = CostTable(self.profile), list[float]()
+        residual, m = (
+            residual_times(table, self.layout).busy.tolist(),
+            self.schedule.num_microbatches,
+        )
+        ahead_ps = 0
+        for stage, chunks in enumerate(self.layout.stages):
+            rounded = _ROUNDED_PS * sum(len(chunk.layers) + 4 for chunk in chunks)
+            each_ps = least_ps[stage] - rounded + share * min(0, residual[stage])
+            skipped = (1 - share) * self._skipped_ms(table, stage)
+            found.append((ahead_ps + m * each_ps) / PS_PER_MS - skipped)
+            ahead_ps += sum(least_times(table, chunks[0]))
+        return found
+
+    def _skipped_ms(self, table: CostTable, stage: int) -> float:
+        """The most that all microbatches' copies may be less than their sum."""
+        m, last = self.schedule.num_microbatches, stage == self.schedule.num_stages - 1
+        times = m if last or self.schedule.num_chunks > 1 else 1
+        chunks = [self._longest_ms(table, chunk.layers) for chunk in self.layout.stages[stage]]
+        return (times + 1) * sum(chunks)
+
+    def _longest_ms(self, table: CostTable, layers: Sequence[int]) -> float:
+        """The longest copy of each name in a chunk, together."""
+        longest: dict[str, float] = {}
+        for layer in layers:
+            for choice in table.choices(layer):
+                record = table.record(layer, choice)
+                for group in () if record is None else record.offload_groups:
+                    time_ms = group.host_bytes / (self.link.to_device_gb_per_s * 1e6)
+                    longest[group.name] = max(time_ms, longest.get(group.name, 0.0))
+        return sum(longest.values())

@@ -1,0 +1,216 @@
+"""Searches the number of layers per stage for the shortest step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.layout_flags import (
+    FIRST,
+    LAST,
+    all_layouts,
+    layers_per_stage,
+    layout_flags,
+)
+from megatron_autorecompute.planner.cost.step_interval import StepErrors
+from megatron_autorecompute.planner.search.layout_steps import LeastSteps
+from megatron_autorecompute.planner.search.nearness import nearness
+from megatron_autorecompute.planner.search.simpler import gave_way
+from megatron_autorecompute.planner.search.solve import Budget, Planner, Solution, StepEvidence
+
+LAYERS_PER_STAGE = "no layers per stage"
+INTERLEAVED = (
+    f"Interleaved, only layouts that {FIRST} and {LAST} can say are searched; others are not "
+    "offered."
+)
+_PARTITIONS = 2000
+"""Up to which all are looked at."""
+_MOST_PRICED = 128
+"""Interleaved layouts whose steps are bounded closely."""
+_LAYERS_SOLVED = 1 << 10
+"""Of all those together that are solved; the others' bounds are less close."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """One candidate, solved."""
+
+    planner: Planner
+    solution: Solution
+    megatron_flags: Mapping[str, str]
+    """Megatron's flags that give it, name to value."""
+    note: str
+    """One sentence on what it gains."""
+    evidence: StepEvidence
+    """How far its step is from the shortest one of all that were searched."""
+
+
+@dataclass(frozen=True, slots=True)
+class BestLayout:
+    """The layout with the shortest step of those that were searched."""
+
+    planner: Planner
+    solution: Solution | None
+    """None where none is found that fits and is shorter than asked for."""
+    bound_ms: float
+    """No layout has a shorter step, whatever is chosen; infinite where all are known that are
+    shorter than asked for, and there are none."""
+    asked: Solution | None
+    """The planner's own layout, solved; None where nothing fits it, or it is bounded to be no
+    shorter than asked for."""
+
+
+def search_layout(planner: Planner, budget: Budget) -> SearchResult:
+    """The layers per stage with the shortest step, the planner's own layout included.
+
+    See `best_layout`. Raises: InfeasibleError when no layout is found that fits; ProfileError
+    without per-kind static bytes.
+    """
+    found = best_layout(planner, budget)
+    if found.solution is None:
+        planner.solve(budget)  # raises with the reason
+        raise AssertionError("an infeasible layout was solved")
+    chosen, solution, gain = _if_surely_faster(planner, found, found.solution)
+    evidence = StepEvidence.of(solution.cost.step_ms, found.bound_ms)
+    pattern = pattern_of_job(planner.profile.model.facts)
+    flags = {} if chosen is planner else layout_flags(chosen.layout, pattern)
+    note = f"{gain} {_proof(planner.layout, evidence)}"
+    return SearchResult(chosen, solution, flags, note, evidence)
+
+
+def _if_surely_faster(
+    planner: Planner, found: BestLayout, best: Solution
+) -> tuple[Planner, Solution, str]:
+    """The best layout, or the asked one if the best is not surely faster; and why."""
+    asked = found.asked
+    if asked is None or found.planner is planner:
+        return found.planner, best, _gain(found.planner, best, asked)
+    if StepErrors(found.planner.costs, best.policy).surely_shorter(
+        StepErrors(planner.costs, asked.policy)
+    ):
+        return found.planner, best, _gain(found.planner, best, asked)
+    taken, faster = (f"{layers_per_stage(one.layout)}" for one in (planner, found.planner))
+    less = 1 - best.cost.step_ms / asked.cost.step_ms
+    return planner, asked, gave_way(f"Layers per stage {taken}, as asked,", faster, less)
+
+
+def best_layout(planner: Planner, budget: Budget, below_ms: float = math.inf) -> BestLayout:
+    """The layers per stage with the shortest step below so many milliseconds.
+
+    One chunk per stage: all partitions of the decoder layers, if they are few; MTP depths stay with
+    the loss. Otherwise all that the numbers of layers of the first and the last stage can give, see
+    `uneven_layouts`; no others are searched. One stage: its own layout. Static bytes of stages that
+    were not measured are added up from the profile's per-kind figures.
+    Raises: ProfileError without per-kind static bytes, or for a model with a tower or an encoder on
+    several stages.
+    """
+    model = planner.profile.model
+    if model.encoder_layers and planner.layout.num_stages > 1:
+        raise ProfileError(
+            f"Layouts of a model with a block in front of its decoder ({model.encoder_name}, "
+            f"{model.encoder_layers} layers) are not searched. Give the decoder's layers per stage "
+            "by Megatron's flags, and leave --search-layout out."
+        )
+    asked = None
+    if (
+        math.isinf(below_ms)
+        or LeastSteps(planner, planner.budgets(budget)).step_ms(planner) < below_ms
+    ):
+        asked = planner.try_solve(budget)
+    first = asked if asked is not None and asked.cost.step_ms < below_ms else None
+    if planner.layout.num_stages == 1:
+        bound_ms = math.inf if asked is None else asked.step_evidence.bound_ms or 0.0
+        return BestLayout(planner, first, bound_ms, asked)
+    return BestLayout(*_best(planner, budget, first, below_ms), asked)
+
+
+_Found = tuple[Planner, Solution | None, float]
+"""The best layout, solved, and a bound on the step of all; None where none is found."""
+
+
+def _best(planner: Planner, budget: Budget, first: Solution | None, below_ms: float) -> _Found:
+    """All layouts, those first whose step is bounded the lowest."""
+    chosen, best, budgets = planner, first, planner.budgets(budget)
+    limit_ms = below_ms if first is None else first.cost.step_ms
+    candidates, rest_ms = _priced(planner, budgets, limit_ms)
+    most = max(1, _LAYERS_SOLVED // planner.layout.num_layers)
+    bounds = [rest_ms] if first is None else [rest_ms, first.step_evidence.bound_ms or 0.0]
+    for count, (bound_ms, _, candidate) in enumerate(candidates):
+        cut = math.isfinite(limit_ms) and count >= most
+        if cut or bound_ms >= limit_ms:
+            bounds.append(bound_ms)
+            break
+        solution = candidate.try_solve(budgets)
+        if solution is None:
+            continue
+        bounds.append(solution.step_evidence.bound_ms or 0.0)
+        if solution.cost.step_ms < limit_ms:
+            chosen, best, limit_ms = candidate, solution, solution.cost.step_ms
+    return chosen, best, min(bounds)
+
+
+_Priced = tuple[float, int, Planner]
+"""A bound on a layout's step, where it comes among layouts, and its planner."""
+
+
+def _priced(
+    planner: Planner, budgets: Sequence[int], limit_ms: float
+) -> tuple[list[_Priced], float]:
+    """Other layouts whose step may be shorter than this, the lowest bound first; and a bound on
+    the step of all others."""
+    own = all_layouts(planner.layout, _PARTITIONS)
+    layouts = [layout for layout in own if layout != planner.layout]
+    least = LeastSteps(planner, budgets)
+    order = sorted((least.without_budget_ms(own), number) for number, own in enumerate(layouts))
+    order, rest_ms = _first_below(order, limit_ms)
+    busy = sorted((least.busy_ms(layouts[number]), number) for _, number in order)
+    busy, busy_rest_ms = _first_below(busy, limit_ms)
+    found: list[_Priced] = []
+    for count, (least_ms, number) in enumerate(busy):
+        if count >= _MOST_PRICED and math.isfinite(least_ms):
+            busy_rest_ms = least_ms
+            break
+        candidate = planner.replaced(layout=layouts[number])
+        found.append((least.step_ms(candidate), count, candidate))
+    return sorted(found, key=itemgetter(0, 1)), min(rest_ms, busy_rest_ms)
+
+
+def _first_below(
+    order: list[tuple[float, int]], limit_ms: float
+) -> tuple[list[tuple[float, int]], float]:
+    """Those below a limit, and the first one that is not."""
+    count = sum(own_ms < limit_ms for own_ms, _ in order)
+    return order[:count], order[count][0] if count < len(order) else math.inf
+
+
+def _gain(chosen: Planner, best: Solution, asked: Solution | None) -> str:
+    layers = layers_per_stage(chosen.layout)
+    if asked is None:
+        return f"Layers per stage {layers}: fits where the asked layout does not."
+    if best is asked:
+        return f"Layers per stage {layers}, as asked: none is found that makes the step shorter."
+    now_ms = asked.cost.step_ms
+    gain = 100 * (now_ms - best.cost.step_ms) / now_ms
+    return (
+        f"Layers per stage {layers}: {best.cost.step_ms:.1f} ms a step against {now_ms:.1f} ms "
+        f"with the asked layout, {gain:.2f}% less."
+    )
+
+
+def _proof(layout: Layout, evidence: StepEvidence) -> str:
+    if layout.num_chunks == 1:
+        return proof_of_all("layouts", LAYERS_PER_STAGE, evidence)
+    others = f"no others of {FIRST} and {LAST}"
+    return f"{proof_of_all('layouts', others, evidence)} {INTERLEAVED}"
+
+
+def proof_of_all(searched: str, others: str, evidence: StepEvidence) -> str:
+    """What is proven of the step of all that was searched, in the words of docs/plan.md."""
+    proven = nearness(evidence.gap or 0)
+    by_more = " by more" if evidence.gap else ""
+    return f"Proven {proven} of all {searched} searched: {others} make a shorter one{by_more}."

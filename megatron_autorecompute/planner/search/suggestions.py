@@ -1,0 +1,296 @@
+"""Single changes that would make an infeasible plan fit.
+
+For each change the policy is solved exactly. The effect of the change on bytes and times is not
+measured: they are scaled or added up.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_autorecompute.errors import InfeasibleError, PipelineError, PolicyError, ProfileError
+from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.layout_flags import (
+    layers_per_stage,
+    layout_flags,
+)
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.search.solve import Budget, Planner, Solution
+from megatron_autorecompute.policy import FULL, NONE
+from megatron_autorecompute.profile import (
+    ChoiceRecord,
+    LayerBytes,
+    LayerKind,
+    Profile,
+    ScheduleOverhead,
+    StageRecord,
+    StaticBytes,
+)
+
+_NEAREST_LAYOUTS = 12  # tried for an error message, which should take seconds
+_SAME_GPUS, _TWICE_GPUS = 2, 1
+"""Times as many microbatches of a data-parallel rank in a step of the same samples, where the model
+is divided among twice as many ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change that would make an infeasible plan fit."""
+
+    text: str
+    step_ms: float
+    """Predicted time of the step with it."""
+
+
+def _change(text: str, solution: Solution | None) -> Change | None:
+    return Change(text, solution.cost.step_ms) if solution else None
+
+
+def cheapest_changes(planner: Planner, budget: Budget, most: int = 3) -> tuple[Change, ...]:
+    """Up to three changes, each alone, with which a plan fits; the fastest step first.
+
+    For a smaller micro-batch, bytes and times of activations are scaled with it. For twice the
+    tensor parallelism they and the static bytes are halved. Both are estimates; a profile at that
+    size is better. For twice the stages and for another layout, static bytes are added up from the
+    kinds. Twice the stages or the tensor parallelism are on the same GPUs, where the half of the
+    data-parallel ranks is left to share a step's samples and the optimizer's state, or else on
+    twice the GPUs. If a kind has no record of full, it is assumed to hold one boundary tensor and
+    to run forward twice.
+    """
+    found: list[Change] = []
+    for proposal in (_smaller_micro_batch, _full_recompute, _other_layout, _more_stages, _more_tp):
+        try:
+            change = proposal(planner, budget)
+        except (InfeasibleError, PipelineError, ProfileError, PolicyError):
+            continue  # this change does not fit, or the profile does not say
+        if change is not None:
+            found.append(change)
+    return tuple(sorted(found, key=lambda change: change.step_ms)[:most])
+
+
+def _smaller_micro_batch(planner: Planner, budget: Budget) -> Change | None:
+    size = planner.profile.parallelism.micro_batch_size
+    for smaller in sorted((d for d in range(1, size) if size % d == 0), reverse=True):
+        schedule = replace(
+            planner.schedule, num_microbatches=planner.schedule.num_microbatches * size // smaller
+        )
+        profile = _scaled(planner.profile, smaller / size, static=1.0, state=1.0)
+        solution = planner.replaced(profile=profile, schedule=schedule).try_solve(budget)
+        if solution:
+            text = f"micro-batch size {smaller} instead of {size} (scaled, not measured)"
+            return _change(text, solution)
+    return None
+
+
+def _full_recompute(planner: Planner, budget: Budget) -> Change | None:
+    profile = planner.profile
+    lacking = [k for k in profile.kinds if k.record(FULL) is None and k.record(NONE)]
+    only = planner.only and planner.only.and_also(FULL)
+    if not lacking and only == planner.only:
+        return None
+    kinds = tuple(
+        _with_full(kind, profile.boundary_bytes) if kind in lacking else kind
+        for kind in profile.kinds
+    )
+    wider = Planner(
+        replace(profile, kinds=kinds),
+        planner.layout,
+        planner.schedule,
+        percentile=planner.percentile,
+        allowed=only,
+    )
+    solution = wider.try_solve(budget)
+    names = ", ".join(kind.name for kind in lacking) or "all kinds"
+    return _change(f"full recompute as a choice for {names}", solution)
+
+
+def _with_full(kind: LayerKind, boundary_bytes: int) -> LayerKind:
+    none = kind.record(NONE)
+    if none is None:
+        return kind
+    highest = max(none.forward_transient_bytes, none.backward_transient_bytes)
+    singles = [r for r in kind.choices if r.policy.granularity != "full"]
+    slowest_ms = max(record.forward_ms + record.backward_ms for record in singles)
+    full = ChoiceRecord(
+        choice=str(FULL),
+        held_bytes=boundary_bytes,
+        forward_transient_bytes=none.forward_transient_bytes + none.held_bytes,
+        backward_transient_bytes=none.held_bytes + highest,
+        forward_ms=none.forward_ms,
+        # At least as slow as every choice that it contains.
+        backward_ms=max(none.forward_ms + none.backward_ms, slowest_ms - none.forward_ms),
+        source="assumed",
+    )
+    return replace(kind, choices=(*kind.choices, full))
+
+
+def _other_layout(planner: Planner, budget: Budget) -> Change | None:
+    """The nearest layout that fits; `search_layout` finds the fastest one, and takes longer."""
+    if planner.layout.num_stages == 1 or planner.profile.model.encoder_layers:
+        return None
+    for layout in _nearest(planner.layout):
+        solution = planner.replaced(layout=layout).try_solve(budget)
+        if solution and layout != planner.layout:
+            flags = layout_flags(layout, pattern_of_job(planner.profile.model.facts))
+            text = " ".join(f"{name} {value}" for name, value in flags.items())
+            return _change(f"another layout: {text}", solution)
+    return None
+
+
+def _nearest(asked: Layout) -> Iterator[Layout]:
+    """Of the layouts that the flags for uneven stages can give, those that move the fewest layers,
+    nearest first."""
+    chunks, (first, *between, last) = asked.num_chunks, layers_per_stage(asked)
+    last -= asked.mtp_num_layers
+    alone = not between and chunks > 1  # of two such stages Megatron takes the first one's number
+
+    def ends(middle: int) -> int:
+        return asked.num_layers - middle * len(between)
+
+    def least_moved(middle: int) -> int:
+        return sum(abs(middle - size) for size in between) + abs(ends(middle) - first - last)
+
+    def sizes(middle: int) -> Iterator[tuple[int, int, int]]:
+        moved = sum(abs(middle - size) for size in between)
+        for one in range(chunks, ends(middle), chunks):
+            other = ends(middle) - one
+            yield moved + abs(one - first) + abs(other - last), one, other
+
+    middles = range(chunks, asked.num_layers // len(between) + 1, chunks) if between else [0]
+    nearest = heapq.nsmallest(_NEAREST_LAYOUTS, middles, key=least_moved)
+    found = itertools.chain.from_iterable(map(sizes, nearest))
+    for _, at_first, at_last in heapq.nsmallest(_NEAREST_LAYOUTS, found):
+        yield Layout.from_flags(
+            asked.num_layers,
+            asked.num_stages,
+            chunks,
+            mtp_num_layers=asked.mtp_num_layers,
+            num_layers_in_first_pipeline_stage=at_first,
+            num_layers_in_last_pipeline_stage=None if alone else at_last,
+        )
+
+
+def _more_stages(planner: Planner, budget: Budget) -> Change | None:
+    model, layout = planner.profile.model, planner.layout
+    if model.encoder_layers:
+        return None
+    stages = 2 * layout.num_stages
+    wider = Layout.from_flags(
+        model.num_layers, stages, layout.num_chunks, mtp_num_layers=model.mtp_num_layers
+    )
+    times = _times_microbatches(planner)
+    schedule = replace(_repeated(planner.schedule, times), num_stages=stages)
+    profile = _scaled(planner.profile, 1.0, static=1.0, state=times)
+    budgets = max(planner.budgets(budget))
+    moved = planner.replaced(
+        profile=profile, layout=wider, schedule=replace(schedule, microbatch_group_size=None)
+    )
+    text = f"{stages} pipeline stages instead of {stages // 2}{_where(times)}"
+    return _change(text, moved.try_solve(budgets))
+
+
+def _more_tp(planner: Planner, budget: Budget) -> Change | None:
+    times = _times_microbatches(planner)
+    profile = _scaled(planner.profile, 0.5, static=0.5, state=0.5 * times)
+    schedule = _repeated(planner.schedule, times)
+    solution = planner.replaced(profile=profile, schedule=schedule).try_solve(budget)
+    size = planner.profile.parallelism.tensor_parallel
+    text = f"tensor parallelism {2 * size} instead of {size}{_where(times)} (halved, not measured)"
+    return _change(text, solution)
+
+
+def _times_microbatches(planner: Planner) -> int:
+    """Of the same GPUs, if they are known to hold the model an even number of times."""
+    shape, num_gpus = planner.profile.parallelism, planner.profile.num_gpus
+    stages = planner.layout.num_stages
+    holders = (
+        shape.tensor_parallel * shape.context_parallel * stages,
+        shape.expert_parallel * shape.expert_tensor_parallel * stages,
+    )
+    if num_gpus is None or any(num_gpus % (2 * ranks) for ranks in holders):
+        return _TWICE_GPUS
+    return _SAME_GPUS
+
+
+def _where(times: int) -> str:
+    return " on the same GPUs" if times == _SAME_GPUS else " on twice the GPUs"
+
+
+def _repeated(schedule: Schedule, times: int) -> Schedule:
+    return replace(schedule, num_microbatches=schedule.num_microbatches * times)
+
+
+def _scaled(profile: Profile, factor: float, static: float, state: float) -> Profile:
+    """All activation bytes and times times `factor`, the optimizer's state times `state`, other
+    static bytes times `static`."""
+
+    def size(old: int) -> int:
+        return round(old * factor)
+
+    def record(old: ChoiceRecord) -> ChoiceRecord:
+        points = (LayerBytes.of(point).each(size).into(point) for point in old.percentiles)
+        return replace(
+            LayerBytes.of(old).each(size).into(old),
+            percentiles=tuple(points),
+            forward_ms=old.forward_ms * factor,
+            backward_ms=old.backward_ms * factor,
+            spread_ms=old.spread_ms * factor,
+            uncertainty_bytes=size(old.uncertainty_bytes),
+            source="scaled",
+        )
+
+    def scale(old: StaticBytes) -> StaticBytes:
+        return StaticBytes(
+            round(old.parameter_bytes * static),
+            round(old.gradient_bytes * static),
+            round(old.optimizer_state_bytes * state),
+            round(old.buffer_bytes * static),
+            {name: round(size_bytes * static) for name, size_bytes in old.shared.items()},
+        )
+
+    def kind(old: LayerKind) -> LayerKind:
+        choices = tuple(map(record, old.choices))
+        return replace(old, choices=choices, static=old.static and scale(old.static))
+
+    def stage(old: StageRecord) -> StageRecord:
+        overhead = old.overhead and ScheduleOverhead(
+            size(old.overhead.forward_bytes), size(old.overhead.backward_bytes)
+        )
+        others = old.others_bytes or 0
+        return replace(
+            old,
+            static=scale(old.static),
+            optimizer_step_peak_bytes=round(old.optimizer_step_peak_bytes * static),
+            overhead=overhead,
+            residual_bytes=others + size(old.residual_bytes - others),
+            uncertainty_bytes=size(old.uncertainty_bytes),
+            residual_ms=old.residual_ms * factor,
+        )
+
+    return replace(
+        profile,
+        kinds=tuple(map(kind, profile.kinds)),
+        embedding=record(profile.embedding),
+        head=record(profile.head),
+        final_norm=profile.final_norm and record(profile.final_norm),
+        boundary_bytes=size(profile.boundary_bytes),
+        deferred=profile.deferred
+        and replace(profile.deferred, each_bytes=size(profile.deferred.each_bytes)),
+        stages=tuple(map(stage, profile.stages)),
+        embedding_static=profile.embedding_static and scale(profile.embedding_static),
+        head_static=profile.head_static and scale(profile.head_static),
+        measured_step=None,
+    )
+
+
+def explained(error: InfeasibleError, planner: Planner, budget: Budget) -> InfeasibleError:
+    """The error, with changes that would make the plan fit added to its message."""
+    changes = cheapest_changes(planner, budget)
+    if not changes:
+        return InfeasibleError(f"{error} No change this program knows would make it fit.")
+    lines = "".join(f"\n  - {c.text}: {c.step_ms:.0f} ms a step" for c in changes)
+    return InfeasibleError(f"{error} Each of these alone would fit:{lines}")
