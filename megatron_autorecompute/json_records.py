@@ -11,7 +11,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import secrets
 import stat
 from collections.abc import Iterable
@@ -32,7 +31,6 @@ MOST_LINES = 8
 """Of a list of what to correct in a file: who corrects these has seen what is wrong."""
 MOST_SHOWN = 80
 """Characters of a bad value that an error message repeats."""
-_OPEN_FILES = re.compile(r"/proc/\d+(/task/\d+)?/fd")
 
 
 def to_json(record: Any) -> str:
@@ -155,8 +153,7 @@ def write_atomically(content: str | bytes, path: str | Path) -> None:
         content: text, which is written as UTF-8, or bytes.
         path: the file; an old one is replaced.
 
-    A link stays, and what it points to is written. A device, a FIFO or an open file (/dev/fd/3) is
-    written to as it is.
+    A link stays, and what it points to is written. A device or a FIFO is written to as it is.
 
     Raises: ProfileError when it cannot be written.
     """
@@ -225,23 +222,13 @@ def _target(path: str | Path) -> Path | None:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, "Is a directory")
-        if not stat.S_ISREG(mode) or _names_open_file(path):
+        if not stat.S_ISREG(mode):
             return None
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         raise _not_written(path, error) from error
     return Path(os.path.realpath(path))
-
-
-def _names_open_file(path: str | Path) -> bool:
-    """Whether the path leads to a file by the number under which a process has it open."""
-    at = os.fspath(path)
-    while os.path.islink(at):
-        if _OPEN_FILES.fullmatch(os.path.realpath(os.path.dirname(at))):
-            return True
-        at = os.path.join(os.path.dirname(at), os.readlink(at))
-    return False
 
 
 def _write_through(data: bytes, path: str | Path) -> None:

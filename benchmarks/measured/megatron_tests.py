@@ -144,7 +144,7 @@ def environment(row: Mapping[str, str], given: Mapping[str, Any]) -> tuple[tuple
     (pytorch/attention.py `self.deterministic`), so deterministic runs on A100 have scores. The
     development container has torch's pull request 175344 since 26.04. Muon's layout is
     Megatron-LM's 0044db1f2. Microbatches are kept on first tensor parallel ranks
-    (`Job.keeps_microbatches`); the last rank is one only without tensor parallelism.
+    (`kept_microbatches`); the last rank is one only without tensor parallelism.
     """
     found: list[tuple[str, Any]] = []
     own = variables().get(row["case"], {})

@@ -15,15 +15,17 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE and Apex
 
+from benchmarks.measured.encoder_decoder import encoder_decoder_need  # noqa: E402
+from benchmarks.measured.kept_microbatches import with_kept_microbatches  # noqa: E402
+from benchmarks.measured.rounding import Rounding, rounding  # noqa: E402
+from benchmarks.measured.runs import AROUND_JOB  # noqa: E402
+from benchmarks.measured.stage_need import Need, own_need  # noqa: E402
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
 from megatron_autorecompute.meta import model  # noqa: E402
-from megatron_autorecompute.meta.blocks import Rounding, rounding  # noqa: E402
 from megatron_autorecompute.meta.determinism import deterministic  # noqa: E402
 from megatron_autorecompute.meta.devices import Efficiency, device  # noqa: E402
-from megatron_autorecompute.meta.encoder_decoder import encoder_decoder_need  # noqa: E402
 from megatron_autorecompute.meta.flags import job_from_flags  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
-from megatron_autorecompute.meta.need import Need, own_need  # noqa: E402
 from megatron_autorecompute.meta.profiling import counts_graphs, profile_job  # noqa: E402
 from megatron_autorecompute.patched import patched  # noqa: E402
 from megatron_autorecompute.planner.cost.policy_cost import StageCost  # noqa: E402
@@ -146,7 +148,13 @@ def _static(case: Case, world: int) -> int:
 
 
 def _job(case: Case, world: int, *, graphs: bool = False) -> Job:
-    return replace(job_of(case.flags, world, graphs=graphs), **dict(case.environment))
+    known = {name: value for name, value in case.environment if name not in AROUND_JOB}
+    return replace(job_of(case.flags, world, graphs=graphs), **known)
+
+
+def _has(case: Case, name: str) -> bool:
+    """Whether one of AROUND_JOB is in the case's environment."""
+    return bool(dict(case.environment).get(name))
 
 
 def _planner(case: Case, world: int) -> tuple[Planner, Job]:
@@ -160,6 +168,8 @@ def _planner_of(case: Case, job: Job, efficiency: Efficiency | None = None) -> P
     gpu = device(case.gpu)
     efficiency = (efficiency or gpu.reaches).with_host(case.host)
     profile = profile_job(job, gpu, efficiency, only=modules if selective else ())
+    if _has(case, "keeps_microbatches"):
+        profile = with_kept_microbatches(profile, job)
     return Planner(profile, job.layout(), job.schedule())
 
 
@@ -212,8 +222,8 @@ def _of_world(case: Case, world: int) -> Prediction:
     policy = _own_policy(model, job)
     cost = model.evaluate(policy)
     asked = {range(len(cost.stages))[stage] for stage in case.measured_stages}
-    gpu, evaluates = device(case.gpu), case.evaluates
-    blocks = {one: rounding(job, gpu, policy, one, evaluates=evaluates) for one in asked}
+    asks = {"evaluates": case.evaluates, "expandable": _has(case, "expandable_segments")}
+    blocks = {one: rounding(job, device(case.gpu), policy, one, **asks) for one in asked}
     stages = [_stage(one, blocks.get(stage)) for stage, one in enumerate(cost.stages)]
     graph_job = _job(case, world, graphs=True)
     if graph_job.graphs.implementation != "none":
@@ -241,7 +251,8 @@ def _with_capture(stage: Stage, cost: StageCost, blocks: Rounding) -> Stage:
 def _of_encoder_decoder(case: Case, sizes: tuple[int, int, int]) -> Prediction:
     """T5: what Megatron's own schedule holds on meta tensors."""
     world = case.worlds[0]
-    need = encoder_decoder_need(_job(case, world), *sizes, device(case.gpu))
+    job, expandable = _job(case, world), _has(case, "expandable_segments")
+    need = encoder_decoder_need(job, *sizes, device(case.gpu), expandable=expandable)
     return Prediction((_needed(need),), world)
 
 
@@ -249,10 +260,11 @@ def _of_own_setting(case: Case, world: int) -> Prediction:
     """A run that offloads: the stages asked for, as Megatron's own schedule and its manager of
     copies run them. What torch reports as allocated is free before its copy has ended, so that
     copies take no time here; with them the step is not predicted."""
-    job = _job(case, world)
-    number = job.layout().num_stages
+    job, gpu = _job(case, world), device(case.gpu)
+    expandable, number = _has(case, "expandable_segments"), job.layout().num_stages
     asked = {range(number)[stage] for stage in case.measured_stages}
-    found = {stage: _needed(own_need(job, device(case.gpu), stage)) for stage in asked}
+    needs = {stage: own_need(job, gpu, stage, expandable=expandable) for stage in asked}
+    found = {stage: _needed(need) for stage, need in needs.items()}
     return Prediction(tuple(found.get(stage, UNASKED) for stage in range(number)), world)
 
 

@@ -51,7 +51,7 @@ class Run:
     encoder_decoder: tuple[int, int, int] | None = None
     """Of T5: encoder layers, decoder layers, decoder sequence length."""
     environment: tuple[tuple[str, Any], ...] = ()
-    """Fields of `Job` that the flags do not say, and their values."""
+    """Fields of `Job` that the flags do not say, and their values; `AROUND_JOB` too."""
     evaluates: bool = False
     """Whether an evaluation precedes its last step."""
     added: bool = False
@@ -73,6 +73,11 @@ class Run:
     family: str = ""
     uncovered: str = ""
     """Why the run is not predicted."""
+
+
+AROUND_JOB = frozenset({"expandable_segments", "keeps_microbatches"})
+"""Of a run's environment, and no fields of `Job`: whether PYTORCH_CUDA_ALLOC_CONF has
+expandable_segments:True, and whether microbatches stay (`kept_microbatches`)."""
 
 
 @dataclass(frozen=True, slots=True)

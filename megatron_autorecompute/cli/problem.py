@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from megatron_autorecompute.cli.pipeline import Asked, asked_pipeline, read_profile
 from megatron_autorecompute.cli.values import percentile
 from megatron_autorecompute.errors import OptionError, ProfileError
-from megatron_autorecompute.options import add_old_spelling
 from megatron_autorecompute.planner.search.micro_batches import same_samples
 from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, Profile
@@ -35,7 +34,7 @@ def add_problem(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--pipeline-model-parallel-layout", metavar="TEXT", help="as Et*3|(tt|)*6mL"
     )
-    imbalance = parser.add_argument(
+    parser.add_argument(
         "--imbalance-percentile",
         type=percentile,
         metavar="P",
@@ -43,20 +42,18 @@ def add_problem(parser: ArgumentParser) -> None:
         f"{IMBALANCE_PERCENTILE:g} if the profile states imbalance, else the records as they are, "
         "measured ones at their maximum)",
     )
-    add_old_spelling(parser, "--moe-percentile", imbalance)
     parser.add_argument(
         "--choices",
         choices=("all", "megatron"),
         default="all",
         help="all (default), or what Megatron's own checkpoints can run alone",
     )
-    only = parser.add_argument(
+    parser.add_argument(
         "--only",
         action="append",
         metavar="CHOICE",
         help="use only this choice; repeatable; full/N stands for all groups",
     )
-    add_old_spelling(parser, "--allow", only)
 
 
 def problems(args: Namespace, micro_batches: Sequence[int] = ()) -> tuple[list[Planner], Asked]:

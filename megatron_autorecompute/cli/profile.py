@@ -13,7 +13,6 @@ from megatron_autorecompute.cli.estimate import (
     budget_words,
     checked_output,
     default_budget_bytes,
-    estimate,
     read_efficiency,
     read_job,
     show_profile,
@@ -24,14 +23,13 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Device, device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.one_device.repeats import LEAST, MOST
-from megatron_autorecompute.options import say_renamed
 
 if TYPE_CHECKING:
     import torch
 
 
 class ProfileCommand(Command):
-    """Measures a job's layers on one device; with --no-device does what `estimate` does."""
+    """Measures a job's layers on one device."""
 
     name = "profile"
     description = "Arguments after -- are flags of pretrain_gpt.py."
@@ -40,10 +38,8 @@ class ProfileCommand(Command):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the device that measures, and the job with the flags of `estimate`."""
-        where = parser.add_mutually_exclusive_group(required=True)
-        where.add_argument("--device", choices=("cuda", "cpu"), help="what runs the layers")
-        where.add_argument(
-            "--no-device", action="store_true", help="the former name of the command estimate"
+        parser.add_argument(
+            "--device", required=True, choices=("cuda", "cpu"), help="what runs the layers"
         )
         parser.add_argument(
             "--gpu",
@@ -66,15 +62,7 @@ class ProfileCommand(Command):
         what runs on it is not there.
         """
         with quiet_upstream():
-            if not args.no_device:
-                _profile(args)
-                return
-            say_renamed("profile --no-device", "estimate")
-            if args.gpu is None:
-                raise OptionError("profile --no-device needs --gpu NAME, such as h100-80gb.")
-            if args.repeats is not None:
-                raise without_effect("--repeats", "--no-device", "nothing is measured")
-            estimate(args)
+            _profile(args)
 
 
 def _profile(args: Namespace) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from megatron_autorecompute.meta import ops, streams
+from megatron_autorecompute.meta import ops
 
 CAUSAL = 0.5
 """Share of all pairs of a query and a key that a causal mask keeps."""
@@ -140,7 +140,7 @@ class _Ring(torch.autograd.Function):
         steps: list[torch.Tensor] = []
         size = (*q.shape[:3], v.shape[3])
         for step in range(ring):
-            with streams.stream((streams.MAIN, streams.OF_CONTEXT_PARALLEL)[step % 2]):
+            with ops.stream((ops.MAIN_STREAM, ops.CONTEXT_PARALLEL_STREAM)[step % 2]):
                 if step < ring - 1:
                     arrived.append(torch.empty_like(arrived[-1]))
                     torch.distributed.broadcast(arrived[-1], group=group, group_src=0)

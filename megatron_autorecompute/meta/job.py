@@ -119,8 +119,6 @@ class Job:
     cublas_workspace_config: Annotated[str, Field(pattern=r"^(:\d{1,7}:\d{1,4})*$")] = ""
     """CUBLAS_WORKSPACE_CONFIG of the job's environment, such as :4096:8; empty: torch's own size,
     but with deterministic_mode :4096:8, which Megatron-LM then asks for."""
-    expandable_segments: bool = False
-    """Whether PYTORCH_CUDA_ALLOC_CONF of the job's environment has expandable_segments:True."""
     torch_compile: bool = True
     """False: TORCHDYNAMO_DISABLE=1 or the like in the job's environment, with which what Megatron
     compiles, such as GELU with its bias, runs operation by operation."""
@@ -129,10 +127,6 @@ class Job:
     attention_mask_in_dataloader: bool = False
     """Whether every microbatch brings a mask of a byte for each query and key, as in Megatron-LM
     without --no-create-attention-mask-in-dataloader."""
-    keeps_microbatches: bool = False
-    """Whether every microbatch of a step stays on the GPU, as in Megatron-LM from 5e4fc931b
-    (2026-05-21) to bf32f4415 (2026-07-06) on first tensor parallel ranks: get_batch moves the
-    tensors of the dictionary that RerunDataIterator keeps."""
     lora_rank: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
     """Above 0: weights are frozen, and the layers of the next field have adapters of this rank."""
     lora_target_modules: list[str] = field(default_factory=lambda: list(DEFAULT_TARGETS))

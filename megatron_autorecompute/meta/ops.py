@@ -6,8 +6,9 @@ that temporaries inside the kernel and their traffic are not counted.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -160,3 +161,22 @@ _LIBRARY.define("generator_states() -> ()")
 _LIBRARY.impl("generator_states", lambda: None, "CompositeExplicitAutograd")
 generator_states = torch.ops.megatron_autorecompute.generator_states
 """A checkpoint reads or sets the states of all random generators: the host alone is busy."""
+
+MAIN_STREAM, DDP_STREAM, CONTEXT_PARALLEL_STREAM = range(3)
+"""Of a device: torch's allocator has blocks of its own for each."""
+_current_stream = [MAIN_STREAM]
+
+
+@contextlib.contextmanager
+def stream(number: int) -> Iterator[None]:
+    """In this block tensors are made in this stream, as in `torch.cuda.stream`."""
+    before, _current_stream[0] = _current_stream[0], number
+    try:
+        yield
+    finally:
+        _current_stream[0] = before
+
+
+def current_stream() -> int:
+    """The stream of the innermost block."""
+    return _current_stream[0]

@@ -16,7 +16,7 @@ from megatron_autorecompute.planner.search.buckets import bucket
 
 CALLS = 64
 """Simulated calls, drawn from the lengths with a fixed seed."""
-EXAMPLES = 8
+CALLS_KEPT = 8
 """Of these, calls whose lengths a profile keeps."""
 
 
@@ -129,4 +129,4 @@ def simulated(job: Job) -> Calls:
         counts.append(max(map(len, ranks)))
         examples.append(tuple(-(-tokens // split) for tokens in max(ranks, key=sum)))
     shares = {tokens: calls / CALLS for tokens, calls in sorted(largest.items())}
-    return Calls(shares, sorted(counts)[CALLS // 2], tuple(examples[:EXAMPLES]))
+    return Calls(shares, sorted(counts)[CALLS // 2], tuple(examples[:CALLS_KEPT]))

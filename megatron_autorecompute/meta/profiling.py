@@ -54,7 +54,6 @@ from megatron_autorecompute.meta.roofline import Roofline, Traffic
 from megatron_autorecompute.meta.shared_buffers import (
     deferred_output_layer,
     graph_inputs,
-    kept_microbatches,
     quantised_output_layer,
     shared_buffers,
 )
@@ -517,13 +516,10 @@ class _Counted:
         self._built_moe += job.experts_of_depth * len(sites)
         self._kept_bytes: dict[int, int] = {}
         self.of_one_dispatcher = 0
-        both = not several or bool(mtp)
-        first = kept_microbatches(job, embedding=True, head=not several)
-        self.embedding = replace(static_bytes(job, device, self._embedding), shared=first)
+        self.embedding = static_bytes(job, device, self._embedding)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
         head = shared_buffers(job, device, model.output_layer)
         head |= quantised_output_layer(job)
-        head |= kept_microbatches(job, embedding=both, head=True)
         self.head = replace(static_bytes(job, device, self._head), shared=head)
 
     def with_ends_of(self, whole: _Counted) -> _Counted:

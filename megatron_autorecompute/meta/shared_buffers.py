@@ -68,17 +68,6 @@ def graph_inputs(job: Job) -> dict[str, int]:
     return {"samples of a CUDA graph": size} if size else {}
 
 
-def kept_microbatches(job: Job, *, embedding: bool, head: bool) -> dict[str, int]:
-    """What `Job.keeps_microbatches` keeps of all microbatches of a step but the one that runs, on a
-    stage with one end of the model or both: masks, and per token 8 bytes each of the token, its
-    position and its label, and 4 of the loss mask."""
-    if not job.keeps_microbatches:
-        return {}
-    tokens = job.micro_batch_size * job.seq_length // job.size("context")
-    each = job.attention_mask_bytes + tokens * (16 * embedding + 12 * head)
-    return {"microbatches kept for a rerun": each * (job.num_microbatches - 1)}
-
-
 def dummy_weight_gradients(job: Job, modules: Iterable[torch.nn.Module]) -> dict[str, int]:
     """One tensor per shape [out, in] of trained weights, 2 bytes per element under every precision.
 

@@ -60,9 +60,7 @@ class AutoOptions:
         "recompute-plan.json in the folder of --save, or no file",
     )
     recompute_plan_only: bool = option(
-        False,
-        "measure, print the plan, and exit without training on",
-        formerly="--recompute-dry-run",
+        False, "measure, print the plan, and exit without training on"
     )
     recompute_choices: str = option(
         ALL_CHOICES,

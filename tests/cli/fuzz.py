@@ -66,7 +66,7 @@ LIKELY = ["1", "2", "3", "4", "8", "16", "1000000000", "30", "5", "none", "full"
 PROBLEM = [
     *("--pp", "--vp", "--num-microbatches", "--microbatch-group-size", "--imbalance-percentile"),
     *("--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage", "--only"),
-    *("--pipeline-model-parallel-layout", "--moe-percentile", "--allow", "--profile"),
+    *("--pipeline-model-parallel-layout", "--profile"),
 ]
 OWN = {"plan": ["--budget-gib", "--search-micro-batch"], "pareto": ["--points"]}
 SWITCHES = [

@@ -418,35 +418,6 @@ def test_stated_imbalance_is_planned_for_unasked_and_its_percentile_is_named(cap
     assert said.format(99, 1.35) in printed(pareto, capsys)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "values"),
-    [
-        ("--moe-percentile", "--imbalance-percentile", ["50"]),
-        ("--allow", "--only", ["full", "none"]),
-    ],
-)
-def test_a_flag_by_its_old_name_does_the_same_and_names_the_new_one(old, new, values, capsys):
-    printed_by = {}
-    for flag in (old, new):
-        words = [word for value in values for word in (flag, value)]
-        path = str(PROFILES / "moe-16b.json")
-        assert main(["plan", "--profile", path, *MOE_PLAN, "--json", *words]) == 0
-        printed_by[flag] = capsys.readouterr()
-    assert printed_by[old].out == printed_by[new].out
-    assert printed_by[old].err == f"{old}: its name is {new} now; the old one still works.\n"
-    assert printed_by[new].err == ""
-
-
-@pytest.mark.parametrize("words", [[], ["--", "--bf16"]])
-def test_profile_without_a_device_is_estimate_and_says_so(words, capsys):
-    assert main(["estimate", "--gpu", "h100-80gb", *words]) == 9
-    new = capsys.readouterr().err
-    assert main(["profile", "--no-device", "--gpu", "h100-80gb", *words]) == 9
-    note, old = capsys.readouterr().err.splitlines(keepends=True)
-    assert note == "profile --no-device: its name is estimate now; the old one still works.\n"
-    assert old == new.replace("megatron-autorecompute estimate:", "megatron-autorecompute profile:")
-
-
 def test_which_measured_routing_is_planned_for_is_said(capsys, tmp_path):
     data = json.loads((PROFILES / "moe-16b.json").read_text())
     for kind in data["kinds"]:

@@ -76,14 +76,6 @@ def test_a_fifo_is_written_to(tmp_path, capsys):
     assert Plan.from_json(got[0])
 
 
-def test_a_file_that_is_open_is_written_to_by_its_number(tmp_path, capsys):
-    path = tmp_path / "open.json"
-    with open(path, "w") as file:
-        assert main([*PLAN, "-o", f"/dev/fd/{file.fileno()}"]) == 0
-        assert os.path.samestat(os.stat(path), os.fstat(file.fileno()))
-    assert Plan.load(path)
-
-
 def test_a_dash_is_standard_output_and_nothing_else_is_printed_there(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*PLAN, "-o", "-"]) == 0

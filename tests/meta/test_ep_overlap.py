@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.measured.stage_need import own_need
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import stage_runs
-from megatron_autorecompute.meta.need import own_need
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import require_verified, verify
 from megatron_autorecompute.planner.plan import make_plan

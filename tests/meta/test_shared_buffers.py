@@ -216,24 +216,6 @@ def test_deferred_gradients_of_logits_are_those_that_megatrons_output_layer_keep
     assert deferred_output_layer(job()) is None
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_microbatches_kept_for_a_rerun_are_what_the_data_loader_made_of_them(stages):
-    asked = job({"pipeline_model_parallel_size": stages})
-    asked = replace(asked, attention_mask_in_dataloader=True, keeps_microbatches=True)
-    size = (asked.micro_batch_size, asked.seq_length)
-    token, position, label = (torch.empty(size, dtype=torch.int64, device="meta") for _ in range(3))
-    mask = torch.empty(size[0], 1, size[1], size[1], dtype=torch.bool, device="meta")
-    loss_mask = torch.empty(size, device="meta")
-    first, last = [token, position], [label, loss_mask]
-    both = [*first, *last]
-    profile = profile_job(asked, H100, only=())
-    ends = zip((profile.embedding_static, profile.head_static), (first, last), strict=True)
-    for static, own in ends:
-        each = storage_bytes([mask, *(both if stages == 1 else own)])
-        kept = static.shared["microbatches kept for a rerun"]
-        assert kept == (asked.num_microbatches - 1) * each
-
-
 def test_the_compiled_backward_of_the_fused_cross_entropy_makes_one_fp32_copy_more():
     fused = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
     rows, columns = 64, 512

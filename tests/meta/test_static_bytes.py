@@ -15,8 +15,8 @@ from megatron.core.optimizer import (
     optimizer_config,
 )
 
+from benchmarks.measured.rounding import StaticBlocks
 from megatron_autorecompute.meta import kernels
-from megatron_autorecompute.meta.blocks import StaticBlocks
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.model import shard
 from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes

@@ -44,8 +44,7 @@ def test_a_job_that_the_device_cannot_run_is_no_other_job(changed, code, said, t
         (["--device", "cuda"], 7, "torch finds no CUDA device"),
         (["--device", "cpu"], 9, "add --gpu NAME"),
         (["--device", "cpu", "--gpu", "h100", "--sensitivity"], 9, "--sensitivity has no effect"),
-        (["--no-device"], 9, "needs --gpu NAME"),
-        ([], 2, "one of the arguments --device --no-device is required"),
+        ([], 2, "the following arguments are required: --device"),
     ],
 )
 def test_what_is_missing_is_named(words, code, said, tmp_path, capsys):

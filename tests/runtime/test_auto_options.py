@@ -49,19 +49,6 @@ def test_flags_reach_the_fields_with_their_types():
     )
 
 
-@pytest.mark.parametrize("no", ["", "no-"])
-def test_a_former_flag_sets_the_same_field_and_one_rank_names_the_new_one(no, capsys, monkeypatch):
-    old, new = f"--{no}recompute-dry-run", f"--{no}recompute-plan-only"
-    for rank, said in (
-        ("0", f"{old}: its name is {new} now; the old one still works.\n"),
-        ("1", ""),
-    ):
-        monkeypatch.setenv("RANK", rank)
-        assert parsed(old) == parsed(new)
-        assert parsed("--recompute-plan-only", old).recompute_plan_only is not bool(no)
-        assert capsys.readouterr().err == said * 2
-
-
 def test_gib_are_powers_of_two():
     assert AutoOptions(recompute_memory_budget_gib=1.5).budget_bytes == 3 * 2**29
     assert AutoOptions(recompute_memory_reserve_gib=0.0).reserve_bytes == 0

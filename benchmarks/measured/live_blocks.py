@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute.meta import ops, shared_buffers, streams
-from megatron_autorecompute.meta.caching_allocator import Block, CachingAllocator
+from benchmarks.measured.caching_allocator import Block, CachingAllocator
+from megatron_autorecompute.meta import ops, shared_buffers
 from megatron_autorecompute.runtime.live_bytes import Entry, LiveBytes
 
 PRODUCTS_OF_TORCH = frozenset(
@@ -102,5 +102,5 @@ class LiveBlocks(LiveBytes):
         while self._given_back:
             self._allocator.free(self._given_back.pop())
         if size_bytes:
-            self._blocks[id(entry)] = self._allocator.allocate(size_bytes, streams.current())
+            self._blocks[id(entry)] = self._allocator.allocate(size_bytes, ops.current_stream())
         self._busy = False

@@ -3,14 +3,13 @@ records."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from benchmarks.measured.rounding import StaticBlocks, few_microbatches, rounding_of
 from megatron_autorecompute.meta.attention_backend import with_backend
-from megatron_autorecompute.meta.blocks import StaticBlocks, few_microbatches, rounding_of
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, applied, trace_step
@@ -34,7 +33,7 @@ class Need:
     optimizer_step_bytes: int
     """Copies that the optimizer step makes."""
     rounding_bytes: int
-    """What the allocator's blocks add at the fullest moment (`blocks`)."""
+    """What the allocator's blocks add at the fullest moment (`rounding`)."""
     first_step_bytes: int
     """Peak of a job's first step, before Adam's moments; with offload Megatron's warm-up, in which
     all groups leave."""
@@ -52,7 +51,7 @@ class Need:
         return "optimizer step" if late else self.activation_moment
 
 
-def own_need(job: Job, device: Device, stage: int) -> Need:
+def own_need(job: Job, device: Device, stage: int, *, expandable: bool = False) -> Need:
     """What a stage needs under the job's own recompute and fine-grained offload, in this process.
 
     Every offload that Megatron runs, beside EP overlap, too. A tensor that leaves is free at once,
@@ -62,27 +61,20 @@ def own_need(job: Job, device: Device, stage: int) -> Need:
         job: the training job.
         device: the GPU; workspaces are as large as its.
         stage: pipeline rank.
+        expandable: whether PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
 
     Raises OptionError if the job cannot be built.
     """
     job = with_backend(job, device)
     number = few_microbatches(job.schedule())
     with built_stage(job, number, stage, own_setting=True) as (models, shape, step):
-        return need_of(job, device, models, shape, step, first_stage=stage == 0)
+        static = StaticBlocks(job, device, models, first_stage=stage == 0, expandable=expandable)
+        return need_of(job, device, static, shape, step)
 
 
-def need_of(
-    job: Job,
-    device: Device,
-    models: Sequence[torch.nn.Module],
-    shape: StepShape,
-    step: Any,
-    *,
-    first_stage: bool,
-) -> Need:
+def need_of(job: Job, device: Device, blocks: StaticBlocks, shape: StepShape, step: Any) -> Need:
     """What built chunks need; `step` is Megatron's forward_step_func, with `static` tensors."""
-    chunks = list(models)
-    blocks = StaticBlocks(job, device, chunks, first_stage=first_stage)
+    chunks = blocks.models
     with applied(None, chunks):
         rounding = rounding_of(blocks, shape, step)
         ran = trace_step(chunks, shape, torch.device("meta"), step)

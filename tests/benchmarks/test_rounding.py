@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_autorecompute.meta import ops, shared_buffers, streams
-from megatron_autorecompute.meta.blocks import StaticBlocks, rounding
-from megatron_autorecompute.meta.caching_allocator import SMALLEST, CachingAllocator
+from benchmarks.measured.caching_allocator import SMALLEST, CachingAllocator
+from benchmarks.measured.evaluation import flushed_bytes
+from benchmarks.measured.grad_buffers import laid_out
+from benchmarks.measured.live_blocks import FirstUse, LiveBlocks
+from benchmarks.measured.rounding import StaticBlocks, rounding
+from megatron_autorecompute.meta import ops, shared_buffers
 from megatron_autorecompute.meta.devices import device
-from megatron_autorecompute.meta.evaluation import flushed_bytes
-from megatron_autorecompute.meta.grad_buffers import laid_out
-from megatron_autorecompute.meta.live_blocks import FirstUse, LiveBlocks
 from megatron_autorecompute.meta.model import shard
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.policy import RecomputePolicy
@@ -75,8 +75,7 @@ def test_a_stage_takes_more_in_blocks_and_without_them_hardly_more():
     small = job(sizes, use_distributed_optimizer=False, num_gpus=1, global_batch_size=2)
     nothing = RecomputePolicy.parse("none*4", num_layers=4)
     whole, split = (
-        rounding(replace(small, expandable_segments=each), device("h100-80gb"), nothing, 0)
-        for each in (False, True)
+        rounding(small, device("h100-80gb"), nothing, 0, expandable=each) for each in (False, True)
     )
     assert 0 <= split.static_bytes <= split.peak_bytes < 1 << 20
     assert split.peak_bytes + (1 << 20) < whole.peak_bytes < 64 << 20
@@ -95,7 +94,7 @@ def test_a_workspace_is_made_where_the_first_product_finds_a_hole():
         assert allocator.allocated_bytes == 2 * 2 * 256**2
         x = ops.gemm(x, weight, "bf16")
         before = allocator.allocated_bytes - four
-        with streams.stream(streams.OF_CONTEXT_PARALLEL):
+        with ops.stream(ops.CONTEXT_PARALLEL_STREAM):
             beside = torch.empty(four, dtype=torch.uint8)
     assert before == 2 * 2 * 256**2
     assert allocator.reserved_bytes == (20 + 2 + 20) << 20  # a segment of its own for the stream

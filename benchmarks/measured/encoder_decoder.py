@@ -15,6 +15,8 @@ import torch
 from megatron.core.models.T5 import t5_spec
 from megatron.core.models.T5.t5_model import T5Model
 
+from benchmarks.measured.rounding import StaticBlocks
+from benchmarks.measured.stage_need import Need, need_of
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import Device
@@ -25,7 +27,6 @@ from megatron_autorecompute.meta.model import (
     meta_megatron,
     step_shape,
 )
-from megatron_autorecompute.meta.need import Need, need_of
 from megatron_autorecompute.patched import patched
 
 STAND_INS: dict[str, Any] = {
@@ -38,9 +39,15 @@ STAND_INS: dict[str, Any] = {
 
 
 def encoder_decoder_need(
-    job: Job, encoder_layers: int, decoder_layers: int, decoder_length: int, device: Device
+    job: Job,
+    encoder_layers: int,
+    decoder_layers: int,
+    decoder_length: int,
+    device: Device,
+    *,
+    expandable: bool = False,
 ) -> Need:
-    """What a T5 job needs; its `seq_length` is the encoder's.
+    """What a T5 job needs; its `seq_length` is the encoder's. expandable: as for `own_need`.
 
     Raises OptionError for a model that Megatron refuses.
     """
@@ -55,7 +62,8 @@ def encoder_decoder_need(
                 model = _built(job, config, encoder_layers)
             model = model.to(config.params_dtype).train()
             step = _Step(job, decoder_length)
-            return need_of(job, device, [model], shape, step, first_stage=True)
+            static = StaticBlocks(job, device, [model], first_stage=True, expandable=expandable)
+            return need_of(job, device, static, shape, step)
 
 
 def _built(job: Job, config: Any, encoder_layers: int) -> torch.nn.Module:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from megatron.core.fusions import fused_bias_dropout
 
-from megatron_autorecompute.meta.caching_allocator import CachingAllocator
+from benchmarks.measured.caching_allocator import CachingAllocator
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, run_step

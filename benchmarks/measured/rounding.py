@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute.meta import kernels, streams
+from benchmarks.measured.caching_allocator import Block, CachingAllocator
+from benchmarks.measured.evaluation import evaluation_bytes, flushed_bytes
+from benchmarks.measured.grad_buffers import laid_out
+from benchmarks.measured.live_blocks import FirstUse, LiveBlocks
+from megatron_autorecompute.meta import kernels, ops
 from megatron_autorecompute.meta.attention_backend import with_backend
-from megatron_autorecompute.meta.caching_allocator import Block, CachingAllocator
 from megatron_autorecompute.meta.devices import Device
-from megatron_autorecompute.meta.evaluation import evaluation_bytes, flushed_bytes
-from megatron_autorecompute.meta.grad_buffers import laid_out
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.live_blocks import FirstUse, LiveBlocks
 from megatron_autorecompute.meta.meta_step import (
     StepShape,
     applied,
@@ -69,7 +69,13 @@ class Rounding:
 
 
 def rounding(
-    job: Job, device: Device, policy: RecomputePolicy, stage: int, *, evaluates: bool = False
+    job: Job,
+    device: Device,
+    policy: RecomputePolicy,
+    stage: int,
+    *,
+    evaluates: bool = False,
+    expandable: bool = False,
 ) -> Rounding:
     """Rounding on one rank of a stage, in this process, in steps that just fill the pipeline.
 
@@ -79,12 +85,14 @@ def rounding(
         policy: one choice for every layer.
         stage: pipeline rank.
         evaluates: whether an evaluation follows.
+        expandable: whether PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
 
     Raises OptionError if the job cannot be built.
     """
     job, number = with_backend(job, device), few_microbatches(job.schedule())
     with built_stage(job, number, stage) as (models, shape, step):
-        static = StaticBlocks(job, device, models, first_stage=stage == 0)
+        first = stage == 0
+        static = StaticBlocks(job, device, models, first_stage=first, expandable=expandable)
         flushed = flushed_bytes(job, device) if evaluates else None
         with applied(policy, models):
             return rounding_of(static, shape, step, flushed)
@@ -149,7 +157,7 @@ class StaticBlocks:
     (optimizer/optimizer.py, distrib_optimizer.py `_build_model_and_main_param_groups`).
 
     models: chunks on meta tensors. tensors: theirs, and main gradients. rank: of those that share
-    the optimizer state, from the end where negative.
+    the optimizer state, from the end where negative. expandable: as `rounding` has it.
     """
 
     def __init__(
@@ -160,9 +168,10 @@ class StaticBlocks:
         *,
         first_stage: bool,
         rank: int = -1,
+        expandable: bool = False,
     ) -> None:
         self.models = list(models)
-        self.allocator = CachingAllocator(expandable=job.expandable_segments)
+        self.allocator = CachingAllocator(expandable=expandable)
         self._job, self._device, self._rank = job, device, rank
         every = [p for model in models for p in model.parameters()]
         gradients = add_main_gradients(every, dummies=job.makes_dummies)
@@ -190,7 +199,7 @@ class StaticBlocks:
         shared = shared_buffers(self._job, self._device, *self.models)
         return static_bytes(self._job, self._device, weights).total_bytes + sum(shared.values())
 
-    def _allocate(self, size_bytes: float, stream: int = streams.MAIN) -> Block | None:
+    def _allocate(self, size_bytes: float, stream: int = ops.MAIN_STREAM) -> Block | None:
         return self.allocator.allocate(round(size_bytes), stream) if size_bytes >= 1 else None
 
     def _free(self, block: Block | None) -> None:
@@ -224,7 +233,7 @@ class StaticBlocks:
             own = [i for i, w in enumerate(chunk) if w.trained and w.expert is expert]
             weights, counts = [chunk[i] for i in own], [chunk[i].count for i in own]
             if not job.use_distributed_optimizer:
-                self._allocate(gradient_bytes(job) * sum(counts), streams.OF_DDP)
+                self._allocate(gradient_bytes(job) * sum(counts), ops.DDP_STREAM)
                 self._shards += zip(weights, counts, strict=True)
                 continue
             ranks = state_ranks(job, expert=expert)
@@ -232,8 +241,8 @@ class StaticBlocks:
             tied = [weight.tied for weight in weights]
             buffer = laid_out(counts, ranks, bucket_size, tied, rank=self._rank)
             if job.precision == "bf16":
-                self._allocate(2 * buffer.numel, streams.OF_DDP)
-            self._allocate(gradient_bytes(job) * buffer.numel, streams.OF_DDP)
+                self._allocate(2 * buffer.numel, ops.DDP_STREAM)
+            self._allocate(gradient_bytes(job) * buffer.numel, ops.DDP_STREAM)
             if job.precision == "bf16":
                 for index in own:
                     self._free(blocks[index])
