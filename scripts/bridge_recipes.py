@@ -1,6 +1,7 @@
 """Do the settings of Megatron Bridge's performance recipes fit in this model? Writes a page.
 
 python scripts/bridge_recipes.py [--only NAME] [--output docs/bridge-recipes.md]
+    [--rows benchmarks/results/bridge_recipes.md]
 
 Needs a Bridge with perf_recipes and the Megatron-LM it pins: `make bridge-recipes`.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 warnings.filterwarnings("ignore")
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
 
 from rich.progress import track  # noqa: E402
@@ -82,21 +84,16 @@ def documented() -> list[str]:
     return lines
 
 
-def page(names: list[str], found: list[list[str] | str]) -> str:
-    """The whole page."""
-    lines = [cells for cells in found if isinstance(cells, list)]
-    why_not: dict[str, list[str]] = collections.defaultdict(list)
-    for name, cells in zip(names, found, strict=True):
-        if isinstance(cells, str):
-            why_not[cells].append(name.removesuffix("_config"))
+def page(found: dict[str, list[str] | str]) -> str:
+    """The page: what is said not to fit."""
+    lines = [cells for cells in found.values() if isinstance(cells, list)]
     fitting, near, tight = ([cells for cells in lines if cells[4] == each] for each in FITS)
     ran = [cells for cells in lines if cells[5]]
-    refused = [[text, str(len(each)), ", ".join(each)] for text, each in sorted(why_not.items())]
     table = nvidia_recipes.table
     return "\n".join(
         [
             INTRODUCTION,
-            f"{len(lines)} of {len(names)} recipes covered. The recipe's own setting fits the "
+            f"{len(lines)} of {len(found)} recipes covered. The recipe's own setting fits the "
             f"budget in {len(fitting)} of them, and the device in {len(near)} more. NVIDIA "
             f"published runs of {len(ran)}: {sum(c in fitting for c in ran)} fit the budget, "
             f"{sum(c in near for c in ran)} the device, {sum(c in tight for c in ran)} do not.\n",
@@ -107,12 +104,21 @@ def page(names: list[str], found: list[list[str] | str]) -> str:
             table(HEADER, tight),
             "## Said to fit the device, not the budget\n",
             table(HEADER, near),
-            "## All\n",
-            table(HEADER, lines),
-            "## Not covered\n",
-            table(("reason", "recipes", "which"), refused),
         ]
     )
+
+
+def rows(found: dict[str, list[str] | str]) -> str:
+    """A line for every recipe, and why some have none."""
+    why_not: dict[str, list[str]] = collections.defaultdict(list)
+    for name, cells in found.items():
+        if isinstance(cells, str):
+            why_not[cells].append(name.removesuffix("_config"))
+    refused = [[text, str(len(each)), ", ".join(each)] for text, each in sorted(why_not.items())]
+    lines = [cells for cells in found.values() if isinstance(cells, list)]
+    table = nvidia_recipes.table
+    head, reasons = "# Every recipe of docs/bridge-recipes.md\n", ("reason", "recipes", "which")
+    return "\n".join([head, table(HEADER, lines), "## Not covered\n", table(reasons, refused)])
 
 
 HEADER = (
@@ -122,17 +128,20 @@ HEADER = (
 )
 INTRODUCTION = """# Do the settings of Bridge's performance recipes fit?
 
-Written by `make bridge-recipes` from the functions of `megatron.bridge.perf_recipes` (Bridge and
-Megatron-LM of August 2026), read as `estimate --recipe perf_recipes.NAME` reads them, with the
-number of GPUs that the name says. **Nothing here is measured.** These recipes are NVIDIA's own
-benchmarks, so a setting that is said not to fit is a question to this model first: "why not" says
-by how much, when, and which part is the largest. The budget is the device's memory less 5% and
-what is assumed outside torch; "on the device" is a peak that needs part of these 5%, which are for
-fragmentation. "published" is the newest release in which Bridge's own tables of performance
-(docs/performance-summary.md and its archive of August 2026, in
-`benchmarks/data/bridge_published.csv`) have a run of that model, device, precision, number of GPUs,
-micro-batch and parallel sizes: such a run did fit, with the software of its time.
+Written by `make bridge-recipes`. **Nothing here is measured.**
+[Every recipe](../benchmarks/results/bridge_recipes.md) is in a file of its own.
 [nvidia-recipes.md](nvidia-recipes.md) holds 40 of these settings against plans.
+
+The recipes are the functions of `megatron.bridge.perf_recipes` (Bridge and Megatron-LM of August
+2026), read as `estimate --recipe perf_recipes.NAME` reads them, with the number of GPUs in the
+name. They are NVIDIA's own benchmarks. So a setting that is said not to fit is first a question to
+this model, and "why not" says by how much, when, and which part is the largest.
+
+The budget is the device's memory less 5% for fragmentation and less what is assumed outside torch.
+"On the device" means that a peak needs part of these 5%. "Published" is the newest release in which
+Bridge's tables (docs/performance-summary.md and its archive of August 2026) have a run of that
+model, device, precision, number of GPUs, micro-batch and parallel sizes. Such a run did fit, with
+the software of its time.
 """
 DOCUMENTED = {
     "pipeline_model_parallel_size": 8,
@@ -142,17 +151,16 @@ DOCUMENTED = {
 """Sizes in the docstrings of llama31_405b on 128 B200."""
 CHECKED = """What was looked at:
 
-- **llama31_405b on 128 GPUs.** The docstrings of the functions for B200 in bf16, fp8cs and fp8mx
-  say "TP=4 PP=8 CP=2", and NVIDIA published fp8cs and fp8mx on 128 B200 with these sizes and vp 8
-  (releases 25.09 and 25.11). The functions set pp 16 and cp 1, as those for 256 GPUs do, where
-  twice as many ranks divide the optimizer's state. Stage 0 then has 143 chunks of one layer in
-  flight, and a layer keeps 1,017 MiB in bf16: its input, the norm's output, q k v, attention's
-  output, the residual, the second norm's output, both halves of fc1 and fc2's input are 64 + 64 +
-  72 + 64 + 64 + 64 + 416 + 208 MiB at tp 4, by hand, and 1 of statistics. With the sizes of the
-  docstrings:
+- **llama31_405b on 128 GPUs.** The docstrings of three functions for B200 say "TP=4 PP=8 CP=2",
+  and NVIDIA published fp8cs and fp8mx with these sizes on 128 B200. The functions themselves set
+  pp 16 and cp 1, like those for 256 GPUs, where twice as many ranks divide the optimizer's state.
+  Stage 0 then has 143 chunks of one layer in flight. By hand, a layer keeps 64 + 64 + 72 + 64 + 64
+  + 64 + 416 + 208 + 1 = 1,017 MiB in bf16 at tp 4: its input, the norm's output, q k v,
+  attention's output, the residual, the second norm's output, both halves of fc1, fc2's input, and
+  statistics. With the sizes of the docstrings:
 """
-CHECKED_TOO = """- **llama31_405b in bf16 on 256 GPUs** has the same activations. Bridge's
-  tables have 256 GB200 in fp8cs, fp8mx and nvfp4; its pull request 3759 gave nvfp4 there expandable
+CHECKED_TOO = """- **llama31_405b in bf16 on 256 GPUs** has the same activations. Bridge's tables
+  have 256 GB200 in fp8cs, fp8mx and nvfp4; its pull request 3759 gave nvfp4 there expandable
   segments "due to CUDA OOM".
 - **llama31_405b in fp8mx on 128 B300 or GB300** is the setting of 256 GPUs, which NVIDIA published
   on GB300, with the optimizer's state divided by half as many ranks.
@@ -163,6 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="recipes whose name contains this")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "bridge-recipes.md")
+    parser.add_argument("--rows", type=Path, default=RESULTS / "bridge_recipes.md")
     args = parser.parse_args()
     try:
         runs.all_read(runs.PUBLISHED)
@@ -172,8 +181,10 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(2, maxtasksperchild=12) as workers:
         found = list(track(workers.imap(line, names), description="recipes", total=len(names)))
-    args.output.write_text(page(names, found), encoding="utf-8")
-    print(f"Written to {args.output}.")
+    by_name = dict(zip(names, found, strict=True))
+    args.output.write_text(page(by_name), encoding="utf-8")
+    args.rows.write_text(rows(by_name), encoding="utf-8")
+    print(f"Written to {args.output} and {args.rows}.")
 
 
 if __name__ == "__main__":

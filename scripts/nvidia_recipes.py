@@ -537,77 +537,67 @@ INTRODUCTION = """# NVIDIA's hand-tuned recipes, seen from a laptop
 
 Written by `python scripts/nvidia_recipes.py` from `benchmarks/data/nvidia_tuned_recipes.csv`.
 **Nothing on this page is measured, except the column "measured GB".** Bytes come from Megatron's
-code on meta tensors, times from a roofline at assumed shares of the device's peaks;
-[no-device.md](no-device.md) has all assumptions. Use the step times to compare choices, not to
-predict throughput.
+code on meta tensors, and times from a roofline at assumed shares of the device's peaks
+([no-device.md](no-device.md)). The step times compare choices; they do not predict throughput.
 
-The columns from weights to graphs are GiB at the peak of NVIDIA's own setting on its fullest
-stage, and add up to it; buffers are dummies of weight gradients, workspaces and what layers keep
-between steps, graphs what CUDA graphs take because their memory pool and everything else cannot use
-each other's memory. Where that setting does not fit, "why not" says by how much, when, and which
-part is the largest.
+The columns from weights to graphs are GiB at the peak of NVIDIA's own setting on its fullest stage,
+and add up to it. Buffers are dummies of weight gradients, workspaces, and what layers keep between
+steps. Graphs are what CUDA graphs add because their memory pool serves nothing else. Where NVIDIA's
+setting does not fit, "why not" says by how much, when, and which part is the largest.
 
-Also assumed for every recipe: gradients in bf16 (`grad_reduce_in_fp32=False`, as Bridge's
-performance recipes set it), bf16 Adam moments for DeepSeek-V3 and Moonlight (their recipes'
-precision-aware optimizer), even routing, no bytes for the pools of CUDA graphs beside EP
-overlap, LoRA of rank 16 on linear_qkv for PEFT, as Bridge's recipes set it. Budget: the device's
-memory less 5% and what is assumed outside torch, with DeepEP's or HybridEP's buffers.
+For every recipe these are assumed:
+
+- gradients in bf16, as Bridge's performance recipes set them (`grad_reduce_in_fp32=False`)
+- bf16 Adam moments for DeepSeek-V3 and Moonlight, as their precision-aware optimizer has them
+- even routing, and no bytes for the pools of CUDA graphs beside EP overlap
+- for PEFT, LoRA of rank 16 on linear_qkv, as Bridge's recipes set it
+- a budget of the device's memory less 5% and less what is assumed outside torch, the buffers of
+  DeepEP or HybridEP included
 """
 DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here with these
 sources, `tests/meta/test_job.py` with the column `model_dims_public` of the table.
 """
-MEASURED_TEXT = """Peaks that NVIDIA published for runs on H100, in GB of 10^9 bytes. Beside them
-stand this model's predictions for the first and the last pipeline stage. The reports give no
-figure for weights, gradients or optimizer state. "Without both" is the last stage without gradients
-of logits that wait for the pipeline to drain, and without transposes of fp8 weights.
+MEASURED_TEXT = """NVIDIA published peaks of runs on H100, in GB of 10^9 bytes. Beside them stand
+this model's predictions for the first and the last pipeline stage. "Without both" is the last
+stage without two things: gradients of logits that wait for the pipeline to drain, and transposes
+of fp8 weights. The reports give no figure for weights, gradients or optimizer state.
 """
 MEASURED_EXPLAINED = """None of what follows was verified on a device:
 
-- **Qwen3-30B.** These runs are of May 2026. The recipe has had the precision-aware optimizer,
-  which keeps 2 bytes of each master weight for 4, since August 2026 (Bridge b6f644609): with it the
-  figures here would be 3.8 GB lower.
-- **Moonlight.** NVIDIA's figures fall by 0.7 GB with `mla_up_proj` or `moe_act` and then stay
-  within 0.05 GB whatever else is recomputed: something outside the layers sets the peak. In this
-  model it is the optimizer step. Transformer Engine's FusedAdam makes fp32 copies of the recipe's
-  bf16 moments, of one parameter group at a time: 8 bytes for each of 1.80e9 expert weights are 14.4
-  GB, on top of 23.1 GB: 2 + 2 bytes for each of 2.60e9 weights and their gradients, 2 + 2 + 2 of
-  state for each of the 2.00e9 in this rank's shard, 0.7 GB of buffers (workspaces, and dummies of
-  weight gradients, above all the output layer's). The schedule's own peak is predicted lower.
-  Not explained: these copies are of Transformer Engine before 2.14, and Bridge's uv.lock of these
-  runs' commit (600d069b8) has 2.17.1, which makes none, so that the step would need 31.2 GB, all of
-  it in the schedule; and why the first two figures are 0.7 GB higher. Uneven routing could be part
-  of it: the recipe does not force it to be even.
+- **Qwen3-30B.** These runs are of May 2026. Since August 2026 (Bridge b6f644609) the recipe has
+  the precision-aware optimizer, which keeps 2 bytes of each master weight instead of 4. With it
+  the figures here would be 3.8 GB lower.
+- **Moonlight.** NVIDIA's figures fall by 0.7 GB with `mla_up_proj` or `moe_act`, and then stay
+  within 0.05 GB whatever else is recomputed. So something outside the layers sets the peak; in
+  this model it is the optimizer step. Transformer Engine's FusedAdam copies the bf16 moments of
+  one parameter group at a time to fp32: 8 bytes for each of 1.80e9 expert weights, 14.4 GB. Beside
+  them lie 23.1 GB of weights, gradients, state and buffers. Two things are not explained. Only
+  Transformer Engine before 2.14 makes these copies, and Bridge's uv.lock at these runs' commit
+  (600d069b8) has 2.17.1. And the first two figures are 0.7 GB higher; uneven routing, which the
+  recipe allows, may be part of it.
 - **Llama3-70B.** The figures are read as those of the last pipeline rank, for three reasons.
-  Megatron Bridge wrote its memory metrics on the last rank alone when these runs were made (its
-  issue 3167 and pull request 3645, which changed that a month later). Two of the runs with 58.8
-  and 59.6 GB are marked "OOM on rank 0", on cards of 80 GB. And twice as many chunks made the
-  figure grow, as in this model's last stage (68 to 74 layers of microbatches in flight), while its
-  first stage needs less (92 to 86).
+  Bridge wrote memory metrics on the last rank alone when these runs were made (its issue 3167).
+  Two of the runs are marked "OOM on rank 0". And twice as many chunks made the figure grow, as it
+  does on this model's last stage and not on its first.
 
-  What Bridge's text calls `core_attn`, the baseline, recomputes nothing: the recipe of March 2026
-  sets `recompute_granularity` to None, and Megatron's config then names core_attn, its default,
-  without effect. So 59.6 GB with `core_attn` and `layernorm` are more than 58.8 without either, as
-  they are here: a layer whose attention is recomputed keeps q, k and the projection's whole output.
-
-  The recipe's CUDA graphs of `mlp` are left out here. No row shows them: with them the last stage
-  is predicted higher, whether or not the following counts.
+  Bridge's text calls the baseline `core_attn`, but it recomputes nothing: the recipe of March 2026
+  sets `recompute_granularity` to None. So 59.6 GB with `core_attn` and `layernorm` are more than
+  58.8 without, as they are here: a layer whose attention is recomputed keeps q, k and the
+  projection's whole output.
 
   Six of the seven rows are near the measured ones without two things that sources say are there,
-  and too high with them, as the table shows:
+  and too high with them:
 
-  - gradients of logits, and what belongs to them, of up to 22 microbatches, which
-    `defer_embedding_wgrad_compute` of that recipe keeps (megatron-core tensor_parallel/layers.py):
-    4.7 GB of 15 at pp 4, 6.9 GB of 22 at pp 8. They are drained before the optimizer step;
-  - transposes of fp8 weights, which products on Hopper read in the backward: Transformer Engine
-    keeps them with weights that are fp8 themselves (2.14: pytorch/module/base.py
-    `get_weight_workspace`, pytorch/tensor/utils.py `post_all_gather_processing`), however
-    `disable_parameter_transpose_cache` is set: 4.3 GB at tp 4 and pp 4, 2.1 GB at tp 8 or pp 8.
+  - `defer_embedding_wgrad_compute` of that recipe keeps the gradients of logits of up to 22
+    microbatches until the optimizer step (megatron-core tensor_parallel/layers.py): 4.7 GB of 15
+    at pp 4, 6.9 GB of 22 at pp 8
+  - products on Hopper read transposes of fp8 weights in the backward, and Transformer Engine keeps
+    them with weights that are fp8 themselves, however `disable_parameter_transpose_cache` is set:
+    4.3 GB at tp 4 and pp 4, 2.1 GB at tp 8 or pp 8
 
-  The seventh row, tp 8, is near with the transposes and too low without. The reports do not say
-  which versions ran, nor the whole config. Not counted either way: with
-  `overlap_param_gather_with_optimizer_step`, which Bridge sets where data is parallel, the first
-  chunk has an optimizer of its own, and the other casts a fifth fewer weights at once (0.9 GB, in
-  the two rows of `mlp` alone). The larger figures are kept: a plan then fits in either case.
+  The seventh row, tp 8, is near with the transposes and too low without. The reports name neither
+  the versions nor the whole config. The larger figures are kept, so that a plan fits in either
+  case.
 """
 
 

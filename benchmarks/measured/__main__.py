@@ -3,7 +3,7 @@
     python -m benchmarks.measured [--rows FILE.csv ...] [--only NAME] [-o DIR]
 
 Needs megatron-core 0.19 on the path: `make measured`. Without -o it writes
-benchmarks/results/measured.json, docs/measured-runs.md and docs/pictures/measured.svg.
+benchmarks/results/measured.json and .md, docs/measured-runs.md and docs/pictures/measured.svg.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def main() -> None:
     json_path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     picture.write(data, picture_path)
     page_path.write_text(page.text(data), encoding="utf-8")
+    json_path.with_suffix(".md").write_text(page.rows(data), encoding="utf-8")
     print(page.summary(data))
     print(f"Written to {page_path}, {picture_path} and {json_path}.")
 

@@ -1,28 +1,33 @@
-"""docs/measured-runs.md, from the results."""
+"""docs/measured-runs.md and every row behind it, from the results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from benchmarks.measured import times
 from benchmarks.measured.results import Data
 from benchmarks.measured.spread import Spread
-from benchmarks.measured.times import section
 from benchmarks.tables import markdown
 
 PICTURE = "pictures/measured.svg"
 
 
 def text(data: Data) -> str:
-    """The whole page."""
-    families = by_family(judged(data))
+    """The page: statistics, and what is open."""
     parts = [INTRODUCTION.format(core=data["megatron-core"]), _counted(data)]
     parts += [markdown(STATISTICS, _all_statistics(data))]
     parts += [f"![predicted against measured peaks]({PICTURE})\n", OPEN]
-    for name, rows in families.items():
-        parts += [f"## {name[0].upper()}{name[1:]}\n", _family(rows)]
-    for before, header, rows in section(data["times"]):
-        parts += [before, markdown(header, rows)]
-    parts += [_ratios(data["ratios"])] if data.get("ratios") else []
+    parts += times.section(data["times"])
+    parts += [RATIOS, _ratios(data["ratios"])] if data.get("ratios") else []
+    return "\n".join(parts)
+
+
+def rows(data: Data) -> str:
+    """The tables that have a line for each row."""
+    parts = [ROWS]
+    for name, own in by_family(judged(data)).items():
+        parts += [f"## {name[0].upper()}{name[1:]}\n", _family(own)]
+    parts += times.rows(data["times"])
     parts += ["## Rows that do not suffice\n", NOT_JUDGED, _not_judged(data["points"])]
     parts += ["## Not covered\n", NOT_COVERED, _uncovered(data["uncovered"])]
     return "\n".join(parts)
@@ -156,7 +161,7 @@ def _ratios(rows: Sequence[Data]) -> str:
         ]
         for row in rows
     ]
-    return RATIOS + markdown(RATIO, lines)
+    return markdown(RATIO, lines)
 
 
 def _uncovered(rows: Iterable[Data]) -> str:
@@ -171,83 +176,76 @@ def _uncovered(rows: Iterable[Data]) -> str:
 INTRODUCTION = """# Predictions against measured runs
 
 Written by `make measured` (`python -m benchmarks.measured`, megatron-core {core}) from
-`benchmarks/data/`. **Measured** peaks are the sources': torch's peak of allocated bytes since the
-process began. **Predicted** peaks are this package's model of the same flags on the same number of
-GPUs, without a device, and what torch's blocks add ([how](decisions/blocks.md)); nothing in it is
-fitted to a row. GB are 10^9 bytes. Errors in the tables of statistics are absolute, but for the
-last two columns.
+`benchmarks/data/`. [Every row](../benchmarks/results/measured.md) is in a file of its own.
 
-Sources: golden values of Megatron-LM's functional tests (NVIDIA/Megatron-LM, file and commit in
-each row of `megatron_golden_memory.csv`; values of the last rank, so of the last pipeline stage),
-all other golden values with memory in Megatron-LM cf3b8ee60, which were added when the model was
-done and can only judge it (`megatron_golden_memory_added.csv`),
-and the runs on eight B200 that MooreThreads/SimuMax publishes, with SimuMax's own predictions
-(`b200_measured.csv`; the largest peak of each stage's ranks). The tests' variables, and what their
-containers have of torch and flash-attn, are read from their repository
-(`megatron_test_containers.csv`, `megatron_recordings.csv`, `megatron_moe_recordings.csv`,
-`benchmarks/measured/megatron_tests.py`). Tiers: A is above 4 GB, B above 0.8, C the rest and runs
-on A100, as the table of golden values has them. No figures of the estimator of ISEEKYAN/mbridge for
-these runs were found.
-"""
-OPEN = """**Open**, by what is missing in bytes; none of it is fitted:
+- **Measured**: torch's peak of allocated bytes since the process began, as the sources give it.
+- **Predicted**: this package's peak for the same flags on the same number of GPUs, without a
+  device, plus what torch's blocks add ([how](decisions/blocks.md)). Nothing in it is fitted to a
+  row.
+- Errors in the tables of statistics are absolute, except in the last two columns. A GB is 10^9
+  bytes.
 
-- Routing: predictions are of even routing, and no MoE row of Megatron's tests forces it to be even
-  (`--moe-router-force-load-balancing`). The families go by what evens it: Sinkhorn's assignment
-  nearly does, whatever was learned; an auxiliary loss or an expert's bias has to be learned; with
-  Megatron's default coefficient of 0 nothing evens it. In a run's first step the router has learned
-  nothing; "MoE, first step" compares that peak, before Adam's moments. "MoE, second step logged"
-  compares the first peak with them: what grows later, with as much held between steps, is routing
-  and blocks. So do the jobs with fp8 experts (by 1.7 GB) and the proxies of DeepSeek-V3 (by 1.0 GB;
-  restarted from a checkpoint, their peaks begin lower again).
-  How uneven a router is that has learned nothing was simulated once on a CPU (12 layers of hidden
-  size 512 by Megatron's initialisation, text as tokens): of eight experts, two for each token, one
-  gets 0.8 to 1.3 times its share over all layers, 0.2 to 2.2 times in one layer; by Sinkhorn's
-  assignment, two of four experts get 0.98 to 1.02 times over six layers. Muon's tests on two nodes
-  of GB200 (EP 8, one expert a rank, not evened) need 0.2 GB less than the same tests on H100.
-- Two runs that went on from a checkpoint (Sinkhorn, "reshard_2x1x4") have peaks 0.05 and 0.1 GB
-  above those of the same job from the start, and none of 50 later steps has as much: loading, or
-  what it leaves for the first step. Their checkpoints keep the optimizer by buckets, those of jobs
-  whose peaks are alike do not (`--dist-ckpt-optim-fully-reshardable`); not followed further.
-- Mixtral from a checkpoint, in the first step as in later ones: 0.8 to 1.0 GB on H100, as 7 to 9%
-  more tokens than even on the last rank's expert would need (computed; whether they were there is
-  in no row), and 2.1 GB on A100 in the container of long support, whose Transformer Engine 1.2 is
-  older than its grouped products; no cause was found.
-- One recording of grouped products on A100, of 2025-05-16, has 82 MB less than another of the same
-  model, of 2025-05-29.
-- First steps with fused cross entropy: up to 128 MB more, in some runs of equal flags. torch's
-  inductor times what it compiled, and makes a tensor of the L2 cache's size for it
-  (torch/_inductor/runtime/benchmarking.py `L2_cache_size`; 126.5 MiB on B200): the extra bytes of
-  GB200 and H100 differ as these sizes do. It is in no later peak.
-- Blocks: runs of equal flags differ by up to 13 MB, by which holes tensors fell into
-  ([what is followed](decisions/blocks.md)). Under context parallelism one run's peak may grow for
-  tens of steps, with as much held between them: on H100 from 1,224.4 MB at its second step to
-  1,233.8 from its 42nd on. "Context parallel, first step" is before that.
-- Nemotron 3.5 Lightning between steps: 347 MB more. 292 MB of it would be the fp32 main gradients
-  of shards, which `--grad-reduce-in-bf16` makes in a step and the next forward no longer has (read
-  in distrib_optimizer.py, not run).
-- Fine-grained offload beside EP overlap: 15 MB missing on H100 in the second step, the first after
-  Megatron's warm-up, 62 MB on GB200; the rest of 119 and 84 MB comes step by step until the 26th,
-  as routing is learned. The step's time is not predicted.
-- Nemotron 3.5 Lightning on 8 GB200: its second step is predicted a little too high; by its 17th it
-  takes 17.4 GB more, as routing is learned, with as much held between steps.
-- CUDA graphs: torch reports what their pool has only while they are captured. The one run whose
-  capture is its peak (attention with scores) says that the pool is right; what the graphs of
-  small layers keep between steps beside it is not predicted, and replays are compared without them.
-- Fused cross entropy on A100 in containers of 2025: the first step took 0.5 and 0.9 GB more, as one
-  and two copies of the logits would, and no later step did: not judged.
-- T5 with scores: 100 to 135 MB of the release tests' 7 GB.
+The rows come from three tables:
+
+- `megatron_golden_memory.csv`: golden values of Megatron-LM's functional tests. Each row names its
+  file and commit. The values are those of the last rank, and so of the last pipeline stage.
+- `megatron_golden_memory_added.csv`: all other golden values with memory in Megatron-LM cf3b8ee60.
+  They were added after the model was done, so they only judge it.
+- `b200_measured.csv`: the runs on eight B200 that MooreThreads/SimuMax publishes, with SimuMax's
+  own predictions. A row has the largest peak of its stage's ranks.
+
+The other files in `benchmarks/data/` hold what the tests' repository says of their variables and of
+the torch and flash-attn in their containers. Tier A is above 4 GB, tier B above 0.8 GB; tier C is
+the rest, and all runs on A100. No figures of ISEEKYAN/mbridge's estimator for these runs were
+found.
 """
-NOT_JUDGED = """Not in the statistics above: another run of the same flags on the same GPUs measured
-something else, the run is not of these flags, or a file that is not public says how it is
-quantised (`benchmarks/measured/doubts.py`).
+OPEN = """**What is open**, by the bytes that are missing. None of it is fitted.
+
+- **Routing.** Predictions assume even routing. No MoE row of Megatron's tests forces its routing
+  to be even. The families say what evens it: Sinkhorn's assignment does so at once; an auxiliary
+  loss or an expert's bias does so by training; with Megatron's default coefficient of 0 nothing
+  does. "MoE, first step" compares the peak of the first step, in which the router has learned
+  nothing and Adam has no moments yet. "MoE, second step logged" compares the first peak with these
+  moments; what grows later is routing and blocks. Jobs with fp8 experts grow by 1.7 GB, the
+  proxies of DeepSeek-V3 by 1.0 GB, and Nemotron 3.5 Lightning on 8 GB200 by 17.4 GB.
+- **Mixtral from a checkpoint**: 0.8 to 1.0 GB on H100, in every step. An expert on the last rank
+  with 7 to 9% more tokens than even would need as much. On A100 it is 2.1 GB, in a container whose
+  Transformer Engine 1.2 is older than its grouped products. No cause was found.
+- **Two runs that continue a checkpoint** ("reshard_2x1x4") have peaks 0.05 and 0.1 GB above those
+  of the same job from its start. No later step of theirs has as much, so loading is the likely
+  cause.
+- **Fused cross entropy, first step**: up to 128 MB. torch's inductor times what it compiled and
+  makes a tensor of the L2 cache's size for it (torch/_inductor/runtime/benchmarking.py). On A100
+  in containers of 2025 it is 0.5 and 0.9 GB, as much as one and two copies of the logits; those
+  rows are not judged.
+- **Blocks.** Runs of equal flags differ by up to 13 MB. Under context parallelism a run's peak may
+  grow for tens of steps, with the same bytes between steps; "context parallel, first step" is from
+  before that growth.
+- **Nemotron 3.5 Lightning between steps**: 347 MB. With `--grad-reduce-in-bf16` a step makes fp32
+  main gradients of shards, which would be 292 MB of it (read in distrib_optimizer.py, not run).
+- **Fine-grained offload beside EP overlap**: 15 MB on H100 and 62 MB on GB200 in the first step
+  after Megatron's warm-up. Routing adds the rest by the 26th step. The step's time is not
+  predicted.
+- **CUDA graphs.** torch reports the bytes of their pool only during capture. One run has its peak
+  there, and its pool is predicted right. What the graphs of small layers keep between steps is not
+  predicted, so replays are compared without it.
+- **T5 with scores**: 100 to 135 MB of the release tests' 7 GB. One recording of grouped products
+  on A100 has 82 MB less than another of the same model.
+"""
+ROWS = """# Every row behind docs/measured-runs.md
+
+Written by `make measured`. [The page](../../docs/measured-runs.md) says what the columns mean.
+"""
+NOT_JUDGED = """These rows are in no statistics but the last line's: another run of the same flags
+on the same GPUs measured something else, the run is not of these flags, or its quantisation is in
+a file that is not public (`benchmarks/measured/doubts.py`).
 """
 RATIO = ("job", "setting", "to", "published", "predicted", "error", "source")
 RATIOS = """### Steps with a setting to steps without
 
-What a choice costs is a ratio of two steps. Published ones are of measured steps (of throughput
-at the same model, where steps are not given). Predicted: both steps with the optimizer.
-
+What a choice costs is a ratio of two steps. The published ratios are of measured steps, or of
+throughput where steps are not given. The predicted ones include the optimizer on both sides.
 """
-NOT_COVERED = """A reason is the reader's, the package's or Megatron's own. More rows of the same
-columns can be read with `python -m benchmarks.measured --rows FILE.csv -o FOLDER`.
+NOT_COVERED = """A reason is the reader's, the package's or Megatron's own.
+`python -m benchmarks.measured --rows FILE.csv -o FOLDER` reads more rows of the same columns.
 """

@@ -10,6 +10,7 @@ from benchmarks.measured.machines import AWS
 from benchmarks.measured.prediction import Prediction
 from benchmarks.measured.runs import Run
 from benchmarks.measured.spread import Spread
+from benchmarks.tables import markdown
 
 Data = dict[str, Any]
 
@@ -62,8 +63,8 @@ def width(flags: Sequence[str]) -> int:
     return int(flags[flags.index("--hidden-size") + 1])
 
 
-def section(points: Sequence[Data]) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
-    """Tables: what stands before one, its header, its rows."""
+def section(points: Sequence[Data]) -> list[str]:
+    """The section of the page: statistics, and what differs between machines."""
     groups: dict[tuple[str, str, str], list[Data]] = {}
     for one in points:
         chip = one["gpu"].partition("-")[0]
@@ -76,16 +77,20 @@ def section(points: Sequence[Data]) -> Iterator[tuple[str, tuple[str, ...], list
             if one["added"]:
                 groups.setdefault(("~ added rows", chip, "all of these"), []).append(one)
     lines = [_statistics(key, groups[key]) for key in sorted(groups)]
-    yield TIMES, STATISTICS, [[cell.replace("~", "all") for cell in line] for line in lines]
-    yield APART, EQUAL_FLAGS, _equal_flags(points)
-    yield MACHINES, RECORDINGS, _recordings(points)
-    before = UNTOLD
+    said_lines = [[cell.replace("~", "all") for cell in line] for line in lines]
+    parts = [TIMES, markdown(STATISTICS, said_lines), APART]
+    parts += [markdown(EQUAL_FLAGS, _equal_flags(points)), MACHINES]
+    return [*parts, markdown(RECORDINGS, _recordings(points)), UNTOLD]
+
+
+def rows(points: Sequence[Data]) -> Iterator[str]:
+    """A line for each step, by role."""
     for name in (FITTED, JUDGES, ASSUMED):
-        rows = sorted((p for p in points if p["role"] == name), key=lambda p: (p["gpu"], p["run"]))
-        lines = [_line(p) for p in rows]
+        own = sorted((p for p in points if p["role"] == name), key=lambda p: (p["gpu"], p["run"]))
+        lines = [_line(p) for p in own]
         once = [line for number, line in enumerate(lines) if line not in lines[:number]]
-        yield before + TITLES[name], HEADER, once
-        before = ""
+        yield TITLES[name]
+        yield markdown(HEADER, once)
 
 
 def fitted(one: Data) -> bool:
@@ -162,65 +167,52 @@ def _line(one: Data) -> list[str]:
 
 TIMES = """## Times
 
-**Measured** steps are the sources': SimuMax's, and of Megatron's tests the median of the second
-half. **Predicted** steps are modelled without a device ([how](decisions/time-model.md)), the
-optimizer and data-parallel collectives included. `meta/devices.json` names the source of every
-parameter. Errors are absolute, but for the worst.
+**Measured** steps are the sources': SimuMax's own, and the median of the second half of Megatron's
+tests. **Predicted** steps are modelled without a device ([how](decisions/time-model.md)) and
+include the optimizer and the data-parallel collectives. Errors are absolute, except the worst.
 
 - *Fitted*: a parameter was fitted on the row.
-- *Judges*: none was, the number of GPUs is known, and the hidden size is 4,096 or more.
-- *Small layers*: the host decides, whose GPU waits for launches. *Fitted*: three parameters of
-  H100's host, one factor of them for H100 at AWS, and one for A100 and GB200
-  (`python -m benchmarks.measured.hosts`).
-- *Checks itself*: `--check-weight-hash-across-dp-replicas-interval 1` has every step copy all
-  weights to the CPU and take their SHA-1 (megatron-core utils.py), `--test-mode` has every forward
-  gather the norms of queries and keys of all ranks and compare them, the host waiting for each
-  (transformer/attention.py `run_realtime_tests`), which is no training: not among *all*.
-- *GPUs assumed*: chosen by the bytes between steps; an error may be that of the choice.
+- *Judges*: nothing was fitted, the number of GPUs is known, and the hidden size is 4,096 or more.
+- *Small layers*: the host decides, because the GPU waits for launches. *Fitted* among them are
+  three parameters of H100's host, and one factor on these three for H100 at AWS, for A100 and for
+  GB200 (`python -m benchmarks.measured.hosts`).
+- *Checks itself*: every step also checks weights, or attention's inputs, over all ranks and waits
+  for the result (`--check-weight-hash-across-dp-replicas-interval 1`, `--test-mode`). That is no
+  training, so these rows are not among *all*.
+- *GPUs assumed*: the number of GPUs was chosen by the bytes between steps. An error may be that of
+  the choice.
 
-The 7B runs of Megatron's tests have `--deterministic-mode`. On Blackwell a deterministic job with
-dropout takes flash-attn, as its bytes show, which reaches 0.39 of cuDNN's rate there (sources in
-meta/devices.json). How much slower its deterministic backward is, is in no source that was found,
-and not counted: 1.5 times would explain what is missing at four stages. In small tests on GB200
-whose name ends in `1node` a step takes 5 to 20 times as long as in the same test on two nodes: they
-run on four GPUs of GitHub's runners, at AWS (tests/test_utils/recipes/gb200/gpt-1node.yaml).
+- The 7B runs of Megatron's tests are deterministic. Their deterministic backward of attention is
+  slower, and no source says by how much; it is not counted. A factor of 1.5 would explain what is
+  missing at four stages.
+- Small tests on GB200 whose name ends in `1node` take 5 to 20 times as long as the same test on two
+  nodes. They run on four GPUs of GitHub's runners, at AWS.
 """
 APART = """### What no parameter of a GPU can say
 
-Steps of one run are steady: on H100 their quartiles are mostly within 2%. Runs of equal flags are
-less so, on H100 on one machine:
-
+Steps of one run are steady: on H100 their quartiles are mostly within 2%. Runs of equal flags
+differ more, even on one machine:
 """
-MACHINES = """
-The date of a row is that of its commit, which for half of the small tests on H100 only rewrote the
-file; `megatron_recordings.csv` has the commit whose run a row is of, by the history of its file.
-Runs on H100 that were recorded with Megatron-LM 5fe3f0665 (2026-05-07) or cd4afffa6 (2026-07-25)
-took 1.42 to 1.61 times as long as those of equal flags recorded with 4e85d74ae (2026-04-14), in
-each of nine sets. The container is not why: tests of 2026-05-14 in that of 2026-05-07 took 1.04 to
-1.07 times as long. What differs is the machine. Megatron's tests on H100 run in NVIDIA's own
-cluster, and some of them, those whose scope begins with `mr-github`, at AWS too, on GitHub's
-runners (Megatron-LM tests/test_utils/recipes, .github/workflows/cicd-main.yml
-`nvidia-ci-aws-gpu-x8`). A commit that rewrote the values of such tests alone is taken to have them
-from there (`megatron_recording_machines.csv`): 37 of 37 files in 5fe3f0665, 5 of 5 in cd4afffa6,
-92 of 148 in 4e85d74ae. So predictions of these rows are made with AWS's host, which is one number
-beside NVIDIA's.
-
+MACHINES = """Megatron's tests on H100 run in NVIDIA's own cluster, and some of them also at AWS,
+on GitHub's runners. Runs recorded with two commits took 1.42 to 1.61 times as long as those of
+equal flags in a third, in each of nine sets; their containers do not explain it, so their machines
+do. A commit that rewrote only the values of tests that run on GitHub's runners is taken to come
+from there (`megatron_recording_machines.csv`). Predictions of those rows use AWS's host, which is
+one factor on NVIDIA's. The date of a row is that of its commit; `megatron_recordings.csv` says
+which commit's run the values are of.
 """
-UNTOLD = """
-Hosts of A100's and GB200's tests, in other clouds, are as slow as AWS's.
+UNTOLD = """The hosts of A100's and GB200's tests, in other clouds, are as slow as AWS's. Other
+errors on H100 have these causes:
 
-The other errors on H100, by cause:
-
-- The Python of EP overlap's schedule is not in the model.
-- One test with experts on eight ranks (`ep8`) takes longer than predicted, on A100
-  and GB200, too; with Muon it does not, whose own time is then predicted as too long. No cause was
-  found.
-- Two tests whose name has `frozen` take 1.2 and 1.45 times as long as those of equal flags without.
+- The Python of EP overlap's schedule is not modelled.
+- One test with experts on eight ranks (`ep8`) takes longer than predicted, on A100 and GB200 as
+  well. With Muon it does not; Muon's own time is then predicted too long. No cause was found.
+- Two tests whose name has `frozen` take 1.2 and 1.45 times as long as those of equal flags
+  without.
 - Two runs of October 2025 on another cluster swing between 0.3 and 11 s a step.
-
 """
 TITLES = {
-    FITTED: "### Fitted\n",
-    JUDGES: "### Not fitted\n",
-    ASSUMED: "### GPUs assumed\n",
+    FITTED: "## Steps: fitted\n",
+    JUDGES: "## Steps: not fitted\n",
+    ASSUMED: "## Steps: GPUs assumed\n",
 }

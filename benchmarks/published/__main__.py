@@ -3,7 +3,7 @@
     python -m benchmarks.published [--only NAME] [--processes N] [-o DIR]
 
 Needs a Bridge with perf_recipes and the Megatron-LM it pins: `make published-steps`. Without -o it
-writes benchmarks/results/published_steps.json and docs/published-steps.md.
+writes benchmarks/results/published_steps.json and .md, and docs/published-steps.md.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def main() -> None:
     json_path, page_path = _paths(args.output)
     json_path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     page_path.write_text(page.text(data), encoding="utf-8")
+    json_path.with_suffix(".md").write_text(page.rows(data), encoding="utf-8")
     print(page.counted(data) + page.statistics(data))
     print(f"Written to {page_path} and {json_path}.")
 

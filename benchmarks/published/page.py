@@ -1,4 +1,4 @@
-"""docs/published-steps.md, from the results."""
+"""docs/published-steps.md and every row behind it, from the results."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ ALL = "all"
 
 
 def text(data: Data) -> str:
-    """The whole page."""
-    parts = [INTRODUCTION, _fitting(data), counted(data)]
-    parts += [statistics(data), ROWS, markdown(HEADER, map(_line, data["points"]))]
+    """The page: statistics, and what is known."""
+    parts = [INTRODUCTION, _fitting(data), counted(data), statistics(data)]
     parts += [KNOWN, markdown(("recipe", "since its run"), _changed(data["points"])), OPEN]
+    return "\n".join(parts)
+
+
+def rows(data: Data) -> str:
+    """The tables that have a line for each recipe."""
+    parts = [ROWS, markdown(HEADER, map(_line, data["points"]))]
     parts += [NOT_COVERED, _uncovered(data["uncovered"])]
     if data["unread"]:
         lines = ([row["row"], row["reason"]] for row in data["unread"])
@@ -121,60 +126,59 @@ def _fitting(data: Data) -> str:
 
 INTRODUCTION = """# Predictions against NVIDIA's published steps
 
-Written by `make published-steps` from the functions of `megatron.bridge.perf_recipes` (Bridge and
-Megatron-LM of August 2026), read as `estimate --recipe perf_recipes.NAME` reads them, with the
-number of GPUs that the name says. [bridge-recipes.md](bridge-recipes.md) has the bytes of the same
-recipes, [measured-runs.md](measured-runs.md#times) other measured steps.
+Written by `make published-steps`. [Every row](../benchmarks/results/published_steps.md) is in a
+file of its own. [bridge-recipes.md](bridge-recipes.md) has the bytes of the same recipes, and
+[measured-runs.md](measured-runs.md#times) other measured steps.
 
-**Published** steps are seconds, by NVIDIA's tokens per second and GPU: global batch times sequence
-length, by GPUs and by that. Source: docs/performance-summary.md and its archive in Bridge, of
-August 2026, releases 26.02 to 26.08 (`benchmarks/data/bridge_published.csv`). A run is of a recipe
-if model, task, number of GPUs, GPU, precision, global batch, micro-batch, sequence length, parallel
-sizes and FSDP are the same. The newest such release is judged; older ones are listed, with the
-software of their time. The tables do not say which recompute, CUDA graphs, dispatcher and overlap
-a run had: those here are of the recipe of August 2026, older releases may have had others. In their
-MoE runs tokens are spread evenly over experts by force, and none is dropped (their footnote), as
-they are here.
+**Recipes** are the functions of `megatron.bridge.perf_recipes` (Bridge and Megatron-LM of August
+2026), read as `estimate --recipe perf_recipes.NAME` reads them. The number of GPUs is in the name.
 
-**Predicted** steps are modelled without a device ([how](decisions/time-model.md)), the optimizer
-and data-parallel collectives included, under the recipe's own recompute setting. What a recipe
-offloads stays on the device here; its row says so. Loading data, logging and checkpoints are
-not in the model.
+**Published** steps are in seconds: the samples of a step times the sequence length, divided by
+NVIDIA's tokens per second over all GPUs. The source is docs/performance-summary.md of Bridge, with
+its archive, of August 2026: releases 26.02 to 26.08 (`benchmarks/data/bridge_published.csv`). A
+run belongs to a recipe if model, task, GPUs, precision, batch sizes, sequence length, parallel
+sizes and FSDP are the same. The newest such release is judged. The tables do not say which
+recompute, CUDA graphs, dispatcher or overlap a run had; these are taken from the recipe. In
+NVIDIA's MoE runs tokens are spread evenly over experts by force, as they are here.
 
-An error is predicted by published, less 1. In the table of statistics errors are absolute, but for
-the last two columns.
+**Predicted** steps are modelled without a device ([how](decisions/time-model.md)) under the
+recipe's own recompute setting. They include the optimizer and the data-parallel collectives, and
+leave out loading data, logging and checkpoints. What a recipe offloads stays on the device here.
+
+An error is predicted by published, less 1. Errors in the table are absolute, except in the last
+two columns.
 """
-NOTHING_FITTED = f"""No figure of `meta/devices.json` was fitted on a row of this page: no role is
-"{FITTED_ROLE}". That file says which figures were fitted on other runs, and which are assumed to be
-as on another device. Rows whose role is "{CHANGED_ROLE}" do not judge: see below.
+NOTHING_FITTED = f"""No figure of `meta/devices.json` was fitted on a row of this page, so no role
+is "{FITTED_ROLE}". Rows whose role is "{CHANGED_ROLE}" do not judge.
 """
-SOME_FITTED = f"""Figures of `meta/devices.json` were fitted on {{fitted}} of these {{all}} rows,
-whose role is "{FITTED_ROLE}" (`FITTED` in `benchmarks/published/results.py`); those whose role is
-"{JUDGES}" judge, those that are "{CHANGED_ROLE}" do not: see below.
+SOME_FITTED = f"""Figures of `meta/devices.json` were fitted on {{fitted}} of these {{all}} rows;
+the role of these rows is "{FITTED_ROLE}". Rows whose role is "{JUDGES}" judge the model. Rows
+whose role is "{CHANGED_ROLE}" do not: the recipe of August 2026 has another setting than its
+newest published run.
 """
-ROWS = """## All rows
+ROWS = """# Every row behind docs/published-steps.md
 
-"Runs with" is what the recipe of August 2026 says of CUDA graphs, of the dispatcher of tokens and
-of overlap. A family is that of the model, or LoRA where only adapters are trained.
+Written by `make published-steps`. [The page](../../docs/published-steps.md) says what the columns
+mean. "Runs with" is what the recipe of August 2026 says of CUDA graphs, of the dispatcher and of
+overlap. A family is that of the model, or LoRA where only adapters are trained.
 """
-KNOWN = f"""## What is known of rows
+KNOWN = """## What is known of rows
 
-- Bridge's docs/releases/software-versions.md: release 26.02 has Bridge 0.3.0, 26.04 has 0.4.0,
-  26.06 has 0.5.0. Their settings are in `scripts/performance/configs/` of these tags.
-- In fp8mx on GB200 and GB300, Qwen3, DeepSeek-V3 and gpt-oss, and Qwen3-30B on B300, have a CUDA
-  graph of the whole iteration, EP overlap and fused grouped products from 0.5.0 on, and attention
-  in fp8 but for DeepSeek-V3 on GB200. Their steps of 26.04.01 and older are of another setting.
-- gpt-oss in 26.06.01: slower by a known issue, NVIDIA/cudnn-frontend 256, says the archive.
+- Release 26.02 has Bridge 0.3.0, release 26.04 has 0.4.0, and release 26.06 has 0.5.0, says
+  Bridge's docs/releases/software-versions.md. Their settings are in `scripts/performance/configs/`
+  of these tags.
+- Some recipes in fp8mx changed with 0.5.0: Qwen3, DeepSeek-V3 and gpt-oss on GB200 and GB300, and
+  Qwen3-30B on B300. They then got a CUDA graph of the whole iteration, EP overlap, fused grouped
+  products and attention in fp8 (not DeepSeek-V3 on GB200). Their steps up to 26.04.01 are of
+  another setting.
+- gpt-oss in 26.06.01 is slower by a known issue, NVIDIA/cudnn-frontend 256, says the archive.
 - Kimi-K2 ran with Muon, says the archive; so does the recipe.
-- "{CHANGED_ROLE}": the recipe of August 2026 has another setting than its newest published run.
 """
-OPEN = """**Open**, by the recipes' sources:
-
-- `fp8_dot_product_attention` is not read: attention is timed in bf16.
-- Graphs of layers beside EP overlap are not told apart: the host starts their kernels here.
+OPEN = """**What is open**: `fp8_dot_product_attention` is not read, so attention is timed in bf16.
+Graphs of layers beside EP overlap are not told apart, so the host starts their kernels here.
 """
 NOT_COVERED = """## Not covered
 
-Recipes with a published run of their model, task, number of GPUs, GPU and precision. A reason is
-the reader's own, or in which sizes the nearest run differs.
+These recipes have a published run of their model, task, number of GPUs, GPU and precision. A reason
+is the reader's own, or the sizes in which the nearest run differs.
 """

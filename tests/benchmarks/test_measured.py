@@ -135,10 +135,10 @@ def test_a_first_step_is_compared_where_a_run_begins_there(tmp_path):
     assert "| 1 | 100.00% |" in line
 
 
-def test_what_is_not_covered_stands_on_the_page_with_its_reason():
+def test_what_is_not_covered_stands_among_the_rows_with_its_reason():
     runs = [row for row in read(GOLDEN) if isinstance(row, Run) and row.uncovered][:1]
     unread = Unread("broken row", "B", "tp: a whole number is needed")
-    text = page.text(results([(runs[0], None)], [unread]))
+    text = page.rows(results([(runs[0], None)], [unread]))
     for expected in (runs[0].name, runs[0].uncovered, "broken row", unread.reason):
         assert expected in text
 
@@ -229,7 +229,9 @@ def test_one_run_of_each_family_is_predicted(path, name, bound):
         assert abs(point["error"]) <= bound, json.dumps(point)
 
 
-def test_the_page_is_its_results():
-    data = json.loads((DATA.parent / "results" / "measured.json").read_text(encoding="utf-8"))
+def test_the_page_and_its_rows_are_the_results():
+    results_path = DATA.parent / "results" / "measured.json"
+    data = json.loads(results_path.read_text(encoding="utf-8"))
     written = (DATA.parents[1] / "docs" / "measured-runs.md").read_text(encoding="utf-8")
     assert page.text(data) == written
+    assert page.rows(data) == results_path.with_suffix(".md").read_text(encoding="utf-8")

@@ -97,7 +97,7 @@ def test_a_row_that_cannot_be_read_is_named_with_its_field(tmp_path, column, val
     assert isinstance(good, runs.PublishedRun)
     with pytest.raises(FieldError, match=rf"line 2: {column}: "):
         runs.all_read(path)
-    assert f"| line 2 | {bad.reason} |" in page.text(results.results([], [], [bad]))
+    assert f"| line 2 | {bad.reason} |" in page.rows(results.results([], [], [bad]))
 
 
 def test_rows_cut_short_and_other_tables_are_named(tmp_path):
@@ -143,7 +143,7 @@ def test_statistics_are_those_by_hand():
 
 
 def test_the_newest_release_is_judged_and_older_ones_are_a_range():
-    text = page.text(results.results(FOUND, []))
+    text = page.rows(results.results(FOUND, []))
     line = "| 26.08 | 10.00 | 11.00 | +10.0% | 4.00 to 22.00 (26.02 to 26.06) |"
     assert f"| a | dense | judges | none |  {line}" in text
     assert "| 8.00 | 12.00 | +50.0% | 16.00 (26.04) |" in text
@@ -151,7 +151,7 @@ def test_the_newest_release_is_judged_and_older_ones_are_a_range():
 
 
 def test_roles_are_told_apart_once_a_recipe_is_fitted(monkeypatch):
-    assert 'no role is\n"fitted"' in page.text(results.results(FOUND, []))
+    assert 'no role is "fitted"' in " ".join(page.text(results.results(FOUND, [])).split())
     monkeypatch.setattr(results, "FITTED", ("b_config",))
     text = page.text(results.results(FOUND, []))
     assert "were fitted on 1 of these 3 rows" in text
@@ -188,6 +188,7 @@ def test_a_published_run_without_a_recipe_is_named():
 def test_the_page_is_its_results_and_has_every_published_recipe():
     data = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert page.text(data) == PAGE.read_text(encoding="utf-8")
+    assert page.rows(data) == RESULTS.with_suffix(".md").read_text(encoding="utf-8")
     known = runs.all_read(runs.PUBLISHED)
     names = [each["recipe"] for each in (*data["points"], *data["uncovered"])]
     assert data["runs"] == len(known)
