@@ -21,6 +21,9 @@ ENCODER = "encoder"
 """T5's: every layer of its decoder reads the encoder's output."""
 Blocks = Mapping[str, int]
 """Layers of each block by name, in the order of a policy."""
+MEGATRON = "megatron:"
+"""In front of a policy's text: its choices as Megatron's own checkpoints run them; or the name of
+one of Megatron's settings."""
 
 _NAMED = re.compile(r"\s*(?P<name>(?!megatron\s*:)[a-z][a-z0-9_]*)\s*:(?P<text>.*)", re.DOTALL)
 
@@ -52,11 +55,33 @@ def parts_of_field(value: Any) -> Mapping[str, Any] | None:
     Raises:
         PolicyError: as `named_parts`, or as `read_file`.
     """
+    if isinstance(value, str) and value.startswith(MEGATRON):
+        parts = parts_of_field(value.removeprefix(MEGATRON))
+        return parts and {name: as_megatrons(part) for name, part in parts.items()}
     if isinstance(value, str) and value.startswith("@"):
         value = read_file(value[1:])
     if isinstance(value, Mapping):
         return parts_of_plan(value) or parts_of_dict(value)
     return named_parts(value) if isinstance(value, str) else None
+
+
+def as_megatrons(value: Any) -> Any:
+    """The value of a config field in which every choice is as Megatron's own checkpoints run it."""
+    if isinstance(value, Mapping):
+        parts = parts_of_plan(value) or parts_of_dict(value)
+        if parts is not None:
+            return {name: as_megatrons(part) for name, part in parts.items()}
+        of_all = value.get("recompute_policy", value.get("policy"))
+        return value if of_all is None else {"recompute_policy": as_megatrons(of_all)}
+    if isinstance(value, str):
+        return value if value.startswith(MEGATRON) else f"{MEGATRON}{value}"
+    return MEGATRON + ",".join(f"{choice}*1" for choice in value)
+
+
+def named_file(value: Any) -> str | None:
+    """The FILE of a field's value @FILE or megatron:@FILE; None if it names none."""
+    text = value.removeprefix(MEGATRON) if isinstance(value, str) else ""
+    return text[1:] if text.startswith("@") else None
 
 
 def parts_of_dict(value: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from megatron_autorecompute.block_names import (
     DECODER,
+    MEGATRON,
     Blocks,
     named_parts,
     parts_of_dict,
@@ -60,7 +61,8 @@ GRAMMAR = (
     f"a policy is a comma-separated list of CHOICE*COUNT, CHOICE being {CHOICE}; "
     "or one CHOICE for all layers; or megatron:none, megatron:selective[MODULE+…], "
     "megatron:offload[MODULE+…], megatron:block/N, megatron:uniform/N, megatron:cpu_offloading/N; "
-    "or @FILE; in a model of several blocks also NAME:POLICY;NAME:POLICY"
+    "or @FILE; in a model of several blocks also NAME:POLICY;NAME:POLICY; or megatron:POLICY, the "
+    "choices as Megatron's own checkpoints run them"
 )
 
 
@@ -171,18 +173,28 @@ class LayerPolicy:
         return self.granularity == "full" or not HAVE_DEAD_WORK.isdisjoint(self.modules)
 
     @property
+    def own(self) -> tuple[str, ...]:
+        """Kept parts and modules that Megatron's own checkpoints lack."""
+        return (*self.keep, *(module for module in self.modules if module in OWN_MODULES))
+
+    @property
     def is_megatrons(self) -> bool:
         """Whether Megatron's own checkpoints run exactly this."""
-        own = self.keep or not set(OWN_MODULES).isdisjoint(self.modules)
-        return not own and (self.rerun_all or not self.has_dead_work)
+        return not self.own and (self.rerun_all or not self.has_dead_work)
 
     @property
     def as_megatron(self) -> LayerPolicy:
         """The choice that reruns all that Megatron reruns for it; itself if it does.
 
         Raises:
-            PolicyError: it keeps parts, which Megatron cannot.
+            PolicyError: it has parts or modules that Megatron lacks.
         """
+        if self.own:
+            raise PolicyError(
+                f"{self} as Megatron's own checkpoints run it: they have no {', '.join(self.own)}. "
+                "Leave that out; or leave out megatron: before the policy, and "
+                "--recompute-choices megatron."
+            )
         return replace(self, rerun_all=True)
 
     @classmethod
@@ -260,9 +272,15 @@ class RecomputePolicy:
         """The policy that reruns all that Megatron's own checkpoints rerun.
 
         Raises:
-            PolicyError: a layer keeps parts, which Megatron cannot.
+            PolicyError: a layer has parts or modules that Megatron lacks.
         """
-        return RecomputePolicy(tuple(layer.as_megatron for layer in self.layers))
+        found = []
+        for index, layer in enumerate(self.layers):
+            try:
+                found.append(layer.as_megatron)
+            except PolicyError as error:
+                raise PolicyError(f"Layer {index}: {error}") from error
+        return RecomputePolicy(tuple(found))
 
     @property
     def offloads(self) -> bool:
@@ -310,8 +328,16 @@ class RecomputePolicy:
                 depth_layers=depth_layers,
                 blocks=blocks,
             )
-        if text.startswith("megatron:"):
-            return MegatronStrategy.parse(text).policy(num_layers, layout, depth_layers)
+        if text.startswith(MEGATRON):
+            if _MEGATRON.fullmatch(text):
+                return MegatronStrategy.parse(text).policy(num_layers, layout, depth_layers)
+            return cls.parse(
+                text.removeprefix(MEGATRON),
+                num_layers=num_layers,
+                layout=layout,
+                depth_layers=depth_layers,
+                blocks=blocks,
+            ).as_megatron
         runs = [_parse_run(part, text) for part in re.split(r",(?![^\[]*\])", text)]
         if len(runs) == 1 and runs[0][1] is None:
             return cls((runs[0][0],) * num_layers)

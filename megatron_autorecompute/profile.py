@@ -410,12 +410,7 @@ class LayerKind:
         kept = tuple(
             record
             for choice, record in own.items()
-            if choice.is_megatrons
-            or (
-                not choice.keep
-                and choice.as_megatron.is_megatrons
-                and choice.as_megatron not in own
-            )
+            if choice.is_megatrons or (not choice.own and choice.as_megatron not in own)
         )
         names = {record.choice for record in kept}
         inert = {one: other for one, other in self.inert.items() if other in names}

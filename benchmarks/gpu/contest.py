@@ -76,8 +76,8 @@ class Contest:
         """What all layers have, and, where ours reruns less, the same as Megatron reruns it."""
         layers = [layer for layer, _ in model_layers.numbered_layers(self.job.chunks)]
         shared = [c for c in choices(layers[0]) if all(c in choices(layer) for layer in layers)]
-        whole = [c.as_megatron for c in shared if not c.keep and c.has_dead_work]
-        return list(dict.fromkeys([*shared, *(c for c in whole if c.is_megatrons)]))
+        whole = [choice.as_megatron for choice in shared if not choice.own]
+        return list(dict.fromkeys([*shared, *whole]))
 
     # --- what a strategy takes ---
 

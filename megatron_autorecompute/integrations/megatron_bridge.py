@@ -318,6 +318,8 @@ def pretrain(
     given = getattr(config, POLICY_FIELD, None)
     is_auto = given == "auto"
     refuse_without_auto(options, given, as_field)
+    if given is not None:
+        setattr(config, POLICY_FIELD, options.field_of(given))
     if is_auto:
         refuse_percentile(options, config)
         refuse_beyond_device(options)

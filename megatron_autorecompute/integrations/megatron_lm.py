@@ -29,6 +29,7 @@ from megatron_autorecompute.block_names import (
     DECODER,
     ENCODER,
     Blocks,
+    named_file,
     parts_of_field,
     read_file,
 )
@@ -144,6 +145,7 @@ def check(args: Namespace) -> None:
         )
     if policy is None:
         return
+    policy = args.recompute_policy = options.field_of(policy)
     encoder_layers = _encoder_layers(args)
     whole = policy != "auto" and bool(
         encoder_layers or _may_have_tower(args) or parts_of_field(policy)
@@ -306,9 +308,10 @@ def _given(args: Namespace, model: Sequence[Any]) -> str:
     if args.recompute_policy == "auto":
         return "auto"
     if _for_whole_model is not None:
-        if not _for_whole_model.startswith("@"):
+        file = named_file(_for_whole_model)
+        if file is None:
             return f"policy {_for_whole_model}"
-        content = repr(read_file(_for_whole_model[1:]))
+        content = repr((_for_whole_model.partition("@")[0], read_file(file)))
         return f"policy {hashlib.sha256(content.encode()).hexdigest()[:12]}"
     policy = config_field.policy_of(model_config)
     return "nothing" if policy is None else f"policy {policy.digest()}"

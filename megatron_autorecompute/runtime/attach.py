@@ -27,7 +27,7 @@ from megatron_autorecompute.errors import ApplyError, OptionError
 from megatron_autorecompute.megatron_fields import NO_RECOMPUTE
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.apply import HOLDER_KEY
-from megatron_autorecompute.runtime.auto_options import AutoOptions
+from megatron_autorecompute.runtime.auto_options import ALL_CHOICES, AutoOptions
 from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.controller import Auto
 from megatron_autorecompute.runtime.job_facts import FixedCalls, JobFacts, Program
@@ -46,6 +46,7 @@ def attach(
     reserve_gib: float | None = None,
     plan_path: str | None = None,
     replace_recompute: bool = False,
+    recompute_choices: str = ALL_CHOICES,
     allow_offload: FixedCalls | None = None,
     say: Callable[[str], None] = print,
     program: Program | None = None,
@@ -66,6 +67,8 @@ def attach(
             on all ranks or none.
         replace_recompute: whether recompute that the model's config sets is replaced until
             `close`. If False, such a config is refused.
+        recompute_choices: "megatron" measures and plans only what Megatron's own checkpoints can
+            run; "all" also what they lack.
         allow_offload: also measure and plan Megatron's fine-grained activation offloading, in a
             loop whose training calls are all alike, as this says. A step is then the whole training
             step with its update: put `with auto.step():` around it.
@@ -79,12 +82,13 @@ def attach(
         ApplyError: other ranks did not call this, until the process group's limit or their end.
         AutorecomputeError: as `Auto`.
     """
-    given = max_tokens, budget_gib, reserve_gib, plan_path, allow_offload
+    choices = None if recompute_choices == ALL_CHOICES else recompute_choices
+    given = max_tokens, budget_gib, reserve_gib, plan_path, choices, allow_offload
     if program is not None and any(each is not None for each in given):
         raise OptionError(
             "attach() was given a program, whose options have budget, reserve and plan path, and "
-            "one of max_tokens, budget_gib, reserve_gib, plan_path and allow_offload as well. "
-            "Leave that out."
+            "one of max_tokens, budget_gib, reserve_gib, plan_path, recompute_choices and "
+            "allow_offload as well. Leave that out."
         )
     num_microbatches: Callable[[], int] = get_num_microbatches
     with _on_all_ranks(max_tokens, plan_path, allow_offload):
@@ -96,6 +100,7 @@ def attach(
                 recompute_memory_budget_gib=budget_gib,
                 recompute_memory_reserve_gib=reserve_gib,
                 recompute_plan_path=plan_path,
+                recompute_choices=recompute_choices,
                 recompute_allow_offload=allow_offload is not None,
             )
             # Where calls differ, a layer's costs are lines in tokens: those of one long sample.
@@ -140,6 +145,7 @@ class _Arguments(AutoOptions):
     BUDGET = "budget_gib"
     RESERVE = "reserve_gib"
     PATH = "plan_path"
+    CHOICES = "recompute_choices"
 
 
 def _chunks(given: Any) -> list[torch.nn.Module]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, ClassVar
 
+from megatron_autorecompute.block_names import as_megatrons
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.options import option
 from megatron_autorecompute.profile import IMBALANCE_PERCENTILE
@@ -30,9 +31,10 @@ class AutoOptions:
     """
 
     BUDGET: ClassVar[str] = "--recompute-memory-budget-gib"
-    """What the user calls it, for messages; so are the next two."""
+    """What the user calls it, for messages; so are the next three."""
     RESERVE: ClassVar[str] = "--recompute-memory-reserve-gib"
     PATH: ClassVar[str] = "--recompute-plan-path"
+    CHOICES: ClassVar[str] = "--recompute-choices"
 
     recompute_memory_budget_gib: float | None = option(
         None,
@@ -64,8 +66,8 @@ class AutoOptions:
     )
     recompute_choices: str = option(
         ALL_CHOICES,
-        "all, or megatron: measure and plan only what Megatron's own checkpoints can run, which "
-        "rerun also what no backward reads",
+        "all, or megatron: under any policy what Megatron's own checkpoints run, which rerun also "
+        "what no backward reads; auto then measures and plans that alone",
     )
     recompute_allow_offload: bool = option(
         False,
@@ -96,7 +98,7 @@ class AutoOptions:
             )
         if self.recompute_choices not in (ALL_CHOICES, MEGATRONS_CHOICES):
             raise OptionError(
-                f"--recompute-choices {self.recompute_choices!r}: give {ALL_CHOICES} or "
+                f"{self.CHOICES} {self.recompute_choices!r}: give {ALL_CHOICES} or "
                 f"{MEGATRONS_CHOICES}."
             )
         if self.recompute_measure_steps < 1:
@@ -104,6 +106,11 @@ class AutoOptions:
                 f"--recompute-measure-steps {self.recompute_measure_steps}: auto measures at least "
                 "one step. To measure nothing give a policy, or a plan as @FILE."
             )
+
+    def field_of(self, policy: Any) -> Any:
+        """The value of the config's field by which a policy, or auto, runs under these options."""
+        own = self.recompute_choices == MEGATRONS_CHOICES and policy not in (None, "auto")
+        return as_megatrons(policy) if own else policy
 
     def with_plan_in(self, folder: str | None) -> AutoOptions:
         """The options with the plan in `folder`, the job's checkpoints, if no path was given."""

@@ -36,10 +36,11 @@ def refuse_without_auto(options: AutoOptions, policy: Any, spelled: Spelled = as
         policy: the value of the config's field; None if there is none.
         spelled: how to write settings in the error.
     """
+    used = ["recompute_run_on_cpu", *["recompute_choices"] * (policy is not None)]
     unused = [
         as_flag(field.name, getattr(options, field.name))
         for field in fields(options)
-        if field.name != "recompute_run_on_cpu" and getattr(options, field.name) != field.default
+        if field.name not in used and getattr(options, field.name) != field.default
     ]
     if unused and policy != "auto":
         given = "no policy" if policy is None else f"{spelled('recompute_policy', policy):.60}"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_autorecompute.block_names import parts_of_field, read_file
+from megatron_autorecompute.block_names import named_file, parts_of_field, read_file
 from megatron_autorecompute.compat import model_layers, rules, stage_layout, versions
 from megatron_autorecompute.errors import ApplyError, PipelineError, PolicyError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
@@ -137,13 +137,13 @@ def _counted_chunks(config: TransformerConfig) -> Sequence[Sequence[int]]:
 
 
 def refuse_plan_of_another_model(value: Any, config: TransformerConfig) -> None:
-    """Raise PolicyError if `value` is @PLAN and the plan's layers have other sizes.
+    """Raise PolicyError if `value` names a @PLAN and the plan's layers have other sizes.
 
     Policy files have no sizes, and plans from profiles written by hand may have none.
     """
-    if not isinstance(value, str) or not value.startswith("@"):
+    path = named_file(value)
+    if path is None:
         return
-    path = value[1:]
     try:
         plan = read_file(path)
         facts = plan["profile"]["model"]["facts"]

@@ -57,7 +57,7 @@ def check_beside_offload(policy: RecomputePolicy) -> None:
     if not policy.offloads:
         return
     for index, choice in enumerate(policy.layers):
-        if choice.keep or not set(OWN_MODULES).isdisjoint(choice.modules):
+        if choice.own:
             raise PolicyError(
                 f"{choice} on layer {index}, in a policy that offloads: there all checkpoints are "
                 "Megatron's own, which lack it. Leave it or the offload out."

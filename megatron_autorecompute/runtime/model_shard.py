@@ -130,8 +130,7 @@ def _checkpoints(layer: torch.nn.Module, parts: Sequence[str]) -> list[LayerPoli
 
 def megatrons(choices_of: Callable[[torch.nn.Module], Choices], layer: torch.nn.Module) -> Choices:
     """Of a layer's choices those that Megatron's own checkpoints have, as they run them."""
-    own = (c.as_megatron for c in choices_of(layer) if not c.keep)
-    return tuple(choice for choice in own if choice.is_megatrons)
+    return tuple(choice.as_megatron for choice in choices_of(layer) if not choice.own)
 
 
 def _with_kept(modules: tuple[str, ...], parts: Sequence[str]) -> Iterator[LayerPolicy]:

@@ -12,7 +12,6 @@ from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import offload_modules, rules
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.policy import OWN_MODULES
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.runtime.model_shard import MAX_CHOICES, Choices, choices
 
@@ -38,11 +37,7 @@ def with_offload(plain: Choices, layer: Layer, sets: Sequence[Sequence[str]]) ->
 def without_parts(found: Choices) -> Choices:
     """The choices but those that need checkpoints of ours: where any layer offloads, all are
     Megatron's own."""
-    return tuple(
-        each
-        for each in found
-        if not (each.keep or each.rerun_all) and set(OWN_MODULES).isdisjoint(each.modules)
-    )
+    return tuple(each for each in found if not (each.own or each.rerun_all))
 
 
 def measured(layer: Layer) -> Choices:

@@ -153,3 +153,21 @@ def test_with_no_policy_bridges_pretrain_is_called_with_nothing_added(bridge, mo
     assert seen == [(cfg, train, [])]
     assert repr(cfg) == before
     assert cfg.model.pre_wrap_hook is None
+
+
+@pytest.mark.parametrize(
+    ("choices", "fields"),
+    [("megatron", ("full", "uniform", 1, None)), ("all", (None, None, None, ["full"] * 4))],
+)
+def test_a_policy_of_megatrons_choices_is_in_megatrons_fields(bridge, monkeypatch, choices, fields):
+    from megatron.bridge.training import pretrain
+
+    from megatron_autorecompute.integrations import megatron_bridge
+    from megatron_autorecompute.runtime.auto_options import AutoOptions
+
+    monkeypatch.setattr(pretrain, "pretrain", lambda *args: None)
+    model = (cfg := recipes.tiny_llama_pretrain_config()).model
+    megatron_bridge.set_policy(model, "full")
+    megatron_bridge.pretrain(cfg, train, options=AutoOptions(recompute_choices=choices))
+    found = model.recompute_granularity, model.recompute_method, model.recompute_num_layers
+    assert (*found, model.recompute_policy) == fields

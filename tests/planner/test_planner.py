@@ -384,6 +384,22 @@ def test_a_setting_of_megatrons_that_fits_is_taken_where_its_step_is_faster():
     assert narrower.cost.step_ms == 38.0
 
 
+def test_a_group_of_megatrons_choices_is_megatrons_and_costs_what_it_does():
+    records = (
+        ChoiceRecord("none", 5, 0, 0, 1.0, 2.0),
+        ChoiceRecord("full", 4, 0, 5, 1.0, 2.5),
+        ChoiceRecord("full+all", 4, 0, 5, 1.0, 3.0),
+    )
+    profile = model_of(LayerKind("a", range(8), records, static=StaticBytes()), num_layers=8)
+    pipeline = Layout.from_flags(8, 1), Schedule(1, 1, 1)
+    own, all_ = Planner(profile.as_megatron(), *pipeline), Planner(profile, *pipeline)
+    need = own.leanest[0].peak_bytes
+    found = own.solve(need)
+    assert found.policy.format() == "full/3+all*3,full/2+all*2,full+all*2,none*1"
+    assert found.cost.step_ms == all_.evaluate(found.policy).step_ms == 7 * 4.0 + 3.0
+    assert all_.solve(need).policy.format() == "full/3*3,full/2*2,full*2,none*1"
+
+
 @settings(max_examples=60, deadline=None)
 @given(SEEDS)
 def test_no_setting_of_megatrons_that_fits_has_a_faster_step(seed):

@@ -435,10 +435,14 @@ sys.modules["no_module"] = object()
 megatron_lm.prepare_cpu()
 megatron_lm.install()
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import core_transformer_config_from_args as config_of
+from megatron_autorecompute.runtime.config_field import policy_of
 for number, flags in enumerate(sys.stdin.read().splitlines()):
     sys.argv = ["pretrain", *flags.split()]
     try:
-        validate_args(parse_args())
+        args = validate_args(parse_args())
+        if args.recompute_choices == "megatron":
+            print("runs", policy_of(config_of(args)).format(), flush=True)
         print("ends", number, "accepted", flush=True)
     except SystemExit as end:
         print("ends", number, end.code, flush=True)
@@ -459,6 +463,11 @@ REFUSED_BEFORE_A_MODEL_IS_BUILT = {
         "--recompute-memory-budget-gib 0.0042, --recompute-plan-path np.json: given with no policy",
     ),
     "--recompute-policy full --recompute-memory-budget-gib 1": (9, "only auto uses that"),
+    "--recompute-choices megatron": (9, "--recompute-choices megatron: given with no policy"),
+    "--recompute-policy full+keep[core_attn] --recompute-choices megatron": (
+        2,
+        "Layer 0: full+keep[core_attn] as Megatron's own checkpoints run it: they have no",
+    ),
     "--recompute-policy auto --recompute-memory-budget-gib 1e9": (9, "this machine has"),
     "--recompute-policy auto --recompute-imbalance-percentile 90": (9, "this model has none"),
     "--recompute-policy auto --recompute-memory-budget-gib 0": (9, "above 0"),
@@ -487,6 +496,8 @@ def parsed():
     for number, name in enumerate(names):
         code = ends[str(number)]
         results[name] = (code, "" if code == "accepted" else next(said))
+    (runs,) = [line for line in job.stdout.splitlines() if line.startswith("runs")]
+    results["--recompute-choices megatron, with a policy"] = runs
     return results
 
 
@@ -499,6 +510,7 @@ ACCEPTED = (
     "--recompute-policy full/2*2,none*2",
     "--recompute-policy vision:full;decoder:full/2*2,none*2",
     "--recompute-policy none --cuda-graph-impl local",
+    "--recompute-policy full/2*2,selective[mlp]*2 --recompute-choices megatron",
 )
 
 
@@ -512,6 +524,11 @@ def test_what_cannot_work_is_refused_before_a_model_is_built(parsed, flags):
 @pytest.mark.parametrize("flags", ACCEPTED)
 def test_what_megatron_allows_is_accepted(parsed, flags):
     assert parsed[flags][0] == "accepted"
+
+
+def test_choices_of_megatron_are_those_of_any_policy(parsed):
+    runs = parsed["--recompute-choices megatron, with a policy"]
+    assert runs == "runs full/2+all*2,selective[mlp]+all*2"
 
 
 def test_help_lists_the_grammar_megatrons_strategies_and_every_option():

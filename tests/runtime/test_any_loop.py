@@ -50,6 +50,22 @@ def test_recompute_of_the_config_is_refused_with_the_line_to_remove(one_rank):
 
 
 @pytest.mark.any_version
+def test_megatrons_choices_alone_are_measured_on_demand(one_rank):
+    from megatron_autorecompute import attach
+    from megatron_autorecompute.errors import OptionError
+
+    job = SmallGPT()
+    with pytest.raises(OptionError, match="recompute_choices 'none': give all or megatron"):
+        attach(job.chunks, job.optimizer, budget_gib=1, recompute_choices="none")
+    for given, theirs in (("megatron", True), ("all", False)):
+        auto = attach(job.chunks, job.optimizer, budget_gib=1, recompute_choices=given)
+        choices = [choice for kind in auto.shard.kinds for choice in kind.choices]
+        assert len(choices) > 1
+        assert all(choice.is_megatrons for choice in choices) == theirs
+        auto.close()
+
+
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     "own", [FULL, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}]
 )

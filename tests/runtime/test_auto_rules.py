@@ -91,6 +91,9 @@ def test_every_option_but_the_one_for_any_job_is_in_the_table():
 def test_what_only_auto_uses_is_refused_without_it(flag, policy, spelled, said):
     options = AutoOptions(**WITHOUT_EFFECT[flag])
     refuse_without_auto(options, "auto", spelled)
+    if policy is not None and "recompute_choices" in WITHOUT_EFFECT[flag]:
+        refuse_without_auto(options, policy, spelled)  # it acts on any policy
+        return
     with pytest.raises(OptionError) as refused:
         refuse_without_auto(options, policy, spelled)
     text = str(refused.value)

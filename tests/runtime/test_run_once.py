@@ -87,6 +87,9 @@ def products(ffn, gated):
 ALL = {"qkv", "scores", "context", "proj", "fc1", "fc2"}
 RERUN = {
     "full+all": ALL,
+    "megatron:full": ALL,
+    "megatron:full/4": ALL,
+    "megatron:selective[mlp]": {"fc1", "fc2"},
     "full": ALL - {"fc2"},
     "full+keep[core_attn]": {"qkv", "proj", "fc1"},
     "selective[mlp]+all": {"fc1", "fc2"},

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_autorecompute.block_names import parts_of_field
+from megatron_autorecompute.block_names import as_megatrons, parts_of_field
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.policy import (
     FULL,
@@ -105,6 +105,43 @@ def test_megatrons_strategies_count_in_their_block():
     assert alone.format() == "full*1,none*1"
 
 
+@pytest.mark.parametrize(
+    ("value", "runs"),
+    [
+        ("full", "full+all*4"),
+        (
+            "full/2*2,selective[core_attn+mlp]*1,none*1",
+            "full/2+all*2,selective[core_attn+mlp]+all*1,none*1",
+        ),
+        ("full+all*2,none+offload[core_attn]*2", "full+all*2,none+offload[core_attn]*2"),
+        ("megatron:block/3", "full+all*3,none*1"),
+        (
+            ["full", "none", "selective[layernorm]", "full+inner/2"],
+            "full+all*1,none*1,selective[layernorm]*1,full+inner/2*1",
+        ),
+        ({"policy": ["full/2", "full/2", "none", "none"]}, "full/2+all*2,none*2"),
+        ({"recompute_policy": "full/4"}, "full/4+all*4"),
+        ("vision:full*1;decoder:none*1,full/2*2", "full+all*1,none*1,full/2+all*2"),
+        (
+            {"vision": "full", "decoder": ["none", "full", "selective[moe]"]},
+            "full+all*1,none*1,full+all*1,selective[moe]+all*1",
+        ),
+        ("@FILE", "full+all*1,full/3+all*3"),
+    ],
+    ids=str,
+)
+def test_a_policy_as_megatron_runs_it_reruns_all_in_every_layer(value, runs, tmp_path):
+    if value == "@FILE":
+        (tmp_path / "policy").write_text("vision:full;decoder:full/3")
+        value = f"@{tmp_path}/policy"
+    blocks = {"vision": 1, "decoder": 3} if parts_of_field(value) else None
+    theirs = as_megatrons(value)
+    for again in (theirs, as_megatrons(theirs)):
+        policy = RecomputePolicy.from_config(again, num_layers=4, blocks=blocks)
+        assert policy.format() == runs
+        assert set(parts_of_field(again) or ()) == set(blocks or ())
+
+
 @given(policies())
 def test_config_form_survives_json(policy):
     value = json.loads(json.dumps(policy.to_config()))
@@ -194,7 +231,7 @@ def test_multi_token_prediction_follows_uniform_and_ignores_block():
         (f"full*{10**17}", "covers 100000000000000000 layers"),  # and makes no list of them
         (f"full*{'9' * 5000}", "Cannot read 'full"),
         (f"full/{'9' * 5000}*4", "Cannot read 'full"),
-        (f"megatron:block/{'9' * 5000}", "Cannot read 'megatron"),
+        (f"megatron:block/{'9' * 5000}", "Cannot read 'block"),
         ("half*4", "Cannot read 'half' as a choice"),
         ("selective[]*4", "is not a module name"),
         ("selective[core attn]*4", "'core attn' is not a module name"),
@@ -207,14 +244,19 @@ def test_multi_token_prediction_follows_uniform_and_ignores_block():
         ("none+offload[]*4", "is not a module name"),
         ("none+offload[mlp norm]*4", "'mlp norm' is not a module name"),
         ("none+offload[cpu_offloading+core_attn]*4", "without other modules"),
-        ("megatron:block/2+offload[core_attn]", "Cannot read 'megatron:block"),
+        ("megatron:block/2+offload[core_attn]", "Cannot read 'block/2"),
         ("full/3*4", r"cannot be cut into checkpoints of 3.*for example full/3\*3,full\*1"),
         ("none*0", "a run has at least one layer"),
         ("none;full", "Cannot read 'none;full'"),
         ("", "Cannot read ''"),
         ("auto", "'auto' is not a policy"),
         ("megatron:uniform/0", "at least one layer in a checkpoint"),
-        ("megatron:zigzag", "Cannot read 'megatron:zigzag'"),
+        ("megatron:zigzag", "Cannot read 'zigzag'"),
+        (
+            "megatron:none*3,full+keep[core_attn]*1",
+            r"Layer 3: full\+keep\[core_attn\] as Megatron's own .* they have no core_attn\. Leave",
+        ),
+        ("megatron:selective[mlp_act+moe]", "Layer 0: .* they have no mlp_act"),
         ("@nowhere.json", "Cannot read the policy file nowhere.json: No such file"),
     ],
 )

@@ -133,7 +133,7 @@ class CostTable:
         }
         found |= {inert: found[choice] for inert, choice in kind.equals.items()}
         # What was measured without Megatron's own checkpoints says the least that these take.
-        others = {c.as_megatron: record for c, record in found.items() if not c.keep}
+        others = {replace(c, rerun_all=True): r for c, r in found.items() if not c.keep}
         return found | {choice: r for choice, r in others.items() if choice not in found}
 
     @cached_property
@@ -386,6 +386,12 @@ class CostTable:
                     costs[:, members] = np.array(_unit("", (), record).costs, np.int64)[:, None]
             may[members] = None not in found
         return may, none, full, whole
+
+    @cached_property
+    def full(self) -> LayerPolicy:
+        """What layers have in a group: full, or full+all where no layer has a record of less."""
+        known = any(FULL in records for records in self._records.values())
+        return FULL if known else FULL.as_megatron
 
     def _groupable(self, layers: Ints) -> int:
         """How many may be in one group, from the first one on."""

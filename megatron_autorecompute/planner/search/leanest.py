@@ -11,7 +11,7 @@ bounds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 
@@ -211,7 +211,7 @@ class _Chunk:
         after_reach = total + after_reach[0], total + after_reach[1]
         if total >= _FAR or not walk.may(after_reach):
             return _Way(None, (-_FAR, -_FAR), (), walk.short_bytes)
-        choices, reach = walk.back(list(self.names))
+        choices, reach = walk.back(list(self.names), self.chunk.full)
         forward, backward = map(max, reach, before_reach, after_reach)
         return _Way(total + after, (forward, backward), choices, walk.short_bytes)
 
@@ -276,14 +276,16 @@ class _Walk:
             self.held[at], self.runs[at], self.came[at] = total[which], runs[which], position
             self.by[at] = -options.sizes[which]
 
-    def back(self, names: Sequence[LayerPolicy]) -> tuple[tuple[LayerPolicy, ...], _Limits]:
+    def back(
+        self, names: Sequence[LayerPolicy], full: LayerPolicy
+    ) -> tuple[tuple[LayerPolicy, ...], _Limits]:
         """The choices that led to the end, and their highest points."""
         choices: list[LayerPolicy] = []
         forward, backward, place = 0, 0, len(self.options)
         while place:
             number, size, place = int(self.by[place]), place, int(self.came[place])
             size -= place
-            choices += [names[number] if number >= 0 else LayerPolicy("full", group=size)] * size
+            choices += [names[number] if number >= 0 else replace(full, group=size)] * size
             held, own = int(self.held[place]), self.options[place].reach(number)
             forward, backward = max(forward, held + own[0]), max(backward, held + own[1])
         return tuple(reversed(choices)), (forward, backward)

@@ -90,6 +90,8 @@ class ChunkProblem:
     """Per position in the chunk."""
     groups: tuple[Checkpoints, ...]
     """Per position: one checkpoint around the g layers from there on, with index g - 1."""
+    full: LayerPolicy
+    """What layers have in a group, without its number of layers."""
     output_gradient_bytes: int
     """In the backward of every unit but a layer or checkpoint that is the chunk's last; a head has
     0."""
@@ -157,6 +159,7 @@ def chunk_problem(
         tuple(after),
         tuple(_singles(table, chunk, layer, only) for layer in layers),
         tuple(groups),
+        table.full,
         0 if chunk.head else base.boundary_bytes,
     )
 

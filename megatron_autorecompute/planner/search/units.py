@@ -9,7 +9,7 @@ whose least over all plans is found from place to place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class ChunkUnits:
         if not 0 <= at < len(self.chunk.layers):
             return ()
         if size > 1:
-            return (LayerPolicy("full", group=size),) * size
+            return (replace(self.chunk.full, group=size),) * size
         return (self.chunk.singles[at].policies[number],)
 
     def rows(self, policies: Sequence[LayerPolicy]) -> Iterator[tuple[int, Ints]]:
