@@ -1,4 +1,4 @@
-# Two commands: `make compare` and `make test`. Both set up everything they need under .venv/.
+# Three commands: `make compare`, `make test` and `make quick`. They set up what they need under .venv/.
 .DELETE_ON_ERROR:
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+LIGHT := $(VENV)/light
 TRITON := $(VENV)/triton
 # In a folder of this name: of modules elsewhere hypothesis reads all sources for their constants.
 SITES := build/site-packages
@@ -19,7 +20,7 @@ export OMP_NUM_THREADS := 1
 # Of the tests' many processes only the first compiles this package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: compare results examples measured offload-recipes test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps clean
+.PHONY: compare results examples measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps clean
 
 ## Run Megatron under its own strategies and ours, on this machine; print the table, and where the
 ## report of our plan is.
@@ -73,6 +74,24 @@ measured: $(TRITON) $(CORE_019)
 offload-recipes: $(TRITON) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python scripts/offload_recipes.py $(ARGS)
 
+## What needs neither torch nor Megatron, in a minute: words, planner, rules, lint.
+quick: $(LIGHT)
+	$(MAKE) --jobs=2 --keep-going quick-search quick-others quick-lint
+
+QUICK := $(BIN)/python -m pytest --quiet -m "not long"
+
+quick-search:
+	$(QUICK) tests/planner/search tests/words $(ARGS)
+
+quick-others:
+	$(QUICK) tests/planner tests/rules --ignore=tests/planner/search $(ARGS)
+
+# Types of what imports torch are checked by `lint`.
+quick-lint:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy megatron_autorecompute/planner
+
 ## Run all tests: both supported versions of megatron-core, Megatron Bridge, lint, types and rules.
 test:
 	@mkdir -p build && rm -f build/test-*.log
@@ -122,6 +141,10 @@ lint: $(INSTALLED)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(if $(filter True,$(HAS_CUDA)),--system-site-packages) $(VENV)
+
+$(LIGHT): pyproject.toml constraints/cpu.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev]'
+	touch $@
 
 # torch is pinned in the constraints: any other request for it would bring CUDA's packages along.
 $(INSTALLED): pyproject.toml constraints/cpu.txt | $(BIN)/python

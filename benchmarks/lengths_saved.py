@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.meta.job import Job, load_job
-from megatron_autorecompute.meta.packing import CALLS, lengths_of, packed
+from megatron_autorecompute.meta.lengths import CALLS, lengths_of, packed
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.lengths import profile_at
 from megatron_autorecompute.planner.cost.schedule import Schedule

@@ -1,9 +1,9 @@
-"""Attributes and environment variables with another value inside a `with` block."""
+"""Attributes, methods, hooks and environment variables with another value inside a `with` block."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,3 +50,85 @@ def unchanged_environ() -> Iterator[None]:
         for name in os.environ.keys() - held.keys():
             del os.environ[name]
         os.environ.update(held)
+
+
+Replace = Callable[[Any, str, Callable[[Any], Any]], None]
+"""Takes an object, the name of a method, and a function from the old method to the new one."""
+
+
+class Temporary:
+    """A function that replaces another one, in an attribute of an object.
+
+    A deep copy or a pickle of the object has the original function there; if that is a method of
+    the object, it is bound to the copy.
+    """
+
+    def __init__(self, function: Callable[..., Any], instead: Callable[..., Any]) -> None:
+        self._function, self._instead = function, instead
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Call the function."""
+        return self._function(*args, **named)
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return _itself, (self._instead,)
+
+
+def _itself(instead: Any) -> Any:
+    return instead
+
+
+@contextmanager
+def replaced() -> Iterator[Replace]:
+    """Yields a function that replaces methods of single objects until the end of the block."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+
+    def replace(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+        original, own = getattr(owner, name), vars(owner)
+        before.append((own, name, own.get(name)))
+        own[name] = Temporary(around(original), original)
+
+    try:
+        yield replace
+    finally:
+        for own, name, held in reversed(before):
+            del own[name]
+            if held is not None:
+                own[name] = held
+
+
+class TemporaryHook:
+    """A hook on a module. A copy of the module has a hook that removes itself when called.
+
+    Args:
+        register: one of a module's methods that register hooks.
+        call: the hook, called with torch's arguments.
+        options: of `register`.
+    """
+
+    def __init__(
+        self, register: Callable[..., Any], call: Callable[..., None], **options: Any
+    ) -> None:
+        self._call = call
+        self._handle = register(self, **options)
+
+    def __call__(self, *args: Any) -> None:
+        """Call the hook, with torch's arguments."""
+        self._call(*args)
+
+    def remove(self) -> None:
+        """Remove it from the module."""
+        self._handle.remove()
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return _LeavingHook, (self._handle,)
+
+
+class _LeavingHook:
+    """The hook in a copy of a module; the copied handle removes it from the copy."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def __call__(self, *_: Any) -> None:
+        self._handle.remove()

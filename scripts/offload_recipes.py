@@ -23,8 +23,8 @@ warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE
 
 from megatron_autorecompute.meta.devices import device  # noqa: E402
 from megatron_autorecompute.meta.job import Job, job_from  # noqa: E402
+from megatron_autorecompute.meta.offload_records import with_whole_layers  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
-from megatron_autorecompute.meta.whole_layer_records import with_whole_layers  # noqa: E402
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost  # noqa: E402
 from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402
 from megatron_autorecompute.policy import MegatronStrategy, RecomputePolicy  # noqa: E402

@@ -15,7 +15,7 @@ from benchmarks.gpu.contest import Contest, Peak
 from benchmarks.gpu.mixes import random_policies
 from benchmarks.gpu.published import BUDGET_FRACTION
 from benchmarks.gpu.results import Ledger, between
-from megatron_autorecompute.compare.manual_search import needless
+from megatron_autorecompute.compare.comparison import needless
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
@@ -193,7 +193,7 @@ def _enforce(budget_bytes: int) -> None:
 def _searched(contest: Contest, ledger: Ledger, budget: int) -> dict[str, dict[str, Any]]:
     """Peak and times of Megatron's own settings, one after the other as a person would.
 
-    What reruns more than a setting within the budget is passed over, see `manual_search`.
+    What reruns more than a setting within the budget is passed over, see `comparison.needless`.
     """
     fitting: dict[str, RecomputePolicy] = {}
     tried: dict[str, dict[str, Any]] = {}

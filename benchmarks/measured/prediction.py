@@ -22,11 +22,11 @@ from benchmarks.measured.runs import AROUND_JOB  # noqa: E402
 from benchmarks.measured.stage_need import Need, own_need  # noqa: E402
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
 from megatron_autorecompute.meta import model  # noqa: E402
-from megatron_autorecompute.meta.determinism import deterministic  # noqa: E402
 from megatron_autorecompute.meta.devices import Efficiency, device  # noqa: E402
 from megatron_autorecompute.meta.flags import job_from_flags  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
 from megatron_autorecompute.meta.profiling import counts_graphs, profile_job  # noqa: E402
+from megatron_autorecompute.meta.without_cuda import deterministic  # noqa: E402
 from megatron_autorecompute.patched import patched  # noqa: E402
 from megatron_autorecompute.planner.cost.policy_cost import StageCost  # noqa: E402
 from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402

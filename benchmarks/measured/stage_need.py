@@ -13,11 +13,10 @@ from megatron_autorecompute.meta.attention_backend import with_backend
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, applied, trace_step
-from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
 from megatron_autorecompute.meta.profiling import counted_weights
 from megatron_autorecompute.meta.shared_buffers import shared_buffers
 from megatron_autorecompute.meta.stage_runs import built_stage
-from megatron_autorecompute.meta.static_bytes import static_bytes
+from megatron_autorecompute.meta.static_bytes import optimizer_step_bytes, static_bytes
 
 
 @dataclass(frozen=True, slots=True)

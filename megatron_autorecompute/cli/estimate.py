@@ -30,7 +30,7 @@ from megatron_autorecompute.cli.values import at_least, file, number_of_gib
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency, device
 from megatron_autorecompute.meta.job import Job, load_job
-from megatron_autorecompute.meta.measured import measured_kinds, with_measured
+from megatron_autorecompute.meta.measured_records import measured_kinds, with_measured
 from megatron_autorecompute.meta.outside_torch import outside_torch
 from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import Profile

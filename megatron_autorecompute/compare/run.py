@@ -29,12 +29,13 @@ from megatron_autorecompute.compare.comparison import (
     ON_A_GPU,
     Comparison,
     Family,
+    NotTried,
     Shape,
     StrategyResult,
+    needless,
 )
-from megatron_autorecompute.compare.manual_search import NotTried, needless
 from megatron_autorecompute.compare.rendering import markdown, picture, table
-from megatron_autorecompute.compare.text import check_length, read_text
+from megatron_autorecompute.compare.workload import check_length, read_text
 from megatron_autorecompute.errors import (
     AutorecomputeError,
     InfeasibleError,
@@ -456,7 +457,7 @@ class Contest:
     def manual_search(self) -> None:
         """Search by hand: try the settings, time those that fit, keep the fastest, if any.
 
-        Settings that recompute more than one that fits are skipped; see `manual_search`.
+        Settings that recompute more than one that fits are skipped; see `needless`.
         """
         begin = time.perf_counter()
         fitting: dict[str, StrategyResult] = {}

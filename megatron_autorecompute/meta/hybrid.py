@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute.compat import hybrid_spec, model_layers
+from megatron_autorecompute.compat import layer_specs, model_layers
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import gated_delta, kernels, mamba
 from megatron_autorecompute.meta.meta_step import StepShape
@@ -68,14 +68,14 @@ def build_hybrid(
 
 def build_local(config: Any, *where: Any, pattern: str, **ends: Any) -> torch.nn.Module:
     """`build_hybrid` of Megatron's local layers."""
-    with hybrid_spec.torch_norm():
-        return build_hybrid(config, *where, pattern=pattern, spec=hybrid_spec.local_spec(), **ends)
+    with layer_specs.torch_norm():
+        return build_hybrid(config, *where, pattern=pattern, spec=layer_specs.local_spec(), **ends)
 
 
 @functools.cache
 def _spec() -> Any:
     """Megatron's hybrid_stack_spec, of stand-ins."""
-    return hybrid_spec.with_modules(_TE_NAMES, kernels.StandIns)
+    return layer_specs.with_modules(_TE_NAMES, kernels.StandIns)
 
 
 def _hadamard(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -133,7 +133,7 @@ def _replacements() -> Iterator[tuple[str, dict[str, Any]]]:
             "chunk_gated_delta_rule": gated_delta.chunk_gated_delta_rule,
         },
     )
-    for module, name, function in hybrid_spec.places_of_packed_tokens():
+    for module, name, function in layer_specs.places_of_packed_tokens():
         yield module, {name: functools.partial(_on_meta, function)}
     yield (
         "transformer.experimental_attention_variant.absorbed_mla",

@@ -1,16 +1,140 @@
-"""Profiles a job whose microbatches differ in length: at the buckets, with lines through."""
+"""Profiles a job whose microbatches differ in length: at the buckets, with lines through; which
+microbatches its calls have follows from how a loop packs samples.
+"""
 
 from __future__ import annotations
 
+import json
+import random
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from megatron_autorecompute import json_records
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.lines import Microbatch, RecordLines, envelope
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.packing import simulated
-from megatron_autorecompute.planner.search.buckets import BUCKETS, EXAMPLES, LARGEST
+from megatron_autorecompute.planner.search.buckets import BUCKETS, EXAMPLES, LARGEST, bucket
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind, Profile
+
+CALLS = 64
+"""Simulated calls, drawn from the lengths with a fixed seed."""
+CALLS_KEPT = 8
+"""Of these, calls whose lengths a profile keeps."""
+
+
+def lengths_of(job: Job) -> tuple[list[int], list[float]]:
+    """Lengths of samples and their weights; the longest alone if the job states none.
+
+    Raises:
+        OptionError: a file that cannot be read or is empty, or a length above seq_length.
+    """
+    given = job.sample_lengths
+    if isinstance(given, str):
+        found = [(length, 1.0) for length in _read(given)]
+        if not found:
+            raise OptionError(f"sample_lengths {given}: no line has a length. Write one a line.")
+    elif isinstance(given, dict):
+        found = [(_number(length), weight) for length, weight in given.items()]
+    else:
+        found = [(length, 1.0) for length in given]
+    found = found or [(job.seq_length, 1.0)]
+    longest = max(length for length, _ in found)
+    if longest > job.seq_length:
+        raise OptionError(
+            f"{job.name}: sample_lengths go up to {longest:,} tokens, seq_length is "
+            f"{job.seq_length:,}. Raise seq_length, which is the longest sample."
+        )
+    return [length for length, _ in found], [weight for _, weight in found]
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise OptionError(f"sample_lengths: {text!r} is no number of tokens, such as 4096.")
+    return int(text)
+
+
+def _read(path: str) -> list[int]:
+    try:
+        lines = json_records.read_text(Path(path)).splitlines()
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"Cannot read sample_lengths {path}: {json_records.reason(error)}."
+        ) from error
+    return [_length(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+
+
+def _length(line: str, where: str) -> int:
+    try:
+        found: Any = json.loads(line)
+    except ValueError:
+        found = None
+    length = found.get("length") if isinstance(found, dict) else found
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise OptionError(
+            f"{where}: {line.strip()!r:.80} has no length. Write a number of tokens, or an object "
+            'with one, such as {"length": 4096}.'
+        )
+    return length
+
+
+def packed(samples: list[int], most: int) -> list[int]:
+    """Tokens of microbatches, by first fit; a sample above `most` is alone."""
+    microbatches: list[int] = []
+    for sample in samples:
+        at = next((n for n, size in enumerate(microbatches) if size + sample <= most), None)
+        if at is None:
+            microbatches.append(sample)
+        else:
+            microbatches[at] += sample
+    return microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Simulated calls of a loop."""
+
+    shares: dict[int, float]
+    """Of all calls, by the bucket of their largest microbatch on any rank, in tokens on a rank."""
+    num_microbatches: int
+    """The median."""
+    examples: tuple[tuple[int, ...], ...]
+    """Tokens of each microbatch in some calls, on the rank with the most tokens."""
+
+
+def simulated(job: Job) -> Calls:
+    """Calls in which every rank takes its part of the global batch, and packs it.
+
+    Raises:
+        OptionError: as `lengths_of`, or a sample longer than the microbatches that are planned for.
+    """
+    lengths, weights = lengths_of(job)
+    cap, split = job.max_tokens_per_microbatch, job.size("context")
+    if max(lengths) > cap * split:
+        raise OptionError(
+            f"{job.name}: samples have up to {max(lengths):,} tokens, and a microbatch up to "
+            f"{cap * split:,} (max_tokens_per_microbatch {cap:,} x {split} context parallel "
+            "ranks), for which plans are made. Raise it, or give sample_lengths without longer "
+            "ones (without sample_lengths all have seq_length)."
+        )
+    own = max(1, job.global_batch_size // job.data_parallel)
+    draw = random.Random(0)
+    largest: Counter[int] = Counter()
+    counts = []
+    examples = []
+    for _ in range(CALLS):
+        ranks = [
+            packed(draw.choices(lengths, weights, k=own), cap * split)
+            for _ in range(job.data_parallel)
+        ]
+        most = max(tokens for rank in ranks for tokens in rank)
+        largest[bucket(-(-most // split), cap)] += 1
+        counts.append(max(map(len, ranks)))
+        examples.append(tuple(-(-tokens // split) for tokens in max(ranks, key=sum)))
+    shares = {tokens: calls / CALLS for tokens, calls in sorted(largest.items())}
+    return Calls(shares, sorted(counts)[CALLS // 2], tuple(examples[:CALLS_KEPT]))
 
 
 def profile_lengths(job: Job, profile_one: Callable[[Job], Profile]) -> Profile:

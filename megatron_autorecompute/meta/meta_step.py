@@ -35,7 +35,7 @@ import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_autorecompute.compat import attention_variants
+from megatron_autorecompute.compat import layer_specs
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.interrupts import end_with_parent, interrupts_held
 from megatron_autorecompute.meta import without_cuda
@@ -462,14 +462,14 @@ def build_gpt(
     if config.experimental_attention_variant is None:
         spec = get_gpt_decoder_block_spec(config, **engine, vp_stage=vp_stage)
     else:
-        spec = attention_variants.block_spec(config, vp_stage)
+        spec = layer_specs.block_spec(config, vp_stage)
     mtp_spec = None
     if config.mtp_num_layers:
         # The depths are like the model's last layer, which may be on an earlier stage.
         if config.experimental_attention_variant is None:
             last = get_gpt_decoder_layer_specs(config, **engine)[-1]
         else:
-            last = attention_variants.layer_specs(config)[-1]
+            last = layer_specs.layer_specs(config)[-1]
         mtp_spec = get_gpt_mtp_block_spec(config, last, **engine, vp_stage=vp_stage)
     return GPTModel(
         config,

@@ -1,19 +1,35 @@
-"""Records of offload without a device: Megatron's own code on meta tensors, with counted copies."""
+"""Records of offload without a device: Megatron's own code on meta tensors, with counted copies.
+
+Of Megatron's `cpu_offloading` what a layer saves for its backward leaves as a whole. Which tensors
+leave is Transformer Engine's rule (transformer_engine/pytorch/cpu_offload.py of August 2026,
+`_check_if_offload`): 256 Ki elements or more, contiguous or with the elements of a whole base, no
+parameters. What several layers save, such as rotary frequencies, is copied with each and stays.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from megatron_autorecompute.compat import rules
+from megatron_autorecompute.compat import model_layers, rules
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import offloading
-from megatron_autorecompute.policy import LayerPolicy
-from megatron_autorecompute.profile import LayerKind
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.model import (
+    JobStep,
+    job_kinds,
+    megatron_config,
+    meta_megatron,
+    shard,
+)
+from megatron_autorecompute.policy import NONE, WHOLE, WHOLE_LAYER, LayerPolicy
+from megatron_autorecompute.profile import LayerKind, OffloadGroup, Profile
 from megatron_autorecompute.runtime.offload_counter import OffloadCounter
 
 
@@ -59,3 +75,116 @@ class MetaOffloadCounter(OffloadCounter):
     def _counted(self, source: torch.Tensor, **_: Any) -> offloading.State:
         self.note(source)
         return offloading.left(source)
+
+
+LEAST_ELEMENTS = 256 << 10
+
+
+@dataclass
+class _Saved:
+    """What one layer saved, as far as it may leave."""
+
+    tensors: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Bytes by storage and offset."""
+    storages: dict[int, int] = field(default_factory=dict)
+    """Bytes by storage."""
+    alive: list[torch.UntypedStorage] = field(default_factory=list)
+    """So that none has the address of another."""
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As autograd's hook is called."""
+        base = tensor if tensor._base is None else tensor._base
+        whole = base if base.numel() == tensor.numel() else tensor
+        if tensor.numel() >= LEAST_ELEMENTS and whole.is_contiguous():
+            storage = whole.untyped_storage()
+            size_bytes = whole.numel() * whole.element_size()
+            self.tensors[storage._cdata, int(whole.storage_offset())] = size_bytes
+            self.storages[storage._cdata] = storage.nbytes()
+            self.alive.append(storage)
+        return tensor
+
+
+def check_whole_layers(job: Job) -> None:
+    """Raise OptionError for a job of which `cpu_offloading` is refused, or not modelled."""
+    if job.pattern is not None or job.mtp_num_layers:
+        raise OptionError(
+            f"{job.name}: {WHOLE_LAYER} moves layers of a TransformerBlock; those of a hybrid "
+            "pattern and multi-token-prediction depths stay, and are not modelled beside it."
+        )
+    with meta_megatron(job):
+        megatron_config(job, {"cpu_offloading": True, "cpu_offloading_num_layers": 1})
+
+
+def with_whole_layers(job: Job, profile: Profile) -> Profile:
+    """The job's profile with a record of `none+offload[cpu_offloading]` for every kind of layer.
+
+    Args:
+        job: of the profile; `check_whole_layers` accepts it.
+        profile: as `profile_job` made it.
+    """
+    saved = _saved(job)
+    kinds = tuple(_with(kind, saved[kind.layers[0]]) for kind in profile.kinds)
+    return replace(profile, kinds=kinds)
+
+
+def _saved(job: Job) -> dict[int, tuple[int, int]]:
+    """By layer of the whole model: bytes that are free once it has left, and bytes that are copied.
+
+    Two layers of each kind are built, so that what several save shows.
+    """
+    found: dict[int, _Saved] = {}
+    with shard(job, [2] * len(job_kinds(job))) as built:
+        static = {p.untyped_storage()._cdata for p in built.model.parameters()}
+        for layer, index in model_layers.numbered_layers([built.model]):
+            _watch(layer, found.setdefault(index, _Saved()))
+        output = JobStep(job)(None, built.model)
+        times = Counter(storage for one in found.values() for storage in one.storages)
+        bytes_of = {
+            layer: (
+                sum(
+                    size
+                    for storage, size in found[index].storages.items()
+                    if times[storage] == 1 and storage not in static
+                ),
+                sum(
+                    size
+                    for (storage, _), size in found[index].tensors.items()
+                    if storage not in static
+                ),
+            )
+            for index, kind in built.kind_of.items()
+            for layer in kind.layers
+        }
+        del output
+    return bytes_of
+
+
+def _watch(layer: torch.nn.Module, saved: _Saved) -> None:
+    opened: list[Any] = []
+
+    def begins(*_: Any) -> None:
+        opened.append(torch.autograd.graph.saved_tensors_hooks(saved.save, lambda saved: saved))
+        opened[-1].__enter__()
+
+    def ends(*_: Any) -> None:
+        opened.pop().__exit__()
+
+    layer.register_forward_pre_hook(begins)
+    layer.register_forward_hook(ends)
+
+
+def _with(kind: LayerKind, saved: tuple[int, int]) -> LayerKind:
+    plain = kind.record(NONE)
+    if plain is None:
+        return kind
+    device_bytes, host_bytes = min(saved[0], plain.held_bytes), saved[1]
+    record = replace(
+        plain,
+        choice=str(WHOLE),
+        held_bytes=plain.held_bytes - device_bytes,
+        also_static_bytes=0,
+        forward_transient_bytes=plain.forward_transient_bytes + device_bytes,
+        backward_transient_bytes=plain.backward_transient_bytes + device_bytes,
+        offload_groups=(OffloadGroup(WHOLE_LAYER, device_bytes, host_bytes, 1.0, 0.0, 1.0),),
+    )
+    return replace(kind, choices=(*kind.choices, record))

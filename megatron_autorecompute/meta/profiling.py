@@ -21,15 +21,14 @@ from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta import hybrid_ep, kernels
 from megatron_autorecompute.meta.attention_backend import with_backend
+from megatron_autorecompute.meta.collective_times import Spread
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.dispatchers import KeptBeside, counted_once, kept_beside
-from megatron_autorecompute.meta.graph_layers import with_graphs
-from megatron_autorecompute.meta.graph_rules import without_refused
+from megatron_autorecompute.meta.graph_layers import with_graphs, without_refused
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.layer_parts import with_parts
 from megatron_autorecompute.meta.lengths import profile_lengths
-from megatron_autorecompute.meta.links import Spread
-from megatron_autorecompute.meta.measured import LAYER_FIELDS
+from megatron_autorecompute.meta.measured_records import LAYER_FIELDS
 from megatron_autorecompute.meta.meta_step import kept_between_steps
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
@@ -45,10 +44,11 @@ from megatron_autorecompute.meta.model import (
 from megatron_autorecompute.meta.muon import NO_MATRICES, orthogonalized, split_rows
 from megatron_autorecompute.meta.offload_records import (
     MetaOffloadCounter,
+    check_whole_layers,
     checked,
     with_inert_offload,
+    with_whole_layers,
 )
-from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
 from megatron_autorecompute.meta.outside_torch import dispatcher
 from megatron_autorecompute.meta.roofline import Roofline, Traffic
 from megatron_autorecompute.meta.shared_buffers import (
@@ -57,9 +57,13 @@ from megatron_autorecompute.meta.shared_buffers import (
     quantised_output_layer,
     shared_buffers,
 )
-from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
+from megatron_autorecompute.meta.static_bytes import (
+    Parameters,
+    Weights,
+    optimizer_step_bytes,
+    static_bytes,
+)
 from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
-from megatron_autorecompute.meta.whole_layer_records import check_whole_layers, with_whole_layers
 from megatron_autorecompute.policy import (
     NONE,
     OWN_MODULES,

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from megatron_autorecompute.meta import ops
+from megatron_autorecompute.meta.collective_times import ALLTOALL, RING, Links, Spread
 from megatron_autorecompute.meta.devices import Device, Efficiency
-from megatron_autorecompute.meta.links import ALLTOALL, RING, Links, Spread
 
 _PRECISIONS = ("bf16", "fp8", "fp4")
 _ASYNC = "async_op"

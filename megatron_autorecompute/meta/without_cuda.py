@@ -21,6 +21,8 @@ Limits, and the settings that they require:
   ``megatron_autorecompute.runtime.live_bytes``.
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import functools
@@ -38,12 +40,12 @@ import torch
 
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.meta.ops import generator_states
-from megatron_autorecompute.patched import patched
+from megatron_autorecompute.patched import patched, unchanged_environ
 from megatron_autorecompute.runtime.live_bytes import count_once
 
 Patch = tuple[Any, str, Any]  # (owner, attribute name, replacement)
 
-_active: "Activation | None" = None
+_active: Activation | None = None
 
 
 class Activation:
@@ -70,7 +72,7 @@ class Activation:
         if _active is self:
             _active = None
 
-    def __enter__(self) -> "Activation":
+    def __enter__(self) -> Activation:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -259,7 +261,7 @@ class _Event:
     def record(self, stream: Any = None) -> None:
         self._time_s = time.perf_counter()
 
-    def elapsed_time(self, end: "_Event") -> float:
+    def elapsed_time(self, end: _Event) -> float:
         return (end._time_s - self._time_s) * 1e3
 
     def query(self) -> bool:
@@ -295,7 +297,7 @@ class _Stream:
     def priority_range() -> tuple[int, int]:
         return 0, -1
 
-    def __enter__(self) -> "_Stream":
+    def __enter__(self) -> _Stream:
         return self
 
     def __exit__(self, *exc_info: object) -> None: ...
@@ -653,3 +655,22 @@ _PATCHES: tuple[Callable[[torch.device], Iterator[Patch]], ...] = (
     _mla,
 )
 _TRAINING: tuple[Callable[[torch.device], Iterator[Patch]], ...] = (_machine, _training_start)
+
+
+@contextlib.contextmanager
+def deterministic(mode: bool) -> Iterator[None]:
+    """torch's algorithms of that mode in the block. Afterwards they are as they were, and so are
+    the variables of the environment that Megatron's parser sets with them.
+
+    Megatron asks torch, not its config, and keeps other tensors with them: experts' outputs are
+    added up by `index_add_`, which saves them, instead of `scatter_add_`
+    (transformer/moe/moe_utils.py `unpermute`, without `moe_permute_fusion`).
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(mode)
+    try:
+        with unchanged_environ():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)

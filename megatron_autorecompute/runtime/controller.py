@@ -30,18 +30,17 @@ from megatron_autorecompute.runtime.apply import apply, blocks
 from megatron_autorecompute.runtime.auto_options import MEGATRONS_CHOICES, AutoOptions
 from megatron_autorecompute.runtime.auto_rules import refuse_beyond_device, refuse_unmeasurable
 from megatron_autorecompute.runtime.call_guard import RAISED, Step
-from megatron_autorecompute.runtime.climb import climb
+from megatron_autorecompute.runtime.climb import climb, that_hides
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.fingerprint import fingerprint
-from megatron_autorecompute.runtime.hiding import that_hides
 from megatron_autorecompute.runtime.job_facts import JobFacts
 from megatron_autorecompute.runtime.measuring import SETTLING_STEPS, Measuring, Steps
 from megatron_autorecompute.runtime.model_shard import ModelShard, choices, megatrons
 from megatron_autorecompute.runtime.plan_in_force import PlanInForce
 from megatron_autorecompute.runtime.plan_store import PlanStore
+from megatron_autorecompute.runtime.reporting import report, tell
 from megatron_autorecompute.runtime.seen_tokens import SeenTokens
 from megatron_autorecompute.runtime.step_memory import StepMemory
-from megatron_autorecompute.runtime.telling import report, tell
 from megatron_autorecompute.units import gib
 
 __all__ = ["Auto", "JobFacts"]

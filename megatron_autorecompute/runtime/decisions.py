@@ -21,14 +21,13 @@ from megatron_autorecompute.profile import Profile, with_missed_bytes
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.budget import budget_bytes, reason, stage_budget_bytes
 from megatron_autorecompute.runtime.job_facts import JobFacts
+from megatron_autorecompute.runtime.lengths_seen import UNEVEN, Points, Varying
 from megatron_autorecompute.runtime.lost_steps import NOTCHES
 from megatron_autorecompute.runtime.model_shard import ModelShard
 from megatron_autorecompute.runtime.oom_guard import FINE
 from megatron_autorecompute.runtime.plan_store import PlanStore
-from megatron_autorecompute.runtime.points import UNEVEN, Points
 from megatron_autorecompute.runtime.ranks import on_rank_0
 from megatron_autorecompute.runtime.step_memory import StepMemory, available_bytes
-from megatron_autorecompute.runtime.varying import Varying
 from megatron_autorecompute.units import gib
 
 FRAGMENTED = 0.05

@@ -17,11 +17,11 @@ from megatron_autorecompute.runtime.call_guard import Guard, until_done
 from megatron_autorecompute.runtime.calls import AHEAD
 from megatron_autorecompute.runtime.copy_watch import CopyWatch
 from megatron_autorecompute.runtime.decisions import Decisions
+from megatron_autorecompute.runtime.lengths_seen import Points
 from megatron_autorecompute.runtime.lost_steps import was_lost
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.offload_counter import OffloadCounter
 from megatron_autorecompute.runtime.oom_guard import FAILED
-from megatron_autorecompute.runtime.points import Points
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK
 from megatron_autorecompute.runtime.seen_tokens import SeenTokens
 from megatron_autorecompute.runtime.static_bytes import static_bytes

@@ -22,11 +22,11 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_autorecompute.compat import lost_step, model_layers
+from megatron_autorecompute.compat.bucket_syncs import BucketSyncs
 from megatron_autorecompute.compat.untyped import Chunk
-from megatron_autorecompute.runtime.bucket_syncs import BucketSyncs
+from megatron_autorecompute.patched import Temporary, replaced
 from megatron_autorecompute.runtime.collectives import Meetings
 from megatron_autorecompute.runtime.ranks import all_reduce_max
-from megatron_autorecompute.runtime.temporary import Temporary, replaced
 
 FINE, SHORT, FAILED = 0, 1, 2
 """Outcome of a step on the worst rank: as planned; above the budget; out of memory, step lost."""

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from megatron_autorecompute.compat import model_layers
-from megatron_autorecompute.runtime.temporary import TemporaryHook
+from megatron_autorecompute.patched import TemporaryHook
 
 Place = int | Literal["embedding", "between", "final_norm", "head", "output"]
 """A part of the model between two boundaries: a layer (0-based global index), the part before the

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.compat import layer_kinds, model_layers
+from megatron_autorecompute.patched import TemporaryHook
 from megatron_autorecompute.runtime.probe import is_recomputing
-from megatron_autorecompute.runtime.temporary import TemporaryHook
 
 
 class SeenTokens:

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from megatron_autorecompute.compare.manual_search import needless, reruns_more
+from megatron_autorecompute.compare.comparison import needless, reruns_more
 from megatron_autorecompute.policy import RecomputePolicy
 
 pytestmark = pytest.mark.any_version

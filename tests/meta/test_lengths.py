@@ -9,7 +9,7 @@ from megatron_autorecompute.errors import OptionError, VerificationError
 from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.packing import packed, simulated
+from megatron_autorecompute.meta.lengths import packed, simulated
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import StageCheck, require_verified
 from megatron_autorecompute.meta.verify_calls import calls_of

@@ -21,7 +21,7 @@ from megatron_autorecompute.errors import (
 from megatron_autorecompute.meta import stage_runs
 from megatron_autorecompute.meta.devices import SHARES, Efficiency, device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.measured import with_measured
+from megatron_autorecompute.meta.measured_records import with_measured
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.recipe import job_from_recipe
 from megatron_autorecompute.meta.sensitivity import sensitivity

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta import whole_layer_records
+from megatron_autorecompute.meta import offload_records
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import verify
@@ -82,9 +82,9 @@ def test_peaks_of_stages_that_offload_are_those_of_megatrons_schedule(profile, s
 
 def test_of_a_dense_layer_that_leaves_as_a_whole_nothing_is_left(profile, monkeypatch):
     """What LiveBytes counts as held, and what autograd saves, are the same storages."""
-    monkeypatch.setattr(whole_layer_records, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(offload_records, "LEAST_ELEMENTS", 1)
     asked = job({**EVERY_TENSOR, **MOE})
-    dense, experts = whole_layer_records.with_whole_layers(asked, profile).kinds
+    dense, experts = offload_records.with_whole_layers(asked, profile).kinds
     for kind in (dense, experts):
         plain, record = kind.record(NONE), kind.record(WHOLE)
         (group,) = record.offload_groups

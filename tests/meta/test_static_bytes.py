@@ -19,13 +19,13 @@ from benchmarks.measured.rounding import StaticBlocks
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.model import shard
-from megatron_autorecompute.meta.optimizer_step import optimizer_step_bytes
 from megatron_autorecompute.meta.profiling import counted_weights, profile_job
 from megatron_autorecompute.meta.stage_runs import run_stage
 from megatron_autorecompute.meta.static_bytes import (
     Parameters,
     Weights,
     expert_data_parallel,
+    optimizer_step_bytes,
     static_bytes,
     weight_bytes,
 )

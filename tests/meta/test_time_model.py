@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_autorecompute.meta import ops
+from megatron_autorecompute.meta.collective_times import ALLTOALL, Links, Spread, share_with_copies
 from megatron_autorecompute.meta.devices import Efficiency, device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.links import ALLTOALL, Links, Spread, share_with_copies
 from megatron_autorecompute.meta.muon import iteration_flops, orthogonalized
 from megatron_autorecompute.meta.profiling import counted_weights, profile_job, traffic
 from megatron_autorecompute.meta.roofline import (

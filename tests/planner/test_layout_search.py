@@ -30,6 +30,7 @@ def test_no_partition_has_a_shorter_step_than_the_searched_one(budget):
     assert "Proven optimal of all layouts searched" in found.note
 
 
+@pytest.mark.long
 def test_in_random_problems_none_has_a_shorter_step_either():
     """Forwards differ, layers are of several kinds, depths follow, stages were measured."""
     shorter = infeasible = measured = 0

@@ -176,6 +176,7 @@ def test_the_layouts_that_are_tried_are_the_nearest_of_all_that_flags_can_give(
     assert [*map(moved, tried)] == [*map(moved, everything[: len(tried)])]
 
 
+@pytest.mark.long
 def test_a_plan_of_thousands_of_layers_that_does_not_fit_takes_little_memory(monkeypatch):
     """Not that of all pairs of numbers for the ends, which were gigabytes of layouts."""
     monkeypatch.setattr(Planner, "try_solve", lambda planner, budget: None)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_autorecompute.report import job_pictures
 from megatron_autorecompute.report.job_pictures import COSTS, cost_rows, costs_markdown
-from megatron_autorecompute.runtime.showing import show
+from megatron_autorecompute.runtime.reporting import show
 from tests.report.plans import THREE, example_plan
 
 NAMES = ["recompute/policy", "recompute/memory", "recompute/costs"]

@@ -7,6 +7,7 @@ from importlib import import_module
 
 import pytest
 
+pytest.importorskip("torch")
 PACKAGE = "megatron_autorecompute"
 
 

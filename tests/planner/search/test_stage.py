@@ -42,6 +42,7 @@ def found(planner, stage, budget):
     return choice and (choice.time_ps / PS_PER_MS, choice.peak_bytes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(4))
 def test_the_optimum_is_that_of_brute_force_in_time_then_peak_then_mostly_runs(part):
     compared = feasible = more_runs = 0

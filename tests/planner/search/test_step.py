@@ -54,6 +54,7 @@ def excess(planner, budgets):
     return step / shortest - 1 if shortest else float(step > 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [random_step, realistic_step])
 def test_with_one_chunk_a_stage_the_step_is_the_shortest_and_proven(make):
     for seed in range(100):
@@ -62,6 +63,7 @@ def test_with_one_chunk_a_stage_the_step_is_the_shortest_and_proven(make):
         assert planner.solve(budgets).step_evidence.gap == 0, seed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [random_step, realistic_step])
 def test_with_several_chunks_a_stage_the_step_is_the_shortest_or_little_longer(make):
     shares = [excess(*make(seed, SEVERAL_CHUNKS)) for seed in range(80)]
@@ -71,6 +73,7 @@ def test_with_several_chunks_a_stage_the_step_is_the_shortest_or_little_longer(m
     assert known[math.ceil(0.99 * len(known)) - 1] <= 0.01
 
 
+@pytest.mark.long
 def test_where_forwards_are_all_the_same_the_least_busy_stages_make_the_shortest_step():
     """Recompute is in backwards alone; then no schedule is needed to know the best choices."""
     seen = 0
@@ -178,6 +181,7 @@ make_plan(planner, 150 << 30).save(Path(sys.argv[2]))
 """
 
 
+@pytest.mark.long
 def test_the_same_plan_comes_of_every_hash_seed_and_order_of_keys(tmp_path):
     path, out = tmp_path / "profile.json", tmp_path / "plan.json"
     solve_speed.profile(solve_speed.Case(32, 4, 2)).save(path)

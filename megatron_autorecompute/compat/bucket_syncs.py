@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.compat.untyped import Chunk
-from megatron_autorecompute.runtime.temporary import Replace
+from megatron_autorecompute.patched import Replace
 
 
 class BucketSyncs:

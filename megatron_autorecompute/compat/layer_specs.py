@@ -1,4 +1,6 @@
-"""Parts of hybrid models: their layer spec with other modules, and what differs by version."""
+"""Layer specs of hybrid models, with other modules, and of GPTModels with an
+`experimental_attention_variant`: Gated DeltaNet in some layers, or sparse attention (DSA).
+"""
 
 from __future__ import annotations
 
@@ -137,3 +139,21 @@ def places_of_packed_tokens() -> Iterator[tuple[str, str, Callable[..., Any]]]:
         function = getattr(importlib.import_module("megatron.core." + module), name, None)
         if function is not None:
             yield module, name, function
+
+
+def _specs() -> Any:
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs
+
+    return experimental_attention_variant_module_specs
+
+
+def block_spec(config: Any, vp_stage: int | None) -> Any:
+    """Of one chunk, as Megatron-LM's gpt_builders.py makes it."""
+    return _specs().get_transformer_block_with_experimental_attention_variant_spec(
+        config, vp_stage=vp_stage
+    )
+
+
+def layer_specs(config: Any) -> Any:
+    """Of every layer of the model."""
+    return _specs().get_transformer_layer_with_experimental_attention_variant_spec(config)
