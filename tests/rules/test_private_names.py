@@ -21,6 +21,8 @@ OTHERS = {
     "_get_share_storage",
     "_modules",
     "_record_memory_history",
+    "_schema",
+    "_sleep",
 }
 """Names of Python, torch and Megatron that tests take: no source says whose an attribute is."""
 BY_NAME = {"attrgetter", "delattr", "get", "getattr", "hasattr", "methodcaller", "object", "patch"}
