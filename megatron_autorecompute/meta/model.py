@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -160,8 +161,10 @@ def meta_megatron(job: Job) -> Iterator[None]:
         compiles=job.torch_compile,
         rows=hybrid_ep.rows(job),
     )
-    # Without it Megatron warns under sequence parallelism; nothing runs on a device here.
-    quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    # Without them Megatron warns, under sequence parallelism and (0.19) where it reads a layout's
+    # text; nothing runs on a device or beside other ranks here.
+    rank = os.environ.get("RANK", "0")
+    quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1", "RANK": rank})
     with (
         without_cuda.activate(meta=True),
         deterministic(bool(job.config.get("deterministic_mode"))),

@@ -23,7 +23,6 @@ def modelled():
     return asked, profile_job(asked, H100, only=[])
 
 
-@pytest.mark.filterwarnings("ignore:Could not determine rank")
 @pytest.mark.parametrize(("stage", "text"), [(1, "full"), (2, "none")])
 def test_the_stage_of_the_loss_gets_the_hidden_states_of_every_depth(modelled, stage, text):
     asked, profile = modelled
