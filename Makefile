@@ -203,7 +203,7 @@ WITH_BRIDGE_MAIN = PYTHONPATH=$(CURDIR):$(abspath $(BRIDGE))/src:$(abspath $(MEG
 ## make bridge-recipes BRIDGE=path/to/checkout MEGATRON_LM=path/to/checkout
 bridge-recipes: $(TRITON) $(BRIDGE_MAIN)
 	@$(HAS_PERF_RECIPES)
-	$(WITH_BRIDGE_MAIN) $(BIN)/python scripts/bridge_recipes.py $(ARGS)
+	$(WITH_BRIDGE_MAIN) $(BIN)/python -m benchmarks.bridge_recipes $(ARGS)
 
 ## Hold predicted steps of the same recipes against NVIDIA's published ones: docs/published-steps.md.
 ## make published-steps BRIDGE=path/to/checkout MEGATRON_LM=path/to/checkout

@@ -25,7 +25,7 @@ from examples.loops.small_gpt import MAX_TOKENS, SmallGPT, get_forward_backward_
 from megatron_autorecompute import attach
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
-from tests.support import run_ranks
+from testing.ranks import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "any_loop.json"
 SHARES = (0.25, 0.5, 1.0)

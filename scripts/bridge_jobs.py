@@ -24,7 +24,7 @@ NAMED = re.compile(r"_(?P<gpus>\d+)gpu_(?P<gpu>[a-z]+\d+)_")
 @functools.cache
 def prepare() -> None:
     """Import Bridge without CUDA and Transformer Engine, and let it read models of this folder."""
-    from tests.bridge import launch
+    from testing import bridge_launch as launch
 
     logging.disable(logging.WARNING)
     launch.prepare()

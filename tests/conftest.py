@@ -38,7 +38,7 @@ def _forking():
     def get_context(method=None):
         if method != "spawn":
             return usual(method)
-        from tests.support import fresh_processes
+        from testing.ranks import fresh_processes
 
         return fresh_processes()
 

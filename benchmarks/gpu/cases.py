@@ -21,7 +21,7 @@ from typing import Any, Literal
 from megatron_autorecompute.compare.comparison import Shape
 
 ROOT = Path(__file__).parents[2]
-OUR_CODE = ("megatron_autorecompute", "benchmarks/gpu", "tests/gpu")
+OUR_CODE = ("megatron_autorecompute", "benchmarks/gpu", "testing", "tests/gpu")
 TEXT = ROOT / "LICENSE"
 
 

@@ -209,7 +209,7 @@ def _one(options: argparse.Namespace) -> int:
 
 def _plugin_configuration(part: int, options: argparse.Namespace) -> dict[str, Any]:
     if part == 4:
-        from tests.gpu.models import LOCAL, TE, gated_delta_net
+        from benchmarks.gpu.models import LOCAL, TE, gated_delta_net
 
         models = {**LOCAL, **TE, "gated delta net": gated_delta_net}
         return {name: make().configuration() for name, make in models.items()}

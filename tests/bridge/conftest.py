@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def bridge():
     """megatron.bridge with the field, imported for good: a process cannot import it twice."""
-    from tests.bridge import launch
+    from testing import bridge_launch as launch
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

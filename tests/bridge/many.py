@@ -7,7 +7,7 @@ import sys
 import torch
 
 from megatron_autorecompute.meta import without_cuda
-from tests.bridge import launch
+from testing import bridge_launch as launch
 from tests.forks import serve
 
 LAUNCHED = "megatron_autorecompute.bridge_pretrain"

@@ -145,7 +145,7 @@ def test_offloading_excludes_a_policy_in_megatrons_words(cfg):
 
 WITHOUT_US = """
 import logging, sys, traceback; logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-from tests.bridge import stand_ins; stand_ins.install(); import megatron.bridge
+from testing import bridge_stand_ins as stand_ins; stand_ins.install(); import megatron.bridge
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.utils.config_utils import InstantiationMode
 

@@ -24,7 +24,7 @@ def train(recipe, *arguments, ranks=1):
     """What the run under torchrun printed; an error of the run is an error here."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     launcher += ["--master-port", str(free_port())]
-    command = ["-m", "tests.bridge.launch", LAUNCHED, "--recipe", recipe]
+    command = ["-m", "testing.bridge_launch", LAUNCHED, "--recipe", recipe]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *launcher, *command, STEPS, *arguments],
         capture_output=True,

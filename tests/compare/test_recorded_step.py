@@ -7,8 +7,8 @@ import pytest
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.report.recorded import recorded_step
+from testing.ranks import run_ranks
 from tests.report.snapshots import Recorder, dumped
-from tests.support import run_ranks
 
 ROUNDING = 0.025
 """Share by which torch's rounding to 512 bytes changes what layers this small hold."""

@@ -1,8 +1,9 @@
 """Megatron's `tensor_parallel.checkpoint`: replaced at run time, or patched in its sources."""
 
 from megatron_autorecompute.integrations import megatron_lm
+from testing.ranks import run_ranks
 from tests.default_model import tiny_model
-from tests.support import run_ranks, start_parallel, tiny_config
+from tests.support import start_parallel, tiny_config
 
 
 def test_patched_sources_are_not_replaced_and_wrap_functions_all_the_same():

@@ -6,10 +6,10 @@ from importlib import util
 
 import pytest
 
+from benchmarks.gpu.models import LOCAL, TE, gated_delta_net, small, trained
 from megatron_autorecompute.compat import stage_layout
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.model_shard import ModelShard
-from tests.gpu.models import LOCAL, TE, gated_delta_net, small, trained
 
 pytestmark = [pytest.mark.requires_gpu, pytest.mark.usefixtures("one_gpu")]
 MODELS = [

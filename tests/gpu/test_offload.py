@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.gpu.models import TE, trained
+from benchmarks.gpu.models import TE, trained
 
 pytestmark = [
     pytest.mark.requires_gpu,

@@ -10,8 +10,8 @@ import yaml
 
 from benchmarks.gpu.cases import DENSE, DENSE_TE, MOE
 from benchmarks.gpu.contest import Contest
+from benchmarks.gpu.models import small
 from megatron_autorecompute.profile import MEASURED_ON_ONE_DEVICE, Profile
-from tests.gpu.models import small
 
 pytestmark = [
     pytest.mark.usefixtures("one_gpu"),

@@ -25,8 +25,9 @@ from megatron_autorecompute.meta.meta_step import (
 )
 from megatron_autorecompute.planner.cost.schedule import Event, Schedule
 from megatron_autorecompute.policy import RecomputePolicy
+from testing.ranks import fresh_processes, run_ranks
 from tests.meta.boundary_tensors import boundary_tensors, events
-from tests.support import fresh_processes, run_ranks, start_parallel, tiny_config
+from tests.support import start_parallel, tiny_config
 
 SHAPE = StepShape(seq_length=128, micro_batch_size=2, num_microbatches=4, vocab_size=512)
 MIXED_LENGTHS = dataclasses.replace(SHAPE, lengths=(64, 128, 16, 96))

@@ -22,9 +22,10 @@ from benchmarks.peak_fidelity import (
 )
 from megatron_autorecompute.planner.cost.p2p_tensors import extra_tensors
 from megatron_autorecompute.planner.cost.schedule import Schedule
+from testing.ranks import fresh_processes
 from tests.meta.boundary_tensors import boundary_tensors
 from tests.planner.definitions import COUNTED
-from tests.support import fresh_processes, tiny_config
+from tests.support import tiny_config
 
 pytestmark = pytest.mark.any_version
 BY_NAME = {case.name: case for case in CASES}

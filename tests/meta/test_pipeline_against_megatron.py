@@ -18,12 +18,12 @@ from megatron_autorecompute.planner.cost.layout_flags import (
     layout_flags,
 )
 from megatron_autorecompute.planner.cost.schedule import Schedule
+from testing.ranks import run_ranks
 from tests.planner.asked import searched_layouts
 from tests.support import (
     SEQ_LENGTH,
     forward_step,
     microbatch,
-    run_ranks,
     start_parallel,
     tiny_config,
     tiny_gpt,

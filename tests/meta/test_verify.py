@@ -33,8 +33,9 @@ from megatron_autorecompute.profile import (
     StaticBytes,
 )
 from megatron_autorecompute.units import GIB, MIB, unit_for
+from testing.ranks import fresh_processes, run_ranks
 from tests.default_model import layers
-from tests.support import fresh_processes, run_ranks, tiny_config
+from tests.support import tiny_config
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(

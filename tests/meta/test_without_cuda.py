@@ -10,15 +10,8 @@ import torch
 
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.meta import without_cuda
-from tests.support import (
-    RankError,
-    StepResult,
-    one_step,
-    run_ranks,
-    start_parallel,
-    tiny_config,
-    tiny_gpt,
-)
+from testing.ranks import RankError, run_ranks
+from tests.support import StepResult, one_step, start_parallel, tiny_config, tiny_gpt
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}

@@ -25,9 +25,9 @@ from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import OWN_MODULES
 from megatron_autorecompute.profile import MEASURED_ON_ONE_DEVICE, LayerBytes, Profile
 from megatron_autorecompute.runtime.model_shard import choices
+from testing.ranks import run_ranks
 from tests import hybrid_models
 from tests.gloo import collectives_on_copies
-from tests.support import run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(

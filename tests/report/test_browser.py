@@ -11,7 +11,7 @@ from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html
 from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.words import size
-from tests.report.browser import chromium, opened
+from testing.browser import chromium, opened
 from tests.report.plans import copying_plan, long_step
 from tests.support import EXAMPLE_JOBS
 

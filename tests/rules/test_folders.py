@@ -367,3 +367,34 @@ def test_mocks_are_for_tests(modules):
 
 def test_a_mock_is_found():
     assert mocks("def later():\n    from unittest import mock")
+
+
+BESIDE = {
+    "testing": set(),
+    "examples": set(),
+    "scripts": {"testing"},
+    "benchmarks": {"testing", "examples", "scripts"},
+    "tests": {"testing", "examples", "scripts", "benchmarks"},
+}
+"""Folders beside the package, which all may know, and which others each may import."""
+
+
+def taken_from_beside(folder: str, source: str) -> set[str]:
+    """The folders beside the package that a source of one of them may not know and imports."""
+    return ({part(found) for found in imports(source)} & set(BESIDE)) - BESIDE[folder] - {folder}
+
+
+def test_tests_know_benchmarks_and_scripts_and_not_the_other_way_round():
+    found = {
+        str(path.relative_to(ROOT)): taken_from_beside(folder, path.read_text())
+        for folder in BESIDE
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert {path: taken for path, taken in found.items() if taken} == {}
+
+
+def test_a_benchmark_that_imports_a_test_is_found():
+    source = "def main():\n    from tests.support import one_step\n    import scripts.settings"
+    assert taken_from_beside("benchmarks", source) == {"tests"}
+    assert taken_from_beside("scripts", source) == {"tests"}
+    assert taken_from_beside("tests", source) == set()

@@ -15,12 +15,11 @@ from megatron_autorecompute.compat.seam import is_method
 from megatron_autorecompute.errors import ApplyError, PolicyError, UnsupportedVersionError
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from testing.ranks import RankError, run_ranks
 from tests.support import (
-    RankError,
     build_gpt,
     microbatch,
     one_step,
-    run_ranks,
     set_weights,
     start_parallel,
     tiny_config,

@@ -14,9 +14,9 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import FULL, NONE
 from megatron_autorecompute.runtime import offload_choices
 from megatron_autorecompute.runtime.job_facts import FixedCalls
+from testing.ranks import run_ranks
 from tests.default_model import layers
 from tests.hybrid_models import HAVE_HYBRID
-from tests.support import run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(**layers(6), hidden_size=64, num_attention_heads=8, seq_length=64, num_microbatches=2)

@@ -15,9 +15,9 @@ from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.errors import LostStepsError
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.oom_guard import StepGuard
+from testing.ranks import RankError, fresh_processes, run_ranks
 from tests.default_model import layers
 from tests.hybrid_models import HAVE_HYBRID
-from tests.support import RankError, fresh_processes, run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(**layers(8), hidden_size=64, num_attention_heads=8, seq_length=64, num_microbatches=2)

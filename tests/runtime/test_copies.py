@@ -19,8 +19,9 @@ from megatron_autorecompute.errors import ApplyError
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.oom_guard import FAILED, StepGuard
+from testing.ranks import run_ranks
 from tests.default_model import tiny_model
-from tests.support import microbatch, one_step, run_ranks, start_parallel, tiny_config
+from tests.support import microbatch, one_step, start_parallel, tiny_config
 
 pytestmark = [
     # TransformerConfig warns of its own default (0.16), and of core_attn without fused attention.

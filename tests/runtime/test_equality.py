@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from megatron_autorecompute.policy import OWN_MODULES, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.work_order import RERUN_WITH
+from testing.ranks import run_ranks
 from tests.support import (
     MICRO_BATCH_SIZE,
     SEQ_LENGTH,
     forward_step,
     global_parameters,
     microbatch,
-    run_ranks,
     start_parallel,
     tiny_config,
     tiny_gpt,

@@ -17,8 +17,9 @@ from megatron_autorecompute.integrations import megatron_bridge
 from megatron_autorecompute.integrations.megatron_lm import shapes_of
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.runtime.fingerprint import rendered
+from testing.ranks import run_ranks
 from tests.default_model import tiny_model
-from tests.support import run_ranks, start_parallel, tiny_config
+from tests.support import start_parallel, tiny_config
 
 ROOT = Path(__file__).parents[2]
 

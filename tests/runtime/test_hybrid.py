@@ -12,9 +12,10 @@ from megatron_autorecompute.errors import PipelineError, PolicyError
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 from megatron_autorecompute.policy import MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
+from testing.ranks import run_ranks
 from tests.hybrid_models import hybrid_chunks, hybrid_config, make_runnable, runnable, small_model
 from tests.mamba_kernels import chunk_scan, recurrence
-from tests.support import microbatch, one_step, run_ranks, start_parallel, tiny_config, tiny_gpt
+from tests.support import microbatch, one_step, start_parallel, tiny_config, tiny_gpt
 
 pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
 pytestmark = [

@@ -20,9 +20,9 @@ from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.job_facts import FixedCalls
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
+from testing.ranks import run_ranks
 from tests.fake_cuda import fake_cuda
 from tests.hybrid_models import make_runnable, runnable, small_model
-from tests.support import run_ranks
 
 pytestmark = pytest.mark.newest_version
 BUDGET_GIB = 13_000 / 2**20

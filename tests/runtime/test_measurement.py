@@ -19,7 +19,8 @@ from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePoli
 from megatron_autorecompute.runtime.measurement import Samples
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, DeviceClock
 from megatron_autorecompute.work_order import contains
-from tests.support import MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB, microbatch, run_ranks
+from testing.ranks import run_ranks
+from tests.support import MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB, microbatch
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(

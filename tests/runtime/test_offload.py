@@ -12,15 +12,10 @@ from megatron_autorecompute.compat import offload_modules
 from megatron_autorecompute.errors import ApplyError, MachineError, PolicyError
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.apply import apply, in_force
+from testing.ranks import run_ranks
 from tests.grouped_experts import grouped_experts
 from tests.hybrid_models import HAVE_HYBRID, hybrid_chunks, hybrid_config, runnable
-from tests.support import (
-    one_step,
-    run_ranks,
-    start_parallel,
-    tiny_config,
-    tiny_gpt,
-)
+from tests.support import one_step, start_parallel, tiny_config, tiny_gpt
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),

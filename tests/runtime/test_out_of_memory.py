@@ -16,15 +16,8 @@ import pytest
 import torch
 
 from megatron_autorecompute.runtime.oom_guard import FAILED, FINE
-from tests.support import (
-    RankError,
-    forward_step,
-    microbatch,
-    run_ranks,
-    start_parallel,
-    tiny_config,
-    tiny_gpt,
-)
+from testing.ranks import RankError, run_ranks
+from tests.support import forward_step, microbatch, start_parallel, tiny_config, tiny_gpt
 
 STEPS, LOST = 5, 2
 

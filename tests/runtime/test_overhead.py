@@ -13,7 +13,7 @@ import pytest
 
 import megatron_autorecompute
 from megatron_autorecompute.compare.comparison import Shape
-from tests.support import run_ranks
+from testing.ranks import run_ranks
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 OURS = str(Path(megatron_autorecompute.__file__).parent)

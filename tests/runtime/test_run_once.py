@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.policy import RecomputePolicy
+from testing.ranks import run_ranks
 from tests.fused_attention import FlashLikeAttention
 from tests.gloo import collectives_on_copies
 from tests.support import (
@@ -19,7 +20,6 @@ from tests.support import (
     SEQ_LENGTH,
     microbatch,
     one_step,
-    run_ranks,
     start_parallel,
     tiny_config,
     tiny_gpt,

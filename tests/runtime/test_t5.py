@@ -11,7 +11,8 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
-from tests.support import VOCAB, run_ranks, start_parallel, tiny_config
+from testing.ranks import run_ranks
+from tests.support import VOCAB, start_parallel, tiny_config
 
 ENCODER, DECODER = 3, 4
 LONG, SHORT = 32, 16

@@ -9,7 +9,8 @@ import torch
 
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.policy import FULL, LayerPolicy, RecomputePolicy
-from tests.support import VOCAB, run_ranks, start_parallel, tiny_config
+from testing.ranks import run_ranks
+from tests.support import VOCAB, start_parallel, tiny_config
 
 TOWER, DECODER = 3, 4
 LENGTH = 23

@@ -1,6 +1,6 @@
 """How fast the report moves in headless Chromium, as a table.
 
-    python -m benchmarks.report_frames PLAN.json... > benchmarks/results/report_frames.md
+    python -m tests.report.frames PLAN.json... > benchmarks/results/report_frames.md
 
 One row for each plan, and one for a step of 65,536 events. A frame of zooming at 60 Hz is 16.7 ms.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html
-from tests.report.browser import chromium, opened
+from testing.browser import chromium, opened
 from tests.report.plans import long_step
 
 EVENTS = "stages.reduce((sum, stage) => sum + stage.count, 0)"

@@ -1,6 +1,6 @@
 """Do the settings of Megatron Bridge's performance recipes fit in this model? Writes a page.
 
-python scripts/bridge_recipes.py [--only NAME] [--output docs/bridge-recipes.md]
+python -m benchmarks.bridge_recipes [--only NAME] [--output docs/bridge-recipes.md]
     [--rows benchmarks/results/bridge_recipes.md]
 
 Needs a Bridge with perf_recipes and the Megatron-LM it pins: `make bridge-recipes`.
@@ -12,7 +12,6 @@ import argparse
 import collections
 import multiprocessing
 import os
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 warnings.filterwarnings("ignore")
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT))
 
 from rich.progress import track  # noqa: E402
 

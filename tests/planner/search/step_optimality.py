@@ -1,6 +1,6 @@
 """How far plans are from the shortest step, against all policies of small random problems.
 
-    python -m benchmarks.step_optimality [--instances 400] [--most 20000]
+    python -m tests.planner.search.step_optimality [--instances 400] [--most 20000]
 
 Printed, and written as JSON. Two sorts of problems: with random times, and with times in the
 proportions of measured ones. Those with more than `--most` combinations of their stages' choices
@@ -30,7 +30,7 @@ from tests.planner.search.random_steps import (
     shortest_step_ps,
 )
 
-RESULTS = Path(__file__).parent / "results" / "step_optimality.json"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "step_optimality.json"
 MORE_CHUNKS = (*SEVERAL_CHUNKS, (4, 2), (2, 4), (3, 3))
 COLUMNS = (
     *("times", "chunks of a stage", "problems", "left out", "proven", "optimal"),

@@ -1,6 +1,6 @@
 """Run a Python module that uses Bridge without CUDA and Transformer Engine, in this process.
 
-    python -m tests.bridge.launch MODULE <its arguments>
+    python -m testing.bridge_launch MODULE <its arguments>
 
 After training it prints a digest of all parameters, and those after the model was built.
 """
@@ -17,7 +17,7 @@ import torch
 
 from megatron_autorecompute.integrations import megatron_bridge
 from megatron_autorecompute.meta import without_cuda
-from tests.bridge import stand_ins
+from testing import bridge_stand_ins as stand_ins
 
 
 def prepare(patch=setattr):

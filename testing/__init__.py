@@ -1,0 +1,1 @@
+"""What tests, benchmarks and scripts share; it knows none of them."""
