@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 # Of the tests' many processes only the first compiles this package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: compare results examples measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps clean
+.PHONY: compare results examples measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps reference docs clean
 
 ## Run Megatron under its own strategies and ours, on this machine; print the table, and where the
 ## report of our plan is.
@@ -47,6 +47,7 @@ examples: export PYTHONWARNINGS := ignore
 examples: $(TRITON) $(CORE_019)
 	mkdir -p $(NO_DEVICE)
 	examples/no_device/run.sh $(PLANNED) $(EXAMPLES) > $(NO_DEVICE)/plans.txt
+	sed -n '/^llama3-70b:/,/^--recompute-policy/p' $(NO_DEVICE)/plans.txt > $(NO_DEVICE)/plan.txt
 	$(WITH_019) examples/no_device/run.sh $(PLANNED) $(HYBRIDS) > $(NO_DEVICE)/hybrid-plans.txt
 	$(WITH_019) $(BIN)/python scripts/settings.py examples/no_device/nemotron-3-nano.yaml \
 	    $(PLANNED)/nemotron-3-nano.json $(SETTINGS) > $(NO_DEVICE)/nemotron-3-nano-settings.txt
@@ -233,6 +234,22 @@ $(BRIDGE_SITE): constraints/bridge.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-deps --no-compile --requirement constraints/bridge.txt \
 	    --target $@.part
 	mv $@.part $@
+	touch $@
+
+## Write what pages of docs/ take from the code: fields of files, commands, exit codes.
+reference: $(INSTALLED)
+	$(BIN)/python scripts/reference.py
+
+SPHINX := $(VENV)/sphinx
+
+## Build docs/ as a site in build/site, and check every link and anchor of it.
+docs: $(SPHINX)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky \
+	    --conf-dir scripts/site docs build/site
+	cp build/site/README.html build/site/index.html
+
+$(SPHINX): pyproject.toml constraints/cpu.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt sphinx myst-parser furo
 	touch $@
 
 clean:

@@ -363,10 +363,10 @@ def _line(row: Published, base: Published, predicted: dict[str, float] | None) -
 
 INTRODUCTION = """# The table this project began with
 
-Written by `python -m benchmarks.autodist`. The Autodist document's case: GPT-3 760M widened to 48
-layers, 2 GPUs, global batch 1,024, micro-batch 8, limit 16 GB. Published figures are the
-document's, measured; predicted ones are this package's, made without a device. Times are relative
-to Megatron's selective setting.
+Written by `python -m benchmarks.autodist`. The Autodist document's case is GPT-3 760M widened to
+48 layers: 2 GPUs, global batch 1,024, micro-batch 8, limit 16 GB. Published figures are the
+document's and measured. Predicted figures are this package's and made without a device. Times are
+relative to Megatron's selective setting.
 
 **Assumed**, because the document does not say it:
 
@@ -375,21 +375,18 @@ to Megatron's selective setting.
 - Tensor parallel 2, with and without sequence parallelism. Data parallel 2 would put
   {data_parallel} GB between full and selective (predicted), where 10.1 are published. Pipelines
   were not tried.
-- Times are a roofline of an A100 with the parameters of meta/devices.json
-  ([no-device.md](no-device.md)); only ratios are compared. The published step is 2.7 times as long
-  as that: 22 ms for a layer and a microbatch. The slowest hosts that are known, of Megatron's tests
-  on A100, would need 8 (modelled), so launches are taken to be hidden.
-- The published 7.09 GB of full recompute leave no room for Adam's state beside fp32 gradients (18
-  bytes for each parameter would be 12 GB). So **one row is used up**: what the predicted
-  activations of the full row leave of its bytes is taken as the static bytes of every row. GB
-  are read as GiB.
-- "Manual: first 31 layers full" is Megatron's `block`: the other 17 recompute nothing.
+- Times are a roofline of an A100 ([how](estimate-model.md#times)). The published step is 2.7 times
+  as long, 22 ms for a layer and a microbatch. The slowest known hosts would need 8 ms (modelled),
+  so launches are taken to be hidden, and only ratios are compared.
+- **One row is used up.** The published 7.09 GB of full recompute leave no room for Adam's state
+  beside fp32 gradients. So the static bytes of every row are what the predicted activations of the
+  full row leave of its bytes. GB are read as GiB.
+- "Manual: first 31 layers full" is Megatron's `block`: the other 17 layers recompute nothing.
 
 **What does not fit.** The document's continuous row, 23 layers full and 25 selective, takes 8.6 GB
 more than full. Its own selective row takes 10.1 GB more for 48 layers, so 25 of them could take
-5.3. Its "selective" must keep more than Megatron's `core_attn` does, and it is faster than 25
-such layers would be; the document does not say which operations. "Single" mixes operations within
-a layer in a way that is not published, and neither is Alpa's plan: these two are not predicted, but
+5.3. Its "selective" must keep more than Megatron's `core_attn` does; the document does not say
+which operations. The plans of "single" and of Alpa are not published. They are not predicted, but
 ours is with their bytes.
 """
 

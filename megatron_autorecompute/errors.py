@@ -2,13 +2,15 @@
 
 
 class AutorecomputeError(Exception):
-    """Base of all deliberate errors: the message says what was asked, found, and what to do."""
+    """The base of all deliberate errors. The message says what was asked, what was found, and what
+    to do. A closed output pipe, as by `head`, ends with this code as well."""
 
     exit_code = 1
 
 
 class PolicyError(AutorecomputeError):
-    """A policy cannot be read, does not fit the model, or is refused by Megatron's own rules."""
+    """A policy cannot be read, does not fit the model, or is refused by Megatron's own rules. Wrong
+    command-line arguments end with this code as well."""
 
     exit_code = 2
 
@@ -20,48 +22,54 @@ class InfeasibleError(AutorecomputeError):
 
 
 class ProfileError(AutorecomputeError):
-    """A profile or plan file is missing, damaged, contradictory, or of another model."""
+    """A profile or plan file is missing, damaged, contradictory or of another model, or cannot be
+    written."""
 
     exit_code = 4
 
 
 class UnsupportedVersionError(AutorecomputeError):
-    """The installed megatron-core is one whose sources this package does not know."""
+    """This package does not know the sources of the installed megatron-core."""
 
     exit_code = 5
 
 
 class ApplyError(AutorecomputeError):
-    """A policy is already in force, ranks have different ones, or auto cannot measure a step."""
+    """A policy is already in force, the ranks of a stage have different ones, or `auto` cannot
+    measure this training step."""
 
     exit_code = 6
 
 
 class MachineError(AutorecomputeError):
-    """The machine lacks something: a package, a compiler, a device, a file; or a rank died."""
+    """The machine lacks something: a package, CUDA, a compiler, memory, a readable file, or a place
+    to write to. Or a rank died."""
 
     exit_code = 7
 
 
 class PipelineError(AutorecomputeError):
-    """A layout or schedule that Megatron itself refuses, or times that are impossible."""
+    """Megatron itself refuses the layout or the schedule, or times are impossible."""
 
     exit_code = 8
 
 
 class OptionError(AutorecomputeError):
-    """Options contradict each other, a value is impossible, or a job description is no job's."""
+    """Options contradict each other or have no effect, a value is impossible, an output is an
+    input, or a job description (YAML file, flags, recipe) is missing or describes no job that can
+    run."""
 
     exit_code = 9
 
 
 class VerificationError(AutorecomputeError):
-    """Megatron's own schedule exceeds a plan's budget or differs from its predicted bytes."""
+    """Megatron's own schedule exceeds a plan's budget, or differs from the predicted bytes by more
+    than `verify` allows."""
 
     exit_code = 10
 
 
 class LostStepsError(AutorecomputeError):
-    """Several steps in a row ran out of memory, the last one under the leanest policy."""
+    """Several training steps in a row ran out of memory, the last one under the leanest policy."""
 
     exit_code = 13

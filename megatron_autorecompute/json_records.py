@@ -199,8 +199,8 @@ def check_other(path: str | Path, reads: Iterable[str | Path]) -> None:
     for read in reads:
         if _is_same_file(path, read):
             raise OptionError(
-                f"{path} is to be written, and is {read}, which is read and would be lost. Give "
-                "the output another name."
+                f"The output {path} is the input {read}, and would replace it. Give the output "
+                "another name."
             )
 
 

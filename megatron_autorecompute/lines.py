@@ -49,16 +49,18 @@ class Line:
     """A figure that never falls with the lengths of a microbatch: no coefficient is negative."""
 
     constant: Coefficient = 0.0
+    """What does not depend on lengths."""
     per_token: Coefficient = 0.0
+    """For each token of the microbatch on this rank."""
     per_square: Coefficient = 0.0
-    """For each unit of `Microbatch.squares`."""
+    """For each unit of the sum of squared lengths of samples."""
     per_routed_token: Coefficient = 0.0
-    """For each unit of `Microbatch.routed_tokens`."""
+    """For each token that the experts of this rank get in a layer."""
     residual: Coefficient = 0.0
-    """The largest distance of a point from the fit before it was lifted, as a share of the largest
-    point."""
+    """The largest distance of a point from the line before the line was lifted, as a share of the
+    largest point."""
     most_tokens: Annotated[int, Field(ge=0, le=1 << 44)] = 0
-    """The longest microbatch of those it was fitted to; above it, it is an extrapolation."""
+    """The longest microbatch that the line was fitted to. Above it the line is extrapolated."""
 
     def at(self, one: Microbatch) -> float:
         """The figure of a microbatch."""
@@ -98,16 +100,21 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class RecordLines:
-    """The figures of one choice on layers of a kind. A level is held and transient together."""
+    """The figures of one choice on layers of a kind, as lines."""
 
     held_bytes: Line
-    """The input included."""
+    """Held bytes, input included."""
     forward_level_bytes: Line
+    """Held bytes and forward transient together."""
     backward_level_bytes: Line
+    """Held bytes and backward transient together."""
     forward_ms: Line
+    """Time of the forward."""
     backward_ms: Line
+    """Time of the backward."""
     kept_level_bytes: Line | None = None
-    """Of the backward, if the gradient of the layer's output stays alive to its end."""
+    """backward_level_bytes where the gradient of the layer's output stays alive to the backward's
+    end. None: not known."""
 
 
 Point = tuple[Microbatch, float]

@@ -136,7 +136,7 @@ class LayerPolicy:
         if self.offload and self.granularity not in ("none", "selective"):
             raise PolicyError(
                 f"{self.granularity} with +offload[{'+'.join(self.offload)}]: under full recompute "
-                "nothing is there to offload but inputs. Offload goes with none and selective."
+                "only inputs are left to offload. Offload goes with none and selective."
             )
         if WHOLE_LAYER in self.offload and (len(set(self.offload)) > 1 or self.modules):
             raise PolicyError(
@@ -155,14 +155,13 @@ class LayerPolicy:
         kept = f"+keep[{'+'.join(self.keep)}]"
         if self.inner or (self.granularity != "full" and "moe" not in self.modules):
             raise PolicyError(
-                f"{kept} goes with full (without inner layers) and with selective[moe], whose "
-                "checkpoints it works in; elsewhere nothing would be rerun that it could keep."
+                f"{kept} goes with full (without inner layers) and with selective[moe]. "
+                "Elsewhere no checkpoint reruns what it would keep."
             )
         if self.rerun_all or self.offload:
             raise PolicyError(
-                f"{kept} with {'+all' if self.rerun_all else '+offload'}: Megatron's own "
-                "checkpoints keep no part, and offload runs them unchanged. Leave one of the two "
-                "out."
+                f"{kept} with {'+all' if self.rerun_all else '+offload'}: that runs "
+                "Megatron's own checkpoints, which keep no part. Leave one of the two out."
             )
 
     @property

@@ -116,30 +116,30 @@ class BytesAt:
     """What a layer with experts needs at a percentile of uneven routing."""
 
     percentile: Percentile
-    """Of the microbatches on the rank that needs most, in percent."""
+    """Percentage of the microbatches, on the rank that needs most, which need no more than this."""
     held_bytes: Bytes
-    """As in the record."""
+    """The record's held_bytes at this percentile."""
     forward_transient_bytes: Bytes
-    """As in the record."""
+    """The record's forward_transient_bytes at this percentile."""
     backward_transient_bytes: Bytes
-    """As in the record."""
+    """The record's backward_transient_bytes at this percentile."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartBytes:
-    """A part of a layer that EP overlap runs beside another microbatch's: attention with norms and
-    router, dispatch, experts, combine. Live bytes above the layer's base, its input, its output and
-    the gradients of both included."""
+    """A part of a layer that EP overlap runs beside a part of another microbatch. The parts are
+    attention (with norms and router), dispatch, experts and combine. Figures are live bytes above
+    the layer's base; the layer's input, its output and the gradients of both are among them."""
 
     forward_peak_bytes: Bytes
-    """Highest while the part's forward runs."""
+    """The most bytes alive while the part's forward runs."""
     forward_end_bytes: Bytes
-    """When it has run."""
+    """The bytes alive when the part's forward has ended."""
     backward_peak_bytes: Bytes
-    """Highest while its backward runs; backwards run from the last part to the first."""
+    """The most bytes alive while the part's backward runs. The last part runs backward first."""
     backward_end_bytes: Bytes
-    """When that has run; of the first part with what the layer keeps until its next forward,
-    besides `ChoiceRecord.input_stays`."""
+    """The bytes alive when the part's backward has ended. The first part's figure includes what the
+    layer keeps until its next forward, without what `ChoiceRecord.input_stays` says."""
 
     def each(self, change: Callable[[int], int]) -> PartBytes:
         """The same change applied to all."""
@@ -148,34 +148,34 @@ class PartBytes:
 
 @dataclass(frozen=True, slots=True)
 class GraphBytes:
-    """What a layer's CUDA graphs have in their memory pool, which nothing else can use, and in the
-    buffers that their inputs are copied to; as in the record."""
+    """The part of a record's bytes that lies in the memory pool of the layer's CUDA graphs, or in
+    the buffers that the graphs' inputs are copied to. Nothing else can use the pool."""
 
     held_bytes: Bytes
-    """From the forward to the backward: tensors saved in the graph, its inputs and its outputs."""
+    """Bytes kept from the forward to the backward: saved tensors, inputs and outputs of graphs."""
     forward_transient_bytes: Bytes
-    """Besides, in the forward's graph."""
+    """Further bytes of the forward's graph."""
     backward_transient_bytes: Bytes
-    """Besides, in the backward's graph."""
+    """Further bytes of the backward's graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadGroup:
-    """What a layer copies to host memory at once and back, as one of Megatron's fine-grained
+    """What a layer copies to host memory and back at once: one of Megatron's fine-grained
     offloading groups."""
 
     name: str
-    """The module in `offload_modules`: core_attn, moe_act, ..."""
+    """The module's name in Megatron's `offload_modules`: core_attn, moe_act, ..."""
     device_bytes: Bytes
-    """Free on the device once the copy out has ended."""
+    """Bytes that are free on the device once the copy out has ended."""
     host_bytes: Bytes
-    """Copied out, held in host memory, and copied back."""
+    """Bytes that are copied out, kept in host memory, and copied back."""
     forward_end: Share
     """When the copy out may begin, as a share of the layer's forward_ms."""
     backward_begin: Share
     """When the copy back must have ended, as a share of the layer's backward_ms."""
     backward_end: Share
-    """When the group is done with; the copy back of another one may then begin."""
+    """When the next group's copy back may begin, as a share of the layer's backward_ms."""
 
     def __post_init__(self) -> None:
         if self.backward_end < self.backward_begin:
@@ -187,15 +187,14 @@ class OffloadGroup:
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """One device's way to host memory, at what it is taken to reach when its neighbours copy,
-    too."""
+    """The link of one device to host memory, while the node's other devices copy as well."""
 
     to_host_gb_per_s: Rate
-    """10^9 bytes per second, device to host."""
+    """Rate from device to host, in 10^9 bytes per second, while copies also run back."""
     to_device_gb_per_s: Rate
-    """The same back, both at once."""
+    """Rate from host to device, in 10^9 bytes per second, while copies also run out."""
     host_bytes: Annotated[int, Field(ge=0, le=1 << 60)]
-    """Host memory for one device's copies: the node's share that it may use, by its devices."""
+    """The most host memory that one device's copies may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,62 +202,62 @@ class ChoiceRecord:
     """Cost of one choice on one layer of a kind, for one microbatch."""
 
     choice: Choice
-    """`str(LayerPolicy)`: none, full, full/2, selective[core_attn+mlp], none+offload[core_attn]. A
-    record of `full/g` with g > 1 is about one whole checkpoint of g consecutive layers, not about
-    one of them."""
+    """The choice as `str(LayerPolicy)` writes it: none, full, selective[core_attn+mlp],
+    none+offload[core_attn]. The figures of `full/g` are those of the whole checkpoint of g
+    layers."""
     held_bytes: Bytes
-    """Kept from the end of forward to the start of backward, input included."""
+    """Bytes kept from the end of the forward to the start of the backward, input included."""
     forward_transient_bytes: Bytes
-    """Highest during forward, on top of held_bytes, output included."""
+    """The most bytes that the forward needs on top of held_bytes, output included."""
     backward_transient_bytes: Bytes
-    """Highest during backward, on top of held_bytes, gradients and recomputed tensors included."""
+    """The most bytes that the backward needs on top of held_bytes; gradients and what is recomputed
+    are included."""
     forward_ms: Milliseconds
-    """Forward time, median."""
+    """Median time of the forward."""
     backward_ms: Milliseconds
-    """Backward time, median, recompute included."""
+    """Median time of the backward, recompute included."""
     spread_ms: Milliseconds = 0.0
     """How far single runs spread: half the interquartile range of forward plus that of backward."""
     runs: Positive = 1
-    """How many runs the times are medians of; 1: they err as much as one run does."""
+    """How many runs the times are medians of. The error of a time follows from runs and spread."""
     uncertainty_bytes: Bytes = 0
-    """Each of the three byte figures may be higher or lower by this much."""
+    """How far each of the three byte figures may be off. A budget is met with it added."""
     input_kept: bool = True
-    """Whether held_bytes contains the layer's input. False if nothing saves the input, so that it
-    is freed. The first layer of a chunk then holds `Profile.boundary_bytes` more, because the
-    schedule keeps the input that it received."""
+    """Whether held_bytes contains the layer's input. False: nothing saves the input. Then the first
+    layer of a chunk holds `Profile.boundary_bytes` more, because the schedule keeps its input."""
     source: str = MEASURED
     """Where the figures come from: measured, counted, assumed, or a description."""
     communication_ms: Milliseconds = 0.0
-    """The part of forward_ms + backward_ms that is modelled communication, beside measured
-    arithmetic; 0 where all is measured, or all is modelled."""
+    """The modelled communication in forward_ms + backward_ms, where arithmetic is measured; 0 where
+    all is measured or all is modelled."""
     percentiles: tuple[BytesAt, ...] = ()
-    """Measured MoE layers: the byte figures at percentiles; the fields above are the maximum."""
+    """Byte figures of a measured layer with experts at percentiles of its microbatches. The
+    record's own byte figures are then the maximum."""
     kept_gradient_bytes: Bytes | None = None
-    """How much higher the backward reaches if the gradient of the layer's output stays alive to its
-    end, as the schedule keeps that of a chunk's output. None: not known; then it is
-    `Profile.boundary_bytes`, and 0 under full, because a checkpoint keeps that gradient itself."""
+    """How much higher the backward reaches where the gradient of the layer's output stays alive to
+    the backward's end, as in a chunk's last layer. None: not known. Then `Profile.boundary_bytes`
+    is taken, and 0 under full, because a checkpoint keeps that gradient itself."""
     also_static_bytes: Bytes = 0
-    """Of held_bytes, what static bytes contain as well: what a MoE dispatcher keeps of its last
-    microbatch, and the layer saves anyway. It counts once in the chunk with the head, of which
-    one microbatch is in flight."""
+    """Bytes that both held_bytes and static bytes contain: what a MoE dispatcher keeps of its last
+    microbatch. In the chunk with the head they count once."""
     lines: RecordLines | None = None
-    """The figures above as lines in the tokens of a microbatch; None: they hold for one length."""
+    """The figures as lines in the tokens of a microbatch. None: they hold for one length."""
     parts: tuple[PartBytes, ...] = ()
-    """With EP overlap: the layer's parts, in the order of their forwards. Without them the whole
-    layer counts beside another microbatch's."""
+    """With EP overlap: the layer's parts, in the order of their forwards. Without parts the whole
+    layer counts beside another microbatch."""
     input_stays: bool = False
-    """With EP overlap: whether the layer's input and the gradient of it stay alive until its next
+    """With EP overlap: whether the layer's input and its gradient stay alive until the layer's next
     forward."""
     output_keeps_bytes: Bytes = 0
-    """With EP overlap: what the graph of the layer's output keeps after its backward, if it is a
-    chunk's output, which the schedule has until the chunk's backward ends."""
+    """With EP overlap: what the output's graph keeps after the layer's backward where that output
+    is a chunk's. The schedule refers to the graph until the chunk's backward ends."""
     graph: GraphBytes | None = None
-    """With CUDA graphs of layers: the part of the three byte figures that is in the graphs' memory
-    pool. The pool's highest point counts beside that of everything else."""
+    """With CUDA graphs of layers: the part of the byte figures that lies in the graphs' memory
+    pool. The pool's highest point counts beside the highest point of everything else."""
     offload_groups: tuple[OffloadGroup, ...] = ()
-    """Of a choice that offloads: what goes to host memory, in the order in which copies out begin.
-    held_bytes are without `device_bytes` of all of them, backward_transient_bytes have them as they
-    come back, and times are without waiting for copies."""
+    """What a choice with offload moves to host memory, in the order in which the copies out begin.
+    held_bytes leave out all `device_bytes`, backward_transient_bytes contain them as they come
+    back, and times contain no waiting for copies."""
 
     def __post_init__(self) -> None:
         modules = self.policy.offload if self.offload_groups else ()
@@ -307,7 +306,8 @@ class Imbalance:
     """How much more a MoE layer holds when routing is uneven."""
 
     percentile: Percentile
-    """Of the microbatches on the fullest rank, in percent."""
+    """Percentage of the microbatches on the fullest rank that need no more than this factor
+    says."""
     factor: Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
     """Multiplies held and transient bytes of the kind's records; 1 changes nothing. Records with
     measured `percentiles` are not multiplied."""
@@ -326,7 +326,7 @@ class StaticBytes:
     buffer_bytes: Bytes = 0
     """Everything else: masks, rotary tables, communication buffers inside torch."""
     shared: dict[str, Bytes] = field(default_factory=dict)
-    """Buffers that a stage has once, however many of its parts name them, by name: workspaces of
+    """Buffers by name that a stage has once, however many of its parts name them: workspaces of
     matrix products, dummy weight gradients of one shape."""
 
     @classmethod
@@ -372,9 +372,10 @@ class LayerKind:
     choices: tuple[ChoiceRecord, ...]
     """One record per choice that may be planned."""
     inert: dict[Choice, Choice] = field(default_factory=dict)
-    """Choices that save nothing on this kind, and the choice that each equals; never planned."""
+    """Choices that save nothing on this kind, each with the choice that it equals. They are never
+    planned."""
     imbalance: tuple[Imbalance, ...] = ()
-    """MoE only. Without an entry for the percentile asked for, the factor is 1."""
+    """How uneven routing may be, stated by hand; for layers with experts."""
     static: StaticBytes | None = None
     """Static bytes of one such layer; needed only to plan layouts that were not measured."""
 
@@ -448,12 +449,12 @@ class Deferred:
     has drained (Megatron's `defer_embedding_wgrad_compute`)."""
 
     each_bytes: Bytes
-    """Of one run of the output layer: the gradient of its logits, its input, and what the chunk
-    received with the gradient of that."""
+    """Bytes of one run of the output layer: the gradient of its logits, its input, and what the
+    chunk received with that input's gradient."""
     runs: Positive = 1
-    """Of a microbatch; with MTP depths one more for each."""
+    """Runs of the output layer in a microbatch: one, and one for each MTP depth."""
     limit: Positive | None = None
-    """The most runs that are kept, the first ones of a step (`wgrad_deferral_limit`); None: all."""
+    """The most runs that are kept, from the start of a step (`wgrad_deferral_limit`). None: all."""
 
     def waiting(self, microbatches: int) -> int:
         """How many runs are kept when so many microbatches have run backward."""
@@ -466,13 +467,13 @@ class ScheduleOverhead:
     """Bytes alive besides static bytes, layers, and the boundary tensors of `p2p_tensors`."""
 
     forward_bytes: Bytes
-    """The most alive in a forward: masks, token ids, what `forward_step` keeps."""
+    """The most such bytes in a forward: masks, token ids, what `forward_step` keeps."""
     backward_bytes: Bytes
-    """The most alive in a backward."""
+    """The most such bytes in a backward."""
     forward_line: Line | None = None
-    """forward_bytes as a line in the tokens of all microbatches of a call; None: one length."""
+    """forward_bytes as a line in the tokens of all microbatches of a call. None: one length."""
     backward_line: Line | None = None
-    """backward_bytes likewise."""
+    """backward_bytes as such a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,26 +481,29 @@ class StageRecord:
     """What one pipeline stage needs besides its layers' activations."""
 
     layers: tuple[Index, ...]
-    """Layers the stage had when measured, all chunks; another layout does not use this record."""
+    """The layers of all chunks of the stage when it was measured. A stage with other layers does
+    not use this record."""
     static: StaticBytes
     """Parameters, gradients, optimizer state, buffers of the stage."""
     optimizer_step_peak_bytes: Bytes = 0
-    """Highest during the optimizer step, on top of static, when no activation is alive."""
+    """The most bytes of the optimizer step on top of static bytes. No activation is alive then."""
     overhead: ScheduleOverhead | None = None
-    """Measured bytes besides layers; None counts as 0. Boundary tensors are counted separately."""
+    """Measured bytes besides layers and boundary tensors. None counts as 0."""
     residual_bytes: SignedBytes = 0
-    """Measured minus predicted activation peak; added to the prediction. May be negative."""
+    """The measured less the predicted activation peak. Predictions have it added."""
     uncertainty_bytes: Bytes = 0
-    """The residual may be higher or lower by this much."""
+    """How far the residual may be off."""
     residual_ms: SignedMilliseconds = 0.0
-    """Measured minus predicted time of one microbatch on this stage. May be negative."""
+    """The measured less the predicted time of one microbatch on this stage."""
     available_bytes: Bytes | None = None
-    """Device memory less what lies outside torch, on the rank with the least; None: no device."""
+    """The device's memory less what lies outside torch, on the rank with the least. None: no
+    device."""
     fragmentation_bytes: Bytes = 0
-    """Most bytes reserved less most bytes allocated, on the rank where this is largest."""
+    """The most bytes reserved less the most bytes allocated, on the rank where this is largest."""
     others_bytes: Bytes | None = None
-    """Allocated when the job began, other than model and optimizer (for example a reference model),
-    on the rank with the most; None: not read. Already part of residual_bytes."""
+    """Bytes that were allocated when the job began and belong to neither model nor optimizer, such
+    as a reference model, on the rank with the most. residual_bytes contains them. None: not
+    read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,9 +515,9 @@ class RankStep:
     """
 
     rank: Annotated[int, Field(ge=0, le=1 << 24)]
-    """Its number in the whole job."""
+    """The rank's number in the whole job."""
     stage: Index
-    """Its pipeline stage."""
+    """The rank's pipeline stage."""
     forward_compute_ms: StepMilliseconds | None = None
     """Megatron's timer `forward-compute`."""
     backward_compute_ms: StepMilliseconds | None = None
@@ -523,8 +527,8 @@ class RankStep:
     max_memory_allocated_bytes: Bytes | None = None
     """`torch.cuda.max_memory_allocated` of the step."""
     max_memory_reserved_bytes: Bytes | None = None
-    """`torch.cuda.max_memory_reserved` of the step; too low if the allocator returned memory in the
-    middle of the step."""
+    """`torch.cuda.max_memory_reserved` of the step. It is too low if the allocator returned memory
+    in the middle of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,11 +541,11 @@ class MeasuredStep:
     """
 
     iteration: Positive
-    """As Megatron logs it; counted from the start of a job that has no iteration number."""
+    """The step's number as Megatron logs it. A job without such numbers counts from its start."""
     recompute_policy: str
-    """What ran, as `RecomputePolicy.parse` reads it."""
+    """The policy that ran, as `RecomputePolicy.parse` reads it. Every choice has a record."""
     num_microbatches: Positive
-    """Of the step."""
+    """Microbatches of the step."""
     ranks: tuple[RankStep, ...]
     """Every rank of the job."""
 
@@ -557,13 +561,11 @@ class Model:
     mtp_num_layers: Index = 0
     """MTP depths; depth d is layer num_layers + d."""
     encoder_layers: Index = 0
-    """How many of num_layers belong to an encoder (T5) or a tower (vision); these come first.
-    Megatron's own settings count afresh in both blocks. Every decoder layer of T5 reads the
-    encoder's output, so only its encoder may have checkpoints of several layers."""
+    """How many of num_layers belong to an encoder (T5) or to a vision tower. They come first."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Anything worth knowing: hidden_size, num_attention_heads, ..."""
     encoder_name: str = ENCODER
-    """What a policy calls the block of these layers."""
+    """What a policy calls the block of the encoder's or the tower's layers."""
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -581,17 +583,17 @@ class Parallelism:
     seq_length: Positive
     """Tokens per sample."""
     tensor_parallel: Positive = 1
-    """tp"""
+    """Ranks of a tensor parallel group."""
     context_parallel: Positive = 1
-    """cp"""
+    """Ranks of a context parallel group."""
     expert_parallel: Positive = 1
-    """ep"""
+    """Ranks of an expert parallel group."""
     expert_tensor_parallel: Positive = 1
-    """etp"""
+    """Ranks of an expert tensor parallel group."""
     sequence_parallel: bool = False
-    """Whether activations between layers are split over tp."""
+    """Whether activations between layers are split over the tensor parallel ranks."""
     dtype: str = "bfloat16"
-    """dtype of the hidden states."""
+    """The dtype of hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -599,53 +601,55 @@ class Profile:
     """Everything the planner knows about a model on a machine. See docs/profile.md."""
 
     model: Model
-    """Which model."""
+    """The model."""
     parallelism: Parallelism
-    """The shapes at which it was measured."""
+    """The shapes at which the records hold."""
     kinds: tuple[LayerKind, ...]
-    """Every layer belongs to exactly one kind."""
+    """The kinds of layers. Every layer is in exactly one kind."""
     embedding: ChoiceRecord
-    """Pseudo-layer in front of the first layer; its choice is none."""
+    """The pseudo-layer in front of the first layer. Its choice is none."""
     head: ChoiceRecord
-    """Pseudo-layer after the last layer (final norm, output layer, loss); its choice is none. With
-    MTP depths it comes after the last depth, contains every depth's loss, and not the final
+    """The pseudo-layer after the last layer: final norm, output layer and loss. Its choice is none.
+    With MTP depths it follows the last depth, contains every depth's loss, and leaves out the final
     norm."""
     boundary_bytes: Bytes
-    """One tensor between two stages: sequence * micro-batch * hidden * element size, per rank."""
+    """One tensor between two stages, as one rank has it."""
     stages: tuple[StageRecord, ...] = ()
-    """Stage facts, first stage first, for the layout they were measured at; may be empty."""
+    """Facts of each pipeline stage, first stage first, at the layout that was measured."""
     step_end_ms: StepMilliseconds = 0.0
-    """Time of a step besides its microbatches: data-parallel collectives and the optimizer.
-    Modelled; 0 where it is not known. Costs of policies are without it."""
+    """Modelled time of a step besides its microbatches: data-parallel collectives and optimizer. 0:
+    not known. Costs of policies are without it."""
     measured_step: MeasuredStep | None = None
-    """A whole step in Megatron's timers and torch's memory statistics; None: not recorded."""
+    """A whole step in Megatron's timers and torch's memory statistics. Planning does not use it.
+    None: not recorded."""
     embedding_static: StaticBytes | None = None
-    """Static bytes of the embedding, for planning other layouts."""
+    """Static bytes of the embedding. Layouts that were not measured need them."""
     head_static: StaticBytes | None = None
-    """Static bytes of final norm and output layer, for planning other layouts."""
+    """Static bytes of final norm and output layer. Layouts that were not measured need them."""
     final_norm: ChoiceRecord | None = None
-    """Only with MTP depths: pseudo-layer after the last decoder layer, in the same chunk (the
-    depths may be in another chunk); its choice is none."""
+    """With MTP depths only: the pseudo-layer after the last decoder layer, in that layer's chunk.
+    Its choice is none."""
     deallocate_pipeline_outputs: bool = True
-    """Megatron's setting of that name: outputs sent on are freed at once."""
+    """Megatron's setting of that name: outputs that were sent are freed at once."""
     overlap_p2p_comm: bool = True
     """Megatron's setting of that name, for interleaved schedules: tensors are received early."""
     deferred: Deferred | None = None
-    """What waits on the head's stage for the pipeline to drain; None: nothing."""
+    """What waits on the head's stage until the pipeline has drained. None: nothing."""
     graph_of_iteration: bool = False
     """Whether all forwards and backwards of a step are one CUDA graph. The optimizer step cannot
-    use the memory of its pool, so it counts on top of every peak."""
+    use the memory of the graph's pool, so its bytes count on top of every peak."""
     host_link: HostLink | None = None
-    """For choices that offload; without it they cannot be planned."""
+    """The way to host memory. Without it no choice that offloads can be planned."""
     boundary_line: Line | None = None
-    """boundary_bytes as a line in the tokens of a microbatch; None: lengths do not vary."""
+    """boundary_bytes as a line in the tokens of a microbatch. None: lengths do not vary."""
     routed_line: Line | None = None
-    """The most `Microbatch.routed_tokens` to plan for, in any layer and on any rank, as a line in
-    the tokens of a call's longest microbatch; None: no experts, or lengths do not vary."""
+    """The most tokens to plan for that the experts of a rank get in a layer, as a line in the
+    tokens of a call's longest microbatch. None: no experts, or lengths do not vary."""
     fingerprint: dict[str, str] = field(default_factory=dict)
-    """Versions, device, settings: a plan is used again only if all of them are equal."""
+    """Versions, device, and settings of model, DDP and optimizer. A plan is used again only if all
+    of them are equal."""
     assumptions: tuple[str, ...] = ()
-    """One sentence each; printed with every result made from the profile."""
+    """One sentence for each assumption. Results made from the profile count or print them."""
     schema_version: Version = SCHEMA_VERSION
     """Major version of this schema; added fields do not raise it."""
 

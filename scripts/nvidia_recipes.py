@@ -1,6 +1,7 @@
 """Hold NVIDIA's hand-tuned recipes against the planner, without a device; write a page.
 
 python scripts/nvidia_recipes.py [--only NAME] [--output docs/nvidia-recipes.md]
+    [--rows benchmarks/results/nvidia_recipes.md]
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from megatron_autorecompute.units import GIB  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "benchmarks" / "data" / "nvidia_tuned_recipes.csv"
+RESULTS = ROOT / "benchmarks" / "results"
 
 LLAMA: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -498,21 +500,20 @@ def measured_row(run: MeasuredRun) -> list[str]:
     return [name, f"[{modules}]", *shown, *errors, stages[-1].peak.moment]
 
 
-def page(only: str | None, workers: Executor) -> str:
-    """The whole page; workers: where recipes are run."""
+def pages(only: str | None, workers: Executor) -> tuple[str, str]:
+    """The page, and a line for every recipe; workers: where recipes are run."""
     with open(RECIPES, newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if not only or only in row["recipe"]]
     found = list(track(workers.map(line, rows), description="recipes", total=len(rows)))
     lines = [cells for cells in found if isinstance(cells, list)]
     named = zip((row["recipe"] for row in rows), found, strict=True)
     failed = [[name, reason] for name, reason in named if isinstance(reason, str)]
-    parts = [INTRODUCTION, counted(rows, lines), table(HEADER, lines)]
-    parts += ["## Not covered\n", table(("recipe", "reason"), failed)]
-    parts += ["## Dimensions\n", DIMENSIONS_TEXT, dimensions()]
-    parts += ["## Against measured peaks\n", MEASURED_TEXT]
+    parts = [INTRODUCTION, counted(rows, lines), "## Against measured peaks\n", MEASURED_TEXT]
     parts += [table(MEASURED_HEADER, list(workers.map(measured_row, measured_runs())))]
     parts += [MEASURED_EXPLAINED]
-    return "\n".join(parts)
+    own = [ROWS, table(HEADER, lines), "## Not covered\n", table(("recipe", "reason"), failed)]
+    own += ["## Dimensions\n", DIMENSIONS_TEXT, dimensions()]
+    return "\n".join(parts), "\n".join(own)
 
 
 def counted(rows: list[dict[str, str]], lines: list[list[str]]) -> str:
@@ -536,14 +537,16 @@ def dimensions() -> str:
 INTRODUCTION = """# NVIDIA's hand-tuned recipes, seen from a laptop
 
 Written by `python scripts/nvidia_recipes.py` from `benchmarks/data/nvidia_tuned_recipes.csv`.
-**Nothing on this page is measured, except the column "measured GB".** Bytes come from Megatron's
-code on meta tensors, and times from a roofline at assumed shares of the device's peaks
+[Every recipe](../benchmarks/results/nvidia_recipes.md) is in a file of its own, with both plans.
+**Nothing is measured, except the column "measured GB".** Bytes come from Megatron's code on meta
+tensors, and times from a roofline at assumed shares of the device's peaks
 ([no-device.md](no-device.md)). The step times compare choices; they do not predict throughput.
 
-The columns from weights to graphs are GiB at the peak of NVIDIA's own setting on its fullest stage,
-and add up to it. Buffers are dummies of weight gradients, workspaces, and what layers keep between
-steps. Graphs are what CUDA graphs add because their memory pool serves nothing else. Where NVIDIA's
-setting does not fit, "why not" says by how much, when, and which part is the largest.
+In that file the columns from weights to graphs are GiB at the peak of NVIDIA's own setting on its
+fullest stage, and add up to it. Buffers are dummies of weight gradients, workspaces, and what
+layers keep between steps. Graphs are what CUDA graphs add because their memory pool serves nothing
+else. Where NVIDIA's setting does not fit, "why not" says by how much, when, and which part is the
+largest.
 
 For every recipe these are assumed:
 
@@ -554,9 +557,8 @@ For every recipe these are assumed:
 - a budget of the device's memory less 5% and less what is assumed outside torch, the buffers of
   DeepEP or HybridEP included
 """
-DIMENSIONS_TEXT = """`tests/bridge/test_no_device.py` compares what is used here with these
-sources, `tests/meta/test_job.py` with the column `model_dims_public` of the table.
-"""
+ROWS = "# Every recipe of docs/nvidia-recipes.md\n"
+DIMENSIONS_TEXT = "`tests/bridge/test_no_device.py` and `tests/meta/test_job.py` compare these.\n"
 MEASURED_TEXT = """NVIDIA published peaks of runs on H100, in GB of 10^9 bytes. Beside them stand
 this model's predictions for the first and the last pipeline stage. "Without both" is the last
 stage without two things: gradients of logits that wait for the pipeline to drain, and transposes
@@ -605,11 +607,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="recipes whose name contains this")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "nvidia-recipes.md")
+    parser.add_argument("--rows", type=Path, default=RESULTS / "nvidia_recipes.md")
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=2, mp_context=context) as workers:
-        args.output.write_text(page(args.only, workers), encoding="utf-8")
-    print(f"Written to {args.output}.")
+        page, rows = pages(args.only, workers)
+    args.output.write_text(page, encoding="utf-8")
+    args.rows.write_text(rows, encoding="utf-8")
+    print(f"Written to {args.output} and {args.rows}.")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class ExplainCommand(Command):
         """Add the plan's file and the layer."""
         parser.add_argument("plan", metavar="PLAN.json")
         parser.add_argument(
-            "--layer", type=int, metavar="I", help="0-based: what else it could have"
+            "--layer", type=int, metavar="I", help="0-based: print the cost of its other choices"
         )
         add_json(parser)
 

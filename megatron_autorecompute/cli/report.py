@@ -38,18 +38,18 @@ class ReportCommand(Command):
             "--output",
             type=file,
             metavar="PLAN.html",
-            help="default: beside the plan; - prints it",
+            help="file to write (default: beside the plan); - prints it",
         )
         parser.add_argument(
             "--snapshot",
             type=Path,
             metavar="RANK0.pickle",
-            help="draw a memory history of torch.cuda.memory._dump_snapshot beside the prediction",
+            help="also draw the memory history that torch.cuda.memory._dump_snapshot wrote",
         )
         parser.add_argument(
             "--stage",
             type=at_least(0),
-            help="pipeline stage of the snapshot; default: by the rank in the file's name",
+            help="pipeline stage of the snapshot (default: by the rank in the file's name)",
         )
 
     def run(self, args: Namespace) -> None:

@@ -39,7 +39,7 @@ class ShowCommand(Command):
             "--svg",
             type=file,
             metavar="FILE",
-            help="also draw the policy, for a document; - prints it alone",
+            help="also draw the policy for a document; - prints the picture alone",
         )
         parser.add_argument(
             "--for-hybrid",

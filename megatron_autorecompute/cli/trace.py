@@ -30,8 +30,8 @@ class TraceCommand(Command):
             "--output",
             type=file,
             metavar="FILE",
-            help="compressed if it ends with .gz; - prints it; default: PLAN.trace.json.gz, beside "
-            "the plan",
+            help="file to write, compressed if it ends with .gz (default: PLAN.trace.json.gz "
+            "beside the plan); - prints it",
         )
 
     def run(self, args: Namespace) -> None:

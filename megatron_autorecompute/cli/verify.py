@@ -47,8 +47,8 @@ def add_runs(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--measured",
         metavar="JOB.json",
-        help="a plan file that a job wrote: the peaks of the step it measured stand beside "
-        "(default: the plan itself, where a job measured it)",
+        help="a plan file that a job wrote: also print the peaks that the job measured "
+        "(default: the plan itself, if a job measured it)",
     )
     parser.add_argument(
         "--lengths",
@@ -56,8 +56,8 @@ def add_runs(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TOKENS,TOKENS,...",
-        help="a call with such microbatches, in this order, tokens on a rank; may be repeated "
-        "(default: of a plan for lengths, three of the calls that it expects)",
+        help="also run a call whose microbatches have these tokens on a rank, in this order; "
+        "repeatable (default: for a plan of several lengths, three calls that it expects)",
     )
 
 

@@ -112,7 +112,7 @@ def _stage(plan: Plan, name: str, asked: int | None) -> int:
     if found is None:
         said = f"rank {rank[1]}" if rank else "no rank"
         raise OptionError(
-            f"{name} names {said}, from which the pipeline stage is not known: give --stage 0 to "
+            f"{name} names {said}, which does not tell the pipeline stage: give --stage 0 to "
             f"{stages - 1}."
         )
     return found

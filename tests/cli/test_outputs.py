@@ -67,7 +67,7 @@ def test_no_output_replaces_what_is_read(words, files, monkeypatch, capsys):
     before = {path: path.read_bytes() for path in files.rglob("*.*")}
     assert main(list(words)) == 9
     said = capsys.readouterr().err
-    assert "which is read and would be lost" in said
+    assert "and would replace it" in said
     assert said.count("\n") == 1
     assert {path: path.read_bytes() for path in files.rglob("*.*")} == before
 

@@ -171,7 +171,7 @@ def test_the_first_rank_is_of_stage_0(tmp_path):
 
 @pytest.mark.parametrize("name", ["rank7.pickle", "snapshot.pickle"])
 def test_a_name_that_does_not_tell_the_stage_asks_for_it(name, tmp_path):
-    with pytest.raises(OptionError, match=r"the pipeline stage is not known: give --stage 0 to 3"):
+    with pytest.raises(OptionError, match=r"does not tell the pipeline stage: give --stage 0 to 3"):
         stage_for(plan_of(), name, tmp_path)
     assert stage_for(plan_of(), name, tmp_path, stage=2) == 2
 
