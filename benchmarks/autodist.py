@@ -376,7 +376,7 @@ relative to Megatron's selective setting.
   {data_parallel} GB between full and selective (predicted), where 10.1 are published. Pipelines
   were not tried.
 - Times are a roofline of an A100 ([how](estimate-model.md#times)). The published step is 2.7 times
-  as long, 22 ms for a layer and a microbatch. The slowest known hosts would need 8 ms (modelled),
+  as long: some 22 ms for a layer and a microbatch. The slowest known hosts need a third of that,
   so launches are taken to be hidden, and only ratios are compared.
 - **One row is used up.** The published 7.09 GB of full recompute leave no room for Adam's state
   beside fp32 gradients. So the static bytes of every row are what the predicted activations of the

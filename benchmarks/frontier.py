@@ -25,13 +25,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE and Apex
 
 from benchmarks import autodist  # noqa: E402
-from benchmarks.tables import markdown  # noqa: E402
 from megatron_autorecompute.meta.devices import Device, device  # noqa: E402
 from megatron_autorecompute.meta.job import Job, load_job  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
 from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
+from scripts.tables import markdown  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "no_device"

@@ -19,11 +19,11 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.solve_speed import Case, planner, profile
-from benchmarks.tables import markdown
 from megatron_autorecompute.planner.search.layouts import search_layout
 from megatron_autorecompute.planner.search.micro_batches import same_samples, search_micro_batch
 from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.profile import Profile
+from scripts.tables import markdown
 
 RESULTS = Path(__file__).parent / "results" / "layout_speed.json"
 CASES = (

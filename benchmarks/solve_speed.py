@@ -28,7 +28,6 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.milp import Answer, solved
-from benchmarks.tables import markdown
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
@@ -41,6 +40,7 @@ from megatron_autorecompute.profile import (
     Profile,
     StaticBytes,
 )
+from scripts.tables import markdown
 
 RESULTS = Path(__file__).parent / "results" / "solve_speed.json"
 UNIT = 32 << 20  # bytes of sequence * micro-batch * hidden elements

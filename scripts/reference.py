@@ -20,9 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.tables import markdown  # noqa: E402
 from megatron_autorecompute import errors  # noqa: E402
 from megatron_autorecompute.cli.program import COMMANDS  # noqa: E402
+from scripts.tables import markdown  # noqa: E402
 
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 MARKED = re.compile(

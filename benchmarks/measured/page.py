@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks.measured import times
 from benchmarks.measured.results import Data
 from benchmarks.measured.spread import Spread
-from benchmarks.tables import markdown
+from scripts.tables import markdown
 
 PICTURE = "pictures/measured.svg"
 

@@ -10,7 +10,7 @@ from benchmarks.measured.machines import AWS
 from benchmarks.measured.prediction import Prediction
 from benchmarks.measured.runs import Run
 from benchmarks.measured.spread import Spread
-from benchmarks.tables import markdown
+from scripts.tables import markdown
 
 Data = dict[str, Any]
 

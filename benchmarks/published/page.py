@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.measured.spread import Spread
 from benchmarks.published.results import CHANGED, CHANGED_ROLE, FITTED_ROLE, JUDGES, Data
-from benchmarks.tables import markdown
+from scripts.tables import markdown
 
 ALL = "all"
 

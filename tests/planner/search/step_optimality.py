@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.tables import markdown
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from scripts.tables import markdown
 from tests.planner.search.random_steps import (
     ONE_CHUNK,
     SEVERAL_CHUNKS,
