@@ -40,6 +40,7 @@ def test_a_gelu_with_its_bias_is_one_kernel_that_keeps_its_input():
 EXPERTS = {**MOE, "moe_grouped_gemm": True}
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("choice", ["none", "selective[moe_act]"])
 def test_a_weighted_squared_relu_in_one_kernel_keeps_its_input_alone(choice):
     squared = {**EXPERTS, **PLAIN, "activation_func": "squared_relu"}
@@ -49,6 +50,7 @@ def test_a_weighted_squared_relu_in_one_kernel_keeps_its_input_alone(choice):
     assert apart - fused == (2 * ROWS * WIDTH if choice == "none" else 0)
 
 
+@pytest.mark.any_version
 def test_a_clamp_keeps_what_it_clamped_beside_its_input():
     # Megatron fuses quick_gelu in experts only.
     experts = {**EXPERTS, "moe_layer_freq": 1}
@@ -59,11 +61,13 @@ def test_a_clamp_keeps_what_it_clamped_beside_its_input():
     assert clamped - swiglu - 2 * ROWS * 2 * WIDTH in range(0, 17)
 
 
+@pytest.mark.any_version
 def test_an_input_stored_in_fp8_takes_half():
     gain = held(EXPERTS, 1) - held({**EXPERTS, "activation_func_fp8_input_store": True}, 1)
     assert gain == ROWS * 2 * WIDTH
 
 
+@pytest.mark.any_version
 def test_biases_of_experts_are_added_to_copies_of_the_output():
     biased = records({**EXPERTS, "add_bias_linear": True}, 1)["none"]
     without = records(EXPERTS, 1)["none"]

@@ -71,6 +71,7 @@ MIXED = {"max_tokens_per_microbatch": 1024, "sample_lengths": {"128": 0.9, "1024
 PACKED = {**JOB, **MIXED}
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("asked", "above"),
     [

@@ -58,6 +58,7 @@ def test_only_layers_with_an_adapter_keep_their_input(target, input_bytes):
     assert held_bytes(f"*.{target}") == held_bytes(target)
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("precision", "gpu", "element_bytes"), [("fp8", H100, 1), ("mxfp8", B200, 1 + 1 / 32)]
 )
@@ -73,6 +74,7 @@ def test_under_fp8_an_adapter_keeps_the_norms_output_beside_the_quantised_one(
     assert found["linear_qkv"] - found["linear_proj"] == (2 + element_bytes) * UNIT
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("userbuffers", [False, True])
 def test_under_sequence_parallelism_an_adapter_keeps_the_whole_gathered_input(userbuffers):
     config = {
@@ -85,6 +87,7 @@ def test_under_sequence_parallelism_an_adapter_keeps_the_whole_gathered_input(us
     assert found["linear_qkv"] - found["linear_proj"] == own + whole
 
 
+@pytest.mark.any_version
 def test_dropout_keeps_a_mask_and_what_it_left():
     more = {t: held_bytes(t, lora_dropout=0.1) - held_bytes(t) for t in DEFAULT_TARGETS}
     assert more["linear_fc2"] == SEQUENCE * FFN  # the mask: nobody keeps what went in
@@ -110,6 +113,7 @@ def test_gradients_are_of_the_adapters_alone():
     assert kind.static.gradient_bytes == 4 * RANK * (HIDDEN + outputs)
 
 
+@pytest.mark.any_version
 def test_experts_share_one_adapter_on_a_rank():
     asked = {"lora_rank": RANK, "lora_target_modules": ["linear_fc1"]}
     asked = job({**MOE, "moe_layer_freq": [1] * 4}, **asked)
@@ -118,6 +122,7 @@ def test_experts_share_one_adapter_on_a_rank():
     assert kind.static.gradient_bytes == 4 * RANK * (HIDDEN + 2 * width)
 
 
+@pytest.mark.any_version
 @pytest.mark.filterwarnings("ignore:apply_rope_fusion for multi-latent attention")
 def test_latent_attention_has_the_adapters_that_are_named():
     widths = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_head_dim": 32, "v_head_dim": 24}
@@ -157,10 +162,12 @@ def test_a_plan_is_what_megatrons_schedule_does_with_adapters(tensor):
 # -------------------------------------------------------------------------------------- the fields
 
 
+@pytest.mark.any_version
 def test_a_job_has_bridges_default_targets():
     assert tuple(job(lora_rank=RANK).lora_target_modules) == DEFAULT_TARGETS
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -178,6 +185,7 @@ def test_targets_that_are_not_modelled_are_refused(fields, said):
         job(**{"lora_rank": RANK, **fields})
 
 
+@pytest.mark.any_version
 def test_targets_that_a_model_does_not_have_are_refused():
     with pytest.raises(OptionError, match=r"no layer of the model is one of .*in_proj"):
         profile_job(job(lora_rank=RANK, lora_target_modules=["in_proj"]), H100)
@@ -188,12 +196,14 @@ def test_every_name_of_megatrons_linear_layers_is_taken():
         assert job(lora_rank=RANK, lora_target_modules=[target, f"*.{target}"])
 
 
+@pytest.mark.any_version
 def test_what_has_adapters_is_said():
     asked = job(lora_rank=RANK, lora_target_modules=["linear_qkv", "linear_fc2"])
     said = assumed(asked, H100, H100.reaches)
     assert "LoRA of rank 4 on linear_qkv, linear_fc2; everything else is frozen." in said
 
 
+@pytest.mark.any_version
 def test_a_job_with_adapters_comes_back_from_json():
     asked = job(lora_rank=RANK, lora_target_modules=["linear_qkv"], lora_dropout=0.1)
     facts = profile_job(asked, H100).model.facts["job"]

@@ -134,7 +134,7 @@ MIXED = "none,full/2*2,selective[core_attn],full/3*3,none"
         pytest.param("dense", {**PP2, **BLOCK_1}, None, marks=ONE_VERSION),
         # stages tell each other the shapes, which without a device are filled in
         pytest.param("dense", {**PP2, **LENGTHS}, MIXED, marks=ONE_VERSION),
-        ("moe", {**PP2, **CAPACITY, **LENGTHS}, "full*4,none*4"),
+        pytest.param("moe", {**PP2, **CAPACITY, **LENGTHS}, "full*4,none*4", marks=ONE_VERSION),
     ],
 )
 def test_every_layer_has_the_bytes_of_real_ranks(fresh_process, kind, fields, policy):
@@ -165,7 +165,9 @@ def test_layers_that_gather_tokens_for_their_experts_have_the_bytes_of_real_rank
     [
         pytest.param(VPP2, None, marks=ONE_VERSION),
         pytest.param(VPP2, "full*2,none*2,full/2*2,selective[mlp]*2", marks=ONE_VERSION),
-        ({**VPP2, **LENGTHS}, "full*2,none*2,full/2*2,selective[mlp]*2"),
+        pytest.param(
+            {**VPP2, **LENGTHS}, "full*2,none*2,full/2*2,selective[mlp]*2", marks=ONE_VERSION
+        ),
         pytest.param(TP2_SP, "none*4,full*4", marks=ONE_VERSION),
         pytest.param({**PP2, **TP2_SP, **LENGTHS}, "full*2,none*6", marks=ONE_VERSION),
     ],

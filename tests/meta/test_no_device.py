@@ -157,6 +157,7 @@ def test_core_attn_costs_qwen3_as_much_as_was_measured():
     assert 48 * cost == pytest.approx(1.79e9, rel=0.002)
 
 
+@pytest.mark.any_version
 def test_core_attn_saves_the_scores_under_unfused_attention():
     found = records(LOCAL, transformer_impl="local")
     saved = found["none"].held_bytes - found["selective[core_attn]"].held_bytes
@@ -164,6 +165,7 @@ def test_core_attn_saves_the_scores_under_unfused_attention():
     assert saved >= 2 * HEADS * SEQUENCE**2 - RANDOM_STATES
 
 
+@pytest.mark.any_version
 def test_mlp_is_inert_on_a_moe_layer():
     dense, moe = profile_job(job(MOE), H100).kinds
     assert (dense.name, moe.name) == ("dense", "moe")
@@ -172,6 +174,7 @@ def test_mlp_is_inert_on_a_moe_layer():
     assert moe.inert["selective[layernorm+mlp]"] == "selective[layernorm]"
 
 
+@pytest.mark.any_version
 def test_experts_hold_their_tokens_as_stated():
     found = records(MOE, kind=1)
     rows = 2 * SEQUENCE  # two experts for each token
@@ -181,6 +184,7 @@ def test_experts_hold_their_tokens_as_stated():
     assert saved - 2 * rows * MOE["moe_ffn_hidden_size"] in (0, 4 * 96)
 
 
+@pytest.mark.any_version
 def test_recompute_of_an_activation_gives_back_all_of_it_under_fp8_too():
     found = records(MOE, kind=1, precision="fp8")
     saved = found["none"].held_bytes - found["selective[moe_act]"].held_bytes
@@ -200,6 +204,7 @@ def test_layers_of_linear_attention_are_a_kind_of_their_own():
     assert [k.layers for k in kinds] == [tuple(i for i in range(layers) if i not in whole), whole]
 
 
+@pytest.mark.any_version
 def test_capacity_pads_every_expert_to_its_factor():
     capacity = {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}
     found = records({**MOE, **capacity}, kind=1)
@@ -208,6 +213,7 @@ def test_capacity_pads_every_expert_to_its_factor():
     assert saved == pytest.approx(2 * rows * MOE["moe_ffn_hidden_size"], abs=4 * 96)
 
 
+@pytest.mark.any_version
 @pytest.mark.filterwarnings("ignore:apply_rope_fusion for multi-latent attention")
 def test_mla_up_proj_gives_back_q_k_v_and_what_the_up_projections_keep():
     widths = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_head_dim": 32, "v_head_dim": 24}
@@ -220,6 +226,7 @@ def test_mla_up_proj_gives_back_q_k_v_and_what_the_up_projections_keep():
     assert saved == 2 * SEQUENCE * (HEADS * attention + normalised) + statistics
 
 
+@pytest.mark.any_version
 def test_logits_are_held_in_16_bit_by_te_and_in_32_bit_unfused():
     fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     logits = SEQUENCE * 1024
@@ -311,6 +318,7 @@ def test_a_plan_of_a_moe_job_is_what_megatrons_schedule_does_with_the_stand_ins(
     require_verified(verify(plan))
 
 
+@pytest.mark.any_version
 def test_what_a_dispatcher_keeps_counts_once_a_layer_and_not_for_every_microbatch():
     # With many experts, its map of tokens to experts weighs something beside the activations.
     experts = {"num_moe_experts": 64, "moe_router_dtype": "fp32"}
@@ -367,6 +375,7 @@ def test_gradients_of_logits_wait_as_in_megatrons_schedule_and_not_for_the_optim
     assert found.stages == plain.stages  # what the optimizer's step finds
 
 
+@pytest.mark.any_version
 def test_a_stand_in_that_keeps_more_than_its_record_says_is_found(moe_job, moe_profile):
     kinds = tuple(
         replace(
@@ -440,6 +449,7 @@ def test_parameters_of_every_stage_are_megatrons():
 # ------------------------------------------------------------------------------------------ times
 
 
+@pytest.mark.any_version
 def test_forward_time_is_the_layers_arithmetic_where_bandwidth_is_free():
     boundless = replace(H100, bandwidth_bytes=1e30)
     layer = profile_job(job(), boundless, Efficiency(gemm=1, attention=1)).kinds[0].record("none")
@@ -452,6 +462,7 @@ def test_forward_time_is_the_layers_arithmetic_where_bandwidth_is_free():
     assert layer.backward_ms == pytest.approx(backward_ms, abs=GAP_MS)
 
 
+@pytest.mark.any_version
 def test_full_recompute_adds_exactly_one_forward():
     [kind] = profile_job(job(), AHEAD).kinds
     found = {record.choice: record for record in kind.choices}
@@ -460,6 +471,7 @@ def test_full_recompute_adds_exactly_one_forward():
     )
 
 
+@pytest.mark.any_version
 def test_fp8_takes_the_products_at_its_own_rate():
     boundless = replace(H100, bandwidth_bytes=1e30)
     bf16, fp8 = (
@@ -474,6 +486,7 @@ def test_fp8_takes_the_products_at_its_own_rate():
     assert saved_ms == pytest.approx(2 * SEQUENCE * weights / 0.5 * slower_s * 1e3)
 
 
+@pytest.mark.any_version
 def test_tensor_parallelism_pays_for_its_communication():
     sharded = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     slow = replace(AHEAD, link_bytes=1e6)
@@ -506,6 +519,7 @@ def modelled():
     return profile_job(job(MOE), H100)
 
 
+@pytest.mark.any_version
 def test_what_is_assumed_of_a_device_is_said_in_words(modelled):
     said = modelled.fingerprint["efficiency"].split(", ")
     assert f"gemm {H100.reaches.gemm:g}" in said
@@ -535,6 +549,7 @@ def measured_like(profile, **changed):
     )
 
 
+@pytest.mark.any_version
 def test_measured_records_replace_modelled_ones_and_scale_the_other_times(modelled):
     found = with_measured(modelled, measured_like(modelled))
     dense, moe = found.kinds
@@ -556,6 +571,7 @@ def test_measured_records_replace_modelled_ones_and_scale_the_other_times(modell
     assert "Nothing here is measured" not in " ".join(found.assumptions)
 
 
+@pytest.mark.any_version
 def test_measured_records_of_other_layers_or_shapes_are_refused_with_what_differs(modelled):
     with pytest.raises(OptionError, match="ffn_hidden_size 4096, not 1024"):
         with_measured(modelled, measured_like(modelled, ffn_hidden_size=4096))
@@ -564,6 +580,7 @@ def test_measured_records_of_other_layers_or_shapes_are_refused_with_what_differ
         with_measured(modelled, replace(measured_like(modelled), parallelism=longer))
 
 
+@pytest.mark.any_version
 def test_modelled_records_are_not_taken_for_measured_ones(modelled):
     with pytest.raises(
         OptionError, match=r"no record of \S+ there is measured; they come from .bytes"
@@ -579,6 +596,7 @@ def test_modelled_records_are_not_taken_for_measured_ones(modelled):
     assert found.kinds[0].record("none").source.startswith("bytes: meta step;")
 
 
+@pytest.mark.any_version
 def test_a_plan_of_measured_records_is_not_verified_against_stand_ins(modelled):
     found = with_measured(modelled, measured_like(modelled))
     with pytest.raises(ProfileError, match="Verify the plan of a profile made by estimate"):
@@ -588,12 +606,14 @@ def test_a_plan_of_measured_records_is_not_verified_against_stand_ins(modelled):
 # ------------------------------------------------------------------------------ what is said of it
 
 
+@pytest.mark.any_version
 def test_assumptions_travel_with_the_profile():
     text = " ".join(profile_job(job(MOE, precision="fp8_block"), H100).assumptions)
     for said in ("Nothing here is measured", "gemm 68%", "stand-ins", "fp8_block", "equally many"):
         assert said in text
 
 
+@pytest.mark.any_version
 def test_stated_imbalance_is_on_moe_layers_only():
     profile = profile_job(job(MOE, moe_imbalance={"99": 1.3}), H100)
     dense, moe = profile.kinds
@@ -605,6 +625,7 @@ def test_stated_imbalance_is_on_moe_layers_only():
         assert stated.record(layer, NONE).held_bytes == math.ceil(held * factor)
 
 
+@pytest.mark.any_version
 def test_an_unknown_field_of_the_config_is_named():
     with pytest.raises(OptionError, match="config names num_layer"):
         profile_job(job({"num_layer": 3}), H100)
@@ -690,6 +711,7 @@ def test_flags_that_megatron_does_not_know_or_that_are_not_modelled_are_refused(
     assert ran.stderr.startswith(f"megatron-autorecompute estimate: {said}")
 
 
+@pytest.mark.any_version
 def test_unfused_rope_keeps_cosines_and_sines_of_the_rotated_share():
     whole = job({"apply_rope_fusion": False})
     held = [
@@ -701,6 +723,7 @@ def test_unfused_rope_keeps_cosines_and_sines_of_the_rotated_share():
     assert held[0].held_bytes - held[1].held_bytes == queries_and_keys
 
 
+@pytest.mark.any_version
 def test_twice_the_stages_are_suggested_with_the_step_that_the_job_with_them_has():
     def planner(stages):
         split = job({"num_layers": 8, "pipeline_model_parallel_size": stages})

@@ -63,6 +63,7 @@ def test_tensor_parallelism_splits_the_dummies():
     assert 2 * sum(dummies(kind.static.shared).values()) == bytes_of(DENSE_SHAPES)
 
 
+@pytest.mark.any_version
 def test_all_experts_of_a_layer_share_one_dummy():
     moe = profile_job(job(MOE), H100).kinds[1]
     assert sum(dummies(moe.static.shared).values()) == bytes_of([*DENSE_SHAPES[:2], *EXPERT_SHAPES])
@@ -108,6 +109,7 @@ def test_without_fusion_a_weight_gradient_is_alive_while_its_layer_runs():
     assert real.record("none").held_bytes == fused.record("none").held_bytes
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(("version", "kept"), [("2.11", True), ("2.9", False), ("", False)])
 def test_versions_before_2_10_make_every_experts_dummy_anew(version, kept):
     moe = profile_job(job(MOE, te_version=version), H100).kinds[1]
@@ -137,6 +139,7 @@ def test_torch_takes_hoppers_workspace_on_blackwell_since_2_12_if_none_is_given(
     assert found == {"cuBLAS workspaces of torch": 2 * each}
 
 
+@pytest.mark.any_version
 def test_workspaces_are_those_of_the_device_and_of_the_products_that_run():
     sizes = {}
     for gpu in ("h100-80gb", "a100-80gb"):

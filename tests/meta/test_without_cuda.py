@@ -294,11 +294,13 @@ def fail_on_rank_one() -> None:
     time.sleep(3600)  # longer than a test may take
 
 
+@pytest.mark.any_version
 def test_failure_of_one_rank_ends_all_with_its_traceback():
     with pytest.raises(RankError, match=r"rank 1 raised:[\s\S]*fail_on_rank_one[\s\S]*clear sign"):
         run_ranks(fail_on_rank_one, 2)
 
 
+@pytest.mark.any_version
 def test_ranks_that_never_finish_are_an_error_not_a_hang():
     with pytest.raises(RankError, match=r"ranks \[0\] did not finish"):
         run_ranks(time.sleep, 1, 60, timeout_s=5)

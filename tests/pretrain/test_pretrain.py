@@ -71,10 +71,10 @@ def test_plan_only_ends_well_before_the_training_does(launched):
     assert not job.weights  # the script's last line was not reached
 
 
-def test_the_users_own_selective_flags_are_refused_with_the_translation():
-    job = run(SCRIPT, FLAGS + "--recompute-policy full --recompute-granularity selective", ranks=2)
+def test_the_users_own_selective_flags_are_refused_with_the_translation(launched):
+    flags = FLAGS + "--recompute-policy full --recompute-granularity selective"
+    (job,) = launched.run(SCRIPT, [Job(flags, ranks=2)])
     assert job.returncode != 0
-    # torchrun mostly ends the other rank before it says the same
     assert len(set(job.said)) == 1, job.text
     assert "'megatron:selective[core_attn]'" in job.said[0]
     assert OURS not in job.text  # no traceback of ours on any rank

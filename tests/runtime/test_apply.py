@@ -145,7 +145,21 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+ONE_VERSION = (
+    *("megatron:uniform/4", "megatron:block/1", "megatron:block/3", "megatron:block/4"),
+    *("megatron:selective[layernorm]", "megatron:selective[mlp]", "megatron:uniform/1 of MoE"),
+    "megatron:selective[layernorm+shared_experts]",
+)
+"""What these do is in others, in parts: once is enough."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.any_version] * (name in ONE_VERSION))
+        for name in STRATEGIES
+    ],
+)
 def test_a_megatron_strategy_runs_the_same_operations_and_holds_the_same_bytes(name, monkeypatch):
     if name == "megatron:uniform/3" and not is_core(17):
         pytest.skip("before 0.17 Megatron's own uniform/3 of 4 layers is an IndexError")

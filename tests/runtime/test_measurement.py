@@ -132,6 +132,7 @@ LAYERNORM_OUTPUTS = 2 + 2
 GELU_INPUT_AND_OUTPUT = 8 + 8
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
@@ -148,6 +149,7 @@ def test_held_bytes_are_the_papers_formula(measured, choice, expected):
     assert units(profile, choice) == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.any_version
 def test_softmax_in_fp32_holds_its_output_and_input_in_four_bytes():
     shape = replace(SHAPE, num_layers=9, num_microbatches=1)
     profile, _, _ = run_ranks(profiled, 1, shape, True)[0]
@@ -156,6 +158,7 @@ def test_softmax_in_fp32_holds_its_output_and_input_in_four_bytes():
     assert units(profile, "none") == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("choice", ["none", "selective[core_attn]", "selective[mlp]", "full"])
 def test_held_bytes_are_what_autograd_saves(measured, choice):
     profile, saved, _ = measured
@@ -163,6 +166,7 @@ def test_held_bytes_are_what_autograd_saves(measured, choice):
     assert held == pytest.approx(saved[choice], rel=1e-3)
 
 
+@pytest.mark.any_version
 def test_recompute_holds_less_and_has_more_in_transit(measured):
     profile, _, _ = measured
     none, full = (profile.kinds[0].record(choice) for choice in ("none", "full"))
@@ -299,6 +303,7 @@ def test_layers_with_experts_are_planned_at_the_percentile_of_the_fullest_rank()
     assert peaks[0] < peaks[2] == peaks[3]
 
 
+@pytest.mark.any_version
 def test_layers_without_experts_have_no_percentiles(measured):
     profile, _, _ = measured
     assert all(record.percentiles == () for record in profile.kinds[0].choices)
