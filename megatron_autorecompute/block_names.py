@@ -18,12 +18,12 @@ from megatron_autorecompute.errors import PolicyError
 DECODER = "decoder"
 """The block that computes the loss; in most models the only one."""
 ENCODER = "encoder"
-"""T5's: every layer of its decoder reads the encoder's output."""
+"""The block in front of T5's decoder, whose every layer reads the encoder's output."""
 Blocks = Mapping[str, int]
 """Layers of each block by name, in the order of a policy."""
 MEGATRON = "megatron:"
-"""In front of a policy's text: its choices as Megatron's own checkpoints run them; or the name of
-one of Megatron's settings."""
+"""What stands in front of a policy whose choices run as in Megatron's own checkpoints, and in front
+of the names of Megatron's settings."""
 
 _NAMED = re.compile(r"\s*(?P<name>(?!megatron\s*:)[a-z][a-z0-9_]*)\s*:(?P<text>.*)", re.DOTALL)
 

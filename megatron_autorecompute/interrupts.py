@@ -1,5 +1,5 @@
-"""Processes that a program starts end with it, whatever ends it: they see when it is gone. Ctrl-C,
-which a terminal sends to a whole group of processes, reaches only the first of them."""
+"""Processes that a program starts end when the program is gone, whatever ended it. Ctrl-C, which a
+terminal sends to a whole group of processes, reaches only the first of them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def interrupts_held() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """End this process, which multiprocessing has started, as soon as the one that did is gone: a
-    SIGTERM, a SIGHUP or a `kill -9` leaves that one no time to end others."""
+    """End this process of multiprocessing as soon as its parent is gone. A SIGTERM, a SIGHUP or a
+    `kill -9` leaves the parent no time to end others."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_exit_behind, args=(parent.sentinel,), daemon=True).start()

@@ -24,11 +24,11 @@ from megatron_autorecompute.errors import AutorecomputeError, OptionError, Profi
 
 Record = TypeVar("Record")
 MOST_BYTES = 1 << 30
-"""Limit on a file's size; more is no profile or plan, but for example /dev/zero."""
+"""The largest file that is read. A larger one is no profile or plan, but say /dev/zero."""
 UTF_8 = "utf-8-sig"
 """How files are read: Windows' editors write a mark of three bytes before the text."""
 MOST_LINES = 8
-"""Of a list of what to correct in a file: who corrects these has seen what is wrong."""
+"""The most lines of a list of what to correct in a file."""
 MOST_SHOWN = 80
 """Characters of a bad value that an error message repeats."""
 

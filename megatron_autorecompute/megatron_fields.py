@@ -41,7 +41,7 @@ RUNS_FOREVER = "Megatron's own recompute of mlp never ends where linear layers h
 
 
 def of_strategy(strategy: MegatronStrategy) -> dict[str, Any]:
-    """The fields that a strategy sets, without fields that keep their defaults."""
+    """The fields that a strategy changes."""
     if strategy.method in ("block", "uniform"):
         return {
             "recompute_granularity": "full",
@@ -65,8 +65,8 @@ def of_strategy(strategy: MegatronStrategy) -> dict[str, Any]:
 
 
 def of_choice(choice: LayerPolicy) -> dict[str, Any]:
-    """All fields, for a model whose layers all have this choice; those of offload only if it
-    offloads. `cpu_offloading` cannot be for all layers, and is for one."""
+    """All fields, for a model whose layers all have this choice. Fields of offload are among them
+    only if the choice offloads. `cpu_offloading` cannot move all layers; the fields move one."""
     modules = tuple(module for module in choice.modules if module not in OWN_MODULES)
     strategy = MegatronStrategy("selective", modules, offload=choice.offload)
     if choice.offload == (WHOLE_LAYER,):

@@ -11,7 +11,7 @@ Options = TypeVar("Options")
 
 
 class Parser(argparse.ArgumentParser):
-    """Its errors are one line: what is wrong, and where all flags are listed."""
+    """A parser whose errors are one line: what is wrong, and where all flags are listed."""
 
     def error(self, message: str) -> NoReturn:
         """End the program with exit code 2."""

@@ -15,7 +15,7 @@ INSTALL = {
     "megatron.bridge": "pip install 'megatron-autorecompute[megatron,bridge]'",
     "triton": "pip install triton (torch's wheels without CUDA come without it)",
 }
-"""What to run, by package. A module belongs to the innermost package listed here."""
+"""The command that installs each package. A module belongs to the innermost package here."""
 KERNELS_OF_SYMBOLS = {
     "M": {
         "mamba_ssm": "mamba-ssm",
@@ -25,8 +25,8 @@ KERNELS_OF_SYMBOLS = {
     "G": {"fla": "flash-linear-attention"},
     "D": {"fast_hadamard_transform": "fast-hadamard-transform"},
 }
-"""Symbols of a HybridModel's pattern, and modules and packages of the kernels that they run; G asks
-for its package even in deterministic_mode."""
+"""For each symbol of a HybridModel's pattern: the modules of its kernels, and their packages. G
+asks for its package even in deterministic_mode."""
 
 
 def lacking_kernels(symbol: str) -> list[str]:

@@ -45,7 +45,7 @@ _RUN = re.compile(
 )
 _MODULE = re.compile(r"[a-z][a-z0-9_]*")
 WHOLE_LAYER = "cpu_offloading"
-"""In `LayerPolicy.offload`, alone: the whole layer, as Megatron's setting of that name moves it."""
+"""Stands alone in `LayerPolicy.offload` for the whole layer, as Megatron's setting moves it."""
 _MEGATRON = re.compile(
     r"megatron:(?:(?P<method>uniform|block|cpu_offloading)/(?P<n>\d{1,18})"
     r"|offload\[(?P<alone>[^\]]*)\]"
@@ -69,7 +69,7 @@ GRAMMAR = (
 OWN_MODULES = ("experts", "mlp_act", "qkv")
 """Modules that Megatron's checkpoints lack; `runtime.layer_checkpoints` puts ours around them."""
 ALL = "+all"
-"""Ends the text of a choice that reruns all that Megatron reruns: `LayerPolicy.rerun_all`."""
+"""The end of a choice's text where `LayerPolicy.rerun_all` is true."""
 HAVE_DEAD_WORK = frozenset({"core_attn", "mlp", "moe"})
 """Modules whose checkpoints in Megatron rerun work that no backward reads; so does full."""
 
@@ -90,9 +90,9 @@ class LayerPolicy:
     """How many consecutive full layers share one checkpoint; 1 unless granularity is full."""
 
     inner: int = 0
-    """Of a multi-token-prediction depth with a stack of its own (HybridModel): how many layers of
-    the stack, the first ones, have a checkpoint each. With full they are inside the depth's
-    checkpoint, so that backward runs them twice more."""
+    """How many of the first layers inside a multi-token-prediction depth have a checkpoint each,
+    where the depth is a stack (HybridModel). With full these layers are also inside the depth's
+    checkpoint, so a backward reruns them twice."""
 
     offload: tuple[str, ...] = ()
     """Megatron's `offload_modules`, sorted, or `WHOLE_LAYER`; only with none and selective."""
@@ -102,8 +102,8 @@ class LayerPolicy:
     without inner layers, and with selective[moe]."""
 
     rerun_all: bool = False
-    """Whether the layer reruns all that Megatron's own checkpoints rerun, also what no backward
-    reads. False where there is no such work: without full and `HAVE_DEAD_WORK`, and beside offload
+    """Whether the layer also reruns dead work: what Megatron's own checkpoints rerun and no
+    backward reads. False where there is none: without full and `HAVE_DEAD_WORK`, and beside offload
     and inner layers, where Megatron's checkpoints run unchanged."""
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ class LayerPolicy:
 
     @property
     def as_megatron(self) -> LayerPolicy:
-        """The choice that reruns all that Megatron reruns for it; itself if it does.
+        """The same choice with all that Megatron reruns for it.
 
         Raises:
             PolicyError: it has parts or modules that Megatron lacks.

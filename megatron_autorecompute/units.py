@@ -20,7 +20,7 @@ def gib(size_bytes: float) -> str:
 
 
 def gib_needed(size_bytes: int) -> str:
-    """As `gib`, rounded up: a budget of so many GiB is enough."""
+    """Bytes as `gib` writes them, rounded up, so that a budget of so many GiB is enough."""
     if size_bytes < GIB // 10:
         return f"{Context(prec=3, rounding=ROUND_CEILING).divide(Decimal(size_bytes), GIB):f}"
     return gib(math.ceil(size_bytes * 100 / GIB) / 100 * GIB)
@@ -31,9 +31,9 @@ class Unit:
     """The unit in which the byte figures of one table are printed."""
 
     name: str
-    """As in the table's header: GiB or MiB."""
+    """The unit's name in the table's header: GiB or MiB."""
     size: int
-    """Bytes."""
+    """Bytes of one unit."""
 
     def text(self, size_bytes: float) -> str:
         """Bytes as a number of this unit: two decimals of GiB, one of MiB."""

@@ -18,7 +18,7 @@ from megatron_autorecompute.policy import LayerPolicy
 
 Floats = NDArray[np.float64]
 Pairs = Sequence[tuple[int, int]]
-"""(lower, upper) positions."""
+"""Pairs of positions: the choice with less work, and the one with more."""
 
 RERUN_WITH = {
     "moe": ("moe_act", "shared_experts", "experts"),
@@ -26,7 +26,7 @@ RERUN_WITH = {
     "mlp": ("mlp_act",),
     "qkv": ("mla_up_proj",),
 }
-"""Modules that lie inside another module, by the outer one: they are recomputed with it."""
+"""Modules inside each module, which are recomputed with it."""
 _WORK = {
     "core_attn": ("core_attn",),
     "mlp": ("fc1", "mlp_act"),
@@ -34,13 +34,13 @@ _WORK = {
     "experts": ("experts", "moe_act"),
     "qkv": ("qkv", "mla_up_proj"),
 }
-"""What a module reruns; any other reruns what is called like it."""
+"""What each module reruns. A module that is not here reruns what has its name."""
 _DEAD = {"core_attn": ("context",), "mlp": ("fc2",), "moe": ("experts_fc2", "combine")}
-"""What a module reruns besides, with `rerun_all`."""
+"""What each module also reruns with `rerun_all`."""
 _DEAD_IN_FULL = frozenset({"fc2", "experts_fc2", "combine"})
-"""What full does not rerun. The context is read, by the linear after it."""
+"""What full does not rerun. It reruns the context, because the linear after it reads that."""
 _KEPT = {"core_attn": ("core_attn", "context"), "dispatch": ("dispatch",)}
-"""What is not rerun if a part is kept."""
+"""What is not rerun where each part is kept."""
 GAP_MS = 1e-6
 """The least time, in ms, by which a choice takes longer than one whose work it contains. It is far
 below the resolution of any clock, and enough for a planner to prefer the choice with less work."""

@@ -16,6 +16,7 @@ Data = dict[str, Any]
 
 FITTED, JUDGES, LAUNCHES, ASSUMED = "fitted", "judges", "small layers", "GPUs assumed"
 CHECKS = "checks itself"
+ALL = "all"
 LONGEST_FITTED_MS = 4500
 ONE_NODE = "1node"
 NOT_FITTED = (ONE_NODE, "muon", "a2a_ovlp")
@@ -64,7 +65,20 @@ def width(flags: Sequence[str]) -> int:
 
 
 def section(points: Sequence[Data]) -> list[str]:
-    """The section of the page: statistics, and what differs between machines."""
+    """The section of the page: what rows are, and their statistics by role."""
+    lines = _by_role(points)
+    kept = [line for line in lines if line[0] in (FITTED, JUDGES, ALL)]
+    return [TIMES, markdown(STATISTICS, kept), UNTOLD]
+
+
+def rows(points: Sequence[Data]) -> list[str]:
+    """Statistics of all groups, how machines differ, and a line for each step."""
+    parts = ["## Steps: statistics\n", markdown(STATISTICS, _by_role(points)), APART]
+    parts += [markdown(EQUAL_FLAGS, _equal_flags(points)), MACHINES]
+    return [*parts, markdown(RECORDINGS, _recordings(points)), *_steps(points)]
+
+
+def _by_role(points: Sequence[Data]) -> list[list[str]]:
     groups: dict[tuple[str, str, str], list[Data]] = {}
     for one in points:
         chip = one["gpu"].partition("-")[0]
@@ -73,18 +87,14 @@ def section(points: Sequence[Data]) -> list[str]:
         said += f", {one['machine']}" * (one["machine"] == AWS)
         groups.setdefault((said, chip, family), []).append(one)
         if one["role"] != CHECKS:
-            groups.setdefault(("~", chip, "all of these"), []).append(one)
+            groups.setdefault((f"~{ALL}", chip, "all of these"), []).append(one)
             if one["added"]:
-                groups.setdefault(("~ added rows", chip, "all of these"), []).append(one)
+                groups.setdefault((f"~{ALL} added rows", chip, "all of these"), []).append(one)
     lines = [_statistics(key, groups[key]) for key in sorted(groups)]
-    said_lines = [[cell.replace("~", "all") for cell in line] for line in lines]
-    parts = [TIMES, markdown(STATISTICS, said_lines), APART]
-    parts += [markdown(EQUAL_FLAGS, _equal_flags(points)), MACHINES]
-    return [*parts, markdown(RECORDINGS, _recordings(points)), UNTOLD]
+    return [[cell.removeprefix("~") for cell in line] for line in lines]
 
 
-def rows(points: Sequence[Data]) -> Iterator[str]:
-    """A line for each step, by role."""
+def _steps(points: Sequence[Data]) -> Iterator[str]:
     for name in (FITTED, JUDGES, ASSUMED):
         own = sorted((p for p in points if p["role"] == name), key=lambda p: (p["gpu"], p["run"]))
         lines = [_line(p) for p in own]
@@ -173,43 +183,43 @@ include the optimizer and the data-parallel collectives. Errors are absolute, ex
 
 - *Fitted*: a parameter was fitted on the row.
 - *Judges*: nothing was fitted, the number of GPUs is known, and the hidden size is 4,096 or more.
-- *Small layers*: the host decides, because the GPU waits for launches. *Fitted* among them are
-  three parameters of H100's host, and one factor on these three for H100 at AWS, for A100 and for
-  GB200 (`python -m benchmarks.measured.hosts`).
+- *All* also has tests with small layers, in which the GPU waits for its host, and rows whose number
+  of GPUs was chosen by the bytes between steps. [All groups](../benchmarks/results/measured.md) are
+  in the file of rows.
+"""
+UNTOLD = """- The 7B runs of Megatron's tests are deterministic. Their deterministic backward of
+  attention is slower, and no source says by how much; it is not counted. A factor of 1.5 would
+  explain what is missing at four stages.
+- Hosts differ by up to 1.6 times: GitHub's runners, at AWS, are slower than NVIDIA's own cluster,
+  and the hosts of A100's and GB200's tests are as slow. Small tests on GB200 whose name ends in
+  `1node` take 5 to 20 times as long as the same test on two nodes.
+- The Python of EP overlap's schedule is not modelled.
+- One test with experts on eight ranks (`ep8`) takes longer than predicted, on A100 and GB200 as
+  well. With Muon it does not; Muon's own time is then predicted too long. No cause was found.
+- Two tests whose name has `frozen` take 1.2 and 1.45 times as long as those of equal flags without.
+- Two runs of October 2025 on another cluster swing between 0.3 and 11 s a step.
+"""
+APART = """- *Small layers*: the host decides, because the GPU waits for launches. *Fitted* among
+  them are three parameters of H100's host, and one factor on these three for H100 at AWS, for A100
+  and for GB200 (`python -m benchmarks.measured.hosts`).
 - *Checks itself*: every step also checks weights, or attention's inputs, over all ranks and waits
   for the result (`--check-weight-hash-across-dp-replicas-interval 1`, `--test-mode`). That is no
   training, so these rows are not among *all*.
 - *GPUs assumed*: the number of GPUs was chosen by the bytes between steps. An error may be that of
   the choice.
 
-- The 7B runs of Megatron's tests are deterministic. Their deterministic backward of attention is
-  slower, and no source says by how much; it is not counted. A factor of 1.5 would explain what is
-  missing at four stages.
-- Small tests on GB200 whose name ends in `1node` take 5 to 20 times as long as the same test on two
-  nodes. They run on four GPUs of GitHub's runners, at AWS.
-"""
-APART = """### What no parameter of a GPU can say
+## Steps: what no parameter of a GPU can say
 
 Steps of one run are steady: on H100 their quartiles are mostly within 2%. Runs of equal flags
 differ more, even on one machine:
 """
-MACHINES = """Megatron's tests on H100 run in NVIDIA's own cluster, and some of them also at AWS,
-on GitHub's runners. Runs recorded with two commits took 1.42 to 1.61 times as long as those of
-equal flags in a third, in each of nine sets; their containers do not explain it, so their machines
-do. A commit that rewrote only the values of tests that run on GitHub's runners is taken to come
-from there (`megatron_recording_machines.csv`). Predictions of those rows use AWS's host, which is
-one factor on NVIDIA's. The date of a row is that of its commit; `megatron_recordings.csv` says
-which commit's run the values are of.
-"""
-UNTOLD = """The hosts of A100's and GB200's tests, in other clouds, are as slow as AWS's. Other
-errors on H100 have these causes:
-
-- The Python of EP overlap's schedule is not modelled.
-- One test with experts on eight ranks (`ep8`) takes longer than predicted, on A100 and GB200 as
-  well. With Muon it does not; Muon's own time is then predicted too long. No cause was found.
-- Two tests whose name has `frozen` take 1.2 and 1.45 times as long as those of equal flags
-  without.
-- Two runs of October 2025 on another cluster swing between 0.3 and 11 s a step.
+MACHINES = """Megatron's tests on H100 run in NVIDIA's own cluster, and some of them also at AWS, on
+GitHub's runners. Runs recorded with two commits took 1.42 to 1.61 times as long as those of equal
+flags in a third, in each of nine sets; their containers do not explain it, so their machines do. A
+commit that rewrote only the values of tests that run on GitHub's runners is taken to come from
+there (`megatron_recording_machines.csv`). Predictions of those rows use AWS's host, which is one
+factor on NVIDIA's. The date of a row is that of its commit; `megatron_recordings.csv` says which
+commit's run the values are of.
 """
 TITLES = {
     FITTED: "## Steps: fitted\n",

@@ -25,7 +25,7 @@ from megatron_autorecompute.report.recorded import recorded_step
 
 
 class ReportCommand(Command):
-    """Writes the file."""
+    """Writes a plan as one HTML file."""
 
     name = "report"
     reads = ("plan", "snapshot")

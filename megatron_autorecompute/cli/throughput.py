@@ -17,18 +17,18 @@ from megatron_autorecompute.profile import MEASURED, MEASURED_ON_ONE_DEVICE, Pro
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Of one step of a plan; None: the profile lacks what it takes."""
+    """How fast one step of a plan is. A figure is None where the profile lacks facts for it."""
 
     tokens_per_s: float
-    """Of one GPU."""
+    """Tokens that one GPU trains in a second."""
     num_gpus: int | None
-    """Of the whole job; None too for a number that replicas do not divide."""
+    """GPUs of the whole job. None also where replicas do not divide their number."""
     flops_per_s: float | None
-    """Of one GPU, without recompute."""
+    """Operations of the model that one GPU does in a second, without recompute."""
     peak_flops: float | None
-    """Of the device at the model's precision, per second."""
+    """The device's peak at the model's precision, in operations a second."""
     precision: str
-    """Of the model's matrix products: bf16, fp8, fp4."""
+    """Precision of the model's matrix products: bf16, fp8 or fp4."""
 
     @property
     def mfu(self) -> float | None:

@@ -17,7 +17,7 @@ from megatron_autorecompute.report.trace import measured_note, trace_json
 
 
 class TraceCommand(Command):
-    """Writes the events."""
+    """Writes a plan's step as Chrome trace events."""
 
     name = "trace"
     reads = ("plan",)

@@ -139,12 +139,12 @@ def table(checks: Sequence[StageCheck], unit: Unit) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Which columns there are for what runs beside the plan's own step."""
+    """Which further columns the table has."""
 
     steps: bool = False
-    """Its name."""
+    """Whether rows name their step: more than the plan's own runs."""
     job: bool = False
-    """What a job measured of it."""
+    """Whether rows have a peak that a job measured."""
 
 
 class Lines:
@@ -167,7 +167,7 @@ class Lines:
 
 
 def _names(unit: Unit, beside: Beside) -> tuple[str, ...]:
-    """The columns but the last; none is narrower than its figures."""
+    """Names of all columns but the last, each as wide as its figures."""
     return (
         *(("          step",) if beside.steps else ()),
         "stage",
@@ -181,7 +181,7 @@ def _names(unit: Unit, beside: Beside) -> tuple[str, ...]:
 
 
 def _cells(check: StageCheck, unit: Unit, beside: Beside) -> tuple[str, ...]:
-    """One stage; the last text says what is wrong, if anything is."""
+    """The cells of a stage's row. The last cell says what is wrong, if anything is."""
     digits = 3 if unit.size == GIB else 1
     step = "plan" if check.iteration is None else f"iteration {check.iteration}"
     step = step if check.call is None else f"call {check.call}"

@@ -27,27 +27,27 @@ class Copy:
     chunk: int
     microbatch: int
     begin_ms: float
-    """Since the step began."""
+    """When the copy begins, in ms since the step began."""
     end_ms: float
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepCopies:
-    """Of one stage. Sequences have one entry for each event, in order."""
+    """The copies of one stage. Sequences have one entry for each of its events, in order."""
 
     copies: tuple[Copy, ...]
-    """In the order in which they were asked for."""
+    """The copies, in the order in which they were asked for."""
     waits: tuple[tuple[tuple[float, float], ...], ...]
-    """After how much computing an event waits for a copy, and how long; in ms."""
+    """Per event: how long it computes before it waits for a copy, and how long it waits; in ms."""
     unit_bytes: tuple[Ints, ...]
-    """Beside those of records, at most while each unit of the event's chunk runs."""
+    """Per event: further bytes beside those of records, at most, while each unit runs."""
     after_bytes: Ints
-    """The same until the next event."""
+    """Per event: such bytes from its end until the next event."""
 
 
 def step_copies(step: OffloadedStep, stage: int, moments: Sequence[Moment]) -> StepCopies:
-    """What of a replayed step is drawn of one stage, whose events are `moments`."""
+    """The copies of one stage in a replayed step. Its events are `moments`."""
     replayed, chunks = step.stages[stage], step.units[stage]
     groups = [
         [(unit, group) for unit in units for group in unit.offload_groups] for units in chunks

@@ -20,7 +20,7 @@ from megatron_autorecompute.report.timeline import Timeline, timeline
 CURVE_POINTS = 24
 
 Progress = Callable[[str, float], None]
-"""Called with what is being computed, and the share of it that is done (0 to 1)."""
+"""A function that is told what is being computed, and which share of it is done (0 to 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Curve:
     """Step time against memory."""
 
     title: str
-    """Of what model or plan."""
+    """The name of the model or of the plan."""
     points: tuple[CurvePoint, ...]
     """Plans, largest budget first."""
     strategies: tuple[ManualResult, ...]

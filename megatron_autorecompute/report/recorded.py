@@ -33,7 +33,7 @@ from megatron_autorecompute.report.timeline import (
 )
 
 MOST_POINTS = 4000
-"""Points of the curve; of more, the highest in each of so many equal times are kept."""
+"""The most points of the curve. Of more, the highest in each of so many equal times is kept."""
 OPTIMIZER_SHARE = 0.012
 """Width of the optimizer step in the page's chart, as a share of the step."""
 BACKWARD_CALLS = {"backward", "backward_step", "_engine_run_backward"}
@@ -46,11 +46,11 @@ class Difference:
     """Planned and recorded bytes of one part of the step."""
 
     what: str
-    """Which part."""
+    """The name of the part."""
     predicted_bytes: int
-    """As planned."""
+    """Planned bytes."""
     recorded_bytes: int
-    """As torch recorded."""
+    """Bytes that torch recorded."""
 
     @property
     def more_bytes(self) -> int:
@@ -63,21 +63,21 @@ class RecordedStep:
     """A recorded step on the time axis of the planned one."""
 
     stage: int
-    """The stage it is compared with."""
+    """The stage that the step is compared with."""
     source: str
-    """The file."""
+    """The file with the history."""
     found: str
     """A sentence: how the step was found in the history."""
     at_ms: NDArray[np.float64]
-    """Times of the curve's points, since the planned step began."""
+    """Times of the curve's points, in ms since the planned step began."""
     level_bytes: NDArray[np.int64]
-    """Allocated from that time on."""
+    """Bytes allocated from each point's time on."""
     moments: tuple[Difference, ...]
     """Peaks of the step's parts, in order."""
     layers: tuple[Difference, ...]
     """Bytes that a layer allocates in its forward and that outlive it, by unit."""
     no_layers: str
-    """A sentence: why `layers` is empty; empty if it is not."""
+    """A sentence that says why `layers` is empty; an empty text if there are layers."""
 
 
 def recorded_step(plan: Plan, path: str | Path, stage: int | None = None) -> RecordedStep:
@@ -334,7 +334,7 @@ def _layers(
 
 
 def _layer_starts(stacks: _Stacks, run: _Run) -> list[int]:
-    """Events with which a layer's forward begins."""
+    """The events that begin a layer's forward."""
     starts: list[int] = []
     before: tuple[int, ...] = ()
     for event in range(run.begin, run.end):

@@ -19,7 +19,7 @@ class Column:
     """One column of a table."""
 
     header: str
-    """May have several lines."""
+    """The header's text, which may have several lines."""
     name: str = ""
     """The header in one line, for blocks; default: the header's lines, joined by blanks."""
     left: bool = False

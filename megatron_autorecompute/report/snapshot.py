@@ -29,13 +29,13 @@ class Frame:
     name: str
     """The function."""
     filename: str
-    """Its file, as torch recorded it."""
+    """The function's file, as torch recorded it."""
     line: int
     """The line that was running."""
 
 
 Frames = tuple[Frame, ...]
-"""A stack, innermost call first; empty if torch recorded none."""
+"""The calls of a stack, innermost first. It is empty if torch recorded none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,20 @@ class History:
     """What a device allocated and freed. Arrays have one entry for each such event, in order."""
 
     source: str
-    """The file."""
+    """The file that was read."""
     device: int
     """The device's number in its process."""
     time_us: NDArray[np.int64]
-    """When, in microseconds of the machine's clock."""
+    """The time of each event, in microseconds of the machine's clock."""
     change_bytes: NDArray[np.int64]
-    """Added to the allocated bytes, rounded as torch rounds; negative where bytes are freed."""
+    """Bytes that each event adds, rounded as torch rounds; negative where bytes are freed."""
     start_bytes: int
-    """Allocated before the first event."""
+    """Bytes allocated before the first event."""
     freed_at: NDArray[np.intp]
-    """Of an allocation the event that frees it, or the number of events if it is alive at the end;
-    of a free its own number."""
+    """For an allocation the event that frees it, or the number of events if it is alive at the end.
+    For a free its own number."""
     frames: tuple[Frames, ...]
-    """Of an allocation its stack, the same calls as one object; of a free nothing."""
+    """The stack of an allocation, equal calls as one object. A free has none."""
 
     @property
     def level_bytes(self) -> NDArray[np.int64]:
@@ -217,7 +217,7 @@ def _replayed(
 
 
 def _end_bytes(replay: _Replay, end_blocks: dict[int, int] | None) -> int:
-    """Allocated at the end. Without segments only what the history itself allocated is known."""
+    """Bytes allocated at the end. Without segments only those of the history itself are known."""
     made = {address: replay.change_bytes[event] for address, event in replay.alive.items()}
     return sum((made if end_blocks is None else end_blocks | made).values())
 

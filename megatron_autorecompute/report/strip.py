@@ -34,9 +34,9 @@ class _Place:
     y: int
     chunk: int
     layer: int | None
-    """None for embedding and head."""
+    """The layer's index; None for embedding and head."""
     end: str = ""
-    """`E` or `L` for these."""
+    """`E` for the embedding, `L` for the head; else empty."""
 
 
 def strip_svg(plan: Plan, *, interactive: bool = False) -> str:

@@ -58,11 +58,12 @@ class UnitCost:
     forward_transient_bytes: int
     """Bytes on top of held_bytes while its forward runs."""
     backward_transient_bytes: int
-    """The same in its backward; includes the gradient of the chunk's output if it is kept."""
+    """Bytes on top of held_bytes while its backward runs, with the gradient of the chunk's output
+    if that is kept."""
     forward_ms: float
-    """One microbatch."""
+    """Time of the forward of one microbatch."""
     backward_ms: float
-    """One microbatch, recompute included."""
+    """Time of the backward of one microbatch, recompute included."""
     recompute_ms: float
     """The part of backward_ms that recompute adds."""
 
@@ -77,9 +78,9 @@ class Moment:
     """One unit of one event."""
 
     event: int
-    """Its position in the stage's columns."""
+    """The event's position in the stage's columns."""
     unit: int
-    """Its position among the units of the event's chunk."""
+    """The unit's position in the event's chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,26 +88,26 @@ class StageTimeline:
     """One stage's step. Arrays have one entry for each event, in order."""
 
     stage: int
-    """Its number."""
+    """The stage's number."""
     budget_bytes: int
     """Bytes that torch may allocate."""
     units: tuple[tuple[UnitCost, ...], ...]
-    """Of every chunk, in the order their forwards run."""
+    """The units of every chunk, in the order in which their forwards run."""
     backward: NDArray[np.bool_]
     """Whether the event is a backward."""
     chunk: Numbers
     """Which chunk runs."""
     microbatch: Numbers
-    """For which microbatch."""
+    """The microbatch of the event."""
     start_ms: Times
     """Since the step began."""
     end_ms: Times
     """Since the step began."""
     in_flight_bytes: Bytes
-    """Held by layers for microbatches that wait for their backward; of two events side by side (EP
-    overlap) so much that each one's highest point is right."""
+    """Bytes held by layers for microbatches that wait for their backward. Two events side by side
+    (EP overlap) have as much as makes the highest point of each right."""
     outside_bytes: Bytes
-    """Held by embedding and head for these microbatches."""
+    """Bytes held by embedding and head for these microbatches."""
     overhead_bytes: Bytes
     """Boundary tensors, what the measured job itself kept, the measured residual, and what CUDA
     graphs take besides."""
@@ -117,10 +118,10 @@ class StageTimeline:
     binding: Moment | None
     """The stage's fullest moment; None if it is the optimizer step."""
     copies: StepCopies | None = None
-    """To host memory and back; None where nothing leaves."""
+    """Copies to host memory and back. None where nothing leaves."""
 
     def bytes_at(self, event: int, unit: int) -> Breakdown:
-        """Alive at most while a unit of an event runs."""
+        """The most bytes alive while a unit of an event runs."""
         units = self.units[self.chunk[event]]
         begun, running = units[: unit + 1], units[unit]
         transients = running.forward_transient_bytes, running.backward_transient_bytes
@@ -136,7 +137,7 @@ class StageTimeline:
         )
 
     def bytes_after(self, event: int) -> Breakdown:
-        """Alive while the stage waits after an event."""
+        """Bytes alive while the stage waits after an event."""
         units = () if self.backward[event] else self.units[self.chunk[event]]
         layers = sum(u.held_bytes for u in units if u.is_layer)
         outside = sum(u.held_bytes for u in units if not u.is_layer)
@@ -157,10 +158,10 @@ class Timeline:
 
     stages: tuple[StageTimeline, ...]
     step_ms: float
-    """When the last event ends."""
+    """The end of the last event, in ms."""
     num_microbatches: int
-    """Of the step that is drawn: all, or as many as show every moment of a very long step, or as
-    were replayed with copies."""
+    """Microbatches of the drawn step: all, as many as show every moment of a very long step, or as
+    many as were replayed with copies."""
 
 
 def timeline(plan: Plan) -> Timeline:

@@ -16,13 +16,14 @@ author = f"The authors of {project}"
 extensions = ["myst_parser"]
 root_doc = INDEX
 myst_heading_anchors = 4
+highlight_language = "text"
 html_theme = "furo"
 html_title = project
 html_show_sphinx = False
 
 SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 PAGE = re.compile(r"\]\(([\w/-]+)\.md\)")
-UPWARD = re.compile(r"\[([^]]*)\]\((\.\./[^)#]+)(#[^)]*)?\)")
+UPWARD = re.compile(r"(?<!!)\[([^]]*)\]\((\.\./[^)#]+)(#[^)]*)?\)")
 """Links that may lead out of docs/."""
 MENU = """
 ```{{toctree}}

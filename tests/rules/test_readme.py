@@ -23,6 +23,23 @@ def test_every_file_that_documents_link_to_exists():
         assert not missing, (page, missing)
 
 
+def anchors(page):
+    """Of the headings of a page, as GitHub and MyST make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_every_heading_that_documents_link_to_exists():
+    linked = 0
+    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+        for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]*)\)", page.read_text()):
+            target = page.parent / path if path else page
+            assert anchor in anchors(target), (page, path, anchor)
+            linked += 1
+    assert linked > 20
+
+
 def test_every_error_class_has_its_exit_code_documented():
     from megatron_autorecompute import errors
 
