@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 # Of the tests' many processes only the first compiles this package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: compare results examples recorded measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps reference docs clean
+.PHONY: compare results examples recorded measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run wheel lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps reference docs clean
 
 ## Run Megatron under its own strategies and ours, on this machine; print the table, and where the
 ## report of our plan is.
@@ -143,6 +143,10 @@ gpu-dry-run: $(TRITON) $(CORE_019)
 	PYTHONPATH=$(CORE_019) GPU_TESTS_ANYWHERE=1 $(BIN)/python -m pytest tests/gpu $(ARGS)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m benchmarks.gpu.run --tiny --only 1 --only 2 --only 3 \
 	    --only 5 --only 6 --only 10
+
+## Build the wheel and try it in an empty environment of every Python from 3.10 to 3.13 on PATH.
+wheel: $(INSTALLED)
+	$(BIN)/python scripts/try_wheel.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
