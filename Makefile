@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 # Of the tests' many processes only the first compiles this package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: compare results examples measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps reference docs clean
+.PHONY: compare results examples recorded measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run wheel lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps reference docs clean
 
 ## Run Megatron under its own strategies and ours, on this machine; print the table, and where the
 ## report of our plan is.
@@ -46,25 +46,35 @@ examples: export PATH := $(CURDIR)/$(BIN):$(PATH)
 examples: export PYTHONWARNINGS := ignore
 examples: $(TRITON) $(CORE_019)
 	mkdir -p $(NO_DEVICE)
-	examples/no_device/run.sh $(PLANNED) $(EXAMPLES) > $(NO_DEVICE)/plans.txt
+	scripts/plan_examples.sh $(PLANNED) $(EXAMPLES) > $(NO_DEVICE)/plans.txt
 	sed -n '/^llama3-70b:/,/^--recompute-policy/p' $(NO_DEVICE)/plans.txt > $(NO_DEVICE)/plan.txt
-	$(WITH_019) examples/no_device/run.sh $(PLANNED) $(HYBRIDS) > $(NO_DEVICE)/hybrid-plans.txt
-	$(WITH_019) $(BIN)/python scripts/settings.py examples/no_device/nemotron-3-nano.yaml \
+	$(WITH_019) scripts/plan_examples.sh $(PLANNED) $(HYBRIDS) > $(NO_DEVICE)/hybrid-plans.txt
+	$(WITH_019) $(BIN)/python scripts/settings.py megatron_autorecompute/examples/nemotron-3-nano.yaml \
 	    $(PLANNED)/nemotron-3-nano.json $(SETTINGS) > $(NO_DEVICE)/nemotron-3-nano-settings.txt
-	examples/no_device/run.sh $(PLANNED) qwen3-30b-a3b-grpo \
+	scripts/plan_examples.sh $(PLANNED) qwen3-30b-a3b-grpo \
 	    | sed -n '/up to tokens/,/^[^ ]/{s/^ \(.*[^ ]\) *$$/\1/p}' > $(NO_DEVICE)/lengths.txt
 	for job in $(filter-out nemotron-3-nano,$(HYBRIDS)); do \
 	    echo $$job && $(WITH_019) megatron-autorecompute verify $(PLANNED)/$$job.plan.json || exit; \
 	done > $(NO_DEVICE)/hybrid-verified.txt
 	megatron-autorecompute report $(PLANNED)/llama31-405b.plan.json
 	$(BIN)/python scripts/screenshot.py $(PLANNED)/llama31-405b.plan.html docs/pictures/report.png
-	megatron-autorecompute estimate --gpu h100-80gb --sensitivity \
-	    examples/no_device/llama3-70b.yaml -o $(PLANNED)/llama3-70b.json \
-	    | sed -n '/share x/,/^Written/{/^Written/!p}' > $(NO_DEVICE)/sensitivity.txt
+	megatron-autorecompute estimate --gpu h100-80gb --sensitivity --example llama3-70b -o \
+	    $(PLANNED)/llama3-70b.json | sed -n '/share x/,/^Written/{/^Written/!p}' > $(NO_DEVICE)/sensitivity.txt
 	for job in $(EXAMPLES); do \
 	    echo $$job && megatron-autorecompute verify $(PLANNED)/$$job.plan.json || exit; \
 	done > $(NO_DEVICE)/verified.txt
 	$(BIN)/python scripts/nvidia_recipes.py
+	$(BIN)/python scripts/quote_results.py
+
+## Record the profiles that the package carries, and what the README shows of one. Takes a minute.
+recorded: export PATH := $(CURDIR)/$(BIN):$(PATH)
+recorded: $(TRITON)
+	mkdir -p $(PLANNED)
+	for job in $(EXAMPLES); do \
+	    megatron-autorecompute estimate --gpu h100-80gb --example $$job \
+	        -o megatron_autorecompute/examples/$$job.h100-80gb.json > $(PLANNED)/$$job.txt || exit; \
+	done
+	megatron-autorecompute plan --example llama3-70b --gpu h100-80gb > $(NO_DEVICE)/first.txt
 	$(BIN)/python scripts/quote_results.py
 
 ## Hold predictions against every published measurement: docs/measured-runs.md. Takes minutes.
@@ -133,6 +143,10 @@ gpu-dry-run: $(TRITON) $(CORE_019)
 	PYTHONPATH=$(CORE_019) GPU_TESTS_ANYWHERE=1 $(BIN)/python -m pytest tests/gpu $(ARGS)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m benchmarks.gpu.run --tiny --only 1 --only 2 --only 3 \
 	    --only 5 --only 6 --only 10
+
+## Build the wheel and try it in an empty environment of every Python from 3.10 to 3.13 on PATH.
+wheel: $(INSTALLED)
+	$(BIN)/python scripts/try_wheel.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

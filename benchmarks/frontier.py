@@ -34,7 +34,7 @@ from megatron_autorecompute.units import GIB  # noqa: E402
 from scripts.tables import markdown  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = ROOT / "examples" / "no_device"
+EXAMPLES = ROOT / "megatron_autorecompute" / "examples"
 RESULTS = ROOT / "benchmarks" / "results" / "frontier"
 PAGE = ROOT / "docs" / "frontier.md"
 GPU = "h100-80gb"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import typing
+from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
 
 Options = TypeVar("Options")
@@ -58,3 +60,8 @@ def from_flags(options: type[Options], parsed: argparse.Namespace, **others: Any
     made = dataclasses.fields(options)  # type: ignore[arg-type]  # a dataclass type, as all callers pass
     fields = (field.name for field in made if "help" in field.metadata)
     return options(**{name: getattr(parsed, name) for name in fields}, **others)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Of the known names the one that is spelled most like `name`."""
+    return difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)[0]

@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from nvidia_recipes import MODELS, PRECISIONS, summary, table  # noqa: E402
 
 RECIPES = ROOT / "benchmarks" / "data" / "offload_recipes.csv"
-EXAMPLES = ROOT / "examples" / "no_device"
+EXAMPLES = ROOT / "megatron_autorecompute" / "examples"
 Row = dict[str, str]
 
 LLAMA31_405B = {

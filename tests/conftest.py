@@ -61,7 +61,7 @@ def _forked(request):
 
 @dataclass(frozen=True)
 class Examples:
-    """Profiles and plans of the three jobs of examples/no_device."""
+    """Profiles and plans of three examples of the package."""
 
     folder: Path
     processor_s: dict[str, float]
@@ -74,13 +74,13 @@ class Examples:
 def examples(tmp_path_factory):
     """The examples' own script takes most of a minute: once for all tests."""
     pytest.importorskip("megatron.core")
-    from tests.support import EXAMPLE_JOBS, NO_DEVICE
+    from tests.support import EXAMPLE_JOBS, EXAMPLES
 
     folder = tmp_path_factory.mktemp("examples")
     paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    paths["PYTHONPATH"] = f"{NO_DEVICE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"
+    paths["PYTHONPATH"] = f"{EXAMPLES.parents[1]}:{os.environ.get('PYTHONPATH', '')}"
     ran = subprocess.run(
-        [str(NO_DEVICE / "run.sh"), str(folder), *EXAMPLE_JOBS],
+        [str(EXAMPLES.parents[1] / "scripts" / "plan_examples.sh"), str(folder), *EXAMPLE_JOBS],
         capture_output=True,
         text=True,
         env={**os.environ, **paths},

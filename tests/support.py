@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-NO_DEVICE = Path(__file__).parents[1] / "examples" / "no_device"
+EXAMPLES = Path(__file__).parents[1] / "megatron_autorecompute" / "examples"
 EXAMPLE_JOBS = ("llama3-70b", "llama31-405b", "deepseek-v3")
-"""Of that folder, in the order in which its script runs them."""
+"""Those whose profiles the package carries, in the order in which `make examples` runs them."""
 VOCAB = 128
 SEQ_LENGTH = 32
 MICRO_BATCH_SIZE = 2

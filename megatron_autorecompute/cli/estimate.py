@@ -15,6 +15,7 @@ from rich.text import Text
 from megatron_autorecompute import json_records
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.jobs import add_job, gpu_help, named_gpu, read_job
 from megatron_autorecompute.cli.output import (
     add_json,
     add_verbose,
@@ -26,10 +27,10 @@ from megatron_autorecompute.cli.output import (
     without_effect,
 )
 from megatron_autorecompute.cli.profile_view import profile_view
-from megatron_autorecompute.cli.values import at_least, file, number_of_gib
+from megatron_autorecompute.cli.values import file, number_of_gib
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency, device
-from megatron_autorecompute.meta.job import Job, load_job
+from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
+from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.measured_records import measured_kinds, with_measured
 from megatron_autorecompute.meta.outside_torch import outside_torch
 from megatron_autorecompute.policy import LayerPolicy
@@ -54,7 +55,7 @@ class EstimateCommand(Command):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the job, the device, and how the times are modelled."""
-        parser.add_argument("--gpu", required=True, metavar="NAME", help="such as h100-80gb")
+        parser.add_argument("--gpu", metavar="NAME", help=gpu_help())
         add_options(parser)
 
     def run(self, args: Namespace) -> None:
@@ -68,17 +69,7 @@ class EstimateCommand(Command):
 
 def add_options(parser: ArgumentParser) -> None:
     """Add where the job is read from, and what the profile is made and printed with."""
-    parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="see docs/no-device.md")
-    parser.add_argument("--recipe", metavar="NAME", help="a recipe function of Megatron Bridge")
-    parser.add_argument(
-        "--vocab-size",
-        type=at_least(1),
-        metavar="N",
-        help="with a recipe that leaves it to its tokenizer",
-    )
-    parser.add_argument(
-        "--num-gpus", type=at_least(1), metavar="N", help="world size, with flags or a recipe"
-    )
+    add_job(parser)
     parser.add_argument(
         "--reserve-gib",
         type=number_of_gib,
@@ -114,10 +105,9 @@ def add_options(parser: ArgumentParser) -> None:
 def estimate(args: Namespace) -> None:
     """The command, without a change to how warnings are shown."""
     output = checked_output(args)
-    gpu = device(args.gpu)
+    gpu = named_gpu(args)
     job = read_job(args, gpu)
-    if output is not None and isinstance(job.sample_lengths, str):
-        json_records.check_writable(output, [job.sample_lengths])
+    check_lengths(output, job)
     efficiency = read_efficiency(args.efficiency, gpu)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
     if args.measured and args.sensitivity:
@@ -172,13 +162,21 @@ def step_end_words(profile: Profile, gpu: Device) -> str:
     )
 
 
-def budget_words(gpu: Device, reserve_gib: float | None, job: Job) -> str:
-    """The budget that is proposed, and why."""
+def budget_words(
+    gpu: Device, reserve_gib: float | None, job: Job, option: str = "--reserve-gib"
+) -> str:
+    """The budget that is proposed, why, and the option that changes it."""
     budget_bytes = default_budget_bytes(gpu, reserve_gib, job)
     return (
         f"Budget {gib(budget_bytes)} GiB: the device's memory less "
-        f"{kept_back(gpu, reserve_gib, job)}."
+        f"{kept_back(gpu, reserve_gib, job, option)}."
     )
+
+
+def check_lengths(output: Path | None, job: Job) -> None:
+    """Raise OptionError if the output is the file of the job's sample lengths."""
+    if output is not None and isinstance(job.sample_lengths, str):
+        json_records.check_writable(output, [job.sample_lengths])
 
 
 def checked_output(args: Namespace) -> Path | None:
@@ -206,35 +204,12 @@ def _profile_file(args: Namespace) -> Path | None:
 
 def _refuse_without_effect(args: Namespace) -> None:
     """Raises OptionError for options that others leave without effect."""
-    if args.num_gpus is not None and args.job is not None:
-        raise without_effect("--num-gpus", str(args.job), "the file says how many GPUs")
     for option, given in (
         ("--sensitivity", args.sensitivity),
         ("--reserve-gib", args.reserve_gib is not None),
     ):
         if given and args.json:
             raise without_effect(option, "--json", "it prints the profile, which lacks this")
-
-
-def read_job(args: Namespace, gpu: Device | None = None) -> Job:
-    """The job from a YAML file, a recipe, or Megatron's own flags: exactly one of them."""
-    given = [args.job is not None, args.recipe is not None, bool(args.megatron_flags)]
-    if sum(given) != 1:
-        raise OptionError(
-            f"Asked for {sum(given)} job descriptions; give exactly one of JOB.yaml, "
-            "--recipe NAME, or -- and the flags of pretrain_gpt.py."
-        )
-    if args.job is not None:
-        return load_job(args.job)
-    if args.recipe is not None:
-        from megatron_autorecompute.meta.recipe import job_from_recipe
-
-        return job_from_recipe(args.recipe, args.num_gpus, args.vocab_size, gpu)
-    if args.num_gpus is None:
-        raise OptionError("Flags of pretrain_gpt.py do not say how many GPUs: add --num-gpus N.")
-    from megatron_autorecompute.meta.flags import job_from_flags
-
-    return job_from_flags(args.megatron_flags, args.num_gpus)
 
 
 HOST, SLOWEST_HOST = "host", 100
@@ -269,14 +244,16 @@ def reserve_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:
     return round(outside_torch(job, gpu).size_bytes + RESERVE_SHARE * gpu.memory_bytes)
 
 
-def kept_back(gpu: Device, reserve_gib: float | None, job: Job) -> str:
-    """The reserve in words."""
+def kept_back(
+    gpu: Device, reserve_gib: float | None, job: Job, option: str = "--reserve-gib"
+) -> str:
+    """The reserve in words, with the option that changes it."""
     if reserve_gib is not None:
         return f"{reserve_gib:g} GiB as asked"
     outside = outside_torch(job, gpu)
     return (
         f"{outside.size_bytes / GIB:.3g} GiB outside torch ({outside.reason}) and "
-        f"{RESERVE_SHARE:.0%} for fragmentation (assumed; --reserve-gib)"
+        f"{RESERVE_SHARE:.0%} for fragmentation (assumed; {option})"
     )
 
 

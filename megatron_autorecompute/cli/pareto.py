@@ -16,7 +16,7 @@ from rich.text import Text
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import check_output, print_result, progress_bars
-from megatron_autorecompute.cli.problem import add_problem, problems
+from megatron_autorecompute.cli.problem import add_problem, problems, read_source
 from megatron_autorecompute.cli.values import MOST_POINTS, at_least, picture
 from megatron_autorecompute.planner.cost.outcomes import Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, curve_point
@@ -33,7 +33,9 @@ class ParetoCommand(Command):
     """Solves for many budgets and prints the curve."""
 
     name = "pareto"
-    reads = ("profile",)
+    description = "Arguments after -- are flags of pretrain_gpt.py."
+    takes_megatron_flags = True
+    reads = ("profile", "job")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the flags of the problem, and the number of budgets."""
@@ -59,7 +61,7 @@ class ParetoCommand(Command):
         """Print the curve, and draw it if asked; raises as `check_output`."""
         if args.plot:
             check_output(args, args.plot)
-        (planner,), asked = problems(args)
+        (planner,), asked = problems(args, read_source(args))
         with progress_bars() as bars:
             task = bars.add_task("Budgets", total=1)
             found = planner.pareto(args.points, lambda share: bars.update(task, completed=share))

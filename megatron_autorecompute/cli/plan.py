@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
+from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.estimate import budget_words, check_lengths, default_budget_bytes
+from megatron_autorecompute.cli.jobs import as_typed, command_with
 from megatron_autorecompute.cli.output import (
     add_json,
     add_verbose,
@@ -18,8 +23,8 @@ from megatron_autorecompute.cli.output import (
     progress_bars,
     refuse_ignored,
 )
-from megatron_autorecompute.cli.pipeline import MICRO_BATCH_SIZE
-from megatron_autorecompute.cli.problem import add_problem, problems
+from megatron_autorecompute.cli.pipeline import MICRO_BATCH_SIZE, SPLIT, SPLIT_OF_FIELD
+from megatron_autorecompute.cli.problem import Source, add_problem, problems, read_source
 from megatron_autorecompute.cli.values import budgets, file, sizes
 from megatron_autorecompute.cli.verify import add_runs, as_data, conclude, verified
 from megatron_autorecompute.errors import InfeasibleError, OptionError
@@ -29,8 +34,9 @@ from megatron_autorecompute.planner.search.buckets import bucket_plans
 from megatron_autorecompute.planner.search.layouts import search_layout
 from megatron_autorecompute.planner.search.micro_batches import search_micro_batch
 from megatron_autorecompute.planner.search.solve import Budget, Planner
-from megatron_autorecompute.planner.search.suggestions import explained
+from megatron_autorecompute.planner.search.suggestions import Change, explained
 from megatron_autorecompute.report.buckets import buckets_view
+from megatron_autorecompute.units import gib
 
 if TYPE_CHECKING:
     from megatron_autorecompute.meta.verify import StageCheck
@@ -40,17 +46,19 @@ class PlanCommand(Command):
     """Solves, writes the plan and prints it."""
 
     name = "plan"
-    reads = ("profile", "measured")
+    description = "Arguments after -- are flags of pretrain_gpt.py."
+    takes_megatron_flags = True
+    reads = ("profile", "job", "measured")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the flags of the problem, the budget, further searches, and the output file."""
         add_problem(parser)
         parser.add_argument(
             "--budget-gib",
-            required=True,
             type=budgets,
             metavar="GIB[,GIB...]",
-            help="what torch may allocate on each device, one for all stages or one each",
+            help="what torch may allocate on each device, one for all stages or one each (default "
+            "for a job: what its GPU has to spare)",
         )
         parser.add_argument(
             "--search-layout", action="store_true", help="also search the layers per stage"
@@ -82,8 +90,12 @@ class PlanCommand(Command):
             raise OptionError(
                 f"{unused} has no effect without --verify. Add --verify, or leave it out."
             )
+        source = read_source(args)
+        if source.job is not None:
+            check_lengths(output, source.job)
+        budget = _budget(args, source)
         with progress_bars() as bars:
-            plan = _solved(args, bars)
+            plan = _solved(args, source, budget, bars)
         checks: list[StageCheck] | None = None
         try:
             if output is not None:
@@ -93,6 +105,8 @@ class PlanCommand(Command):
         finally:
             beside: dict[str, Any] = {"verified": as_data(checks)} if checks else {}
             _print(args, plan, beside)
+            if not args.json:
+                _say_more(args, source, output)
         if args.verify:
             conclude(args, verified(args, plan) if checks is None else checks)
 
@@ -108,9 +122,51 @@ def _print(args: Namespace, plan: Plan, beside: dict[str, Any]) -> None:
         console().print(buckets_view(buckets))
 
 
-def _solved(args: Namespace, bars: Progress) -> Plan:
-    found, asked = problems(args, args.search_micro_batch)
-    budget = args.budget_gib[0] if len(args.budget_gib) == 1 else args.budget_gib
+def _budget(args: Namespace, source: Source) -> Budget:
+    """Bytes on each device, as `--budget-gib` says, or what the GPU of a job has to spare.
+
+    Raises OptionError for a profile without the flag.
+    """
+    if args.budget_gib is not None:
+        budgets_of: tuple[int, ...] = args.budget_gib
+        return budgets_of[0] if len(budgets_of) == 1 else budgets_of
+    if source.job is None or source.gpu is None:
+        raise OptionError(f"{source.names[0]} does not say the budget: add --budget-gib GIB.")
+    said = gib(default_budget_bytes(source.gpu, None, source.job))
+    return budgets(said)[0]  # so that the figure that is printed gives the same plan
+
+
+def _say_more(args: Namespace, source: Source, output: Path | None) -> None:
+    """Where budget and profile of a job are from, and how its next plan needs no estimate."""
+    if source.job is None or source.gpu is None:
+        return
+    if args.budget_gib is None:
+        console().print(budget_words(source.gpu, None, source.job, "--budget-gib"))
+    if source.recorded:
+        console().print(
+            "The profile came with this package; `estimate` makes it again from Megatron's code."
+        )
+    if output is not None:
+        path = streams.printable(shlex.quote(str(output)))
+        print(f"Written to {path}, the profile with it. Plan again without an estimate:")
+        print(f"megatron-autorecompute plan --profile {path} --budget-gib GIB")
+
+
+def _command(args: Namespace, source: Source, change: Change) -> str | None:
+    """The command line with a change, to copy; None if no flag of it says the change."""
+    if not change.settings:
+        return None
+    if source.job is not None:
+        return command_with(args, source.job, change.settings)
+    given = {SPLIT_OF_FIELD.get(name, name): v for name, v in change.settings.items()}
+    if not given.keys() <= set(SPLIT):
+        return None
+    words = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items()]
+    return as_typed(args, [word for flag in words for word in flag])
+
+
+def _solved(args: Namespace, source: Source, budget: Budget, bars: Progress) -> Plan:
+    found, asked = problems(args, source, args.search_micro_batch)
     planner, notes, flags = found[0], list(asked.notes), dict(asked.megatron_flags)
     if args.search_micro_batch or args.search_layout:
         if args.search_micro_batch:
@@ -129,7 +185,9 @@ def _solved(args: Namespace, bars: Progress) -> Plan:
     try:
         return make_plan(planner, budget, megatron_flags=flags, notes=notes)
     except InfeasibleError as error:
-        raise explained(error, planner, budget) from error
+        raise explained(
+            error, planner, budget, lambda change: _command(args, source, change)
+        ) from error
 
 
 def _choose(planner: Planner, budget: Budget, bars: Progress) -> None:

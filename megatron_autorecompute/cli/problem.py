@@ -1,21 +1,95 @@
-"""The problem that `plan` and `pareto` solve: flags for profiles, layout, schedule, choices."""
+"""The problem that `plan` and `pareto` solve: a profile or a job, layout, schedule, choices."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from megatron_autorecompute.cli.pipeline import Asked, asked_pipeline, read_profile
+from megatron_autorecompute.cli import streams
+from megatron_autorecompute.cli.jobs import (
+    SOURCES,
+    add_job,
+    carried,
+    given_sources,
+    gpu_help,
+    named_gpu,
+    read_job,
+    recorded,
+)
+from megatron_autorecompute.cli.output import console, quiet_upstream
+from megatron_autorecompute.cli.pipeline import (
+    Asked,
+    Known,
+    asked_pipeline,
+    known_of,
+    read_profile,
+)
 from megatron_autorecompute.cli.values import percentile
 from megatron_autorecompute.errors import OptionError, ProfileError
+from megatron_autorecompute.meta.devices import Device
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.packages import needed
 from megatron_autorecompute.planner.search.micro_batches import same_samples
 from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, Profile
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The profiles to plan, and of a job what is known besides."""
+
+    profiles: Sequence[tuple[Profile, Known]]
+    names: Sequence[str]
+    """What messages call the profiles."""
+    job: Job | None = None
+    """The job whose profile it is, if the command line describes one."""
+    gpu: Device | None = None
+    """The job's."""
+    recorded: bool = False
+    """Whether the profile is one that this package carries."""
+
+
+def read_source(args: Namespace) -> Source:
+    """The profiles that `--profile` names, or that of the job that is described in their place.
+
+    Raises OptionError for both or neither, ProfileError for a file that cannot be read, and what
+    `read_job` and `profile_job` raise.
+    """
+    if args.profile is None:
+        with quiet_upstream(), needed(f"Anything but {', '.join(carried())}"):
+            return _of_job(args)
+    options = (args.gpu, args.num_gpus, args.vocab_size, args.set or None)
+    if given_sources(args) or any(option is not None for option in options):
+        raise OptionError(
+            f"--profile {args.profile[0]} says what is planned, and so do {SOURCES}, and what goes "
+            "with them (--gpu, --num-gpus, --vocab-size, --set). Leave one or the other out."
+        )
+    return Source([read_profile(path) for path in args.profile], args.profile)
+
+
+def _of_job(args: Namespace) -> Source:
+    if not given_sources(args):
+        raise OptionError(f"Say what is planned: --profile P.json, or with --gpu NAME {SOURCES}.")
+    gpu = named_gpu(args)
+    job = read_job(args, gpu)
+    profile = recorded(args, gpu)
+    if profile is not None:
+        return Source([(profile, known_of(profile))], [job.name], job, gpu, recorded=True)
+    with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
+        from megatron_autorecompute.meta.profiling import profile_job  # loads torch and Megatron
+
+        profile = profile_job(job, gpu, progress=status.update)
+    return Source([(profile, known_of(profile))], [job.name], job, gpu)
+
+
 def add_problem(parser: ArgumentParser) -> None:
-    """Add the flags that `problems` reads; Megatron's settings have Megatron's names."""
-    parser.add_argument("--profile", required=True, nargs="+", metavar="P.json")
+    """Add the flags that `read_source` and `problems` read; settings have Megatron's names."""
+    parser.add_argument(
+        "--profile", nargs="+", metavar="P.json", help="of estimate or profile, or a plan file"
+    )
+    parser.add_argument("--gpu", metavar="NAME", help=f"in place of --profile, {gpu_help()}")
+    add_job(parser)
     parser.add_argument(
         "--pp",
         type=int,
@@ -56,24 +130,26 @@ def add_problem(parser: ArgumentParser) -> None:
     )
 
 
-def problems(args: Namespace, micro_batches: Sequence[int] = ()) -> tuple[list[Planner], Asked]:
+def problems(
+    args: Namespace, source: Source, micro_batches: Sequence[int] = ()
+) -> tuple[list[Planner], Asked]:
     """One planner per profile, all with as many samples per step as the first; the pipeline.
 
     Args:
         args: parsed flags of `add_problem`.
+        source: what `read_source` found in them.
         micro_batches: micro-batch sizes, one for each profile; empty for a single profile.
 
-    Raises ProfileError if profiles have other sizes or cannot be read, OptionError for an imbalance
-    percentile without recorded imbalance or an open number of microbatches, PipelineError for a
-    layout or schedule that Megatron refuses.
+    Raises ProfileError if profiles have other sizes, OptionError for an imbalance percentile
+    without recorded imbalance or an open number of microbatches, PipelineError for a layout or
+    schedule that Megatron refuses.
     """
-    files = [read_profile(path) for path in args.profile]
-    profiles = [profile for profile, _ in files]
+    profiles = [profile for profile, _ in source.profiles]
     if args.choices == "megatron":
         profiles = [profile.as_megatron() for profile in profiles]
     if args.imbalance_percentile is not None:
-        _check_imbalance(args, profiles)
-    _, known = files[0]
+        _check_imbalance(args.imbalance_percentile, source.names, profiles)
+    _, known = source.profiles[0]
     pipelines = [asked_pipeline(args, profile, known) for profile in profiles]
     found = [
         Planner(
@@ -89,12 +165,12 @@ def problems(args: Namespace, micro_batches: Sequence[int] = ()) -> tuple[list[P
     return found, pipelines[0]
 
 
-def _check_imbalance(args: Namespace, profiles: Sequence[Profile]) -> None:
-    for path, profile in zip(args.profile, profiles, strict=True):
+def _check_imbalance(percentile: float, names: Sequence[str], profiles: Sequence[Profile]) -> None:
+    for name, profile in zip(names, profiles, strict=True):
         if not any(kind.knows_imbalance for kind in profile.kinds):
             raise OptionError(
-                f"--imbalance-percentile {args.imbalance_percentile:g}: {path} records no routing "
-                "imbalance. Leave the flag out, or profile a model with experts."
+                f"--imbalance-percentile {percentile:g}: {name} records no routing imbalance. "
+                "Leave the flag out, or profile a model with experts."
             )
 
 

@@ -14,9 +14,9 @@ from megatron_autorecompute.cli.estimate import (
     checked_output,
     default_budget_bytes,
     read_efficiency,
-    read_job,
     show_profile,
 )
+from megatron_autorecompute.cli.jobs import gpu_help, read_job
 from megatron_autorecompute.cli.output import console, quiet_upstream, without_effect
 from megatron_autorecompute.cli.values import at_least
 from megatron_autorecompute.errors import OptionError
@@ -44,7 +44,7 @@ class ProfileCommand(Command):
         parser.add_argument(
             "--gpu",
             metavar="NAME",
-            help="the job's GPU, for its links, such as h100-80gb (default: the one that measures)",
+            help=f"{gpu_help()} (default: the one that measures)",
         )
         parser.add_argument(
             "--repeats",

@@ -22,9 +22,10 @@ from megatron_autorecompute.packages import needed
 
 PROGRAM = "megatron-autorecompute"
 COMMANDS: dict[str, str | None] = {
+    "example": "print an example's job description, to begin your own",
     "estimate": "profile a job without a device: modelled figures",
     "profile": "measure a job's layers on one device: communication alone is modelled",
-    "plan": "solve a profile for a budget",
+    "plan": "the fastest policy for a job, or for a profile, that fits a budget",
     "show": "print a plan, stage by stage, or a profile",
     "explain": "why a plan chose what it chose",
     "pareto": "time of the step against the budget",
@@ -65,6 +66,7 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     cut = words.index("--") if "--" in words else len(words)
     reader = parser(next((word for word in words[:cut] if word in COMMANDS), None))
     args = reader.parse_args(words[:cut])
+    args.typed = words
     args.megatron_flags = words[cut + 1 :]
     if args.megatron_flags and not args.command.takes_megatron_flags:
         reader.error(f"{' '.join(words[cut:])}: {args.command.name} takes nothing after --")

@@ -118,7 +118,7 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
         raise MachineError(
             f"Flags of pretrain_gpt.py are read by Megatron's own parser, and {error.name} is not "
             "installed (the megatron-core wheels carry megatron.training from 0.17 on). Describe "
-            "the job in YAML instead: examples/no_device."
+            "the job in YAML instead; megatron-autorecompute example has some."
         ) from error
     except (AssertionError, ValueError, OSError) as error:
         raise OptionError(f"Megatron refuses these flags: {error}") from error

@@ -391,6 +391,11 @@ def _parts(version: str) -> tuple[int, ...]:
 
 def load_job(path: str | Path) -> Job:
     """Read a job from YAML (or JSON). Raises OptionError naming each bad field."""
+    return job_from(read_description(path), str(path))
+
+
+def read_description(path: str | Path) -> Any:
+    """The plain data in a job's YAML (or JSON), for `job_from`. Raises OptionError."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -426,7 +431,7 @@ def load_job(path: str | Path) -> Job:
             f"{path} is a profile or a plan, and a job was asked for. Plan what it describes: "
             f"megatron-autorecompute plan --profile {path} --budget-gib GIB"
         )
-    return job_from(data, str(path))
+    return data
 
 
 def job_from(data: Any, source: str) -> Job:

@@ -34,6 +34,7 @@ from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ran
 from megatron_autorecompute.meta.outside_torch import dispatcher
 from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 from megatron_autorecompute.meta.without_cuda import deterministic
+from megatron_autorecompute.options import nearest
 from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.runtime.oom_guard import is_out_of_memory
 
@@ -446,21 +447,30 @@ def check_fields(job: Job) -> None:
         megatron_config(job, {})
 
 
-def _constructed(job: Job, fields: dict[str, Any]) -> Any:
+def config_names(latent: bool) -> set[str]:
+    """Fields that a job's config may have, with multi-latent attention or without."""
+    names = {field.name for field in dataclasses.fields(_config_type(latent))}
+    return names | set(LEFT_OUT) | {"hybrid_layer_pattern"}
+
+
+def _config_type(latent: bool) -> Any:
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,
     )
 
-    config_type = (
-        MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
-    )
-    known = {field.name for field in dataclasses.fields(config_type)}
-    unknown = sorted(set(job.config) - known - set(LEFT_OUT) - {"hybrid_layer_pattern"})
+    return MLATransformerConfig if latent else TransformerConfig
+
+
+def _constructed(job: Job, fields: dict[str, Any]) -> Any:
+    latent = bool(fields.get("multi_latent_attention"))
+    config_type, known = _config_type(latent), config_names(latent)
+    unknown = sorted(set(job.config) - known)
     if unknown:
         raise OptionError(
             f"{job.name}: config names {', '.join(unknown)}, which {config_type.__name__} of the "
-            "installed megatron-core does not have. Correct the names or leave them out."
+            f"installed megatron-core does not have. The nearest to {unknown[0]} is "
+            f"{nearest(unknown[0], known)}. Correct the names or leave them out."
         )
     try:
         return config_type(**fields)

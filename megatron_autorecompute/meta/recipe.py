@@ -65,7 +65,7 @@ def job_from_recipe(
     except ImportError as error:
         raise MachineError(
             f"--recipe {name} asks for Megatron Bridge, which cannot be imported ({error}). "
-            "Install megatron-bridge, or describe the job in YAML (examples/no_device)."
+            "Install megatron-bridge, or describe the job in YAML (megatron-autorecompute example)."
         ) from error
     here = functools.partial(_properties, gpu or device("h100-80gb"))
     try:
@@ -74,7 +74,8 @@ def job_from_recipe(
     except (OSError, ValueError) as error:  # raised by transformers if it cannot reach the hub
         raise MachineError(
             f"The recipe {name} reads its model's public config, and that failed: {error}. Run it "
-            "once where the hub can be reached, or describe the job in YAML (examples/no_device)."
+            "once where the hub can be reached, or describe the job in YAML "
+            "(megatron-autorecompute example)."
         ) from error
     _refuse(name, cfg)
     num_gpus = num_gpus or _gpus(cfg.model)

@@ -15,7 +15,7 @@ from tests.bridge.test_train import RECIPE, learned, train
 
 HYBRID = RECIPE + "tiny_hybrid_pretrain_config"
 PERFORMANCE = "nemotron_3_nano_pretrain_16gpu_h100_bf16_config"
-EXAMPLE = Path(__file__).parents[2] / "examples" / "no_device" / "nemotron-3-nano.yaml"
+EXAMPLE = Path(__file__).parents[2] / "megatron_autorecompute" / "examples" / "nemotron-3-nano.yaml"
 
 if not any(
     Path(folder, "models", "hybrid").is_dir()

@@ -15,7 +15,7 @@ from scripts import nvidia_recipes
 from scripts.public_models import hub_config
 from tests.bridge import recipes
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "no_device"
+EXAMPLES = Path(__file__).parents[2] / "megatron_autorecompute" / "examples"
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ SOURCES = {
     "llama3-70b": ("llama", "Llama3ModelProvider70B"),
     "deepseek-v3": ("deepseek", "DeepSeekV3ModelProvider"),
 }
-"""By model of scripts/nvidia_recipes.py or example of examples/no_device."""
+"""By model of scripts/nvidia_recipes.py or example of the package."""
 LLAMAS = (("Llama3", "8B"), ("Llama3", "70B"), ("Llama31", "405B"))
 OTHERWISE = {
     # Left out by Bridge's class; DeepseekV3Config of transformers has them.

@@ -37,7 +37,7 @@ from megatron_autorecompute.planner.plan import DIGEST
 
 ROOT = Path(__file__).parents[2]
 PROFILES = sorted((ROOT / "examples" / "profiles").glob("*.json"))
-JOBS = sorted((ROOT / "examples" / "no_device").glob("*.yaml"))
+JOBS = sorted((ROOT / "megatron_autorecompute" / "examples").glob("*.yaml"))
 CODES = {
     int(n) for n in re.findall(r"^\| (\d+) \|", (ROOT / "docs/exit-codes.md").read_text(), re.M)
 }

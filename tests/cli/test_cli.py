@@ -348,7 +348,7 @@ def test_a_profile_in_a_plans_place_is_named_and_the_way_to_a_plan_is_said(capsy
 
 
 def test_a_job_in_a_profiles_place_and_the_reverse_are_named_with_the_command_for_it(capsys):
-    job = PROFILES.parent / "no_device" / "llama3-70b.yaml"
+    job = ROOT / "megatron_autorecompute" / "examples" / "llama3-70b.yaml"
     assert main(["plan", "--profile", str(job), "--budget-gib", "30"]) == 4
     said = capsys.readouterr().err
     assert f"{job} begins with '# Llama3-70B pre-training" in said
@@ -379,7 +379,6 @@ def test_a_job_in_a_profiles_place_and_the_reverse_are_named_with_the_command_fo
         ),
         ("plan", ["--budget-gib", "30", "-o", ""], "'' is no file name"),
         ("plan", ["--budget-gib", "30", "-o", "/"], "'/' is no file name"),
-        ("plan", ["--budget-gib", "30", "--", "--bf16"], "-- --bf16: plan takes nothing after --"),
         ("pareto", ["--points", "-2"], "1 to 4096"),
     ],
 )
@@ -390,6 +389,13 @@ def test_wrong_usage_is_exit_code_2(verb, words, message, capsys):
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_a_command_that_reads_no_job_takes_nothing_after_the_dashes(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["show", LLAMA, "--", "--bf16"])
+    assert caught.value.code == 2
+    assert "-- --bf16: show takes nothing after --" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gib", ["nan", "inf", "-1"])
@@ -501,7 +507,7 @@ def test_without_torch_every_entry_says_what_to_install_in_one_line(planned, tmp
     script.write_text("")
     given = {
         "plan": str(planned[1]),
-        "job": str(ROOT / "examples" / "no_device" / "llama3-70b.yaml"),
+        "job": str(ROOT / "megatron_autorecompute" / "examples" / "llama3-70b.yaml"),
         "script": str(script),
     }
     code = "import sys; sys.modules['torch'] = None; from " + WITHOUT_TORCH[entry].format(**given)

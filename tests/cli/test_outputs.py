@@ -13,7 +13,7 @@ from megatron_autorecompute.cli.values import file, picture
 
 ROOT = Path(__file__).parents[2]
 PROFILE = ROOT / "examples" / "profiles" / "gpt-760m-48l.json"
-JOB = ROOT / "examples" / "no_device" / "llama3-70b.yaml"
+JOB = ROOT / "megatron_autorecompute" / "examples" / "llama3-70b.yaml"
 GPU = ("--gpu", "h100-80gb")
 SHAPE = ("--pp", "4", "--num-microbatches", "8")
 BUDGET = ("--budget-gib", "20")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.any_version
 
 ROOT = Path(__file__).parents[2]
 PROFILE = ROOT / "examples" / "profiles" / "llama3-70b.json"
-JOB = ROOT / "examples" / "no_device" / "llama3-70b.yaml"
+JOB = ROOT / "megatron_autorecompute" / "examples" / "llama3-70b.yaml"
 PLAN = ["plan", "--profile", str(PROFILE), "--pp", "4", "--num-microbatches", "8"]
 PLAN += ["--budget-gib", "30"]
 COMMAND = [sys.executable, "-m", "megatron_autorecompute"]

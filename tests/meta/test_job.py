@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_autorecompute.cli import estimate
+from megatron_autorecompute.cli.jobs import read_job
 from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta.devices import device, devices
 from megatron_autorecompute.meta.job import job_from, load_job
@@ -24,7 +25,7 @@ from megatron_autorecompute.units import GIB
 pytestmark = pytest.mark.any_version
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples" / "no_device"
+EXAMPLES = ROOT / "megatron_autorecompute" / "examples"
 
 
 def job(config=None, **fields):
@@ -444,15 +445,19 @@ def test_an_efficiency_that_cannot_be_is_refused(text):
         estimate.read_efficiency(text, device("h100-80gb"))
 
 
+def asked(**given):
+    nothing = {"job": None, "example": None, "recipe": None, "megatron_flags": []}
+    return Namespace(**{**nothing, "set": [], "num_gpus": None, **given})
+
+
 def test_exactly_one_job_description_is_asked_for():
     with pytest.raises(OptionError, match="give exactly one of"):
-        estimate.read_job(Namespace(job="a.yaml", recipe="b", megatron_flags=[], num_gpus=None))
+        read_job(asked(job="a.yaml", recipe="b"))
 
 
 def test_flags_need_the_number_of_gpus():
-    asked = Namespace(job=None, recipe=None, megatron_flags=["--num-layers", "2"], num_gpus=None)
     with pytest.raises(OptionError, match="add --num-gpus"):
-        estimate.read_job(asked)
+        read_job(asked(megatron_flags=["--num-layers", "2"]))
 
 
 def test_plan_command_needs_no_pipeline_which_the_profile_knows():

@@ -1,4 +1,4 @@
-"""Reports in a real browser: the three jobs of examples/no_device, and a step of 65,536 events."""
+"""Reports in a real browser: three examples of the package, and a step of 65,536 events."""
 
 import re
 from dataclasses import replace

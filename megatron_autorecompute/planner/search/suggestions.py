@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from megatron_autorecompute.errors import InfeasibleError, PipelineError, PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import (
+    FIELDS,
     layers_per_stage,
     layout_flags,
 )
@@ -44,10 +45,14 @@ class Change:
     text: str
     step_ms: float
     """Predicted time of the step with it."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """The job's or Megatron's settings that make it, by name; none for another choice."""
 
 
-def _change(text: str, solution: Solution | None) -> Change | None:
-    return Change(text, solution.cost.step_ms) if solution else None
+def _change(
+    text: str, solution: Solution | None, settings: Mapping[str, object] | None = None
+) -> Change | None:
+    return Change(text, solution.cost.step_ms, settings or {}) if solution else None
 
 
 def cheapest_changes(planner: Planner, budget: Budget, most: int = 3) -> tuple[Change, ...]:
@@ -82,7 +87,7 @@ def _smaller_micro_batch(planner: Planner, budget: Budget) -> Change | None:
         solution = planner.replaced(profile=profile, schedule=schedule).try_solve(budget)
         if solution:
             text = f"micro-batch size {smaller} instead of {size} (scaled, not measured)"
-            return _change(text, solution)
+            return _change(text, solution, {"micro_batch_size": smaller})
     return None
 
 
@@ -137,7 +142,8 @@ def _other_layout(planner: Planner, budget: Budget) -> Change | None:
         if solution and layout != planner.layout:
             flags = layout_flags(layout, pattern_of_job(planner.profile.model.facts))
             text = " ".join(f"{name} {value}" for name, value in flags.items())
-            return _change(f"another layout: {text}", solution)
+            settings = {FIELDS[name]: value for name, value in flags.items()}
+            return _change(f"another layout: {text}", solution, settings)
     return None
 
 
@@ -190,7 +196,8 @@ def _more_stages(planner: Planner, budget: Budget) -> Change | None:
         profile=profile, layout=wider, schedule=replace(schedule, microbatch_group_size=None)
     )
     text = f"{stages} pipeline stages instead of {stages // 2}{_where(times)}"
-    return _change(text, moved.try_solve(budgets))
+    settings = {"pipeline_model_parallel_size": stages, **_gpus(planner, times)}
+    return _change(text, moved.try_solve(budgets), settings)
 
 
 def _more_tp(planner: Planner, budget: Budget) -> Change | None:
@@ -200,7 +207,8 @@ def _more_tp(planner: Planner, budget: Budget) -> Change | None:
     solution = planner.replaced(profile=profile, schedule=schedule).try_solve(budget)
     size = planner.profile.parallelism.tensor_parallel
     text = f"tensor parallelism {2 * size} instead of {size}{_where(times)} (halved, not measured)"
-    return _change(text, solution)
+    settings = {"tensor_model_parallel_size": 2 * size, **_gpus(planner, times)}
+    return _change(text, solution, settings)
 
 
 def _times_microbatches(planner: Planner) -> int:
@@ -218,6 +226,12 @@ def _times_microbatches(planner: Planner) -> int:
 
 def _where(times: int) -> str:
     return " on the same GPUs" if times == _SAME_GPUS else " on twice the GPUs"
+
+
+def _gpus(planner: Planner, times: int) -> dict[str, object]:
+    """The setting for twice the GPUs, if they are known and it takes them."""
+    num_gpus = planner.profile.num_gpus
+    return {} if num_gpus is None or times == _SAME_GPUS else {"num_gpus": 2 * num_gpus}
 
 
 def _repeated(schedule: Schedule, times: int) -> Schedule:
@@ -287,10 +301,20 @@ def _scaled(profile: Profile, factor: float, static: float, state: float) -> Pro
     )
 
 
-def explained(error: InfeasibleError, planner: Planner, budget: Budget) -> InfeasibleError:
-    """The error, with changes that would make the plan fit added to its message."""
+def explained(
+    error: InfeasibleError,
+    planner: Planner,
+    budget: Budget,
+    command: Callable[[Change], str | None] = lambda _: None,
+) -> InfeasibleError:
+    """The error, with changes that would make the plan fit added to its message, and below each the
+    command that plans it, if `command` knows one."""
     changes = cheapest_changes(planner, budget)
     if not changes:
         return InfeasibleError(f"{error} No change this program knows would make it fit.")
-    lines = "".join(f"\n  - {c.text}: {c.step_ms:.0f} ms a step" for c in changes)
-    return InfeasibleError(f"{error} Each of these alone would fit:{lines}")
+    lines = [f"{error} Each of these alone would fit:"]
+    for change in changes:
+        lines.append(f"  - {change.text}: {change.step_ms:.0f} ms a step")
+        if (typed := command(change)) is not None:
+            lines.append(f"    {typed}")
+    return InfeasibleError("\n".join(lines))

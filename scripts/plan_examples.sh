@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Profile and plan jobs of this folder on H100s, without a device.
-#   run.sh [FOLDER [JOB...]]    where profiles and plans go; by default all jobs; results are printed
+# Profile and plan the package's examples on H100s, without a device.
+#   plan_examples.sh FOLDER [JOB...]    where profiles and plans go; by default all; results are printed
 set -euo pipefail
-out=$(mkdir -p "${1:-.}" && cd "${1:-.}" && pwd)
-cd "$(dirname "$0")"
+out=$1
+mkdir -p "$out"
 export TORCHDYNAMO_DISABLE=1 PYTHONWARNINGS=ignore
 TIMEFORMAT="profiled in %U s of processor time"
 
@@ -11,7 +11,7 @@ gpt=(llama3-70b llama31-405b deepseek-v3 qwen3-30b-a3b-grpo)
 hybrid=(llama3-70b-hybrid nemotron-3-nano nemotron-3-super nemotron-h-56b)
 
 profile() {
-    time megatron-autorecompute estimate --gpu h100-80gb "$1.yaml" -o "$out/$1.json" \
+    time megatron-autorecompute estimate --gpu h100-80gb --example "$1" -o "$out/$1.json" \
         > "$out/$1.txt"
 }
 plan() {
