@@ -22,7 +22,7 @@ from megatron_autorecompute.meta.profiling import longest_end_ms, replace_mtp, s
 from megatron_autorecompute.one_device import build, profiling
 from megatron_autorecompute.one_device.profiling import measure
 from megatron_autorecompute.patched import patched
-from megatron_autorecompute.policy import OWN_MODULES
+from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import MEASURED_ON_ONE_DEVICE, LayerBytes, Profile
 from megatron_autorecompute.runtime.model_shard import choices
 from testing.ranks import run_ranks
@@ -192,24 +192,18 @@ def profiles(tmp_path_factory):
     return Profile.load(output), run_ranks(hybrid_in_the_job, 2)[0]
 
 
-def of_megatron(record):
-    """Whether it is of Megatron's modules, without those of ours and without all that it reruns."""
-    policy = record.policy
-    own = policy.keep or not set(OWN_MODULES).isdisjoint(policy.modules)
-    return not own and not policy.rerun_all
-
-
 def test_every_choice_holds_what_it_holds_on_two_real_ranks(profiles):
     one, two = profiles
+    own: list[str] = []
     for kind, same in zip(one.kinds, two.kinds, strict=True):
-        held, real = (
-            {r.choice: r.held_bytes for r in each.choices if of_megatron(r)}
-            for each in (kind, same)
-        )
+        real = {record.choice: record.held_bytes for record in same.choices}
+        held = {r.choice: r.held_bytes for r in kind.choices if r.choice in real}
+        own += [choice for choice in held if LayerPolicy.parse(choice).own]
         # Of MoE's dispatcher, small tensors of the step before remain, by what the layer did in it.
         loose = 256 if kind.name == "moe" else 0
         assert held == pytest.approx(real, abs=loose, rel=0)
         assert kind.layers == same.layers
+    assert own
     assert one.head.held_bytes == two.head.held_bytes
     assert one.boundary_bytes == two.boundary_bytes
 
@@ -218,8 +212,8 @@ def test_no_transient_is_above_that_of_two_real_ranks_whose_gloo_copies_what_it_
     one, two = profiles
     pairs = [(one.head, two.head)]
     for kind, same in zip(one.kinds, two.kinds, strict=True):
-        own = filter(of_megatron, kind.choices)
-        pairs += [(record, same.record(record.choice)) for record in own]
+        real = {record.choice: record for record in same.choices}
+        pairs += [(r, real[r.choice]) for r in kind.choices if r.choice in real]
     # In the place of an output that is not computed stands another one, here for a moment longer.
     loose = 256 + one.boundary_bytes
     for record, real in pairs:

@@ -199,6 +199,10 @@ MODELS = {
     "dense in bf16": (DENSE, {"bf16": True}),
     "dense with two prediction depths": (DENSE, {"mtp_num_layers": 2}),
     "MoE": (MOE, {"kind": "moe", **SHARED_EXPERTS}),
+    "MoE with two prediction depths": (
+        MOE,
+        {"kind": "moe", "mtp_num_layers": 2, "moe_router_topk": 3},
+    ),
     "MoE in every second layer": (MOE, {"kind": "moe", "moe_layer_freq": 2, **SHARED_EXPERTS}),
     # MLA configs say RMSNorm by default: the exception below.
     "MLA": ((*DENSE, "mla_up_proj"), {"kind": "mla", "normalization": "LayerNorm"}),

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from megatron_autorecompute.errors import PolicyError
-from megatron_autorecompute.policy import RecomputePolicy
 from testing.ranks import run_ranks
 from tests.fused_attention import FlashLikeAttention
 from tests.gloo import collectives_on_copies
@@ -62,7 +61,7 @@ def model_of(**fields):
 def applied(text, model):
     from megatron_autorecompute.runtime.apply import apply
 
-    return apply(RecomputePolicy.parse(text, num_layers=LAYERS), model)
+    return apply(text, model)
 
 
 def step_of(model, text, **options):
@@ -136,6 +135,18 @@ def test_a_checkpoint_around_two_layers_skips_the_end_of_the_last_one_alone():
     whole, _ = step_of(model, "full/2+all")
     ours, _ = step_of(model, "full/2")
     assert whole - ours == LAYERS // 2 * cost["fc2"]
+
+
+@pytest.mark.parametrize("text", [text for text in RERUN if not text.startswith("megatron:")])
+def test_in_a_prediction_depth_the_norm_after_the_layer_reads_its_end(text):
+    """So full reruns all of it there, and the projection of two hidden states to one."""
+    model = model_of(dropout=0.0, num_layers=1, mtp_num_layers=2)
+    cost = products(256, False) | {"eh_proj": 2 * TOKENS * 2 * HIDDEN * HIDDEN}
+    rerun = {*RERUN[text], *["eh_proj", "fc2"] * ("full" in text)}
+    plain, reference = step_of(model, "none")
+    flops, result = step_of(model, f"none*1,{text}*2")
+    assert flops - plain == 2 * sum(cost[name] for name in rerun)
+    assert result.same_bits(reference)
 
 
 def held_bytes(model, text):
