@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_autorecompute.compat.timers import BACKWARD, FORWARD, OPTIMIZER, running
 from megatron_autorecompute.profile import Profile, RankStep
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.call_guard import Guard, until_done
@@ -25,16 +26,7 @@ from megatron_autorecompute.runtime.oom_guard import FAILED
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK
 from megatron_autorecompute.runtime.seen_tokens import SeenTokens
 from megatron_autorecompute.runtime.static_bytes import static_bytes
-from megatron_autorecompute.runtime.whole_steps import (
-    BACKWARD,
-    FORWARD,
-    OPTIMIZER,
-    WholeStep,
-    covered,
-    median_step,
-    residuals_ms,
-    running,
-)
+from megatron_autorecompute.runtime.whole_steps import WholeStep, covered, median_step, residuals_ms
 
 Steps = Generator[AbstractContextManager[None], None, None]
 """One context for each training step."""

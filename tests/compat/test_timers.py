@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megatron_autorecompute.runtime.whole_steps import BACKWARD, FORWARD, running
+from megatron_autorecompute.compat.timers import BACKWARD, FORWARD, running
 
 pytestmark = [pytest.mark.any_version, pytest.mark.usefixtures("one_rank")]
 
