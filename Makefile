@@ -47,7 +47,6 @@ examples: export PYTHONWARNINGS := ignore
 examples: $(TRITON) $(CORE_019)
 	mkdir -p $(NO_DEVICE)
 	scripts/plan_examples.sh $(PLANNED) $(EXAMPLES) > $(NO_DEVICE)/plans.txt
-	sed -n '/^llama3-70b:/,/^--recompute-policy/p' $(NO_DEVICE)/plans.txt > $(NO_DEVICE)/plan.txt
 	$(WITH_019) scripts/plan_examples.sh $(PLANNED) $(HYBRIDS) > $(NO_DEVICE)/hybrid-plans.txt
 	$(WITH_019) $(BIN)/python scripts/settings.py megatron_autorecompute/examples/nemotron-3-nano.yaml \
 	    $(PLANNED)/nemotron-3-nano.json $(SETTINGS) > $(NO_DEVICE)/nemotron-3-nano-settings.txt

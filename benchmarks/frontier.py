@@ -152,19 +152,38 @@ def table(found: dict[str, Any]) -> str:
 INTRODUCTION = f"""# What the choices that Megatron lacks buy
 
 Written by `python -m benchmarks.frontier`. Every figure is the model's: bytes of Megatron's own
-code on meta tensors, times of a roofline ({GPU}; the Autodist case on its A100). Nothing here was
-measured on a GPU.
+code on meta tensors, and times of a roofline ({GPU}; the Autodist case on its A100). Nothing here
+was measured on a GPU. [Every plan](../benchmarks/results/frontier.md) is in a file of its own.
 
-Of each job nine budgets: *way* is the share of the way from what the leanest of Megatron's
-policies needs to what no recompute needs. *manual* is the fastest of Megatron's settings that
-fits. *Megatron's choices* is the optimum over what its checkpoints can do, layer by layer. *all
-choices* adds what [policy.md](policy.md) lists: no dead work, kept parts, `mlp_act`, `experts`.
+Each job has nine budgets. A column is the share of the way from what the leanest of Megatron's
+policies needs to what no recompute needs. A cell has two figures for the plan with all choices: by
+how many percent its step is shorter than the fastest of Megatron's settings that fits, and by how
+many percent it is shorter than the optimum over what Megatron's checkpoints can do layer by layer.
+All choices are those of [policy.md](policy.md): no dead work, kept parts, `mlp_act`, `experts`.
+"""
+ROWS = """# Every plan behind docs/frontier.md
+
+*way* is the share of the way from the leanest of Megatron's policies to no recompute. *manual* is
+the fastest of Megatron's settings that fits. Steps are in ms.
 """
 
 
 def page(found: dict[str, Any]) -> str:
-    """The page's text."""
-    return "\n".join([INTRODUCTION, *(f"## {name}\n\n{table(one)}" for name, one in found.items())])
+    """The page's text: what is gained in every job at every budget."""
+    shares = [f"{row['share']:.1%}" for row in next(iter(found.values()))["rows"]]
+    lines = [[name, *map(gains, one["rows"])] for name, one in found.items()]
+    return f"{INTRODUCTION}\n{markdown(['job', *shares], lines)}"
+
+
+def gains(row: dict[str, Any]) -> str:
+    """Percent less than the manual setting, and than Megatron's choices."""
+    step_ms = row["all_ms"]
+    return f"{less(step_ms, row['manual_ms'])}, {less(step_ms, row['megatrons_ms'])}"
+
+
+def plans(found: dict[str, Any]) -> str:
+    """A table for every job."""
+    return "\n".join([ROWS, *(f"## {name}\n\n{table(one)}" for name, one in found.items())])
 
 
 def main(names: list[str]) -> None:
@@ -177,7 +196,9 @@ def main(names: list[str]) -> None:
         (RESULTS / f"{name}.json").write_text(text + "\n")
         print(name, "written", flush=True)
     files = [RESULTS / f"{name}.json" for name in every]
-    PAGE.write_text(page({f.stem: json.loads(f.read_text()) for f in files if f.exists()}))
+    found = {f.stem: json.loads(f.read_text()) for f in files if f.exists()}
+    PAGE.write_text(page(found))
+    RESULTS.with_suffix(".md").write_text(plans(found))
 
 
 if __name__ == "__main__":

@@ -74,22 +74,26 @@ def add_options(parser: ArgumentParser) -> None:
         "--reserve-gib",
         type=number_of_gib,
         metavar="GIB",
-        help="memory kept free (default: 5%% of the device and 2 GiB or more)",
+        help="GiB of the device to keep free (default: 5%% of it, and 2 or more outside torch)",
     )
     parser.add_argument(
-        "--efficiency", metavar="NAME=SHARE,...", help="assumed shares; host=FACTOR"
+        "--efficiency",
+        metavar="NAME=SHARE,...",
+        help="shares of the device's peaks to assume; host=FACTOR slows the host",
     )
     parser.add_argument(
         "--offload",
         action="append",
         default=[],
         metavar="MODULE+...",
-        help="also record choices that offload these modules, or with cpu_offloading whole layers "
-        "(docs/offload.md); repeatable",
+        help="also record choices that offload these modules; cpu_offloading stands for whole "
+        "layers (docs/offload.md); repeatable",
     )
-    parser.add_argument("--measured", metavar="P.json", help="measured profile of the same layers")
     parser.add_argument(
-        "--sensitivity", action="store_true", help="plan with each share moved 20%%"
+        "--measured", metavar="P.json", help="profile measured in a job: use its records"
+    )
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="also plan with each share 20%% higher or lower"
     )
     parser.add_argument(
         "-o",

@@ -27,7 +27,9 @@ _CONFIG = "config."
 
 def add_job(parser: ArgumentParser) -> None:
     """Add the ways to describe a job."""
-    parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="see docs/no-device.md")
+    parser.add_argument(
+        "job", nargs="?", metavar="JOB.yaml", help="a file that describes the job: docs/job.md"
+    )
     parser.add_argument(
         "--example",
         nargs="?",
@@ -49,10 +51,10 @@ def add_job(parser: ArgumentParser) -> None:
         "--vocab-size",
         type=at_least(1),
         metavar="N",
-        help="with a recipe that leaves it to its tokenizer",
+        help="size of the vocabulary, for a recipe that leaves it to its tokenizer",
     )
     parser.add_argument(
-        "--num-gpus", type=at_least(1), metavar="N", help="world size, with flags or a recipe"
+        "--num-gpus", type=at_least(1), metavar="N", help="GPUs of the job, for flags or a recipe"
     )
 
 

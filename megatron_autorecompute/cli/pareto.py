@@ -45,13 +45,13 @@ class ParetoCommand(Command):
             type=at_least(1, MOST_POINTS),
             default=64,
             metavar="N",
-            help="budgets (default: 64)",
+            help="number of budgets (default: 64)",
         )
         parser.add_argument(
             "--plot",
             type=picture,
             metavar="FILE",
-            help="also draw the curve and Megatron's own settings; PNG or SVG by the name",
+            help="also draw the curve and Megatron's own settings; the name says PNG or SVG",
         )
         form = parser.add_mutually_exclusive_group()
         form.add_argument("--json", action="store_true", help="print all as JSON, not a table")

@@ -57,24 +57,28 @@ class PlanCommand(Command):
             "--budget-gib",
             type=budgets,
             metavar="GIB[,GIB...]",
-            help="what torch may allocate on each device, one for all stages or one each (default "
-            "for a job: what its GPU has to spare)",
+            help="GiB that torch may allocate on each device: one number for all stages, or one "
+            "for each (default for a job: what its GPU has to spare)",
         )
         parser.add_argument(
-            "--search-layout", action="store_true", help="also search the layers per stage"
+            "--search-layout", action="store_true", help="also search how many layers a stage has"
         )
         parser.add_argument(
             "--search-micro-batch",
             type=sizes,
             default=(),
             metavar="B,B,...",
-            help="also search the micro-batch size; give one --profile for each",
+            help="also search the micro-batch size; give one --profile for each size",
         )
         parser.add_argument(
-            "-o", "--output", type=file, metavar="PLAN.json", help="write the plan; - prints it"
+            "-o",
+            "--output",
+            type=file,
+            metavar="PLAN.json",
+            help="file to write; - prints the plan",
         )
         parser.add_argument(
-            "--verify", action="store_true", help="run Megatron's own schedule under the plan"
+            "--verify", action="store_true", help="also run Megatron's own schedule under the plan"
         )
         add_runs(parser)
         add_json(parser)

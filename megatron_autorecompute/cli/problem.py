@@ -86,47 +86,55 @@ def _of_job(args: Namespace) -> Source:
 def add_problem(parser: ArgumentParser) -> None:
     """Add the flags that `read_source` and `problems` read; settings have Megatron's names."""
     parser.add_argument(
-        "--profile", nargs="+", metavar="P.json", help="of estimate or profile, or a plan file"
+        "--profile", nargs="+", metavar="P.json", help="files of estimate or profile, or a plan"
     )
     parser.add_argument("--gpu", metavar="NAME", help=f"in place of --profile, {gpu_help()}")
     add_job(parser)
     parser.add_argument(
         "--pp",
         type=int,
-        help="pipeline stages (default: the profile's layout, or 1 if it knows none)",
+        help="number of pipeline stages (default: as in the profile, or 1 if it says none)",
     )
     parser.add_argument("--vp", type=int, metavar="V", help="chunks per stage")
     parser.add_argument(
-        "--num-microbatches", type=int, metavar="M", help="default: the profile's, if it knows them"
+        "--num-microbatches",
+        type=int,
+        metavar="M",
+        help="microbatches of a step (default: as in the profile)",
     )
-    parser.add_argument("--microbatch-group-size", type=int, metavar="N", help="default: pp")
+    parser.add_argument(
+        "--microbatch-group-size",
+        type=int,
+        metavar="N",
+        help="as Megatron's flag (default: the number of stages)",
+    )
     parser.add_argument("--overlap-moe-expert-parallel-comm", action="store_true")
     parser.add_argument("--num-layers-in-first-pipeline-stage", type=int, metavar="N")
     parser.add_argument("--num-layers-in-last-pipeline-stage", type=int, metavar="N")
     parser.add_argument("--account-for-embedding-in-pipeline-split", action="store_true")
     parser.add_argument("--account-for-loss-in-pipeline-split", action="store_true")
     parser.add_argument(
-        "--pipeline-model-parallel-layout", metavar="TEXT", help="as Et*3|(tt|)*6mL"
+        "--pipeline-model-parallel-layout", metavar="TEXT", help="such as Et*3|(tt|)*6mL"
     )
     parser.add_argument(
         "--imbalance-percentile",
         type=percentile,
         metavar="P",
         help="plan layers with experts for this percentile of routing (default: "
-        f"{IMBALANCE_PERCENTILE:g} if the profile states imbalance, else the records as they are, "
-        "measured ones at their maximum)",
+        f"{IMBALANCE_PERCENTILE:g} if the profile states imbalance, else the records' own "
+        "figures, which are the maximum where they were measured)",
     )
     parser.add_argument(
         "--choices",
         choices=("all", "megatron"),
         default="all",
-        help="all (default), or what Megatron's own checkpoints can run alone",
+        help="choices to use: all (default), or only those of Megatron's own checkpoints",
     )
     parser.add_argument(
         "--only",
         action="append",
         metavar="CHOICE",
-        help="use only this choice; repeatable; full/N stands for all groups",
+        help="use this choice and no other; repeatable; full/N stands for all groups",
     )
 
 

@@ -50,7 +50,7 @@ class ProfileCommand(Command):
             "--repeats",
             type=at_least(2),
             metavar="N",
-            help="how often each choice is measured; the first is a warm-up (default: "
+            help="times that each choice is measured, the first as a warm-up (default: "
             f"{MOST}, and down to {LEAST} where a layer has many choices)",
         )
         add_options(parser)

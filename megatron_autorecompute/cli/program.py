@@ -23,15 +23,15 @@ from megatron_autorecompute.packages import needed
 PROGRAM = "megatron-autorecompute"
 COMMANDS: dict[str, str | None] = {
     "example": "print an example's job description, to begin your own",
-    "estimate": "profile a job without a device: modelled figures",
-    "profile": "measure a job's layers on one device: communication alone is modelled",
-    "plan": "the fastest policy for a job, or for a profile, that fits a budget",
-    "show": "print a plan, stage by stage, or a profile",
-    "explain": "why a plan chose what it chose",
-    "pareto": "time of the step against the budget",
+    "estimate": "compute the profile of a job without a device; times are modelled",
+    "profile": "measure a job's layers on one device; only communication is modelled",
+    "plan": "find the fastest policy that fits a budget, for a job or a profile",
+    "show": "print a plan stage by stage, or a profile",
+    "explain": "say what limits each stage, or what a layer's other choices cost",
+    "pareto": "print the time of the step against the budget",
     "verify": "check a plan's peaks against Megatron's own schedule, without a device",
-    "report": "look at a plan: one HTML file that opens offline",
-    "trace": "a plan's step as a trace for Perfetto or chrome://tracing",
+    "report": "write a plan as one HTML file that opens offline",
+    "trace": "write a plan's step as a trace for Perfetto or chrome://tracing",
     "compare": "run Megatron's own strategies and ours on this machine, and print the table",
 }
 """Every command and its line in `--help`, in that order; None: it is not listed. The command is the

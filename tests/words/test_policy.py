@@ -239,7 +239,7 @@ def test_multi_token_prediction_follows_uniform_and_ignores_block():
         ("inner*4", "Cannot read 'inner' as a choice"),
         ("inner/0*4", "N being 1 or more layers"),
         ("full/2+inner/1*4", "Cannot read 'full/2"),
-        ("full+offload[core_attn]*4", r"full with \+offload\[core_attn\]: .* nothing is there"),
+        ("full+offload[core_attn]*4", r"full with \+offload\[core_attn\]: .* only inputs"),
         ("inner/1+offload[core_attn]*4", "Offload goes with none and selective"),
         ("none+offload[]*4", "is not a module name"),
         ("none+offload[mlp norm]*4", "'mlp norm' is not a module name"),
