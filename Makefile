@@ -20,7 +20,13 @@ export OMP_NUM_THREADS := 1
 # Of the tests' many processes only the first compiles this package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: compare results examples recorded measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run wheel lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps reference docs clean
+.DEFAULT_GOAL := help
+.PHONY: help compare results examples recorded measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run wheel lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps reference docs clean
+
+## List these targets.
+help:
+	@awk '/^## / {text = text substr($$0, 3); next} /^[a-z][a-z-]*:/ && text { \
+	    sub(":.*", "", $$1); printf "%-20s%s\n", $$1, text; text = ""}' $(firstword $(MAKEFILE_LIST))
 
 ## Run Megatron under its own strategies and ours, on this machine; print the table, and where the
 ## report of our plan is.
@@ -147,6 +153,7 @@ gpu-dry-run: $(TRITON) $(CORE_019)
 wheel: $(INSTALLED)
 	$(BIN)/python scripts/try_wheel.py $(ARGS)
 
+## Lint, format, types, and the rules that tests/rules hold.
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -181,7 +188,8 @@ $(CORE_019): | $(BIN)/python
 	    --ignore-requires-python --target $@.part megatron-core==0.19.2
 	mv $@.part $@
 
-## The same checks with the real pretrain_gpt.py: make megatron-lm-checks MEGATRON_LM=path/to/checkout
+## Run the real pretrain_gpt.py of a checkout with and without a policy, on CPU:
+## make megatron-lm-checks MEGATRON_LM=path/to/checkout
 megatron-lm-checks: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt six regex pyyaml
 	MEGATRON_LM=$(abspath $(MEGATRON_LM)) $(BIN)/python -m pytest tests/pretrain $(ARGS)
@@ -265,5 +273,6 @@ $(SPHINX): pyproject.toml constraints/cpu.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt sphinx myst-parser furo
 	touch $@
 
+## Remove the environment and everything that was built.
 clean:
 	rm -rf $(VENV) build

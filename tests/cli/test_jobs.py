@@ -2,7 +2,6 @@
 fit."""
 
 import dataclasses
-import importlib.util
 import shlex
 import subprocess
 import sys
@@ -172,16 +171,3 @@ def test_a_profile_that_does_not_fit_is_told_the_layout_as_flags(capsys):
     assert main([*shlex.split(command)[1:], "--json"]) == 0
     plan = Plan.from_json(capsys.readouterr().out)
     assert len(plan.layout.stages[0][0].layers) == 49
-
-
-def test_flags_are_planned_in_one_command(tmp_path, capsys):
-    if importlib.util.find_spec("megatron.training") is None:
-        pytest.skip("megatron-core 0.16 carries no megatron.training")
-    path = tmp_path / "plan.json"
-    flags = "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 "
-    flags += "--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 8 "
-    flags += "--vocab-size 1024 --bf16 --tokenizer-type NullTokenizer"
-    words = ["plan", "--gpu", "h100", "--num-gpus", "1", "--set", "micro_batch_size=2"]
-    assert main([*words, "-o", str(path), "--", *flags.split()]) == 0
-    assert "Add to the flags" in capsys.readouterr().out
-    assert Plan.load(path).profile.parallelism.micro_batch_size == 2

@@ -27,11 +27,10 @@ from megatron_autorecompute.meta.recipe import job_from_recipe
 from megatron_autorecompute.meta.sensitivity import sensitivity
 from megatron_autorecompute.meta.verify import TOLERANCE, require_verified, verify
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
-from megatron_autorecompute.planner.plan import make_plan
+from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.planner.search.suggestions import cheapest_changes
 from megatron_autorecompute.policy import NONE, RecomputePolicy
-from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.work_order import GAP_MS
 
 H100 = device("h100-80gb")
@@ -684,9 +683,12 @@ def test_flags_of_pretrain_gpt_give_the_same_layers_as_yaml(tmp_path):
         "--tokenizer-type NullTokenizer --mock-data --use-distributed-optimizer"
     )
     path = tmp_path / "p.json"
-    words = ("estimate", "--gpu", "h100-80gb", "--num-gpus", "8", "-o", str(path))
-    command(*words, "--", *flags.split())
-    found = Profile.load(path).kinds[0]
+    # From flags to a plan in one command; its file has the profile.
+    words = ("plan", "--gpu", "h100-80gb", "--num-gpus", "8", "-o", str(path))
+    said = command(*words, "--set", "global_batch_size=64", "--", *flags.split())
+    assert f"Written to {path}" in said
+    assert Plan.load(path).schedule.num_microbatches == 8
+    found = Plan.load(path).profile.kinds[0]
     assert {r.choice: r.held_bytes for r in found.choices} == {
         choice: record.held_bytes for choice, record in records().items()
     }

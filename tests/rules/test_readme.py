@@ -1,6 +1,7 @@
 import ast
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def test_what_pages_quote_is_what_the_result_files_say():
 
 
 def test_every_file_that_documents_link_to_exists():
-    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text())
         missing = [link for link in links if not (page.parent / link).exists()]
         assert not missing, (page, missing)
@@ -32,12 +33,27 @@ def anchors(page):
 
 def test_every_heading_that_documents_link_to_exists():
     linked = 0
-    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]*)\)", page.read_text()):
             target = page.parent / path if path else page
             assert anchor in anchors(target), (page, path, anchor)
             linked += 1
     assert linked > 20
+
+
+def test_the_version_is_the_same_wherever_it_is_said():
+    from megatron_autorecompute import __version__
+
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_make_help_lists_every_target_that_is_for_people():
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = {line.split()[0] for line in listed.stdout.splitlines()}
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    parts = {"quick-search", "quick-others", "quick-lint", "test-once", "test-planner"}
+    assert set(targets.split()) - parts - {"test-core-016", "test-core-019"} == names
 
 
 def test_every_error_class_has_its_exit_code_documented():
