@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_autorecompute.compat import model_layers, validator
-from megatron_autorecompute.compat.untyped import Layer
+from megatron_autorecompute.compat.untyped import Block, Layer
 
 MODULE_FLAGS: dict[str, tuple[str, ...]] = {
     "core_attn": (
@@ -59,6 +59,16 @@ def _found(layer: Layer, module: str) -> Iterator[tuple[Any, str]]:
         attribute = _attribute(kind, module)
         if attribute is not None and hasattr(part, attribute):
             yield part, attribute
+
+
+def of_whole_block(block: Block) -> list[str]:
+    """Modules that Megatron turns on for all layers of a block at once, such as main's `mhc`."""
+    kinds = type(block).__mro__
+    return [
+        module
+        for module in validator.allowed_modules()
+        if module not in MODULE_FLAGS and any(_attribute(kind, module) for kind in kinds)
+    ]
 
 
 @functools.cache

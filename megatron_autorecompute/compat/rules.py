@@ -26,7 +26,10 @@ from megatron_autorecompute.work_order import RERUN_WITH
 logger = logging.getLogger(__name__)
 
 
-_COMPILED = {"layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"}
+_COMPILED = {
+    *("layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"),
+    *("gdp_in_proj", "gdp_qkv"),  # of Megatron's main
+}
 """Modules run through CheckpointWithoutOutput."""
 
 

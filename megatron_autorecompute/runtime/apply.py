@@ -395,7 +395,16 @@ class _Sites:
                     )
 
     def _check_parts(self, policy: RecomputePolicy) -> None:
-        """Refuse what a layer has and cannot keep or recompute; say what does nothing."""
+        """Refuse what a layer cannot keep or recompute by itself; say what does nothing."""
+        for site in self.blocks:
+            for module in layer_modules.of_whole_block(site.block):
+                for index in site.layers:
+                    if module in policy.layers[index].modules:
+                        raise PolicyError(
+                            f"{module} of {policy.layers[index]} on layer {index}: Megatron has it "
+                            f"for all layers of a {type(site.block).__name__} or for none. Leave "
+                            "it out, or set Megatron's own recompute_modules and no policy."
+                        )
         idle: dict[str, list[int]] = defaultdict(list)
         pairs = [(site.block.layers, site.layers) for site in self.blocks]
         pairs += [([site.layer] * len(site.indices), site.indices) for site in self.mtps]

@@ -3,6 +3,8 @@
 import copy
 import functools
 import gc
+import importlib.util
+import sys
 import types
 from dataclasses import dataclass
 
@@ -906,3 +908,36 @@ def test_policies_are_compared_before_the_first_training_and_not_in_an_evaluatio
     for said in run_ranks(evaluation_of_other_policies, 2, timeout_s=60):
         assert "rank 0: " in said
         assert "rank 1: " in said
+
+
+BLOCK_OF_MAIN = """
+class BlockOfMain:
+    def __init__(self, config):
+        self.mhc_recompute_enabled = (
+            config.recompute_granularity == 'selective' and 'mhc' in config.recompute_modules
+        )
+"""
+
+
+def test_a_module_of_whole_blocks_is_refused_with_what_to_do(monkeypatch, tmp_path):
+    """Megatron main's mhc, whose flag is the block's (transformer_block.py)."""
+    from megatron_autorecompute.compat import rules, validator
+    from megatron_autorecompute.runtime.apply import apply
+
+    names = (*validator.allowed_modules(), "mhc")
+    monkeypatch.setattr(validator, "allowed_modules", lambda: names)
+    monkeypatch.setattr(rules, "allowed_modules", lambda: names)
+    monkeypatch.setattr(rules, "_refusal", lambda *_: None)
+    (model,) = tiny_gpt(tiny_config())
+    file = tmp_path / "block_of_main.py"
+    file.write_text(BLOCK_OF_MAIN)
+    spec = importlib.util.spec_from_file_location("megatron.block_of_main", file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    kind = type("Block", (type(model.decoder), module.BlockOfMain), {})
+    model.decoder.__class__ = kind
+    with pytest.raises(PolicyError, match=r"mhc of selective\[mhc\] on layer 2: .*of a Block or"):
+        apply("none*2,selective[mhc]*1,none*1", model)
+    with apply("selective[core_attn]", model):
+        pass
