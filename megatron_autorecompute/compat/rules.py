@@ -46,8 +46,8 @@ def check_allowed(config: TransformerConfig, policy: RecomputePolicy) -> None:
         check_known(choice)
         _check_own_rules(config, choice)
         offload_modules.check_rules(config, choice)
-        reason = _refusal(config, choice)
-        if reason is not None and reason != _refusal(config, LayerPolicy()):
+        reason = refusal(config, choice)
+        if reason is not None and reason != refusal(config, LayerPolicy()):
             raise PolicyError(
                 f"Megatron-Core {versions.installed()} refuses {choice} here: {reason}"
             )
@@ -117,7 +117,7 @@ def _check_own_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
             raise PolicyError(f"{choice} cannot be used with this model: {reason}.")
 
 
-def _refusal(config: TransformerConfig, choice: LayerPolicy) -> str | None:
+def refusal(config: TransformerConfig, choice: LayerPolicy) -> str | None:
     """Megatron's reason against running the whole model with `choice`, or None."""
     trial = copy.copy(config)
     trial.recompute_policy = None

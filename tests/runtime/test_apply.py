@@ -927,7 +927,7 @@ def test_a_module_of_whole_blocks_is_refused_with_what_to_do(monkeypatch, tmp_pa
     names = (*validator.allowed_modules(), "mhc")
     monkeypatch.setattr(validator, "allowed_modules", lambda: names)
     monkeypatch.setattr(rules, "allowed_modules", lambda: names)
-    monkeypatch.setattr(rules, "_refusal", lambda *_: None)
+    monkeypatch.setattr(rules, "refusal", lambda *_: None)
     (model,) = tiny_gpt(tiny_config())
     file = tmp_path / "block_of_main.py"
     file.write_text(BLOCK_OF_MAIN)
