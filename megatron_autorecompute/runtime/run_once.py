@@ -36,6 +36,11 @@ _THROUGH = object()
 """In the place of an activation, which passes through a checkpoint and not beside it."""
 
 
+_uncompiled: Any = functools.partial(torch.compiler.disable, recursive=False)
+"""For functions that torch.compile must not trace: which checkpoint runs changes from call to call.
+What they call is compiled as it is elsewhere."""
+
+
 class _Running(threading.local):
     inside: _Checkpoint | None = None
     """The checkpoint whose function runs now in this thread; None: parts run as usual."""
@@ -88,6 +93,7 @@ class Part:
         """Put the function back."""
         _put_back(self._owner(), self.attribute, self)
 
+    @_uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, or in a second run what stands for it."""
         return self.route(self.function, args, kwargs)
@@ -127,6 +133,7 @@ class Part:
 class ProductPart(Part):
     """Of a module's forward the batched product (`torch.bmm`): an unfused attention's last."""
 
+    @_uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, or in a second run the forward without the product."""
         if _running.inside is None:
@@ -161,6 +168,7 @@ class Scope:
         """Put the forward back."""
         _put_back(self._module(), "forward", self)
 
+    @_uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, in training inside a checkpoint."""
         module: Any = self._module()

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -398,6 +399,25 @@ def test_a_graph_that_is_kept_runs_its_backward_twice():
         assert all(torch.equal(both, 2 * one) for both, one in zip(twice, once, strict=True)), text
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's own compiler
+@pytest.mark.parametrize("what", ["mlp", "self_attention.core_attention"])
+def test_torch_compile_of_what_is_in_a_layer_changes_no_bit(what, monkeypatch):
+    import torch._dynamo
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    model = model_of(dropout=0.0)
+    for layer in model.decoder.layers:
+        layer.get_submodule(what).compile(backend="aot_eager")
+    text = "full*1,full+keep[core_attn]*1,selective[mlp_act+qkv]*1,selective[mlp]*1"
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(disable=False), torch.compiler.set_stance("default"):
+        reference = one_step([model])
+        torch._dynamo.utils.counters.clear()
+        with applied(text, model):
+            assert one_step([model]).same_bits(reference)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def test_two_threads_train_two_models():
     models = [model_of(dropout=0.0) for _ in range(2)]
     reference = gradients_of(models[0])
@@ -408,6 +428,91 @@ def test_two_threads_train_two_models():
     ):
         found = list(pool.map(lambda model: [gradients_of(model) for _ in range(8)], models))
     assert all(all(map(torch.equal, each, reference)) for steps in found for each in steps)
+
+
+class PackedAttention(torch.nn.Module):
+    """Attends inside each sample of a packed microbatch, as with Megatron's PackedSeqParams."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, query, key, value, *_, packed_seq_params, **__):
+        ends = packed_seq_params.cu_seqlens_q.tolist()
+        heads = [
+            [x[one].transpose(0, 1) for x in (query, key, value)]
+            for one in map(slice, ends, ends[1:])
+        ]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        found = [attend(*one, is_causal=True).transpose(0, 1) for one in heads]
+        return torch.cat(found).flatten(1)
+
+
+PACKS = ([5, 11, 16], [32], [8, 8, 8, 8], [3, 7, 6], [16])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["full", "full+keep[core_attn]", "selective[mlp_act+qkv]", "full/2*2,selective[mlp+qkv]*2"],
+)
+def test_packed_samples_of_many_lengths_change_no_bit(text):
+    model = model_of(dropout=0.0, attention=PackedAttention)
+    reference = packed_gradients(model)
+    with applied(text, model):
+        for _ in range(2):  # the first learns what is read
+            assert all(map(torch.equal, packed_gradients(model), reference))
+
+
+def packed_gradients(model):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    model.zero_grad(set_to_none=True)
+    for number, lengths in enumerate(PACKS):
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        batch = microbatch(number, micro_batch_size=1, seq_length=sum(lengths))
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        )
+        model(**batch, packed_seq_params=packed).mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+class _Fused:
+    """In the place of Apex's kernels, which add a weight's gradient to main_grad in the product."""
+
+    calls = 0
+
+    def wgrad_gemm_accum_fp32(self, total_input, gradient, main_grad):
+        self.calls += 1
+        main_grad.add_(gradient.t().matmul(total_input))
+
+
+@pytest.mark.parametrize("text", ["full", "full+keep[core_attn]", "selective[mlp_act+qkv]"])
+def test_weight_gradients_that_are_added_in_the_product_are_added_once(monkeypatch, text):
+    from megatron.core.tensor_parallel import layers
+
+    fused = _Fused()
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", fused, raising=False)
+    model = model_of(dropout=0.0, gradient_accumulation_fusion=True)
+    found = []
+    for each in ("none", text):
+        fused.calls = 0
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+            parameter.grad_added_to_main_grad = False
+        with applied(each, model):
+            one_step([model], num_microbatches=2)
+        linear = model.decoder.layers[0].mlp.linear_fc2.weight
+        assert linear.grad_added_to_main_grad
+        found.append((fused.calls, [p.main_grad for p in model.parameters()]))
+    (calls, reference), (again, gradients) = found
+    assert calls == again == 2 * (4 * LAYERS + 1)
+    assert all(map(torch.equal, gradients, reference))
 
 
 def test_generators_end_where_no_recompute_leaves_them():
