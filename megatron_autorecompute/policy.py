@@ -70,6 +70,8 @@ OWN_MODULES = ("experts", "mlp_act", "qkv")
 """Modules that Megatron's checkpoints lack; `runtime.layer_checkpoints` puts ours around them."""
 ALL = "+all"
 """The end of a choice's text where `LayerPolicy.rerun_all` is true."""
+KEPT_IN_MOE = ("dispatch",)
+"""Parts inside the module moe, which alone can be kept with it."""
 HAVE_DEAD_WORK = frozenset({"core_attn", "mlp", "moe"})
 """Modules whose checkpoints in Megatron rerun work that no backward reads; so does full."""
 
@@ -99,7 +101,7 @@ class LayerPolicy:
 
     keep: tuple[str, ...] = ()
     """Parts inside the checkpoint that run once, and whose output is kept; sorted. Only with full
-    without inner layers, and with selective[moe]."""
+    without inner layers, and `KEPT_IN_MOE` with selective[moe]."""
 
     rerun_all: bool = False
     """Whether the layer also reruns dead work: what Megatron's own checkpoints rerun and no
@@ -153,10 +155,11 @@ class LayerPolicy:
         if not self.keep:
             return
         kept = f"+keep[{'+'.join(self.keep)}]"
-        if self.inner or (self.granularity != "full" and "moe" not in self.modules):
+        in_moe = "moe" in self.modules and set(self.keep) <= set(KEPT_IN_MOE)
+        if not in_moe and (self.inner or self.granularity != "full"):
             raise PolicyError(
-                f"{kept} goes with full (without inner layers) and with selective[moe]. "
-                "Elsewhere no checkpoint reruns what it would keep."
+                f"{kept} goes with full (without inner layers), and of parts {KEPT_IN_MOE[0]} "
+                "with selective[moe]. Elsewhere no checkpoint reruns what it would keep."
             )
         if self.rerun_all or self.offload:
             raise PolicyError(

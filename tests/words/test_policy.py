@@ -256,6 +256,10 @@ def test_multi_token_prediction_follows_uniform_and_ignores_block():
             "megatron:none*3,full+keep[core_attn]*1",
             r"Layer 3: full\+keep\[core_attn\] as Megatron's own .* they have no core_attn\. Leave",
         ),
+        (
+            "selective[core_attn+moe]+keep[core_attn]",
+            r"keep\[core_attn\] goes with full .* parts disp",
+        ),
         ("megatron:selective[mlp_act+moe]", "Layer 0: .* they have no mlp_act"),
         ("@nowhere.json", "Cannot read the policy file nowhere.json: No such file"),
     ],
