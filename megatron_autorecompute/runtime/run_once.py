@@ -21,7 +21,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
@@ -36,9 +36,14 @@ _THROUGH = object()
 """In the place of an activation, which passes through a checkpoint and not beside it."""
 
 
-_uncompiled: Any = functools.partial(torch.compiler.disable, recursive=False)
-"""For functions that torch.compile must not trace: which checkpoint runs changes from call to call.
-What they call is compiled as it is elsewhere."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _uncompiled(function: Function) -> Function:
+    """A function that torch.compile does not trace, because which checkpoint runs changes from call
+    to call. What it calls is compiled as it is elsewhere."""
+    marked: Function = torch.compiler.disable(function, recursive=False)
+    return marked
 
 
 class _Running(threading.local):
