@@ -100,6 +100,14 @@ def parts_of_plan(plan: Mapping[str, Any]) -> dict[str, list[str]] | None:
         return None
 
 
+def policy_in(content: Any) -> Any:
+    """What of a file's content is the policy: text, a list, or by blocks if it names several."""
+    if not isinstance(content, Mapping):
+        return content
+    of_all = content.get("recompute_policy", content.get("policy", content))
+    return parts_of_plan(content) or parts_of_dict(content) or of_all
+
+
 def read_file(path: str | Path) -> Any:
     """The text of a policy file, or what its JSON says.
 

@@ -168,7 +168,7 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     if value == "auto":
         refuse_unmeasurable(config, as_field)
         return None
-    config_field.refuse_plan_of_another_model(value, config)
+    value = config_field.without_file(value, config)
     if config_field.names_several_blocks(value):
         setattr(config, POLICY_FIELD, dict(parts_of_field(value) or {}))
         return None

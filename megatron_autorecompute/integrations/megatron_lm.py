@@ -29,9 +29,7 @@ from megatron_autorecompute.block_names import (
     DECODER,
     ENCODER,
     Blocks,
-    named_file,
     parts_of_field,
-    read_file,
 )
 from megatron_autorecompute.errors import (
     ApplyError,
@@ -60,7 +58,7 @@ RANK_0_SPEAKS_S = 10.0
 
 _MARK = "_autorecompute"
 _auto: Auto | None = None
-_for_whole_model: str | None = None
+_for_whole_model: Any = None
 """A policy for several blocks together: T5's encoder and decoder, or one that names its blocks. No
 config can have it, because blocks have separate configs, and the field covers the layers of one."""
 _on_cpu = False
@@ -158,6 +156,8 @@ def check(args: Namespace) -> None:
     model_config = arguments.core_transformer_config_from_args(args)
     if whole:
         _keep_for_whole_model(model_config, encoder_layers, policy, _may_have_tower(args))
+    else:
+        args.recompute_policy = model_config.recompute_policy  # of @FILE what the file says
     if policy == "auto":
         refuse_unmeasurable(model_config)
         refuse_percentile(options, model_config)
@@ -195,22 +195,22 @@ def _keep_for_whole_model(
     as_asked = copy.copy(model_config)
     as_asked.recompute_policy = text
     config_field.refuse_contradiction(as_asked)
-    config_field.refuse_plan_of_another_model(text, model_config)
+    said = config_field.without_file(text, model_config)
     first = ENCODER if encoder_layers else ""
-    is_alone = set(parts_of_field(text) or ()) == {DECODER} and not may_have_tower
+    is_alone = set(parts_of_field(said) or ()) == {DECODER} and not may_have_tower
     if first or is_alone:  # other blocks only the model knows
         num_layers = stage_layout.num_policy_layers(model_config, encoder_layers)
         blocks = stage_layout.named_blocks(num_layers, first, encoder_layers)
-        rules.check_allowed(model_config, _whole_policy(text, model_config, blocks))
-    _for_whole_model = text
+        rules.check_allowed(model_config, _whole_policy(said, model_config, blocks))
+    _for_whole_model = said
 
 
-def _whole_policy(text: str, model_config: Any, blocks: Blocks) -> Any:
+def _whole_policy(said: Any, model_config: Any, blocks: Blocks) -> Any:
     from megatron_autorecompute.compat import stage_layout
     from megatron_autorecompute.policy import RecomputePolicy
 
-    return RecomputePolicy.parse(
-        text,
+    return RecomputePolicy.from_config(
+        said,
         num_layers=sum(blocks.values()),
         layout=stage_layout.counted_chunks(model_config, sum(blocks.values()) - blocks[DECODER]),
         depth_layers=stage_layout.depth_layers(model_config),
@@ -258,7 +258,7 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
             config_field.refuse_without_names(args.recompute_policy, model)
     if _for_whole_model is not None:
         _check_blocks(model, _for_whole_model)
-        apply(_for_whole_model, model, holder=f"--recompute-policy {_for_whole_model}")
+        apply(_for_whole_model, model, holder=f"--recompute-policy {_for_whole_model!s:.80}")
     if args.recompute_policy != "auto":
         yield
         return
@@ -307,24 +307,22 @@ def _given(args: Namespace, model: Sequence[Any]) -> str:
     model_config = model_layers.unwrapped(model[0]).config
     if args.recompute_policy == "auto":
         return "auto"
+    if isinstance(_for_whole_model, str):
+        return f"policy {_for_whole_model}"
     if _for_whole_model is not None:
-        file = named_file(_for_whole_model)
-        if file is None:
-            return f"policy {_for_whole_model}"
-        content = repr((_for_whole_model.partition("@")[0], read_file(file)))
-        return f"policy {hashlib.sha256(content.encode()).hexdigest()[:12]}"
+        return f"policy {hashlib.sha256(repr(_for_whole_model).encode()).hexdigest()[:12]}"
     policy = config_field.policy_of(model_config)
     return "nothing" if policy is None else f"policy {policy.digest()}"
 
 
-def _check_blocks(model: Sequence[Any], policy: str) -> None:
+def _check_blocks(model: Sequence[Any], policy: Any) -> None:
     from megatron_autorecompute.compat import model_layers, versions
 
     types = model_layers.constructed_types()
     if not any(isinstance(module, types) for chunk in model for module in chunk.modules()):
         raise ApplyError(
-            f"--recompute-policy {policy} was given, but no part of this model can run a policy: "
-            f"with megatron-core {versions.installed()} a policy applies to "
+            f"--recompute-policy {policy!s:.80} was given, but no part of this model can run a "
+            f"policy: with megatron-core {versions.installed()} a policy applies to "
             f"{', '.join(one.__name__ for one in types)}. Leave the flag out for this model."
         )
 

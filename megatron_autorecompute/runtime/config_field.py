@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_autorecompute.block_names import named_file, parts_of_field, read_file
+from megatron_autorecompute.block_names import (
+    MEGATRON,
+    as_megatrons,
+    named_file,
+    parts_of_field,
+    policy_in,
+    read_file,
+)
 from megatron_autorecompute.compat import model_layers, rules, stage_layout, versions
 from megatron_autorecompute.errors import ApplyError, PipelineError, PolicyError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
@@ -94,10 +101,9 @@ def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
     Raises:
         PolicyError: the value is not a policy, or is one of another length or model.
     """
-    value = getattr(config, POLICY_FIELD, None)
+    value = without_file(getattr(config, POLICY_FIELD, None), config)
     if value is None or value == "auto" or names_several_blocks(value):
         return None
-    refuse_plan_of_another_model(value, config)
     return RecomputePolicy.from_config(
         value,
         num_layers=stage_layout.num_policy_layers(config),
@@ -136,16 +142,25 @@ def _counted_chunks(config: TransformerConfig) -> Sequence[Sequence[int]]:
         return [range(config.num_layers)]
 
 
-def refuse_plan_of_another_model(value: Any, config: TransformerConfig) -> None:
-    """Raise PolicyError if `value` names a @PLAN and the plan's layers have other sizes.
+def without_file(value: Any, config: TransformerConfig) -> Any:
+    """A field's value with what the file says in place of @FILE; a config does so when it is made,
+    so that blocks and ranks need no file.
 
-    Policy files have no sizes, and plans from profiles written by hand may have none.
+    Raises:
+        PolicyError: the file cannot be read, or is the plan of layers of other sizes.
     """
     path = named_file(value)
     if path is None:
-        return
+        return value
+    content = read_file(path)
+    _refuse_plan_of_another_model(path, content, config)
+    said = policy_in(content)
+    return as_megatrons(said) if value.startswith(MEGATRON) else said
+
+
+def _refuse_plan_of_another_model(path: str, plan: Any, config: TransformerConfig) -> None:
+    """Policy files have no sizes, and plans from profiles written by hand may have none."""
     try:
-        plan = read_file(path)
         facts = plan["profile"]["model"]["facts"]
     except (KeyError, TypeError):
         return  # not a plan; RecomputePolicy.load checks whether it is a policy
@@ -255,6 +270,7 @@ def checked_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
         original(self)
         if _expected and stage_layout.lacks_pattern(self):
             stage_layout.note_pattern(self, _expected[-1])
+        setattr(self, POLICY_FIELD, without_file(getattr(self, POLICY_FIELD), self))
         policy = policy_of(self)
         if policy is not None:
             rules.check_allowed(as_given, policy)

@@ -263,6 +263,28 @@ def test_a_plan_of_another_model_with_as_many_layers_is_refused_naming_the_sizes
             tiny_config(recompute_policy=f"@{path}", hidden_size=128)
 
 
+@pytest.mark.parametrize(
+    ("content", "value", "kept"),
+    [
+        ('{"recompute_policy": ["full", "none", "none", "none"]}', "@{}", ["full"] + ["none"] * 3),
+        ("full*1,none*3", "@{}", "full*1,none*3"),
+        ("full*1,none*3", "megatron:@{}", "megatron:full*1,none*3"),
+    ],
+)
+def test_a_file_is_read_when_the_config_is_made_and_blocks_need_it_no_more(
+    field, tmp_path, content, value, kept
+):
+    from megatron_autorecompute.apply import in_force
+
+    path = tmp_path / "policy"
+    path.write_text(content)
+    config = tiny_config(recompute_policy=value.format(path))
+    path.unlink()
+    assert config.recompute_policy == kept
+    (model,) = tiny_gpt(config)
+    assert in_force(model).policy.layers[0].granularity == "full"
+
+
 def test_prediction_depths_count_as_layers(field):
     assert tiny_config(mtp_num_layers=2, recompute_policy="full*6").recompute_policy == "full*6"
     with pytest.raises(PolicyError, match="covers 4 layers, the model has 6"):
