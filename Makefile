@@ -71,7 +71,7 @@ examples: $(TRITON) $(CORE_019)
 	$(BIN)/python scripts/nvidia_recipes.py
 	$(BIN)/python scripts/quote_results.py
 
-## Record the profiles that the package carries, and what the README shows of one. Takes a minute.
+## Record the profiles that the package carries, and what README and docs show of one. Takes a minute.
 recorded: export PATH := $(CURDIR)/$(BIN):$(PATH)
 recorded: $(TRITON)
 	mkdir -p $(PLANNED)
@@ -80,6 +80,9 @@ recorded: $(TRITON)
 	        -o megatron_autorecompute/examples/$$job.h100-80gb.json > $(PLANNED)/$$job.txt || exit; \
 	done
 	megatron-autorecompute plan --example llama3-70b --gpu h100-80gb > $(NO_DEVICE)/first.txt
+	megatron-autorecompute plan --example llama3-70b --gpu h100-80gb -o $(PLANNED)/first.plan.json > /dev/null
+	megatron-autorecompute show $(PLANNED)/first.plan.json --svg docs/pictures/policy.svg
+	megatron-autorecompute pareto --profile $(PLANNED)/first.plan.json --plot docs/pictures/curve.svg
 	$(BIN)/python scripts/quote_results.py
 
 ## Hold predictions against every published measurement: docs/measured-runs.md. Takes minutes.

@@ -19,12 +19,15 @@ myst_heading_anchors = 4
 highlight_language = "text"
 html_theme = "furo"
 html_title = project
+html_show_copyright = False
 html_show_sphinx = False
 
 SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 PAGE = re.compile(r"\]\(([\w/-]+)\.md\)")
 UPWARD = re.compile(r"(?<!!)\[([^]]*)\]\((\.\./[^)#]+)(#[^)]*)?\)")
 """Links that may lead out of docs/."""
+NAMED = re.compile(r"\[[\w/-]+\.md\](?=\([^)]+\.md(?:#|\)))")
+"""Texts of links that are a page's file name; the site shows the page's title."""
 MENU = """
 ```{{toctree}}
 :hidden:
@@ -38,6 +41,7 @@ def prepared(_: Sphinx, name: str, source: list[str]) -> None:
     """A page as Sphinx takes it: the index with a menu, files outside of docs/ as downloads."""
     if name == INDEX:
         source[0] += "".join(menus(source[0]))
+    source[0] = NAMED.sub("[]", source[0])
     source[0] = UPWARD.sub(lambda m: outside(name, m[1], m[2], m[3] or ""), source[0])
 
 
