@@ -15,7 +15,7 @@ from rich.text import Text
 from megatron_autorecompute import json_records
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.jobs import add_job, gpu_help, named_gpu, read_job
+from megatron_autorecompute.cli.jobs import add_gpu, add_job, named_gpu, read_job
 from megatron_autorecompute.cli.output import (
     add_json,
     add_verbose,
@@ -55,7 +55,7 @@ class EstimateCommand(Command):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the job, the device, and how the times are modelled."""
-        parser.add_argument("--gpu", metavar="NAME", help=gpu_help())
+        add_gpu(parser)
         add_options(parser)
 
     def run(self, args: Namespace) -> None:

@@ -58,9 +58,15 @@ def add_job(parser: ArgumentParser) -> None:
     )
 
 
-def gpu_help() -> str:
-    """The help of `--gpu`, with every known name."""
-    return f"what the job runs on: {', '.join(devices())}"
+def add_gpu(parser: ArgumentParser, default: str = "") -> None:
+    """Add `--gpu`, whose help has every known name; without a name the error has them, too.
+
+    Args:
+        parser: gets the flag.
+        default: what the help says of a command line without it.
+    """
+    text = f"what the job runs on: {', '.join(devices())}{default}"
+    parser.add_argument("--gpu", nargs="?", const="", metavar="NAME", help=text)
 
 
 def examples() -> list[str]:
@@ -184,7 +190,7 @@ def _of_config(name: str, data: Mapping[str, Any]) -> str:
 
 def named_gpu(args: Namespace) -> Device:
     """The GPU of a job; OptionError with all names if `--gpu` is missing or unknown."""
-    if args.gpu is None:
+    if not args.gpu:
         raise OptionError(f"Add --gpu NAME, which the job runs on: {', '.join(devices())}.")
     return device(args.gpu)
 

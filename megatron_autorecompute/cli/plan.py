@@ -109,8 +109,8 @@ class PlanCommand(Command):
         finally:
             beside: dict[str, Any] = {"verified": as_data(checks)} if checks else {}
             _print(args, plan, beside)
-            if not args.json:
-                _say_more(args, source, output)
+        if not args.json:
+            _say_more(args, source, output)
         if args.verify:
             conclude(args, verified(args, plan) if checks is None else checks)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.jobs import (
     SOURCES,
+    add_gpu,
     add_job,
     carried,
     given_sources,
-    gpu_help,
     named_gpu,
     read_job,
     recorded,
@@ -88,7 +88,7 @@ def add_problem(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--profile", nargs="+", metavar="P.json", help="files of estimate or profile, or a plan"
     )
-    parser.add_argument("--gpu", metavar="NAME", help=f"in place of --profile, {gpu_help()}")
+    add_gpu(parser)
     add_job(parser)
     parser.add_argument(
         "--pp",

@@ -16,7 +16,7 @@ from megatron_autorecompute.cli.estimate import (
     read_efficiency,
     show_profile,
 )
-from megatron_autorecompute.cli.jobs import gpu_help, read_job
+from megatron_autorecompute.cli.jobs import add_gpu, read_job
 from megatron_autorecompute.cli.output import console, quiet_upstream, without_effect
 from megatron_autorecompute.cli.values import at_least
 from megatron_autorecompute.errors import OptionError
@@ -41,11 +41,7 @@ class ProfileCommand(Command):
         parser.add_argument(
             "--device", required=True, choices=("cuda", "cpu"), help="what runs the layers"
         )
-        parser.add_argument(
-            "--gpu",
-            metavar="NAME",
-            help=f"{gpu_help()} (default: the one that measures)",
-        )
+        add_gpu(parser, " (default: the one that measures)")
         parser.add_argument(
             "--repeats",
             type=at_least(2),

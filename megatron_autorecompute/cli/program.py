@@ -8,6 +8,7 @@ codes: 0 done, 2 wrong usage (argparse) or policy, otherwise the `exit_code` of 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from megatron_autorecompute import __version__
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.errors import AutorecomputeError, MachineError
-from megatron_autorecompute.options import Parser
+from megatron_autorecompute.options import Parser, nearest
 from megatron_autorecompute.packages import needed
 
 PROGRAM = "megatron-autorecompute"
@@ -65,12 +66,24 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
         return Namespace(command=command_of("compare"), flags=words[1:])
     cut = words.index("--") if "--" in words else len(words)
     reader = parser(next((word for word in words[:cut] if word in COMMANDS), None))
-    args = reader.parse_args(words[:cut])
+    args, unknown = reader.parse_known_args(words[:cut])
+    verb = vars(args).pop("parser")
+    if unknown:
+        _refuse(verb, unknown)
     args.typed = words
     args.megatron_flags = words[cut + 1 :]
     if args.megatron_flags and not args.command.takes_megatron_flags:
         reader.error(f"{' '.join(words[cut:])}: {args.command.name} takes nothing after --")
     return args
+
+
+def _refuse(parser: ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """End with the arguments that no option takes, and the nearest flag."""
+    said = f"unrecognized arguments: {' '.join(unknown)}"
+    if unknown[0].startswith("--"):
+        flags = re.findall(r"--[a-z-]+", parser.format_help())
+        said += f"; the nearest flag is {nearest(unknown[0].partition('=')[0], flags)}"
+    parser.error(said)
 
 
 class _Parser(Parser):
@@ -96,7 +109,7 @@ def parser(name: str | None) -> ArgumentParser:
         command = command_of(each)
         verb = verbs.add_parser(each, description=command.description, **listed)
         command.add_arguments(verb)
-        verb.set_defaults(command=command)
+        verb.set_defaults(command=command, parser=verb)
     return top
 
 

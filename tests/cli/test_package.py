@@ -94,6 +94,9 @@ def test_what_was_installed_plans_from_another_folder(installed, tmp_path):
     program = str(target / "bin" / "megatron-autorecompute")
     asked = ["plan", "--profile", str(example), "--pp", "4", "--num-microbatches", "16"]
     assert "a step" in run([program, *asked, "--budget-gib", "60", "-o", "p.json"], tmp_path, env)
+    assert "\n--recompute-policy '" in run(
+        [program, "plan", "--example", "llama3-70b", "--gpu", "h100"], tmp_path, env
+    )
     module = [sys.executable, "-m", "megatron_autorecompute"]
     assert run([*module, "show", "p.json"], tmp_path, env)
     assert "--budget-gib" in run([program, "compare", "--help"], tmp_path, env)
