@@ -29,9 +29,10 @@ from benchmarks.gpu.published import LIMIT_GB, ROWS, SAVED, Published  # noqa: E
 from megatron_autorecompute.meta.devices import Device, device  # noqa: E402
 from megatron_autorecompute.meta.job import Job, job_from  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
-from megatron_autorecompute.meta.sensitivity import planner  # noqa: E402
-from megatron_autorecompute.planner.search.nearness import nearness  # noqa: E402
-from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402
+from megatron_autorecompute.meta.sensitivity import problem_of  # noqa: E402
+from megatron_autorecompute.planner.search.problem import Problem  # noqa: E402
+from megatron_autorecompute.planner.search.solution import nearness  # noqa: E402
+from megatron_autorecompute.planner.search.solve import solve  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
 
@@ -97,7 +98,7 @@ def gpu() -> Device:
 def split(sequence_parallel: bool) -> dict[str, Any]:
     """Every published setting as predicted, and ours, in the document's GB and relative times."""
     begun = time.process_time()
-    model = planner(job(sequence_parallel), gpu())
+    model = problem_of(job(sequence_parallel), gpu())
     profiled_s = time.process_time() - begun
     rows = {row.name: row for row in ROWS}
     costs = {name: cost_of(model, text) for name, text in POLICIES.items()}
@@ -105,13 +106,13 @@ def split(sequence_parallel: bool) -> dict[str, Any]:
     static = rows[ANCHOR].peak_gb - costs[ANCHOR][0]
     budget = (LIMIT_GB - static) * GIB + _static_bytes(model)
     begun = time.process_time()
-    plan = model.solve(int(budget))
+    plan = solve(model.at(int(budget)))
     solved_s = time.process_time() - begun
     base_ms = costs[BASE][1]
     ours = _activations(model, plan.policy)
     static_bytes = _static_bytes(model)
     at_bytes = {
-        name: model.solve(int((rows[name].peak_gb - static) * GIB + static_bytes)).cost.step_ms
+        name: solve(model.at(int((rows[name].peak_gb - static) * GIB + static_bytes))).cost.step_ms
         for name in UNPUBLISHED
     }
     return {
@@ -138,7 +139,7 @@ def data_parallel() -> dict[str, float]:
     """What full recompute saves of the selective setting where two ranks split the batch."""
     asked = job(False, tensor_parallel=1)
     profile = profile_job(asked, gpu(), only=("core_attn",))
-    model = Planner(profile, asked.layout(), asked.schedule())
+    model = Problem(profile, asked.layout(), asked.schedule())
     selective, full = (cost_of(model, POLICIES[name])[0] for name in (BASE, ANCHOR))
     return {"selective_above_full_gb": round(selective - full, 1)}
 
@@ -167,7 +168,7 @@ def on_h100() -> dict[str, Any]:
     asked = job(False, tensor_parallel=1)
     fields = {**asked.config, "masked_softmax_fusion": False}  # its kernels were not installed
     asked = replace(asked, num_gpus=1, global_batch_size=16, config=fields)
-    model = planner(asked, device("h100"))
+    model = problem_of(asked, device("h100"))
     ends = model.profile.step_end_ms
     predicted = [cost_of(model, text)[1] + ends for text in settings.values()]
     return {
@@ -186,22 +187,22 @@ def on_h100() -> dict[str, Any]:
     }
 
 
-def cost_of(model: Planner, text: str) -> tuple[float, float]:
+def cost_of(model: Problem, text: str) -> tuple[float, float]:
     policy = RecomputePolicy.parse(text, num_layers=LAYERS)
-    return _activations(model, policy), model.evaluate(policy).step_ms
+    return _activations(model, policy), model.cost(policy).step_ms
 
 
-def _activations(model: Planner, policy: RecomputePolicy) -> float:
+def _activations(model: Problem, policy: RecomputePolicy) -> float:
     """GiB of the peak beside static bytes."""
-    stage = model.evaluate(policy).stages[0]
+    stage = model.cost(policy).stages[0]
     return float(stage.peak_high_bytes - _static_bytes(model)) / GIB
 
 
-def _static_bytes(model: Planner) -> int:
+def _static_bytes(model: Problem) -> int:
     return int(model.profile.stages[0].static.total_bytes)
 
 
-def _parameters(model: Planner) -> float:
+def _parameters(model: Problem) -> float:
     return model.profile.stages[0].static.parameter_bytes / 2
 
 

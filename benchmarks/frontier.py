@@ -28,7 +28,9 @@ from benchmarks import autodist  # noqa: E402
 from megatron_autorecompute.meta.devices import Device, device  # noqa: E402
 from megatron_autorecompute.meta.job import Job, load_job  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
-from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402
+from megatron_autorecompute.planner.search.manual import best_manual  # noqa: E402
+from megatron_autorecompute.planner.search.problem import Problem  # noqa: E402
+from megatron_autorecompute.planner.search.solve import try_solve  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
 from scripts.tables import markdown  # noqa: E402
@@ -103,14 +105,16 @@ def gpu_of(name: str) -> Device:
 def rows_of(job: Job, gpu: Device) -> Iterator[dict[str, Any]]:
     """One for each budget."""
     profile = profile_job(job, gpu)
-    every = Planner(profile, job.layout(), job.schedule())
-    megatrons = Planner(profile.as_megatron(), job.layout(), job.schedule())
-    low = max(choice.peak_bytes for choice in megatrons.leanest)
-    high = max(choice.peak_bytes for choice in megatrons.fastest)
+    every = Problem(profile, job.layout(), job.schedule())
+    megatrons = Problem(profile.as_megatron(), job.layout(), job.schedule())
+    low = max(choice.peak_bytes for choice in megatrons.stages.leanest)
+    high = max(choice.peak_bytes for choice in megatrons.stages.fastest)
     for share in SHARES:
         budget = int(low + share * (high - low)) + 1
-        manual = megatrons.best_manual(budget)
-        today, ours = megatrons.try_solve(budget), every.try_solve(budget)
+        manual = best_manual(megatrons.at(budget))
+        today = try_solve(megatrons.at(budget))
+        known = () if today is None else (today.policy,)
+        ours = try_solve(every.at(budget, known))
         yield {
             "share": share,
             "budget_gib": budget / GIB,

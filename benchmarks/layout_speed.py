@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.solve_speed import Case, planner, profile
+from benchmarks.solve_speed import Case, problem, profile
 from megatron_autorecompute.planner.search.layouts import search_layout
 from megatron_autorecompute.planner.search.micro_batches import same_samples, search_micro_batch
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.profile import Profile
 from scripts.tables import markdown
 
@@ -82,28 +83,28 @@ def of_size(case: Case, size: int) -> Profile:
 
 
 def measure(case: Case) -> Result:
-    even = planner(case)
-    low = max(choice.peak_bytes for choice in even.leanest)
-    high = max(choice.peak_bytes for choice in even.fastest)
+    even = problem(case)
+    low = max(choice.peak_bytes for choice in even.stages.leanest)
+    high = max(choice.peak_bytes for choice in even.stages.fastest)
     layouts_s, sizes_s, gained, gaps = [], [], [], []
     for eighths in (1, 4, 7):
         budget = low + (high - low) * eighths // 8
         start = time.process_time()
-        found = search_layout(planner(case), budget)
+        found = search_layout(problem(case).at(budget))
         layouts_s.append(time.process_time() - start)
-        gained.append(1 - found.solution.cost.step_ms / even.solve(budget).cost.step_ms)
+        gained.append(1 - found.solution.cost.step_ms / solve(even.at(budget)).cost.step_ms)
         gaps.append(found.evidence.gap)
         start = time.process_time()
-        planners = [_planner(case, size) for size in SIZES]
-        found, _ = search_micro_batch(planners, budget, layouts=True)
+        problems = [_problem(case, size) for size in SIZES]
+        found, _ = search_micro_batch([own.at(budget) for own in problems], layouts=True)
         sizes_s.append(time.process_time() - start)
         gaps.append(found.evidence.gap)
     return Result(case, tuple(layouts_s), tuple(sizes_s), tuple(gained), max(gaps))
 
 
-def _planner(case: Case, size: int) -> Planner:
-    one, other = planner(case), of_size(case, size)
-    return one.replaced(profile=other, schedule=same_samples(one.schedule, one.profile, other))
+def _problem(case: Case, size: int) -> Problem:
+    one, other = problem(case), of_size(case, size)
+    return replace(one, profile=other, schedule=same_samples(one.schedule, one.profile, other))
 
 
 def main() -> None:

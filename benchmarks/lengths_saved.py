@@ -23,7 +23,8 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.lengths import profile_at
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search.buckets import bucket
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB
@@ -39,18 +40,18 @@ class Times:
         self._layout = Layout.from_flags(num_layers=profile.model.num_layers, pp=1)
 
     @cache  # noqa: B019  # as long as the script
-    def planner(self, tokens: int) -> Planner:
+    def problem(self, tokens: int) -> Problem:
         longest = Microbatch.longest(tokens)
         profile = profile_at(self._profile, longest, tokens * self._microbatches)
-        return Planner(profile, self._layout, Schedule(1, 1, self._microbatches))
+        return Problem(profile, self._layout, Schedule(1, 1, self._microbatches))
 
     @cache  # noqa: B019
     def policy(self, tokens: int) -> RecomputePolicy:
-        return self.planner(tokens).solve(self._budget).policy
+        return solve(self.problem(tokens).at(self._budget)).policy
 
     @cache  # noqa: B019
     def ms(self, tokens: int, planned: int) -> float:
-        cost = self.planner(tokens).evaluate(self.policy(planned))
+        cost = self.problem(tokens).cost(self.policy(planned))
         return cost.step_ms / self._microbatches
 
 

@@ -31,7 +31,9 @@ from benchmarks.milp import Answer, solved
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.curve import pareto
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerKind,
@@ -97,7 +99,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Nine budgets of one planner, the largest first, against nine planners."""
+    """Nine budgets of one problem, the largest first, against nine problems."""
 
     case: Case
     apart_s: float
@@ -177,7 +179,7 @@ def _record(costs) -> ChoiceRecord:
     return ChoiceRecord(name, *sizes, round(forward_ms, 6), round(backward_ms, 6))
 
 
-def planner(case: Case) -> Planner:
+def problem(case: Case) -> Problem:
     ends = (case.layers + 2) % (case.stages * case.chunks) == 0
     layout = Layout.from_flags(
         case.layers,
@@ -187,46 +189,46 @@ def planner(case: Case) -> Planner:
         account_for_loss_in_pipeline_split=ends,
     )
     schedule = Schedule(case.stages, case.chunks, case.microbatches or 4 * case.stages)
-    return Planner(profile(case), layout, schedule)
+    return Problem(profile(case), layout, schedule)
 
 
 def measure(case: Case, milp: Answer | None = None) -> Result:
     """All of a case; `milp` is what HiGHS is known to find."""
-    first_s, first = leanest_s(case), planner(case)
-    low = max(choice.peak_bytes for choice in first.leanest)
-    high = max(choice.peak_bytes for choice in first.fastest)
+    first_s, first = leanest_s(case), problem(case)
+    low = max(choice.peak_bytes for choice in first.stages.leanest)
+    high = max(choice.peak_bytes for choice in first.stages.fastest)
     times, gaps = [], []
     for eighths in (1, 4, 7):
         start = time.process_time()
-        solution = planner(case).solve(low + (high - low) * eighths // 8)
+        solution = solve(problem(case).at(low + (high - low) * eighths // 8))
         times.append(time.process_time() - start)
         gaps.append(solution.step_evidence.gap)
     pareto_s = None
     if case.pareto_points:
         start = time.process_time()
-        planner(case).pareto(case.pareto_points)
+        pareto(problem(case), case.pareto_points)
         pareto_s = time.process_time() - start
     budget = low + (high - low) // 2
-    stage, start = planner(case), time.process_time()
-    found = stage.choose(0, budget)
+    stage, start = problem(case), time.process_time()
+    found = stage.stages.stage(0).fastest(budget)
     stage_s = time.process_time() - start
-    answer = milp or solved(stage.searches[0].problem, budget, MILP_S)
+    answer = milp or solved(stage.stages.stage(0).problem, budget, MILP_S)
     own = answer, stage_s, found.time_ps / PS_PER_MS, found.gap
     return Result(case, first_s, tuple(times), max(gaps), pareto_s, *own)
 
 
 def measure_reuse(case: Case) -> Reuse:
-    one = planner(case)
-    low = max(choice.peak_bytes for choice in one.leanest)
-    high = max(choice.peak_bytes for choice in one.fastest)
+    one = problem(case)
+    low = max(choice.peak_bytes for choice in one.stages.leanest)
+    high = max(choice.peak_bytes for choice in one.stages.fastest)
     budgets = [high - (high - low) * i // 8 for i in range(9)]
     start = time.process_time()
     for budget in budgets:
-        planner(case).solve(budget)
+        solve(problem(case).at(budget))
     apart_s = time.process_time() - start
-    one, start = planner(case), time.process_time()
+    one, start = problem(case), time.process_time()
     for budget in budgets:
-        one.solve(budget)
+        solve(one.at(budget))
     return Reuse(case, apart_s, time.process_time() - start)
 
 
@@ -255,9 +257,9 @@ def main() -> None:
 
 
 def leanest_s(case: Case) -> float:
-    """Seconds of the processor for a planner's first answer: what every stage needs at least."""
-    first, start = planner(case), time.process_time()
-    assert first.leanest
+    """Seconds of the processor for a problem's first answer: what every stage needs at least."""
+    first, start = problem(case), time.process_time()
+    assert first.stages.leanest
     return time.process_time() - start
 
 
@@ -315,10 +317,10 @@ def page(results: list[Result], reuse: list[Reuse]) -> str:
         ]
         for own in reuse
     ]
-    names = "layers", "p", "v", "layers of a chunk", "nine planners, s", "one planner, s", "share"
+    names = "layers", "p", "v", "layers of a chunk", "nine problems, s", "one problem, s", "share"
     return (
         f"{markdown(COLUMNS, map(row, results))}\n{grows}\n\n{markdown(heads, powers)}\n"
-        f"Nine budgets of one planner, the largest first, against nine planners:\n\n"
+        f"Nine budgets of one problem, the largest first, against nine problems:\n\n"
         f"{markdown(names, again)}"
     )
 

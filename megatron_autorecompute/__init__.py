@@ -5,7 +5,8 @@ Importing this package imports neither torch nor megatron and changes nothing. I
 - `RecomputePolicy`, `LayerPolicy`: what every layer recomputes, and its text.
 - `Profile`: what each choice costs, read from a file or measured.
 - `Layout`, `Schedule`: which pipeline stage holds which layers, and in which order they run.
-- `solve(profile, layout, schedule, budget)`: the fastest policy that fits, and the proof.
+- `Problem`: a profile, a layout, a schedule and a budget; `solve(problem)`: the fastest policy that
+  fits, and the proof.
 - `Plan`: a policy with its predicted cost, the proof and the profile, as one file.
 - `apply(policy, model)`: make a built model recompute as a policy says.
 - `attach(model_chunks, optimizer)`: let a training loop over Megatron-Core choose by itself.
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_autorecompute.planner.cost.layout import Layout
     from megatron_autorecompute.planner.cost.schedule import Schedule
     from megatron_autorecompute.planner.plan import Plan
+    from megatron_autorecompute.planner.search.problem import Problem
     from megatron_autorecompute.planner.search.solve import solve
     from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
     from megatron_autorecompute.profile import Profile
@@ -41,6 +43,7 @@ __all__ = [
     "LayerPolicy",
     "Layout",
     "Plan",
+    "Problem",
     "Profile",
     "RecomputePolicy",
     "Schedule",
@@ -71,6 +74,7 @@ _HOME = {
     "Plan": "planner.plan",
     "attach": "runtime.attach",
     "FixedCalls": "runtime.job_facts",
+    "Problem": "planner.search.problem",
     "solve": "planner.search.solve",
 }
 

@@ -27,9 +27,10 @@ from megatron_autorecompute.cli.estimate import default_budget_bytes  # noqa: E4
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
 from megatron_autorecompute.meta.devices import device  # noqa: E402
 from megatron_autorecompute.meta.job import Job, job_from  # noqa: E402
-from megatron_autorecompute.meta.sensitivity import planner  # noqa: E402
+from megatron_autorecompute.meta.sensitivity import problem_of  # noqa: E402
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost  # noqa: E402
-from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402
+from megatron_autorecompute.planner.search.problem import Problem  # noqa: E402
+from megatron_autorecompute.planner.search.solve import try_solve  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
 
@@ -274,12 +275,12 @@ def setting(row: dict[str, str]) -> str:
     return "megatron:none"
 
 
-def evaluated(model: Planner, text: str) -> PolicyCost:
+def evaluated(model: Problem, text: str) -> PolicyCost:
     """The cost of a Megatron setting on the planner's layout."""
     layers = model.profile.model.num_layers
     chunks = [[i for i in chunk if i < layers] for chunk in model.layout.chunk_layers()]
     policy = RecomputePolicy.parse(text, num_layers=model.profile.num_layers, layout=chunks)
-    return model.evaluate(policy)
+    return model.cost(policy)
 
 
 def line(row: dict[str, str]) -> list[str] | str:
@@ -302,9 +303,9 @@ def compared(row: dict[str, str]) -> list[str]:
     asked = job(row)
     gpu = device(DEVICES[row["gpu"]])
     budget = default_budget_bytes(gpu, None, asked)
-    model = planner(asked, gpu)
+    model = problem_of(asked, gpu)
     theirs = evaluated(model, setting(row))
-    ours = model.try_solve(budget)
+    ours = try_solve(model.at(budget))
     fits = peak_bytes(theirs) <= budget
     cells = [
         asked.name,
@@ -317,7 +318,7 @@ def compared(row: dict[str, str]) -> list[str]:
         f"{theirs.step_ms / 1e3:.2f}",
     ]
     if ours is None:
-        lean = max(choice.peak_bytes for choice in model.leanest)
+        lean = max(choice.peak_bytes for choice in model.stages.leanest)
         return [*cells, f"{lean / GIB:.1f}", "no", "", "", "nothing fits"]
     gain = 1 - ours.cost.step_ms / theirs.step_ms
     verdict = f"{gain:+.1%}" if fits else "theirs does not fit"
@@ -337,7 +338,7 @@ PARTS = (
 )
 
 
-def parts_bytes(model: Planner, cost: PolicyCost) -> dict[str, int]:
+def parts_bytes(model: Problem, cost: PolicyCost) -> dict[str, int]:
     """Bytes by PARTS at the peak of the fullest stage; they add up to it."""
     fullest = max(cost.stages, key=lambda stage: stage.peak_high_bytes)
     static = model.profile.stages[fullest.stage].static
@@ -357,12 +358,12 @@ def parts_bytes(model: Planner, cost: PolicyCost) -> dict[str, int]:
     }
 
 
-def parts_of(model: Planner, cost: PolicyCost) -> list[str]:
+def parts_of(model: Problem, cost: PolicyCost) -> list[str]:
     """One cell of GiB for each of PARTS."""
     return [f"{size / GIB:.1f}" for size in parts_bytes(model, cost).values()]
 
 
-def why(model: Planner, cost: PolicyCost, budget: int) -> str:
+def why(model: Problem, cost: PolicyCost, budget: int) -> str:
     """What a setting that does not fit lacks, when, and which part is the largest."""
     fullest = max(cost.stages, key=lambda stage: stage.peak_high_bytes)
     parts = parts_bytes(model, cost)
@@ -491,8 +492,8 @@ def measured_row(run: MeasuredRun) -> list[str]:
     text = f"megatron:selective[{modules}]" if modules else "megatron:none"
     config = {**asked.config, "defer_embedding_wgrad_compute": False}
     gpu = device("h100-80gb")
-    without = planner(replace(asked, config=config), replace(gpu, capability=BLACKWELL))
-    stages = evaluated(planner(asked, gpu), text).stages
+    without = problem_of(replace(asked, config=config), replace(gpu, capability=BLACKWELL))
+    stages = evaluated(problem_of(asked, gpu), text).stages
     sizes = [one.peak.bytes / 1e9 for one in (stages[0], stages[-1])]
     sizes.append(evaluated(without, text).stages[-1].peak.bytes / 1e9)
     errors = [f"{size / measured_gb - 1:+.1%}" for size in sizes[1:]]

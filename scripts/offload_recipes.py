@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
 import sys
 import warnings
@@ -26,7 +27,9 @@ from megatron_autorecompute.meta.job import Job, job_from  # noqa: E402
 from megatron_autorecompute.meta.offload_records import with_whole_layers  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost  # noqa: E402
-from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402
+from megatron_autorecompute.planner.search.manual import manual_policy  # noqa: E402
+from megatron_autorecompute.planner.search.problem import Problem  # noqa: E402
+from megatron_autorecompute.planner.search.solve import solve  # noqa: E402
 from megatron_autorecompute.policy import MegatronStrategy, RecomputePolicy  # noqa: E402
 from megatron_autorecompute.profile import StageRecord  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
@@ -132,45 +135,43 @@ def job_of(row: Row) -> Job:
     return job_from(data, row["recipe"])
 
 
-def planner_of(row: Row) -> Planner:
+def problem_of(row: Row) -> Problem:
     """Of the recipe; with whole layers where it offloads those."""
     job, gpu, sets = job_of(row), device(row["device"]), SETS[row["model"]]
     theirs = MegatronStrategy.parse(f"megatron:{row['setting']}").modules
     profile = profile_job(job, gpu, only=theirs or ("mlp",), offload=sets)
     if row["setting"].startswith("cpu_offloading"):
         profile = with_whole_layers(job, profile)
-    return Planner(profile, job.layout(), job.schedule())
+    return Problem(profile, job.layout(), job.schedule())
 
 
 def line(row: Row) -> list[str]:
     """One line of the table."""
-    planner = planner_of(row)
+    problem = problem_of(row)
     setting = MegatronStrategy.parse(f"megatron:{row['setting']}")
-    theirs = planner.evaluate(planner.manual_policy(setting))
+    theirs = problem.cost(manual_policy(problem, setting))
     budgets = [stage.peak_high_bytes for stage in theirs.stages]
-    link = planner.profile.host_link
+    link = problem.profile.host_link
     assert link is not None
     host_bytes = max(link.host_bytes, *(stage.host_bytes for stage in theirs.stages))
-    planner = planner.replaced(
-        profile=replace(planner.profile, host_link=replace(link, host_bytes=host_bytes))
+    problem = replace(
+        problem, profile=replace(problem.profile, host_link=replace(link, host_bytes=host_bytes))
     )
-    ours = planner.solve(budgets)
-    search = planner.offload
-    assert search is not None
-    plain = None if search.without is None else search.without.try_solve(budgets)
+    ours = solve(problem.at(budgets))
+    plain_ms = ours.without_offload_ms or math.inf
     gain = 1 - ours.cost.step_ms / theirs.step_ms
     return [
         row["recipe"].replace("_pretrain", ""),
         f"`{row['setting']}`",
         f"{link.to_host_gb_per_s:g}",
-        f"{max(map(without_static, planner.profile.stages, budgets)) / GIB:.1f}",
+        f"{max(map(without_static, problem.profile.stages, budgets)) / GIB:.1f}",
         *(f"{one:.2f}" for one in (theirs.step_ms / 1e3, theirs.stall_ms / 1e3)),
         host_gib(theirs),
         f"{ours.cost.step_ms / 1e3:.2f}",
         f"{max(gain, 0.0):.1%}",
         host_gib(ours.cost),
         f"{ours.step_evidence.gap or 0.0:.1%}",
-        "nothing fits" if plain is None else f"{plain.cost.step_ms / 1e3:.2f}",
+        "nothing fits" if math.isinf(plain_ms) else f"{plain_ms / 1e3:.2f}",
         shown(ours.policy, row),
     ]
 

@@ -20,7 +20,8 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost, evaluate
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Model, Parallelism, Profile
 from megatron_autorecompute.report.recorded import recorded_step
@@ -192,7 +193,7 @@ class Contest:
         """
         corrections = 0
         while True:
-            solution = Planner(profile, self.layout, self.schedule).solve(budget_bytes)
+            solution = solve(Problem(profile, self.layout, self.schedule).at(budget_bytes))
             predicted = solution.cost.stages[0].peak.bytes
             peak = self.peak(solution.policy.format())
             if peak.fits(budget_bytes) or corrections == CORRECTIONS:
@@ -219,9 +220,9 @@ class Contest:
         """
         if not self.job.on_cuda:
             return None
-        planner = Planner(profile, self.layout, self.schedule)
-        lean, fast = planner.leanest[0].peak_bytes, planner.fastest[0].peak_bytes
-        plan = make_plan(planner, (lean + fast) // 2)
+        problem = Problem(profile, self.layout, self.schedule)
+        lean, fast = problem.stages.leanest[0].peak_bytes, problem.stages.fastest[0].peak_bytes
+        plan = make_plan(problem.at((lean + fast) // 2))
         plan.save(folder / f"{self.case.name}.plan.json")
         history = folder / f"{self.case.name}.rank0.pickle"
         with self.job.strategy(plan.policy.format()):

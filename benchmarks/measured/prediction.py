@@ -29,7 +29,7 @@ from megatron_autorecompute.meta.profiling import counts_graphs, profile_job  # 
 from megatron_autorecompute.meta.without_cuda import deterministic  # noqa: E402
 from megatron_autorecompute.patched import patched  # noqa: E402
 from megatron_autorecompute.planner.cost.policy_cost import StageCost  # noqa: E402
-from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402
+from megatron_autorecompute.planner.search.problem import Problem  # noqa: E402
 from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
 
 MOST_REASON = 400
@@ -143,7 +143,7 @@ def _nearest(case: Case) -> Prediction:
 
 
 def _static(case: Case, world: int) -> int:
-    model, _ = _planner(case, world)
+    model, _ = _problem(case, world)
     return model.profile.stages[-1].static.total_bytes
 
 
@@ -157,12 +157,12 @@ def _has(case: Case, name: str) -> bool:
     return bool(dict(case.environment).get(name))
 
 
-def _planner(case: Case, world: int) -> tuple[Planner, Job]:
+def _problem(case: Case, world: int) -> tuple[Problem, Job]:
     job = _job(case, world)
-    return _planner_of(case, job), job
+    return _problem_of(case, job), job
 
 
-def _planner_of(case: Case, job: Job, efficiency: Efficiency | None = None) -> Planner:
+def _problem_of(case: Case, job: Job, efficiency: Efficiency | None = None) -> Problem:
     modules = job.config.get("recompute_modules") or ()
     selective = job.config.get("recompute_granularity") == "selective"
     gpu = device(case.gpu)
@@ -170,18 +170,18 @@ def _planner_of(case: Case, job: Job, efficiency: Efficiency | None = None) -> P
     profile = profile_job(job, gpu, efficiency, only=modules if selective else ())
     if _has(case, "keeps_microbatches"):
         profile = with_kept_microbatches(profile, job)
-    return Planner(profile, job.layout(), job.schedule())
+    return Problem(profile, job.layout(), job.schedule())
 
 
 def step_ms(case: Case, world: int, efficiency: Efficiency | None = None) -> float:
     """The whole step of a run that does not offload, with its CUDA graphs."""
     with _quiet(), _older(case):
         job = _job(case, world, graphs=True)
-        model = _planner_of(case, job, efficiency)
-        return model.evaluate(_own_policy(model, job)).step_ms + model.profile.step_end_ms
+        model = _problem_of(case, job, efficiency)
+        return model.cost(_own_policy(model, job)).step_ms + model.profile.step_end_ms
 
 
-def _own_policy(model: Planner, job: Job) -> RecomputePolicy:
+def _own_policy(model: Problem, job: Job) -> RecomputePolicy:
     layers = model.profile.model.num_layers
     chunks = [[i for i in chunk if i < layers] for chunk in model.layout.chunk_layers()]
     return RecomputePolicy.parse(
@@ -218,17 +218,17 @@ def _pairs(flags: Sequence[str], name: str, value: str) -> Iterator[int]:
 def _of_world(case: Case, world: int) -> Prediction:
     if _job(case, world).config.get("fine_grained_activation_offloading"):
         return _of_own_setting(case, world)
-    model, job = _planner(case, world)
+    model, job = _problem(case, world)
     policy = _own_policy(model, job)
-    cost = model.evaluate(policy)
+    cost = model.cost(policy)
     asked = {range(len(cost.stages))[stage] for stage in case.measured_stages}
     asks = {"evaluates": case.evaluates, "expandable": _has(case, "expandable_segments")}
     blocks = {one: rounding(job, device(case.gpu), policy, one, **asks) for one in asked}
     stages = [_stage(one, blocks.get(stage)) for stage, one in enumerate(cost.stages)]
     graph_job = _job(case, world, graphs=True)
     if graph_job.graphs.implementation != "none":
-        model = _planner_of(case, graph_job)
-        cost = model.evaluate(policy)
+        model = _problem_of(case, graph_job)
+        cost = model.cost(policy)
     if counts_graphs(graph_job):
         for stage, own in blocks.items():
             stages[stage] = _with_capture(stages[stage], cost.stages[stage], own)

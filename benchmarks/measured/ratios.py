@@ -11,7 +11,7 @@ from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import Job, job_from
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.roofline import Communication
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, Profile
 
@@ -216,17 +216,17 @@ def ratios(one: Published) -> Iterator[dict[str, Any]]:
             }
 
 
-def _models(one: Published) -> dict[str, Planner]:
+def _models(one: Published) -> dict[str, Problem]:
     """By setting. Every profile has none and full beside its own set of modules."""
     modules = {name: LayerPolicy.parse(name).modules for name in one.steps if "[" in name}
     found = {}
     for name, own in (modules or {one.base: ()}).items():
         profile = profile_job(one.job, device(GPU), only=own)
-        found[name] = Planner(profile, one.job.layout(), one.job.schedule())
+        found[name] = Problem(profile, one.job.layout(), one.job.schedule())
     return {name: found.get(name, next(iter(found.values()))) for name in one.steps}
 
 
-def _step_ms(model: Planner, setting: str) -> float:
+def _step_ms(model: Problem, setting: str) -> float:
     """A whole step under one of Megatron's settings."""
     profile = model.profile
     layers = profile.model.num_layers
@@ -234,4 +234,4 @@ def _step_ms(model: Planner, setting: str) -> float:
     policy = RecomputePolicy.parse(
         f"megatron:{setting}", num_layers=profile.num_layers, layout=chunks
     )
-    return model.evaluate(policy).step_ms + profile.step_end_ms
+    return model.cost(policy).step_ms + profile.step_end_ms

@@ -16,7 +16,7 @@ from megatron_autorecompute.meta.devices import Device  # noqa: E402
 from megatron_autorecompute.meta.graph_scope import GraphScope  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
-from megatron_autorecompute.planner.search.solve import Planner  # noqa: E402
+from megatron_autorecompute.planner.search.problem import Problem  # noqa: E402
 from scripts import bridge_jobs, nvidia_recipes  # noqa: E402
 
 Data = dict[str, Any]
@@ -57,7 +57,7 @@ def step_s(job: Job, gpu: Device) -> float:
     selective = job.config.get("recompute_granularity") == "selective"
     modules = job.config.get("recompute_modules") or () if selective else ()
     profile = profile_job(job, gpu, only=modules)
-    model = Planner(profile, job.layout(), job.schedule())
+    model = Problem(profile, job.layout(), job.schedule())
     cost = nvidia_recipes.evaluated(model, bridge_jobs.setting(job))
     return (cost.step_ms + profile.step_end_ms) / 1e3
 

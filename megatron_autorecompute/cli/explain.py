@@ -9,7 +9,7 @@ from dataclasses import asdict
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import add_json, print_result
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.search.solve import neighbours
+from megatron_autorecompute.planner.search.neighbours import neighbours
 from megatron_autorecompute.report import terminal
 
 
@@ -42,7 +42,7 @@ def _explain_stages(args: Namespace, plan: Plan) -> None:
 
 
 def _explain_layer(args: Namespace, plan: Plan) -> None:
-    found = neighbours(plan.planner(), plan.policy, args.layer)
+    found = neighbours(plan.problem(), plan.policy, args.layer)
     stage = next(
         number
         for number, chunks in enumerate(plan.layout.stages)

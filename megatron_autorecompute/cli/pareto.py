@@ -20,7 +20,10 @@ from megatron_autorecompute.cli.problem import add_problem, problems, read_sourc
 from megatron_autorecompute.cli.values import MOST_POINTS, at_least, picture
 from megatron_autorecompute.planner.cost.outcomes import Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, curve_point
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.curve import pareto
+from megatron_autorecompute.planner.search.offload import without_offload
+from megatron_autorecompute.planner.search.offload_settings import may_offload
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.report import terminal
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import Curve, best_points, strategies_of
@@ -61,55 +64,58 @@ class ParetoCommand(Command):
         """Print the curve, and draw it if asked; raises as `check_output`."""
         if args.plot:
             check_output(args, args.plot)
-        (planner,), asked = problems(args, read_source(args))
+        (problem,), asked = problems(args, read_source(args))
         with progress_bars() as bars:
             task = bars.add_task("Budgets", total=1)
-            found = planner.pareto(args.points, lambda share: bars.update(task, completed=share))
+            found = pareto(problem, args.points, lambda share: bars.update(task, completed=share))
             own = bars.add_task("Megatron's own settings", total=1)
             strategies = strategies_of(
-                planner,
-                Outcomes(planner.costs),
+                problem,
+                Outcomes(problem.costs),
                 None,
                 lambda share: bars.update(own, completed=share),
             )
         points = [curve_point(point) for point in found]
-        without = _without_offload(planner, args.points)
+        without = _without_offload(problem, args.points)
         if args.csv:
             print(as_csv(points, strategies), end="")
         else:
-            said = [*asked.notes, *terminal.imbalance_lines(planner.profile, planner.percentile)]
+            percentile = problem.imbalance_percentile
+            said = [
+                *asked.notes,
+                *terminal.imbalance_lines(problem.profile, percentile),
+            ]
             parts: list[RenderableType] = [terminal.curve_view(points, strategies)]
             if without:
                 parts += [Text("Without offload:"), terminal.curve_view(without, ())]
             view = Group(*parts, *map(Text, said))
             print_result(args, as_json(points, strategies, without), view)
         if args.plot:
-            _draw(planner, strategies, args.points, args.plot)
+            _draw(problem, strategies, args.points, args.plot)
 
 
-def _without_offload(planner: Planner, num_points: int) -> list[CurvePoint]:
+def _without_offload(problem: Problem, num_points: int) -> list[CurvePoint]:
     """The curve without offload; empty where nothing offloads, or some layers must."""
-    if planner.offload is None or planner.offload.without is None:
-        return []
-    return [curve_point(point) for point in planner.offload.without.pareto(num_points)]
+    without = without_offload(problem) if may_offload(problem) else None
+    return [] if without is None else list(map(curve_point, pareto(without, num_points)))
 
 
 def _draw(
-    planner: Planner, strategies: Sequence[ManualResult], num_points: int, path: Path
+    problem: Problem, strategies: Sequence[ManualResult], num_points: int, path: Path
 ) -> None:
     from megatron_autorecompute.report.drawn import save_picture  # loads matplotlib
 
     with progress_bars() as bars:
         task = bars.add_task("Picture", total=1)
         points = best_points(
-            planner,
-            Outcomes(planner.costs),
+            problem,
+            Outcomes(problem.costs),
             terminal.unbeaten(strategies),
             (),
             lambda share: bars.update(task, completed=share),
             num_points,
         )
-    name = planner.profile.model.name
+    name = problem.profile.model.name
     title = f"{name}: the best policy for every budget (line), Megatron's own settings (points)"
     save_picture(curve_svg(Curve(name, points, tuple(strategies)), title), path)
     streams.say(f"Drawn: {path}.")

@@ -33,7 +33,7 @@ from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.buckets import bucket_plans
 from megatron_autorecompute.planner.search.layouts import search_layout
 from megatron_autorecompute.planner.search.micro_batches import search_micro_batch
-from megatron_autorecompute.planner.search.solve import Budget, Planner
+from megatron_autorecompute.planner.search.problem import Budget
 from megatron_autorecompute.planner.search.suggestions import Change, explained
 from megatron_autorecompute.report.buckets import buckets_view
 from megatron_autorecompute.units import gib
@@ -120,7 +120,7 @@ def _print(args: Namespace, plan: Plan, beside: dict[str, Any]) -> None:
     if not varies(plan.profile):
         print_plan(args, plan, beside)
         return
-    buckets = bucket_plans(plan.planner(), plan.budget_bytes)
+    buckets = bucket_plans(plan.problem())
     print_plan(args, plan, {**beside, "buckets": [asdict(one) for one in buckets]})
     if not args.json:
         console().print(buckets_view(buckets))
@@ -171,33 +171,22 @@ def _command(args: Namespace, source: Source, change: Change) -> str | None:
 
 def _solved(args: Namespace, source: Source, budget: Budget, bars: Progress) -> Plan:
     found, asked = problems(args, source, args.search_micro_batch)
-    planner, notes, flags = found[0], list(asked.notes), dict(asked.megatron_flags)
+    found = [own.at(budget) for own in found]
+    problem, notes, flags = found[0], list(asked.notes), dict(asked.megatron_flags)
     if args.search_micro_batch or args.search_layout:
         if args.search_micro_batch:
             bars.add_task("Micro-batch sizes", total=None)
-            searched, sentences = search_micro_batch(found, budget, layouts=args.search_layout)
+            searched, sentences = search_micro_batch(found, layouts=args.search_layout)
         else:
             bars.add_task("Layouts", total=None)
-            searched = search_layout(planner, budget)
+            searched = search_layout(problem)
             sentences = (searched.note,)
-        planner, notes = searched.planner, [*notes, *sentences]
-        if planner.layout != asked.layout:  # which the flags of before say
+        problem, notes = searched.problem, [*notes, *sentences]
+        if problem.layout != asked.layout:  # which the flags of before say
             flags = {name: flags[name] for name in (MICRO_BATCH_SIZE,) if name in flags}
         flags |= searched.megatron_flags
-    _choose(planner, budget, bars)
-    bars.add_task("Megatron's own settings", total=None)
+    bars.add_task("Stages, and Megatron's own settings", total=None)
     try:
-        return make_plan(planner, budget, megatron_flags=flags, notes=notes)
+        return make_plan(problem, megatron_flags=flags, notes=notes)
     except InfeasibleError as error:
-        raise explained(
-            error, planner, budget, lambda change: _command(args, source, change)
-        ) from error
-
-
-def _choose(planner: Planner, budget: Budget, bars: Progress) -> None:
-    """Solve stage after stage; the planner remembers what it found. It says what does not fit."""
-    task = bars.add_task("Stages", total=planner.layout.num_stages)
-    for stage, budget_bytes in enumerate(planner.budgets(budget)):
-        if planner.choose(stage, budget_bytes) is None:
-            return
-        bars.advance(task)
+        raise explained(error, problem, lambda change: _command(args, source, change)) from error

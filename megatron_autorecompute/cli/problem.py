@@ -31,7 +31,7 @@ from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.packages import needed
 from megatron_autorecompute.planner.search.micro_batches import same_samples
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, Profile
 
 
@@ -140,8 +140,8 @@ def add_problem(parser: ArgumentParser) -> None:
 
 def problems(
     args: Namespace, source: Source, micro_batches: Sequence[int] = ()
-) -> tuple[list[Planner], Asked]:
-    """One planner per profile, all with as many samples per step as the first; the pipeline.
+) -> tuple[list[Problem], Asked]:
+    """One problem per profile, all with as many samples per step as the first; the pipeline.
 
     Args:
         args: parsed flags of `add_problem`.
@@ -160,7 +160,7 @@ def problems(
     _, known = source.profiles[0]
     pipelines = [asked_pipeline(args, profile, known) for profile in profiles]
     found = [
-        Planner(
+        Problem(
             profile,
             pipeline.layout,
             same_samples(pipelines[0].schedule, profiles[0], profile),

@@ -50,7 +50,7 @@ from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import with_missed_bytes
 from megatron_autorecompute.report.data import report_data
@@ -578,7 +578,7 @@ class Contest:
         layout = stage_layout.pipeline_layout(self.job.config)
         schedule = Schedule(shape.pipeline_stages, 1, shape.num_microbatches)
         plan = on_rank_0(
-            lambda: make_plan(Planner(profile, layout, schedule), self.comparison.budget_bytes or 0)
+            lambda: make_plan(Problem(profile, layout, schedule, self.comparison.budget_bytes or 0))
         )
         self.tell(plan)
         result = self._measured("ours", "ours", plan.policy.format())

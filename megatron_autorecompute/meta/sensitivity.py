@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.profiling import profile_job
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import NO_LIMIT, Budget, Problem
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import RecomputePolicy
 
 MOVED = 0.2
 
 
-def planner(job: Job, device: Device, efficiency: Efficiency | None = None) -> Planner:
-    """A planner of the job's own layout and schedule over a fresh profile."""
-    return Planner(profile_job(job, device, efficiency), job.layout(), job.schedule())
+def problem_of(
+    job: Job, device: Device, efficiency: Efficiency | None = None, budget: Budget = NO_LIMIT
+) -> Problem:
+    """The problem of the job's own layout and schedule over a fresh profile."""
+    return Problem(profile_job(job, device, efficiency), job.layout(), job.schedule(), budget)
 
 
 def sensitivity(
@@ -31,18 +35,15 @@ def sensitivity(
     Raises InfeasibleError if nothing fits the budget.
     """
     progress(f"{job.name}: planning")
-    assumed = planner(job, device, efficiency).solve(budget_bytes)
+    assumed = solve(problem_of(job, device, efficiency, budget_bytes))
     lines = []
     for name in SHARES:
         for factor in (1 - MOVED, 1 + MOVED):
             progress(f"{job.name}: {name} x {factor:g}")
-            there = planner(job, device, efficiency.scaled(name, factor))
-            best = there.solve(budget_bytes)
-            kept_ms = there.evaluate(assumed.policy).step_ms
-            loss = kept_ms / best.cost.step_ms - 1
+            there = problem_of(job, device, efficiency.scaled(name, factor), budget_bytes)
+            best = solve(replace(there, known=(assumed.policy,)))
+            loss = there.cost(assumed.policy).step_ms / best.cost.step_ms - 1
             said = f"{_changed(assumed.policy, best.policy)}; keeping the plan costs {loss:.2%}"
-            if loss < 0:  # both are within their gaps of the optimum
-                said = "no plan was found that is faster than the same choices"
             lines.append(f"{name} share x {factor:g}: {said}")
     return lines
 

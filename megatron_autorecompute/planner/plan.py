@@ -27,16 +27,18 @@ from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.stage_times import residual_ms
 from megatron_autorecompute.planner.cost.step_interval import StepErrors, StepInterval
-from megatron_autorecompute.planner.search.budget_curve import ParetoPoint
+from megatron_autorecompute.planner.search.curve import ParetoPoint
+from megatron_autorecompute.planner.search.manual import ManualStrategy, best_manual
+from megatron_autorecompute.planner.search.offload import bought
+from megatron_autorecompute.planner.search.offload_settings import may_offload
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.simpler import simpler_within_errors
-from megatron_autorecompute.planner.search.solve import (
+from megatron_autorecompute.planner.search.solution import (
     NOTHING_BINDS,
-    Budget,
-    ManualStrategy,
-    Planner,
     StageEvidence,
     StepEvidence,
 )
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Bytes, Choice, Profile, Version
 
@@ -89,7 +91,7 @@ class Plan:
     """A solved policy with its evidence: what `plan -o` writes. See docs/plan.md.
 
     `make_plan` makes a plan, `save(path)` writes it, and `Plan.load(path)` reads one and computes
-    its figures again. `apply` takes its `policy`; `planner()` solves the same problem for other
+    its figures again. `apply` takes its `policy`; `problem()` is what it solves, also for other
     budgets. `_bytes` are bytes on one device, `_ms` milliseconds; lists per stage start with stage
     0.
     """
@@ -162,14 +164,15 @@ class Plan:
         gaps = self.step_evidence.gap, *(evidence.gap for evidence in self.evidence)
         return None not in gaps
 
-    def planner(self) -> Planner:
-        """A planner for the plan's own profile, layout and schedule."""
-        return Planner(
+    def problem(self) -> Problem:
+        """What the plan solves."""
+        return Problem(
             self.profile,
             self.layout,
             self.schedule,
-            percentile=self.imbalance_percentile,
-            allowed=self.allowed,
+            self.budget_bytes,
+            self.imbalance_percentile,
+            self.allowed,
         )
 
     def to_json(self, beside: Mapping[str, Any] | None = None) -> str:
@@ -222,8 +225,7 @@ def changes(was: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def make_plan(
-    planner: Planner,
-    budget: Budget,
+    problem: Problem,
     *,
     megatron_flags: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
@@ -231,33 +233,31 @@ def make_plan(
     """Solve, and make a plan of the solution.
 
     Args:
-        planner: profile, layout and schedule.
-        budget: bytes, one for all stages or one each.
+        problem: with its budgets.
         megatron_flags: further flags that the plan needs, name to value.
         notes: sentences about earlier searches.
 
-    Raises: as `Planner.solve`.
+    Raises: as `solve`.
     """
-    fastest = planner.solve(budget)
-    budgets = tuple(item.budget_bytes for item in fastest.evidence)
-    manual = planner.best_manual(budgets)
-    solution, gave_way = simpler_within_errors(planner, fastest, manual)
-    bought = [] if planner.offload is None else [planner.offload.bought(solution.cost, budgets)]
+    fastest = solve(problem)
+    manual = best_manual(problem)
+    solution, gave_way = simpler_within_errors(problem, fastest, manual)
+    gains = [bought(problem, solution)] if may_offload(problem) else []
     return Plan(
         recompute_policy=tuple(solution.policy.to_config()),
-        layout=planner.layout,
-        schedule=planner.schedule,
-        budget_bytes=budgets,
+        layout=problem.layout,
+        schedule=problem.schedule,
+        budget_bytes=problem.budgets,
         cost=solution.cost,
         evidence=solution.evidence,
         step_evidence=solution.step_evidence,
-        step_interval=StepErrors(planner.costs, solution.policy).interval(),
-        profile=planner.profile,
-        imbalance_percentile=planner.percentile,
-        allowed=planner.allowed,
+        step_interval=StepErrors(problem.costs, solution.policy).interval(),
+        profile=problem.profile,
+        imbalance_percentile=problem.imbalance_percentile,
+        allowed=None if problem.only is None else problem.only.texts(),
         best_manual=_result(manual) if manual else None,
         megatron_flags=dict(megatron_flags or {}),
-        notes=(*notes, *gave_way, *bought),
+        notes=(*notes, *gave_way, *gains),
     )
 
 
@@ -269,9 +269,7 @@ def curve_point(point: ParetoPoint) -> CurvePoint:
 
 
 def _result(manual: ManualStrategy) -> ManualResult:
-    if manual.cost is None:
-        raise ProfileError(f"{manual.name} has no cost: {manual.refused}.")
-    return ManualResult(manual.name, manual.cost.step_ms, manual.cost.peak_high_bytes, manual.fits)
+    return ManualResult(manual.name, manual.cost.step_ms, manual.cost.peak_high_bytes, True)
 
 
 # --- what a file says against what its profile gives ----------------------------------------------
@@ -279,7 +277,7 @@ def _result(manual: ManualStrategy) -> ManualResult:
 
 def _checked(plan: Plan, source: str, *, as_written: bool) -> Plan:
     try:
-        cost = plan.planner().evaluate(plan.policy)
+        cost = plan.problem().cost(plan.policy)
         if plan.step_interval is None:  # plans of before do not say
             plan = replace(plan, step_interval=_interval(plan))
         if as_written and not any(_differences("cost", asdict(plan.cost), asdict(cost))):
@@ -308,9 +306,9 @@ def _refuse_wrong(plan: Plan, right: Plan, source: str) -> None:
             raise _refused(
                 source, f"{path} is {budget_bytes}, the stage needs {stage.peak_high_bytes}"
             )
-    planner = plan.planner()
+    problem = plan.problem()
     for layer, choice in enumerate(plan.policy.layers):
-        if not planner.allows(layer, choice):
+        if not problem.allows(layer, choice):
             name = "full/N" if choice.group > 1 else str(choice)
             raise _refused(source, f"recompute_policy[{layer}] is {choice}, allowed has no {name}")
 
@@ -324,7 +322,7 @@ def _refused(source: str, wrong: str) -> ProfileError:
 
 
 def _worked_out(plan: Plan, cost: PolicyCost) -> Plan:
-    manual = plan.planner().best_manual(plan.budget_bytes)
+    manual = best_manual(plan.problem())
     return replace(
         plan,
         cost=cost,
@@ -336,7 +334,7 @@ def _worked_out(plan: Plan, cost: PolicyCost) -> Plan:
 
 
 def _interval(plan: Plan) -> StepInterval | None:
-    return StepErrors(plan.planner().costs, plan.policy).interval()
+    return StepErrors(plan.problem().costs, plan.policy).interval()
 
 
 def _evidence(plan: Plan, cost: PolicyCost, stage: int) -> StageEvidence:

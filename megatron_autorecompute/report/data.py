@@ -10,8 +10,10 @@ from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.launch_lines import bridge_lines, job_lines, pretrain_lines
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
-from megatron_autorecompute.planner.search.budget_curve import BudgetCurve
-from megatron_autorecompute.planner.search.solve import Planner, changed_at
+from megatron_autorecompute.planner.search.curve import BudgetCurve, pareto
+from megatron_autorecompute.planner.search.manual import manual_policy, manual_settings
+from megatron_autorecompute.planner.search.neighbours import changed_at
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import WHOLE, LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.report.recorded import RecordedStep
 from megatron_autorecompute.report.terminal import unbeaten
@@ -97,22 +99,22 @@ class ReportData:
 
 def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> ReportData:
     """Replay, explain and compare a plan. Raises: ProfileError if its profile lacks a record."""
-    planner = plan.planner()
-    outcomes = Outcomes(planner.costs)
+    problem = plan.problem()
+    outcomes = Outcomes(problem.costs)
     return ReportData(
         plan,
         timeline(plan),
-        _effects(plan, planner, outcomes, lambda share: progress("Other choices", share)),
-        _curve(plan, planner, outcomes, progress),
+        _effects(plan, problem, outcomes, lambda share: progress("Other choices", share)),
+        _curve(plan, problem, outcomes, progress),
         tuple(_pastes(plan)),
     )
 
 
 def _effects(
-    plan: Plan, planner: Planner, outcomes: Outcomes, progress: Callable[[float], None]
+    plan: Plan, problem: Problem, outcomes: Outcomes, progress: Callable[[float], None]
 ) -> tuple[tuple[ChoiceEffect, ...], ...]:
     stages = {i: s for s, chunks in enumerate(plan.layout.stages) for c in chunks for i in c.layers}
-    changes = [changed_at(planner, plan.policy, layer) for layer in range(plan.profile.num_layers)]
+    changes = [changed_at(problem, plan.policy, layer) for layer in range(plan.profile.num_layers)]
     policies = [changed for layer in changes for _, changed in layer]
     now, *found = outcomes.of([plan.policy, *policies], progress)
     answers = iter(found)
@@ -138,22 +140,22 @@ def _effect(
     )
 
 
-def _curve(plan: Plan, planner: Planner, outcomes: Outcomes, progress: Progress) -> Curve:
+def _curve(plan: Plan, problem: Problem, outcomes: Outcomes, progress: Progress) -> Curve:
     strategies = strategies_of(
-        planner, outcomes, plan.budget_bytes, lambda share: progress("Megatron's own", share)
+        problem, outcomes, plan.budget_bytes, lambda share: progress("Megatron's own", share)
     )
     here = CurvePoint(
         max(plan.budget_bytes), plan.cost.step_ms, plan.cost.peak_high_bytes, plan.policy.format()
     )
     known = [here] if len(set(plan.budget_bytes)) == 1 else []
     points = best_points(
-        planner, outcomes, unbeaten(strategies), known, lambda share: progress("Curve", share)
+        problem, outcomes, unbeaten(strategies), known, lambda share: progress("Curve", share)
     )
     return Curve(plan.profile.model.name, points, strategies, min(plan.budget_bytes), here)
 
 
 def best_points(
-    planner: Planner,
+    problem: Problem,
     outcomes: Outcomes,
     strategies: Iterable[ManualResult],
     known: Iterable[CurvePoint],
@@ -162,12 +164,12 @@ def best_points(
 ) -> tuple[CurvePoint, ...]:
     """The best policies for some budgets, largest first.
 
-    `Planner.pareto` solves `num_points` evenly spaced budgets quickly; the step of a plan is
+    `pareto` solves `num_points` evenly spaced budgets quickly; the step of a plan is
     searched further. The bytes of a strategy are a budget too if it is faster than what these
     budgets give within its bytes.
     """
-    curve = BudgetCurve(planner)
-    even = planner.pareto(num_points, lambda share: progress(share / 2), curve)
+    curve = BudgetCurve(problem)
+    even = pareto(problem, num_points, lambda share: progress(share / 2), curve)
     least, most = even[-1].budget_bytes, even[0].budget_bytes
     points = {point.budget_bytes: point for point in known}
     budgets = {point.budget_bytes for point in even} - set(points)
@@ -212,16 +214,16 @@ def _never_slower(points: Sequence[CurvePoint]) -> list[CurvePoint]:
 
 
 def strategies_of(
-    planner: Planner,
+    problem: Problem,
     outcomes: Outcomes,
     budgets: tuple[int, ...] | None,
     progress: Callable[[float], None],
 ) -> tuple[ManualResult, ...]:
     """Megatron's own settings, without those it refuses or the profile has no records for."""
     policies: dict[MegatronStrategy, RecomputePolicy] = {}
-    for setting in planner.manual_settings():
+    for setting in manual_settings(problem):
         with suppress(PolicyError, ProfileError):
-            policy = planner.manual_policy(setting)
+            policy = manual_policy(problem, setting)
             outcomes.check(policy)
             policies[setting] = policy
     found = outcomes.of(list(policies.values()), progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.search.nearness import nearness
+from megatron_autorecompute.planner.search.solution import nearness
 
 
 def proof(plan: Plan) -> str:

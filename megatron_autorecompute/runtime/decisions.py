@@ -14,8 +14,8 @@ from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.planner.cost.lengths import profile_at
 from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.search.problem import NO_LIMIT, Budget, Problem
 from megatron_autorecompute.planner.search.simpler import without_gave_way
-from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile, with_missed_bytes
 from megatron_autorecompute.runtime.auto_options import AutoOptions
@@ -54,15 +54,16 @@ class Decisions:
         if job.without_cuda:
             budget_bytes(options, available_bytes=None, fragmentation_bytes=0)
 
-    def planner(self, profile: Profile) -> Planner:
-        """A planner for the microbatches of the next step, their number and their length."""
+    def problem(self, profile: Profile, budgets: Budget = NO_LIMIT) -> Problem:
+        """The problem for the microbatches of the next step, their number and their length."""
         shape = None if self.job.calls is None else self.job.calls.shape
         if shape is not None and shape.tokens:
             profile = profile_at(profile, shape.microbatch, shape.call_tokens)
-        return Planner(
+        return Problem(
             profile,
             self.shard.layout,
             self.shard.schedule(self.job.num_microbatches()),
+            budgets,
             percentile=self.options.recompute_imbalance_percentile,
         )
 
@@ -75,10 +76,10 @@ class Decisions:
         Raises:
             InfeasibleError: with plan only, a stage needs more than its budget.
         """
-        planner = self.planner(profile)
         if not self.options.recompute_plan_only:
             budgets = self._at_least_lean(budgets, self.lean_peaks(profile))
-        return on_rank_0(lambda: make_plan(planner, budgets, notes=notes))
+        problem = self.problem(profile, budgets)
+        return on_rank_0(lambda: make_plan(problem, notes=notes))
 
     def _at_least_lean(self, budgets: Sequence[int], lean: Sequence[int]) -> list[int]:
         for stage, (budget, least) in enumerate(zip(budgets, lean, strict=True)):
@@ -95,7 +96,7 @@ class Decisions:
         return [cost.peak_high_bytes for cost in self._lean_costs(profile)]
 
     def _lean_costs(self, profile: Profile) -> Sequence[StageCost]:
-        return self.planner(profile).evaluate(self.leanest).stages
+        return self.problem(profile).cost(self.leanest).stages
 
     # --- the plan file ----------------------------------------------------------------------------
 
@@ -342,8 +343,8 @@ class Decisions:
             )
         if len(notes) == len(plan.notes):
             return None
-        planner = self.planner(replace(plan.profile, stages=tuple(stages)))
-        return make_plan(planner, plan.budget_bytes, notes=without_gave_way(notes))
+        problem = self.problem(replace(plan.profile, stages=tuple(stages)), plan.budget_bytes)
+        return make_plan(problem, notes=without_gave_way(notes))
 
 
 def _tokens(profile: Profile) -> int:

@@ -304,9 +304,9 @@ class Measuring:
     def _with_whole_steps(self, profile: Profile) -> Profile:
         """The profile with two additions: each stage's residual time (Megatron's timers less the
         sum of layers), and the step of median time with the figures of every rank."""
-        planner = self.decisions.planner(profile)
-        ranks = self.shard.all_gather(covered(planner, self._whole_steps))
-        stages = zip(profile.stages, residuals_ms(planner, ranks), strict=True)
+        problem = self.decisions.problem(profile)
+        ranks = self.shard.all_gather(covered(problem, self._whole_steps))
+        stages = zip(profile.stages, residuals_ms(problem, ranks), strict=True)
         return replace(
             profile,
             stages=tuple(replace(record, residual_ms=ms) for record, ms in stages),

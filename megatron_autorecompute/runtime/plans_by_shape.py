@@ -102,7 +102,7 @@ class PlansByShape:
         for key, times in self._ran.items():
             if key in self._plans:
                 own = self._plans[key]
-                one_ms = own.planner().evaluate(policy).step_ms * times
+                one_ms = own.problem().cost(policy).step_ms * times
                 taken_ms += one_ms
                 saved_ms += one_ms - own.cost.step_ms * times
         top = longest[0].tokens

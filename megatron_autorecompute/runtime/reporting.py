@@ -56,7 +56,7 @@ def report(plan: Plan, decisions: Decisions, peaks: Sequence[int] | None) -> str
         decisions: of the job.
         peaks: bytes of every stage in a step under this plan; None if they are not known.
     """
-    full = decisions.planner(plan.profile).evaluate(decisions.leanest)
+    full = decisions.problem(plan.profile).cost(decisions.leanest)
     return f"recompute auto: the plan\n{plan_text(plan, peaks, full.step_ms)}"
 
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import MeasuredStep, RankStep, covers
 
@@ -35,15 +35,15 @@ class WholeStep:
         return None if forward_ms is None or backward_ms is None else forward_ms + backward_ms
 
 
-def residuals_ms(planner: Planner, ranks: Sequence[Sequence[WholeStep]]) -> tuple[float, ...]:
+def residuals_ms(problem: Problem, ranks: Sequence[Sequence[WholeStep]]) -> tuple[float, ...]:
     """Time of one microbatch that layers do not explain, for every stage; 0 if no timer ran.
 
     Args:
-        planner: of a profile whose residual times are 0.
+        problem: of a profile whose residual times are 0.
         ranks: the steps of every rank: at least one each, or none on all.
     """
-    by_stage: list[list[float]] = [[] for _ in range(planner.layout.num_stages)]
-    costs = [planner.evaluate(step.policy).stages for step in ranks[0]]
+    by_stage: list[list[float]] = [[] for _ in range(problem.layout.num_stages)]
+    costs = [problem.cost(step.policy).stages for step in ranks[0]]
     for steps in ranks:
         left = [
             step.compute_ms / step.num_microbatches - sum(own.forward_ms) - sum(own.backward_ms)
@@ -56,9 +56,9 @@ def residuals_ms(planner: Planner, ranks: Sequence[Sequence[WholeStep]]) -> tupl
     return tuple(statistics.mean(values) if values else 0.0 for values in by_stage)
 
 
-def covered(planner: Planner, steps: Sequence[WholeStep]) -> list[WholeStep]:
+def covered(problem: Problem, steps: Sequence[WholeStep]) -> list[WholeStep]:
     """The steps whose choices all have a record; the last step may have other choices."""
-    return [step for step in steps if covers(planner.profile.kinds, step.policy)]
+    return [step for step in steps if covers(problem.profile.kinds, step.policy)]
 
 
 def median_step(ranks: Sequence[Sequence[WholeStep]]) -> MeasuredStep | None:

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import autodist
 from benchmarks.gpu.published import ROWS
 from megatron_autorecompute.meta.profiling import profile_job
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 
 
 def test_the_page_is_made_of_the_results():
@@ -19,7 +19,7 @@ def test_the_page_is_made_of_the_results():
 def test_megatrons_own_rows_are_near_the_published_ones(sequence_parallel):
     asked = autodist.job(sequence_parallel)
     profile = profile_job(asked, autodist.gpu(), only=("core_attn",))
-    model = Planner(profile, asked.layout(), asked.schedule())
+    model = Problem(profile, asked.layout(), asked.schedule())
     published = {row.name: row for row in ROWS}
     base = autodist.cost_of(model, autodist.POLICIES[autodist.BASE])
     full = autodist.cost_of(model, autodist.POLICIES[autodist.ANCHOR])

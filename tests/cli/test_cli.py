@@ -15,7 +15,7 @@ from megatron_autorecompute.errors import MachineError, ProfileError
 from megatron_autorecompute.packages import needed
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.curve import pareto
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report.strip import strip_svg
@@ -189,10 +189,13 @@ def test_a_picture_of_an_unknown_kind_or_in_no_folder_is_refused(tmp_path, capsy
 PARETO = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "20"]
 
 
+PARETO_OF_COMMAND = "megatron_autorecompute.cli.pareto.pareto"
+
+
 @pytest.fixture(scope="module")
 def curve():
     """What pareto prints as a table, as JSON and as CSV, of one curve."""
-    printed, points, pareto = [], [], Planner.pareto
+    printed, points = [], []
 
     def once(*args, **options):
         if not points:
@@ -200,7 +203,7 @@ def curve():
         return tuple(points)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Planner, "pareto", once)
+        patch.setattr(PARETO_OF_COMMAND, once)
         for form in ([], ["--json"], ["--csv"]):
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 assert main([*PARETO, *form]) == 0
@@ -471,7 +474,7 @@ def test_an_interrupt_is_exit_code_130_and_one_line(monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Planner, "pareto", interrupted)
+    monkeypatch.setattr(PARETO_OF_COMMAND, interrupted)
     assert main(["pareto", "--profile", LLAMA, *SHAPE]) == 130
     assert capsys.readouterr().err == "megatron-autorecompute pareto: interrupted\n"
 

@@ -17,7 +17,7 @@ from megatron_autorecompute.cli.throughput import throughput, throughput_words
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, Profile, StageRecord, StaticBytes
 from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
@@ -137,7 +137,7 @@ def planned(facts=None, fingerprint=None):
     profile = Profile.load(LLAMA)
     model = replace(profile.model, facts=facts or {})
     profile = replace(profile, model=model, fingerprint=fingerprint or {})
-    return make_plan(Planner(profile, Layout.from_flags(80, 4), Schedule(4, 1, 8)), 40 * GIB)
+    return make_plan(Problem(profile, Layout.from_flags(80, 4), Schedule(4, 1, 8)).at(40 * GIB))
 
 
 CONFIG = {

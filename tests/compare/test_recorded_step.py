@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.report.recorded import recorded_step
 from testing.ranks import run_ranks
 from tests.report.snapshots import Recorder, dumped
@@ -21,18 +21,18 @@ def measured(one_rank):
     from benchmarks.gpu.contest import Contest
 
     contest = Contest(cases.DENSE.sized(tiny=True))
-    return contest, Planner(contest.profile(), contest.layout, contest.schedule)
+    return contest, Problem(contest.profile(), contest.layout, contest.schedule)
 
 
-def beside(job, planner, stage, policies, path):
+def beside(job, problem, stage, policies, path):
     """Three steps under the first policy, beside a plan with the second."""
     from megatron_autorecompute.runtime.static_bytes import tensors
     from tests.compare.recording import recording
 
     ran, planned = policies
-    plan, policy = make_plan(planner, 1 << 40), job.policy(planned)
+    plan, policy = make_plan(problem.at(1 << 40)), job.policy(planned)
     choices = tuple(policy.to_config())
-    plan = replace(plan, recompute_policy=choices, cost=planner.evaluate(policy))
+    plan = replace(plan, recompute_policy=choices, cost=problem.cost(policy))
     recorder = Recorder()
     recorder.alloc(plan.profile.stages[stage].static.total_bytes)
     with job.strategy(ran), recording(recorder, tensors(job.chunks, job.optimizer)):
@@ -42,8 +42,8 @@ def beside(job, planner, stage, policies, path):
 
 
 def recorded(measured, ran, planned, path):
-    contest, planner = measured
-    return beside(contest.job, planner, 0, (ran, planned), path)
+    contest, problem = measured
+    return beside(contest.job, problem, 0, (ran, planned), path)
 
 
 @pytest.mark.any_version
@@ -100,9 +100,9 @@ def of_a_pipeline(policy, folder):
                 job.step()
         shapes = Parallelism(2, 32, dtype="float32")
         profile = measurement.profile(Model("GPT", 4), shapes, job.static())
-    planner = Planner(profile, shard.layout, shard.schedule(4))
+    problem = Problem(profile, shard.layout, shard.schedule(4))
     path = folder / f"rank{shard.stage}.pickle"
-    return beside(job, planner, shard.stage, (policy, policy), path)
+    return beside(job, problem, shard.stage, (policy, policy), path)
 
 
 def test_both_stages_of_a_pipeline_agree_with_the_plan(tmp_path):

@@ -10,7 +10,7 @@ from megatron_autorecompute.meta import stage_runs
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import require_verified, verify
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
 from tests.meta.test_no_device import H100, HEADS, MOE, SEQUENCE, job
 
@@ -60,10 +60,10 @@ def test_recompute_at_the_begin_of_a_chunk_takes_less_beside_a_backward_than_at_
     assert last - first > abs(apart[1] - apart[0])
 
 
-def predicted(planner, policy, stage):
+def predicted(problem, policy, stage):
     """Activations of a stage's peak, without what its layers' dispatchers keep."""
-    cost = planner.evaluate(RecomputePolicy.parse(policy, num_layers=LAYERS))
-    return cost.stages[stage].peak.bytes - planner.profile.stages[stage].static.total_bytes
+    cost = problem.cost(RecomputePolicy.parse(policy, num_layers=LAYERS))
+    return cost.stages[stage].peak.bytes - problem.profile.stages[stage].static.total_bytes
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def predicted(planner, policy, stage):
 )
 def test_the_planners_peak_is_that_of_megatrons_combined_schedule(policy, fields):
     asked = moe_job(**OVERLAP, **fields)
-    planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
-    assert "full" not in {r.choice for kind in planner.profile.kinds for r in kind.choices}
-    error = predicted(planner, policy, 0) / run(policy, **OVERLAP, **fields).peak_bytes - 1
+    problem = Problem(profile_job(asked, H100), asked.layout(), asked.schedule())
+    assert "full" not in {r.choice for kind in problem.profile.kinds for r in kind.choices}
+    error = predicted(problem, policy, 0) / run(policy, **OVERLAP, **fields).peak_bytes - 1
     # The hidden size is 256: a boundary tensor is 1%. Megatron's nodes of losses are the rest.
     assert abs(error) < 0.0005
 
@@ -87,8 +87,8 @@ def test_the_planners_peak_is_that_of_megatrons_combined_schedule(policy, fields
 def test_two_stages_of_two_chunks_are_verified_in_the_combined_schedule():
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     asked = job({**FIELDS, **sizes, **OVERLAP}, num_gpus=8, global_batch_size=32)
-    planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
-    checks = verify(make_plan(planner, H100.memory_bytes))
+    problem = Problem(profile_job(asked, H100), asked.layout(), asked.schedule())
+    checks = verify(make_plan(problem.at(H100.memory_bytes)))
     require_verified(checks)
     assert all(check.combined and 0 < check.error < 0.004 for check in checks)
     low = replace(checks[0], predicted_bytes=checks[0].megatron_bytes * 99 // 100)
@@ -109,9 +109,9 @@ def test_chunks_between_a_backward_and_a_forward_keep_inputs_of_layers_and_gradi
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     fields = {**FIELDS, **sizes, **OVERLAP, "num_layers": 12, **fields}
     asked = job(fields, num_gpus=8, global_batch_size=32)
-    planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
+    problem = Problem(profile_job(asked, H100), asked.layout(), asked.schedule())
     layers = RecomputePolicy.parse(policy, num_layers=12).to_config()
-    plan = replace(make_plan(planner, H100.memory_bytes), recompute_policy=tuple(layers))
+    plan = replace(make_plan(problem.at(H100.memory_bytes)), recompute_policy=tuple(layers))
     # On the last stage the first chunk's forward beside its backward is highest, with nothing of
     # the other one in flight. What dispatchers keep that no layer saves counts more than once.
     assert all(0 <= check.error < 0.004 for check in verify(plan))

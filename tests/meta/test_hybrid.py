@@ -23,7 +23,7 @@ from megatron_autorecompute.meta.verify import TOLERANCE, verify
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.planner.for_hybrid import for_hybrid, pattern_of_plan
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
 
 pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
@@ -197,12 +197,12 @@ def in_this_process(run, stages, max_workers, done):
 
 def middle_plan(asked):
     """The plan of a budget between the leanest need and none's."""
-    planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
+    problem = Problem(profile_job(asked, H100), asked.layout(), asked.schedule())
     lean, free = (
         max(choice.peak_bytes for choice in choices)
-        for choices in (planner.leanest, planner.fastest)
+        for choices in (problem.stages.leanest, problem.stages.fastest)
     )
-    return make_plan(planner, (free + lean) // 2)
+    return make_plan(problem.at((free + lean) // 2))
 
 
 @pytest.mark.parametrize(
@@ -432,8 +432,8 @@ def test_a_translated_gpt_plan_has_the_gpts_bytes_and_time():
         name: config[name] for name in ("hidden_size", "ffn_hidden_size", "num_attention_heads")
     }
     same = replace(job(str(pattern), **wide, **stages), position_embedding_type="rope")
-    planner = Planner(profile_job(same, H100), same.layout(), same.schedule())
-    cost = planner.evaluate(for_hybrid(plan.policy, 4))
+    problem = Problem(profile_job(same, H100), same.layout(), same.schedule())
+    cost = problem.cost(for_hybrid(plan.policy, 4))
     assert [s.peak.bytes for s in cost.stages] == [s.peak.bytes for s in plan.cost.stages]
     # The host's time for a call of a chunk is divided over more layers, which hide it or not.
     assert cost.step_ms == pytest.approx(plan.cost.step_ms, rel=0.005)

@@ -19,7 +19,7 @@ from megatron_autorecompute.meta.job import job_from, load_job
 from megatron_autorecompute.meta.outside_torch import deepep_bytes, outside_torch
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.planner.cost.layout import Layout
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.units import GIB
 
 pytestmark = pytest.mark.any_version
@@ -345,7 +345,7 @@ def test_peaks_of_qwen3_are_those_that_nvidia_measured(recipes_script):
     assert len(runs) == 3
     for _, asked, modules, measured_gb in runs:
         found = profile_job(asked, device("h100-80gb"), only=[modules] if modules else ())
-        model = Planner(found, asked.layout(), asked.schedule())
+        model = Problem(found, asked.layout(), asked.schedule())
         text = f"megatron:selective[{modules}]" if modules else "megatron:none"
         (stage,) = recipes_script.evaluated(model, text).stages
         assert stage.peak.bytes == pytest.approx(1e9 * measured_gb, rel=0.005)

@@ -18,7 +18,8 @@ from megatron_autorecompute.planner.cost.lengths import profile_at
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.search.buckets import bucket_plans
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.profile import LayerBytes
 from tests.hybrid_models import HAVE_HYBRID
 
@@ -103,24 +104,24 @@ def test_lines_give_what_profiling_at_another_length_gives(asked, above, tmp_pat
 
 def _buckets_save_where_calls_are_short(profile):
     job = job_from(JOB, "job")
-    planner = Planner(profile, job.layout(), job.schedule())
-    lean = max(choice.peak_bytes for choice in planner.leanest)
-    full = max(choice.peak_bytes for choice in planner.fastest)
-    found = bucket_plans(planner, (lean + full) // 2)
+    problem = Problem(profile, job.layout(), job.schedule())
+    lean = max(choice.peak_bytes for choice in problem.stages.leanest)
+    full = max(choice.peak_bytes for choice in problem.stages.fastest)
+    found = bucket_plans(problem.at((lean + full) // 2))
     assert [plan.tokens for plan in found] == [256, 384, 512, 768, 1024]
     assert sum(plan.share for plan in found) == pytest.approx(1)
-    assert found[-1].policy == planner.solve((lean + full) // 2).policy.format()
+    assert found[-1].policy == solve(problem.at((lean + full) // 2)).policy.format()
     assert found[0].saved > 0
     assert found[-1].saved == 0
-    none_fits = bucket_plans(planner, lean - 1)
+    none_fits = bucket_plans(problem.at(lean - 1))
     assert none_fits[-1].policy is None
 
 
 def _megatron_runs_calls_as_predicted(profile, tmp_path, capsys):
     """Interleaved: three microbatches are run as four, the longest in halves."""
-    planner = Planner(profile, Layout.from_flags(4, 2, 2), Schedule(2, 2, 4))
-    fits = max(choice.peak_bytes for choice in planner.fastest)
-    plan = make_plan(planner, fits)
+    problem = Problem(profile, Layout.from_flags(4, 2, 2), Schedule(2, 2, 4))
+    fits = max(choice.peak_bytes for choice in problem.stages.fastest)
+    plan = make_plan(problem.at(fits))
     assert len(calls_of(plan)) == 3
     assert list(calls_of(plan)[0]) == sorted(calls_of(plan)[0], reverse=True)
     plan.save(tmp_path / "plan.json")

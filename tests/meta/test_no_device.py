@@ -28,7 +28,8 @@ from megatron_autorecompute.meta.sensitivity import sensitivity
 from megatron_autorecompute.meta.verify import TOLERANCE, require_verified, verify
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.planner.search.suggestions import cheapest_changes
 from megatron_autorecompute.policy import NONE, RecomputePolicy
 from megatron_autorecompute.work_order import GAP_MS
@@ -271,19 +272,19 @@ def test_peaks_agree_with_megatrons_own_schedule(text):
     asked = job({**LOCAL, **apart}, transformer_impl="local")
     policy = RecomputePolicy.parse(text, num_layers=4)
     peaks, _ = meta_step_peaks(asked, policy)
-    planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
-    for stage, peak in zip(planner.evaluate(policy).stages, peaks, strict=True):
-        static = planner.profile.stages[stage.stage].static.total_bytes
+    problem = Problem(profile_job(asked, H100), asked.layout(), asked.schedule())
+    for stage, peak in zip(problem.cost(policy).stages, peaks, strict=True):
+        static = problem.profile.stages[stage.stage].static.total_bytes
         # The meta step adds weight gradients apart: at most one matrix more is alive there.
         assert stage.peak.bytes - static == pytest.approx(peak, rel=0.05)
 
 
 def middle_plan(asked, profile):
     """A plan that has to recompute something."""
-    planner = Planner(profile, asked.layout(), asked.schedule())
-    lean = max(choice.peak_bytes for choice in planner.leanest)
-    fast = max(choice.peak_bytes for choice in planner.fastest)
-    return make_plan(planner, (lean + fast) // 2)
+    problem = Problem(profile, asked.layout(), asked.schedule())
+    lean = max(choice.peak_bytes for choice in problem.stages.leanest)
+    fast = max(choice.peak_bytes for choice in problem.stages.fastest)
+    return make_plan(problem.at((lean + fast) // 2))
 
 
 @pytest.fixture(scope="module")
@@ -325,8 +326,10 @@ def test_what_a_dispatcher_keeps_counts_once_a_layer_and_not_for_every_microbatc
     profile = profile_job(asked, H100)
     dense, moe = (kind.static.buffer_bytes for kind in profile.kinds)
     assert dense == 0 < moe
-    planner = Planner(profile, asked.layout(), asked.schedule())
-    plan = replace(make_plan(planner, 1 << 50), recompute_policy=("full", "none", "full", "full"))
+    problem = Problem(profile, asked.layout(), asked.schedule())
+    plan = replace(
+        make_plan(problem.at(1 << 50)), recompute_policy=("full", "none", "full", "full")
+    )
     for check in verify(plan):
         assert abs(check.predicted_bytes - check.megatron_bytes) < 64 < moe / 1000
     # The first stage's peak is in its last layer, where its output's gradient is alive anyway.
@@ -334,8 +337,8 @@ def test_what_a_dispatcher_keeps_counts_once_a_layer_and_not_for_every_microbatc
         replace(kind, choices=tuple(replace(r, kept_gradient_bytes=None) for r in kind.choices))
         for kind in profile.kinds
     )
-    higher = Planner(replace(profile, kinds=unknown), asked.layout(), asked.schedule())
-    known, twice = (each.evaluate(plan.policy).stages[0].peak for each in (planner, higher))
+    higher = Problem(replace(profile, kinds=unknown), asked.layout(), asked.schedule())
+    known, twice = (each.cost(plan.policy).stages[0].peak for each in (problem, higher))
     assert twice.bytes - known.bytes == profile.boundary_bytes
 
 
@@ -347,8 +350,8 @@ def test_on_the_last_stage_what_a_dispatcher_keeps_and_its_layer_saves_counts_on
     profile = profile_job(asked, H100)
     saved = {r.choice: r.also_static_bytes for r in profile.kinds[1].choices}
     assert saved["full+all"] < 64 > saved["selective[moe]+all"]
-    planner = Planner(profile, asked.layout(), asked.schedule())
-    plan = replace(make_plan(planner, 1 << 50), recompute_policy=("none",) * 4)
+    problem = Problem(profile, asked.layout(), asked.schedule())
+    plan = replace(make_plan(problem.at(1 << 50)), recompute_policy=("none",) * 4)
     last = verify(plan)[-1]
     assert abs(last.predicted_bytes - last.megatron_bytes) < 64 < saved["none"] / 100
 
@@ -365,7 +368,7 @@ def test_gradients_of_logits_wait_as_in_megatrons_schedule_and_not_for_the_optim
         for later in (True, False)
     )
     found, plain = (profile_job(each, H100, only=()) for each in (asked, at_once))
-    plan = make_plan(Planner(found, asked.layout(), asked.schedule()), H100.memory_bytes)
+    plan = make_plan(Problem(found, asked.layout(), asked.schedule()).at(H100.memory_bytes))
     first, last = verify(plan)
     for check in (first, last):
         assert abs(check.predicted_bytes - check.megatron_bytes) < 64
@@ -430,8 +433,8 @@ def test_multi_token_prediction_is_what_megatrons_schedule_does(
     assert profile.head.forward_ms == pytest.approx((1 + depths) * logits_ms)
     assert profile.head.backward_ms == pytest.approx(2 * (1 + depths) * logits_ms)
 
-    planner = Planner(profile, asked.layout(), asked.schedule())
-    for plan in (middle_plan(asked, profile), make_plan(planner, 1 << 50)):
+    problem = Problem(profile, asked.layout(), asked.schedule())
+    for plan in (middle_plan(asked, profile), make_plan(problem.at(1 << 50))):
         assert all(stage.recompute_ms >= 0 for stage in plan.cost.stages)
         for check in verify(plan):
             assert abs(check.error) <= TOLERANCE
@@ -501,9 +504,9 @@ def test_tensor_parallelism_pays_for_its_communication():
 @pytest.mark.any_version
 def test_sensitivity_moves_every_share_both_ways():
     asked = job({"pipeline_model_parallel_size": 2})
-    planner = Planner(profile_job(asked, H100), asked.layout(), asked.schedule())
-    lean = max(choice.peak_bytes for choice in planner.leanest)
-    fast = max(choice.peak_bytes for choice in planner.fastest)
+    problem = Problem(profile_job(asked, H100), asked.layout(), asked.schedule())
+    lean = max(choice.peak_bytes for choice in problem.stages.leanest)
+    fast = max(choice.peak_bytes for choice in problem.stages.fastest)
     lines = sensitivity(asked, H100, H100.reaches, (lean + fast) // 2)
     assert len(lines) == 2 * len(SHARES)
     assert lines[0].startswith("gemm share x 0.8: ")
@@ -727,12 +730,12 @@ def test_unfused_rope_keeps_cosines_and_sines_of_the_rotated_share():
 
 @pytest.mark.any_version
 def test_twice_the_stages_are_suggested_with_the_step_that_the_job_with_them_has():
-    def planner(stages):
+    def problem(stages):
         split = job({"num_layers": 8, "pipeline_model_parallel_size": stages})
-        return Planner(profile_job(split, AHEAD), split.layout(), split.schedule())
+        return Problem(profile_job(split, AHEAD), split.layout(), split.schedule())
 
-    asked, other = planner(2), planner(4)
-    budget = max(stage.peak_bytes for stage in asked.leanest) - 1
+    asked, other = problem(2), problem(4)
+    budget = max(stage.peak_bytes for stage in asked.stages.leanest) - 1
     text = "4 pipeline stages instead of 2 on the same GPUs"
-    (change,) = [c for c in cheapest_changes(asked, budget, 9) if c.text == text]
-    assert change.step_ms == pytest.approx(other.solve(budget).cost.step_ms, rel=1e-6)
+    (change,) = [c for c in cheapest_changes(asked.at(budget), 9) if c.text == text]
+    assert change.step_ms == pytest.approx(solve(other.at(budget)).cost.step_ms, rel=1e-6)

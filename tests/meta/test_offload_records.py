@@ -15,7 +15,7 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import NONE, WHOLE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from tests.meta.test_no_device import GROUPS, HEADS, MOE, SEQUENCE, UNIT, job
@@ -72,8 +72,8 @@ def test_peaks_of_stages_that_offload_are_those_of_megatrons_schedule(profile, s
     records = [kind.choices for layer in range(4) for kind in profile.kinds if layer in kind.layers]
     choices = [rng.choice([r for r in own if r.offload_groups or seed > 1]) for own in records]
     policy = RecomputePolicy(tuple(record.policy for record in choices))
-    planner = Planner(profile, Layout.from_flags(4, 2, None), Schedule(2, 1, 6))
-    plan = make_plan(planner, 1 << 40)
+    problem = Problem(profile, Layout.from_flags(4, 2, None), Schedule(2, 1, 6))
+    plan = make_plan(problem.at(1 << 40))
     checks = verify(replace(plan, recompute_policy=tuple(policy.to_config())))
     for check in checks:
         assert check.agrees, (policy.format(), check)

@@ -24,7 +24,7 @@ from megatron_autorecompute.meta.verify import StageCheck, layout_names, require
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.profile import (
     MeasuredStep,
     Profile,
@@ -83,10 +83,10 @@ def profile():
 
 def plan_of(profile, budget_share=0.5, pp=2, vp=None):
     layout = Layout.from_flags(8, pp, vp)
-    planner = Planner(profile, layout, Schedule(pp, vp or 1, 4))
-    least = max(choice.peak_bytes for choice in planner.leanest)
-    most = max(choice.peak_bytes for choice in planner.fastest)
-    return make_plan(planner, round(least + (most - least) * budget_share))
+    problem = Problem(profile, layout, Schedule(pp, vp or 1, 4))
+    least = max(choice.peak_bytes for choice in problem.stages.leanest)
+    most = max(choice.peak_bytes for choice in problem.stages.fastest)
+    return make_plan(problem.at(round(least + (most - least) * budget_share)))
 
 
 def run(plan, tmp_path, capsys):
@@ -137,8 +137,8 @@ def test_piped_lines_are_printed_as_soon_as_their_stage_is_done(monkeypatch, pro
 @pytest.mark.parametrize(("pp", "vp"), [(4, 1), (2, 2), (8, 1)])
 def test_a_stage_runs_no_more_microbatches_than_its_peak_needs(monkeypatch, profile, pp, vp):
     layout = Layout.from_flags(8, pp, vp)
-    planner = Planner(profile, layout, Schedule(pp, vp, 64))
-    plan = make_plan(planner, max(choice.peak_bytes for choice in planner.fastest))
+    problem = Problem(profile, layout, Schedule(pp, vp, 64))
+    plan = make_plan(problem.at(max(choice.peak_bytes for choice in problem.stages.fastest)))
     asked = []
 
     def no_run(config, shape, *, num_microbatches, **_):
@@ -146,10 +146,10 @@ def test_a_stage_runs_no_more_microbatches_than_its_peak_needs(monkeypatch, prof
 
     monkeypatch.setattr(verify, "stage_steps", no_run)
     verify.verify(plan)
-    whole = plan.planner().evaluate(plan.policy)
+    whole = plan.problem().cost(plan.policy)
     for stage, number in enumerate(asked):
         assert number <= (pp - stage + 2 if vp == 1 else 4 * pp)
-        shorter = Planner(profile, layout, Schedule(pp, vp, number)).evaluate(plan.policy)
+        shorter = Problem(profile, layout, Schedule(pp, vp, number)).cost(plan.policy)
         assert shorter.stages[stage].peak.bytes == whole.stages[stage].peak.bytes
 
 

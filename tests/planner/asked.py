@@ -1,13 +1,45 @@
 """Questions about layouts and micro-batches that several tests ask."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.planner.cost.layout_flags import one_chunk_each, uneven_layouts
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
+from megatron_autorecompute.planner.search.manual import manual_policy, manual_settings
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import try_solve
+from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord
 from tests.planner.random_profiles import problem_of_many
+
+
+@dataclass
+class ManualSetting:
+    """One of Megatron's own settings in a problem."""
+
+    name: str
+    policy: RecomputePolicy | None = None
+    cost: PolicyCost | None = None
+    fits: bool = False
+    refused: str = ""
+
+
+def every_manual_setting(problem):
+    """All that Megatron offers, each with its cost, or why it is refused or nobody knows."""
+    return [_manual_setting(problem, setting) for setting in manual_settings(problem)]
+
+
+def _manual_setting(problem, setting):
+    try:
+        policy = manual_policy(problem, setting)
+        cost = problem.cost(policy)
+    except (PolicyError, ProfileError) as error:
+        return ManualSetting(str(setting), refused=str(error))
+    pairs = zip(cost.stages, problem.budgets, strict=True)
+    fits = all(own.peak_high_bytes <= budget for own, budget in pairs)
+    return ManualSetting(str(setting), policy, cost, fits)
 
 
 def uneven(num_layers=7, stages=3, head_ms=25.0):
@@ -58,7 +90,7 @@ def shortest_of_all(profile, stages, schedule, budget):
     """The shortest step of all partitions, each solved; None where none fits."""
     depths, steps = profile.model.mtp_num_layers, []
     for sizes in partitions(profile.model.num_layers, stages):
-        solution = Planner(profile, one_chunk_each(sizes, depths), schedule).try_solve(budget)
+        solution = try_solve(Problem(profile, one_chunk_each(sizes, depths), schedule).at(budget))
         if solution is not None:
             assert solution.step_evidence.gap == 0
             steps.append(solution.cost.step_ms)

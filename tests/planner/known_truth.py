@@ -29,35 +29,35 @@ class Job:
         drawn, self.budgets = realistic_step(seed, SHAPES, 3)
         profile = _with_recompute_of(drawn.profile, recompute)
         same, self.share = rng.choice([(0.0, 0.0), (0.1, 0.0), (0.0, 0.1)])
-        self.true = drawn.replaced(profile=profile)
+        self.true = replace(drawn, profile=profile)
         lean = RecomputePolicy(
             tuple(
                 max(profile.kind_of(layer).choices, key=lambda r: r.backward_ms).policy
                 for layer in range(profile.num_layers)
             )
         )
-        work = [sum(s.forward_ms) + sum(s.backward_ms) for s in self.true.evaluate(lean).stages]
+        work = [sum(s.forward_ms) + sum(s.backward_ms) for s in self.true.cost(lean).stages]
         self.true = self._with_residuals(self.true, [same * one for one in work])
         measured = _measured_profile(rng, profile)
         step = MeasuredStep(1, lean.format(), self.true.schedule.num_microbatches, ())
-        measured = self.true.replaced(profile=replace(measured, measured_step=step))
-        seen = [sum(s.forward_ms) + sum(s.backward_ms) for s in measured.evaluate(lean).stages]
+        measured = replace(self.true, profile=replace(measured, measured_step=step))
+        seen = [sum(s.forward_ms) + sum(s.backward_ms) for s in measured.cost(lean).stages]
         left = [(1 + same + self.share) * t - m for t, m in zip(work, seen, strict=True)]
         self.measured = self._with_residuals(measured, left)
 
-    def _with_residuals(self, planner, residuals_ms):
+    def _with_residuals(self, problem, residuals_ms):
         stages = []
-        for chunks, ms in zip(planner.layout.stages, residuals_ms, strict=True):
+        for chunks, ms in zip(problem.layout.stages, residuals_ms, strict=True):
             layers = tuple(layer for chunk in chunks for layer in chunk.layers)
             parts = len(layers) + sum(chunk.embedding + chunk.head for chunk in chunks)
             stages.append(StageRecord(layers, StaticBytes(parts), residual_ms=ms))
         if not any(residuals_ms):
-            return planner
-        return planner.replaced(profile=replace(planner.profile, stages=tuple(stages)))
+            return problem
+        return replace(problem, profile=replace(problem.profile, stages=tuple(stages)))
 
     def true_ms(self, policy):
         """The step that the true times make."""
-        stages = self.true.evaluate(policy).stages
+        stages = self.true.cost(policy).stages
         more = 1 + self.share
         return replay_ms(
             self.true.schedule,

@@ -61,7 +61,7 @@ def another(rng, recorded):
     return record(rng, "selective[layernorm]", 1, time_ms - 1)
 
 
-def problem(seed):
+def drawn(seed):
     """A profile, layout, schedule and budget small enough to enumerate."""
     rng = random.Random(seed)
     pp, vp = rng.choice([(1, 1), (1, 1), (2, 1), (3, 1), (2, 2), (2, 2)])
@@ -128,7 +128,7 @@ def problem_of_many(num_layers=12):
         ChoiceRecord(name, h, f, b, float(ms), 2.0 * ms)
         for name, (h, f, b, ms) in zip(names, costs, strict=True)
     )
-    base, _, _, _ = problem(0)
+    base, _, _, _ = drawn(0)
     nothing = ChoiceRecord("none", 0, 0, 0, 0.0, 0.0)
     profile = replace(
         base,

@@ -6,7 +6,8 @@ import pytest
 
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -45,7 +46,7 @@ def test_what_a_plan_with_a_graph_of_the_iteration_needs_is_within_the_budget():
         (eager, "none*4"),
         (replace(eager, graph_of_iteration=True), "full/2*2,none*2"),
     ):
-        solution = Planner(profile, layout, schedule).solve(1000 + 430)
+        solution = solve(Problem(profile, layout, schedule).at(1000 + 430))
         assert solution.policy.format() == text
         assert solution.cost.peak_high_bytes <= 1430
 
@@ -91,17 +92,17 @@ def test_plans_are_the_fastest_of_all_that_fit(stages):
     layout, schedule = Layout.from_flags(4, stages), Schedule(stages, 1, 6)
     parts = [tuple(layer for chunk in own for layer in chunk.layers) for own in layout.stages]
     profile = with_stages(profile, 90, *parts)
-    planner = Planner(profile, layout, schedule)
+    problem = Problem(profile, layout, schedule)
     choices = ("none", "selective[mlp]", "selective[core_attn]")
     every = [
         ",".join([a, b, c, d]) for a in choices for b in choices for c in choices for d in choices
     ]
-    costs = [planner.evaluate(RecomputePolicy.parse(text, num_layers=4)) for text in every]
-    least = max(choice.peak_bytes for choice in planner.leanest)
+    costs = [problem.cost(RecomputePolicy.parse(text, num_layers=4)) for text in every]
+    least = max(choice.peak_bytes for choice in problem.stages.leanest)
     peaks = sorted({cost.peak_high_bytes for cost in costs if cost.peak_high_bytes >= least})
     for budget in peaks[:: max(1, len(peaks) // 6)]:
         best = min(cost.step_ms for cost in costs if cost.peak_high_bytes <= budget)
-        solution = planner.solve(budget)
+        solution = solve(problem.at(budget))
         assert solution.cost.peak_high_bytes <= budget
         assert solution.cost.step_ms == pytest.approx(best, rel=0.02)
         assert solution.step_evidence.bound_ms <= best * (1 + 1e-9)

@@ -11,7 +11,7 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.launch_lines import flags, launch_lines
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 
@@ -21,7 +21,7 @@ LLAMA = Path(__file__).parents[2] / "examples" / "profiles" / "llama3-70b.json"
 @pytest.fixture(scope="module")
 def plan():
     layout = Layout.from_flags(80, 4, 2)
-    return make_plan(Planner(Profile.load(LLAMA), layout, Schedule(4, 2, 16)), 28 << 30)
+    return make_plan(Problem(Profile.load(LLAMA), layout, Schedule(4, 2, 16)).at(28 << 30))
 
 
 def printed(plan, policy, described_by="flags", **changed):

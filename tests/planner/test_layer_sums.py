@@ -13,7 +13,7 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.layer_sums import sums_of_layers
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.profile import (
     MeasuredStep,
     Profile,
@@ -51,7 +51,7 @@ def four():
 @pytest.fixture(scope="module")
 def plan(four):
     ranks = [RankStep(i, i // 5, 10.0 * i + 2000, 3.0, 1.5, 2 * GIB, None) for i in range(20)]
-    return make_plan(Planner(profile_of(*ranks, layout=four), four, Schedule(4, 1, 8)), 70 * GIB)
+    return make_plan(Problem(profile_of(*ranks, layout=four), four, Schedule(4, 1, 8)).at(70 * GIB))
 
 
 def shown(plan):
@@ -89,7 +89,7 @@ def test_a_large_job_shows_the_slowest_rank_of_each_stage_within_80_columns(plan
 def test_a_measured_step_of_another_layout_is_said_to_be_and_not_shown(plan):
     eight = Layout.from_flags(80, 8)
     anew = replace(plan.profile, stages=(), measured_step=None)
-    other = make_plan(Planner(anew, eight, Schedule(8, 1, 8)), 70 * GIB)
+    other = make_plan(Problem(anew, eight, Schedule(8, 1, 8)).at(70 * GIB))
     other = replace(other, profile=plan.profile)
     assert "was measured with other layers" in " ".join(shown(other))
 

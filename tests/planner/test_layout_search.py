@@ -8,7 +8,8 @@ from megatron_autorecompute.planner.cost.layout_flags import uneven_layouts
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search.layout_steps import LeastSteps
 from megatron_autorecompute.planner.search.layouts import best_layout, search_layout
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve, try_solve
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerKind,
@@ -24,7 +25,7 @@ from tests.planner.search.random_steps import ONE_CHUNK, SEVERAL_CHUNKS, random_
 def test_no_partition_has_a_shorter_step_than_the_searched_one(budget):
     profile, stages = uneven()
     schedule = Schedule(stages, 1, 6)
-    found = search_layout(Planner(profile, layout_of((2, 2, 3)), schedule), budget)
+    found = search_layout(Problem(profile, layout_of((2, 2, 3)), schedule).at(budget))
     assert found.solution.cost.step_ms == shortest_of_all(profile, stages, schedule, budget)
     assert found.evidence.gap == 0
     assert "Proven optimal of all layouts searched" in found.note
@@ -36,17 +37,17 @@ def test_in_random_problems_none_has_a_shorter_step_either():
     shorter = infeasible = measured = 0
     for seed in range(16):
         profile, layout, schedule, budget = problem_of_uneven_stages(seed)
-        asked = Planner(profile, layout, schedule)
+        asked = Problem(profile, layout, schedule)
         best = shortest_of_all(profile, layout.num_stages, schedule, budget)
         if best is None:
             infeasible += 1
             with pytest.raises(InfeasibleError):
-                search_layout(asked, budget)
+                search_layout(asked.at(budget))
             continue
-        found = search_layout(asked, budget)
+        found = search_layout(asked.at(budget))
         assert found.solution.cost.step_ms == pytest.approx(best, rel=1e-12), seed
         assert found.evidence.gap == 0, seed
-        shorter += found.planner is not asked
+        shorter += found.problem.layout != layout
         measured += bool(profile.stages)
     assert shorter > 5
     assert infeasible
@@ -55,8 +56,8 @@ def test_in_random_problems_none_has_a_shorter_step_either():
 
 def test_a_found_layout_is_given_as_flags_that_mean_it():
     profile, stages = uneven()
-    asked = Planner(profile, layout_of((2, 2, 3)), Schedule(stages, 1, 6))
-    found = search_layout(asked, 900)
+    asked = Problem(profile, layout_of((2, 2, 3)), Schedule(stages, 1, 6))
+    found = search_layout(asked.at(900))
     flags = dict(found.megatron_flags)
     if "--pipeline-model-parallel-layout" in flags:
         read = Layout.parse(flags["--pipeline-model-parallel-layout"], stages)
@@ -67,19 +68,19 @@ def test_a_found_layout_is_given_as_flags_that_mean_it():
             num_layers_in_first_pipeline_stage=int(flags["--decoder-first-pipeline-num-layers"]),
             num_layers_in_last_pipeline_stage=int(flags["--decoder-last-pipeline-num-layers"]),
         )
-    assert read == found.planner.layout != asked.layout
+    assert read == found.problem.layout != asked.layout
 
 
 def test_interleaved_layouts_are_searched_by_first_and_last_stage():
     profile, _ = uneven(12, head_ms=60.0)
-    asked = Planner(profile, Layout.from_flags(12, 3, 2), Schedule(3, 2, 6))
-    found = search_layout(asked, 3000)
+    asked = Problem(profile, Layout.from_flags(12, 3, 2), Schedule(3, 2, 6))
+    found = search_layout(asked.at(3000))
     every = [
         solution.cost.step_ms
         for layout in uneven_layouts(asked.layout)
-        if (solution := asked.replaced(layout=layout).try_solve(3000)) is not None
+        if (solution := try_solve(replace(asked, layout=layout).at(3000))) is not None
     ]
-    assert found.solution.cost.step_ms == min(every) < asked.solve(3000).cost.step_ms
+    assert found.solution.cost.step_ms == min(every) < solve(asked.at(3000)).cost.step_ms
     assert found.evidence.bound_ms <= min(every)
     assert set(found.megatron_flags) == {
         "--decoder-first-pipeline-num-layers",
@@ -91,12 +92,12 @@ def test_interleaved_layouts_are_searched_by_first_and_last_stage():
 
 def test_flags_are_given_that_megatron_takes_where_a_stage_has_no_layer():
     profile, _ = uneven(5, head_ms=100.0)
-    asked = Planner(profile, layout_of((2, 1, 1, 1)), Schedule(4, 1, 8))
-    found = search_layout(asked, 10**6)
-    assert [len(chunks[0].layers) for chunks in found.planner.layout.stages][-1] == 0
+    asked = Problem(profile, layout_of((2, 1, 1, 1)), Schedule(4, 1, 8))
+    found = search_layout(asked.at(10**6))
+    assert [len(chunks[0].layers) for chunks in found.problem.layout.stages][-1] == 0
     (text,) = found.megatron_flags.values()
     assert set(found.megatron_flags) == {"--pipeline-model-parallel-layout"}
-    assert Layout.parse(text, 4) == found.planner.layout
+    assert Layout.parse(text, 4) == found.problem.layout
 
 
 def test_a_stage_as_it_was_measured_is_not_taken_for_one_of_other_layers():
@@ -113,9 +114,9 @@ def test_a_stage_as_it_was_measured_is_not_taken_for_one_of_other_layers():
     profile = replace(profile, kinds=(kind,), stages=stages, embedding=embedding, head=nothing)
     found = []
     for sizes in ((1, 2, 1), (2, 1, 1), (1, 1, 2)):
-        asked = Planner(profile, layout_of(sizes), Schedule(3, 1, 6))
+        asked = Problem(profile, layout_of(sizes), Schedule(3, 1, 6))
         try:
-            found.append(search_layout(asked, 130).solution.cost.step_ms)
+            found.append(search_layout(asked.at(130)).solution.cost.step_ms)
         except InfeasibleError:
             found.append(None)
     assert found[0] is not None
@@ -124,13 +125,14 @@ def test_a_stage_as_it_was_measured_is_not_taken_for_one_of_other_layers():
 
 def test_a_layout_that_is_best_only_inside_the_noise_gives_way_to_the_asked_one():
     profile, stages = uneven(head_ms=13.0)
-    asked = Planner(profile, layout_of((2, 3, 2)), Schedule(stages, 1, 12))
+    asked = Problem(profile, layout_of((2, 3, 2)), Schedule(stages, 1, 12))
     # Layers err alike on any stage, which cancels; the head's error tells which stage is slowest.
     noisy_head = replace(profile.head, spread_ms=30.0)
-    noisy = asked.replaced(profile=replace(profile, head=noisy_head))
-    sure, unsure = search_layout(asked, 900), search_layout(noisy, 900)
+    noisy = replace(asked, profile=replace(profile, head=noisy_head))
+    noisy = noisy.at(900)
+    sure, unsure = search_layout(asked.at(900)), search_layout(noisy)
     assert sure.solution.cost.step_ms < unsure.solution.cost.step_ms
-    assert unsure.planner is noisy
+    assert unsure.problem is noisy
     assert not unsure.megatron_flags
     assert "as asked, is taken: " in unsure.note
     assert unsure.evidence.bound_ms == sure.evidence.bound_ms < unsure.solution.cost.step_ms
@@ -140,14 +142,15 @@ def test_a_layout_that_is_best_only_inside_the_noise_gives_way_to_the_asked_one(
 def test_what_prices_say_of_a_layouts_step_is_never_above_the_shortest(shapes, number):
     close = 0
     for seed in range(number):
-        planner, budgets = random_step(seed, shapes)
-        solution = planner.solve(budgets)
+        problem, budgets = random_step(seed, shapes)
+        problem = problem.at(budgets)
+        solution = solve(problem)
         assert solution.step_evidence.gap == 0
-        step_ms, least = solution.cost.step_ms, LeastSteps(planner, budgets)
+        step_ms, least = solution.cost.step_ms, LeastSteps(problem)
         bounds = [
-            least.without_budget_ms(planner.layout),
-            least.busy_ms(planner.layout),
-            least.step_ms(planner),
+            least.without_budget_ms(problem.layout),
+            least.busy_ms(problem.layout),
+            least.step_ms(problem),
         ]
         assert max(bounds) <= step_ms * (1 + 1e-12), seed
         close += bounds[-1] > 0.9 * step_ms
@@ -164,7 +167,7 @@ def test_layouts_of_measured_stages_that_take_less_than_their_layers_are_not_lef
         )
         for own, more in zip(fast.stages, (0.0, -1000.0, 0.0), strict=True)
     )
-    asked = Planner(replace(profile, stages=stages), Layout.from_flags(12, 3, 2), Schedule(3, 2, 6))
-    found = best_layout(asked, 3000)
-    assert found.planner.layout == fast
+    asked = Problem(replace(profile, stages=stages), Layout.from_flags(12, 3, 2), Schedule(3, 2, 6))
+    found = best_layout(asked.at(3000))
+    assert found.problem.layout == fast
     assert found.bound_ms <= found.solution.cost.step_ms < found.asked.cost.step_ms

@@ -9,17 +9,17 @@ import pytest
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.lines import Line, Microbatch, RecordLines, envelope, middle_line
 from megatron_autorecompute.planner.cost.lengths import Arrangement, profile_at
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile, ScheduleOverhead, StageRecord, StaticBytes
-from tests.planner.random_profiles import problem
+from tests.planner.random_profiles import drawn
 
 LONGEST = 9
 
 
 def varying(seed):
     """A random problem whose figures are random lines, some with a quadratic term."""
-    profile, layout, schedule, _ = problem(seed)
+    profile, layout, schedule, _ = drawn(seed)
     rng = random.Random(seed)
 
     def line(least=0, steepest=9):
@@ -69,7 +69,7 @@ def test_no_arrangement_needs_more_than_the_plan_for_the_longest(seed):
     policy = random_policy(rng, profile)
     m = schedule.num_microbatches
     longest = profile_at(profile, Microbatch.longest(LONGEST), m * LONGEST)
-    bound = [c.peak.bytes for c in Planner(longest, layout, schedule).evaluate(policy).stages]
+    bound = [c.peak.bytes for c in Problem(longest, layout, schedule).cost(policy).stages]
 
     def peaks(lengths, routed=()):
         ones = tuple(map(Microbatch.longest, lengths))
@@ -98,7 +98,7 @@ def test_a_call_is_a_sum_over_its_own_microbatches():
     alone = []
     for one in ones:
         at = profile_at(profile, one, sum(lengths))
-        alone.append(Planner(at, layout, schedule).evaluate(policy).stages[0].peak.bytes)
+        alone.append(Problem(at, layout, schedule).cost(policy).stages[0].peak.bytes)
     assert mixed == max(alone)  # on one stage no microbatch waits for another
 
 

@@ -5,22 +5,23 @@ import pytest
 from megatron_autorecompute.errors import InfeasibleError, PipelineError
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search.micro_batches import same_samples, search_micro_batch
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve
 from tests.planner.asked import shortest_of_all, with_micro_batch
 from tests.planner.random_profiles import problem_of_many, problem_of_uneven_stages
 
 
 def test_the_searched_micro_batch_has_the_fastest_step():
     profile, layout, schedule, _ = problem_of_many()
-    planners = []
+    problems = []
     for size, speedup in ((1, 1.0), (2, 1.3), (4, 1.4)):
         bigger = with_micro_batch(profile, size, speedup)
-        planners.append(Planner(bigger, layout, replace(schedule, num_microbatches=8 // size)))
-    best, notes = search_micro_batch(planners, 1500)
+        problems.append(Problem(bigger, layout, replace(schedule, num_microbatches=8 // size)))
+    best, notes = search_micro_batch([own.at(1500) for own in problems])
     steps = []
-    for planner in planners:
+    for problem in problems:
         try:
-            steps.append(planner.solve(1500).cost.step_ms)
+            steps.append(solve(problem.at(1500)).cost.step_ms)
         except InfeasibleError:
             steps.append(float("inf"))
     assert best.solution.cost.step_ms == min(steps)
@@ -28,7 +29,7 @@ def test_the_searched_micro_batch_has_the_fastest_step():
     assert len(notes) == 4
     assert "no other sizes make a shorter one" in notes[-1]
     with pytest.raises(InfeasibleError):
-        search_micro_batch(planners, 10)
+        search_micro_batch([own.at(10) for own in problems])
 
 
 def test_no_size_with_any_layers_per_stage_has_a_shorter_step_than_the_searched_one():
@@ -38,20 +39,20 @@ def test_no_size_with_any_layers_per_stage_has_a_shorter_step_than_the_searched_
         profile, layout, schedule, budget = problem_of_uneven_stages(seed)
         one = replace(profile, parallelism=replace(profile.parallelism, micro_batch_size=1))
         schedule = replace(schedule, num_microbatches=4 * schedule.num_microbatches)
-        planners = [
-            Planner(other, layout, same_samples(schedule, one, other))
+        problems = [
+            Problem(other, layout, same_samples(schedule, one, other))
             for other in (with_micro_batch(one, size, 1 + 0.1 * size) for size in (2, 1, 4))
         ]
         steps = [
-            shortest_of_all(p.profile, layout.num_stages, p.schedule, budget) for p in planners
+            shortest_of_all(p.profile, layout.num_stages, p.schedule, budget) for p in problems
         ]
-        found, notes = search_micro_batch(planners, budget, layouts=True)
+        found, notes = search_micro_batch([own.at(budget) for own in problems], layouts=True)
         shortest = min(step for step in steps if step is not None)
         assert found.solution.cost.step_ms == pytest.approx(shortest, rel=1e-12), seed
         assert found.evidence.gap == 0, seed
         assert "no other sizes and no layers per stage make a shorter one" in notes[-1]
         sizes.add(found.megatron_flags["--micro-batch-size"])
-        moved += found.planner.layout != layout
+        moved += found.problem.layout != layout
     assert len(sizes) > 1
     assert moved
 
@@ -66,8 +67,8 @@ def test_a_size_that_is_best_only_inside_the_noise_gives_way_to_the_asked_one():
         )
         asked = replace(profile, kinds=noisy)
         twice = with_micro_batch(asked, 2 * profile.parallelism.micro_batch_size, 2.1)
-        planners = [Planner(p, layout, same_samples(schedule, asked, p)) for p in (asked, twice)]
-        found.append(search_micro_batch(planners, 10**6))
+        problems = [Problem(p, layout, same_samples(schedule, asked, p)) for p in (asked, twice)]
+        found.append(search_micro_batch([own.at(10**6) for own in problems]))
     (sure, _), (unsure, notes) = found
     assert sure.megatron_flags == {"--micro-batch-size": "4"}
     assert unsure.megatron_flags == {"--micro-batch-size": "2"}

@@ -9,15 +9,19 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.outcomes import Outcomes
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.search.curve import pareto
 from megatron_autorecompute.planner.search.layout_steps import LeastSteps
 from megatron_autorecompute.planner.search.layouts import search_layout
-from megatron_autorecompute.planner.search.solve import Planner, changed_at
+from megatron_autorecompute.planner.search.neighbours import changed_at
+from megatron_autorecompute.planner.search.offload import without_offload
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve, try_solve
 from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup
 from tests.planner.uniform_profiles import uniform_profile
 
 
-def problem(seed):
+def drawn(seed):
     """A few layers that may keep, recompute, offload, and both."""
     rng = random.Random(seed)
     p, v, layers = rng.choice([(1, 1, 3), (1, 1, 3), (2, 1, 4), (2, 2, 4)])
@@ -51,13 +55,13 @@ def problem(seed):
     return profile, layout, Schedule(p, v, 2 * p if v > 1 else rng.randint(2, 6)), rng
 
 
-def brute_force(planner, budget, choices):
+def brute_force(problem, budget, choices):
     """Milliseconds of the shortest step that fits; None if none does."""
     best = None
-    for layers in itertools.product(choices, repeat=planner.profile.num_layers):
-        cost = planner.evaluate(RecomputePolicy(layers))
+    for layers in itertools.product(choices, repeat=problem.profile.num_layers):
+        cost = problem.cost(RecomputePolicy(layers))
         fits = all(
-            s.peak_high_bytes <= budget and s.host_bytes <= planner.profile.host_link.host_bytes
+            s.peak_high_bytes <= budget and s.host_bytes <= problem.profile.host_link.host_bytes
             for s in cost.stages
         )
         if fits and (best is None or cost.step_ms < best):
@@ -68,12 +72,12 @@ def brute_force(planner, budget, choices):
 def test_a_solution_is_no_farther_from_brute_force_than_it_says():
     proven = same = 0
     for seed in (2, 3, 5, 7):
-        profile, layout, schedule, rng = problem(seed)
-        planner = Planner(profile, layout, schedule)
+        profile, layout, schedule, rng = drawn(seed)
+        problem = Problem(profile, layout, schedule)
         choices = [LayerPolicy.parse(record.choice) for record in profile.kinds[0].choices]
-        most = planner.evaluate(RecomputePolicy((choices[0],) * profile.num_layers)).peak_high_bytes
+        most = problem.cost(RecomputePolicy((choices[0],) * profile.num_layers)).peak_high_bytes
         budget = round(most * rng.uniform(0.55, 1.0))
-        best, found = brute_force(planner, budget, choices), planner.solve(budget)
+        best, found = brute_force(problem, budget, choices), solve(problem.at(budget))
         bound = found.step_evidence.bound_ms
         assert bound <= best * (1 + 1e-9) <= found.cost.step_ms * (1 + 2e-9)
         proven += found.step_evidence.gap == 0
@@ -82,7 +86,7 @@ def test_a_solution_is_no_farther_from_brute_force_than_it_says():
 
 
 @pytest.fixture(scope="module")
-def planner():
+def problem():
     """Sixteen layers that recompute dearly; a copy takes less than a layer's backward."""
     group = OffloadGroup("core_attn", 80, 80, 0.5, 0.4, 0.6)
     none = ChoiceRecord("none", 100, 10, 30, 10.0, 20.0)
@@ -92,13 +96,13 @@ def planner():
     )
     link = HostLink(80 / 15e6, 80 / 15e6, 1 << 40)
     profile = replace(uniform_profile(16, none, again, moved), host_link=link)
-    return Planner(profile, Layout.from_flags(16, 4), Schedule(4, 1, 6))
+    return Problem(profile, Layout.from_flags(16, 4), Schedule(4, 1, 6))
 
 
-def test_offload_that_hides_is_as_fast_as_keeping_and_the_plan_says_what_it_buys(planner):
-    free, plan = planner.solve(1 << 40), make_plan(planner, 1000)
+def test_offload_that_hides_is_as_fast_as_keeping_and_the_plan_says_what_it_buys(problem):
+    free, plan = solve(problem.at(1 << 40)), make_plan(problem.at(1000))
     assert {str(choice) for choice in free.policy.layers} == {"none"}
-    without = planner.offload.without.solve(1000)
+    without = solve(without_offload(problem).at(1000))
     assert plan.cost.step_ms == free.cost.step_ms < without.cost.step_ms
     assert plan.step_evidence.gap == 0
     # The last stage has one microbatch in flight and needs no copies.
@@ -129,46 +133,48 @@ def test_what_copies_under_way_hold_too_much_costs_little_of_what_offload_buys()
     )
     profile = uniform_profile(24, *choices, boundary_bytes=64)
     profile = replace(profile, host_link=HostLink(144 / 1.2e6, 144 / 1.2e6, 1 << 40))
-    planner = Planner(profile, Layout.from_flags(24, 2), Schedule(2, 1, 8))
-    found, without = planner.solve(17_934), planner.offload.without.solve(17_934)
+    problem = Problem(profile, Layout.from_flags(24, 2), Schedule(2, 1, 8))
+    found, without = solve(problem.at(17_934)), solve(without_offload(problem).at(17_934))
     assert found.step_evidence.gap < 0.005
     assert without.cost.step_ms > 1.02 * found.cost.step_ms
 
 
-def test_where_everything_may_stay_the_plan_has_no_copies_and_says_so(planner):
-    assert make_plan(planner, 1 << 40).notes[-1].startswith("With offload nothing faster was found")
+def test_where_everything_may_stay_the_plan_has_no_copies_and_says_so(problem):
+    assert (
+        make_plan(problem.at(1 << 40)).notes[-1].startswith("With offload nothing faster was found")
+    )
 
 
-def test_many_policies_at_once_cost_what_each_costs_with_its_copies(planner):
+def test_many_policies_at_once_cost_what_each_costs_with_its_copies(problem):
     moved, kept = "none+offload[core_attn]", "selective[mlp]"
     texts = [moved, kept, f"{moved}*8,{kept}*8", f"{kept}*4,none*4,{moved}*8"]
     policies = [RecomputePolicy.parse(text, num_layers=16) for text in texts]
     told = []
     for policy, outcome in zip(
-        policies, Outcomes(planner.costs).of(policies, told.append), strict=True
+        policies, Outcomes(problem.costs).of(policies, told.append), strict=True
     ):
-        cost = planner.evaluate(policy)
+        cost = problem.cost(policy)
         assert outcome.step_ms == pytest.approx(cost.step_ms)
         assert outcome.peak_high_bytes == tuple(s.peak_high_bytes for s in cost.stages)
     assert told == sorted(told)
     assert told[-1] == 1
 
 
-def test_less_memory_than_recompute_alone_needs(planner):
-    least = planner.offload.without.leanest[0].peak_bytes
-    found = planner.solve(least - 1)
+def test_less_memory_than_recompute_alone_needs(problem):
+    least = without_offload(problem).stages.leanest[0].peak_bytes
+    found = solve(problem.at(least - 1))
     assert found.cost.peak_high_bytes < least
     with pytest.raises(InfeasibleError):
-        planner.offload.without.solve(least - 1)
-    least = planner.leanest[0].peak_bytes
+        solve(without_offload(problem).at(least - 1))
+    least = problem.stages.leanest[0].peak_bytes
     with pytest.raises(InfeasibleError, match="only if copies to host memory took no time"):
-        planner.solve(least)
+        solve(problem.at(least))
     with pytest.raises(InfeasibleError, match="even with its leanest choices"):
-        planner.solve(least - 1)
+        solve(problem.at(least - 1))
 
 
-def test_the_curve_with_offload_is_nowhere_above_the_one_without(planner):
-    curve, plain = planner.pareto(8), planner.offload.without.pareto(8)
+def test_the_curve_with_offload_is_nowhere_above_the_one_without(problem):
+    curve, plain = pareto(problem, 8), pareto(without_offload(problem), 8)
     assert curve[-1].peak_high_bytes <= plain[-1].peak_high_bytes
     for point in plain:
         best = min(p.step_ms for p in curve if p.budget_bytes <= point.peak_high_bytes)
@@ -186,40 +192,40 @@ def test_megatrons_whole_layer_offload_is_taken_where_it_is_the_fastest():
     for rate in (8e6, 20e6):  # a copy takes 10 or 4 ms
         link = HostLink(80 / 80e6 * rate / 1e7, 80 / 80e6 * rate / 1e7, 1 << 40)
         profile = replace(uniform_profile(8, none, again, moved), host_link=link)
-        planner = Planner(profile, Layout.from_flags(8, 1), Schedule(1, 1, 4))
+        problem = Problem(profile, Layout.from_flags(8, 1), Schedule(1, 1, 4))
         texts = [f"megatron:cpu_offloading/{n}" for n in range(1, 8)]
-        own = [planner.evaluate(RecomputePolicy.parse(text, num_layers=8)) for text in texts]
+        own = [problem.cost(RecomputePolicy.parse(text, num_layers=8)) for text in texts]
         for budget in range(500, 1000, 80):
             fits = [cost.step_ms for cost in own if cost.peak_high_bytes <= budget]
-            plain = planner.offload.without.try_solve(budget)
+            plain = try_solve(without_offload(problem).at(budget))
             fits += [] if plain is None else [plain.cost.step_ms]
-            found = planner.try_solve(budget)
-            least_ms = LeastSteps(planner, [budget]).step_ms(planner)
+            found = try_solve(problem.at(budget))
+            least_ms = LeastSteps(problem.at(budget)).step_ms(problem.at(budget))
             assert (found and found.cost.step_ms) == min(fits, default=None)
             if found is not None:
                 assert least_ms <= found.cost.step_ms * (1 + 1e-9)
                 assert found.step_evidence.gap == 0
                 taken.add(str(found.policy.layers[0]))
-                plan = make_plan(planner, budget)
+                plan = make_plan(problem.at(budget))
                 assert Plan.from_json(plan.to_json()) == plan
     assert {"none+offload[cpu_offloading]", "selective[mlp]"} <= taken
     least = min(cost.peak_high_bytes for cost in own)
-    assert planner.solve(least).cost.peak_high_bytes == least
+    assert solve(problem.at(least)).cost.peak_high_bytes == least
     with pytest.raises(InfeasibleError, match=r"leanest choices \(none\+offload\[cpu_offloading\]"):
-        planner.solve(least - 1)
-    changes = [planner.evaluate(other) for _, other in changed_at(planner, found.policy, 2)]
+        solve(problem.at(least - 1))
+    changes = [problem.cost(other) for _, other in changed_at(problem, found.policy, 2)]
     assert changes
 
 
 @pytest.mark.parametrize("seed", range(20, 26))
 def test_no_setting_of_megatrons_that_fits_is_faster(seed):
-    profile, layout, schedule, rng = problem(seed)
-    planner = Planner(profile, layout, schedule)
+    profile, layout, schedule, rng = drawn(seed)
+    problem = Problem(profile, layout, schedule)
     texts = ["none", "selective[mlp]", "offload[core_attn]", "selective[mlp]+offload[core_attn]"]
     settings = [MegatronStrategy.parse(f"megatron:{text}") for text in texts]
-    costs = [planner.evaluate(one.policy(profile.num_layers)) for one in settings]
+    costs = [problem.cost(one.policy(profile.num_layers)) for one in settings]
     budget = rng.choice(costs).peak_high_bytes
-    found = planner.try_solve(budget)
+    found = try_solve(problem.at(budget))
     for cost in (*costs, *([] if found is None else [found.cost])):
         host = max(stage.host_bytes for stage in cost.stages)
         if cost.peak_high_bytes <= budget and host <= profile.host_link.host_bytes:
@@ -239,9 +245,9 @@ def test_a_layout_is_found_that_fits_with_its_copies(budget):
     profile = replace(plain, host_link=HostLink(30 / 12e6, 30 / 12e6, 1 << 40))
     choices = [LayerPolicy.parse(record.choice) for record in (none, again, moved)]
     texts = [f"E{'t' * first}|{'t' * (4 - first)}L" for first in (1, 2, 3)]
-    planners = [Planner(profile, Layout.parse(text, 2), Schedule(2, 1, 4)) for text in texts]
-    steps = [brute_force(planner, budget, choices) for planner in planners]
+    problems = [Problem(profile, Layout.parse(text, 2), Schedule(2, 1, 4)) for text in texts]
+    steps = [brute_force(problem, budget, choices) for problem in problems]
     best = min(step for step in steps if step is not None)
-    found = search_layout(planners[1], budget)
+    found = search_layout(problems[1].at(budget))
     assert found.evidence.bound_ms <= best * (1 + 1e-9)
     assert found.solution.cost.step_ms == pytest.approx(best)

@@ -6,58 +6,60 @@ import pytest
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.outcomes import Outcomes
-from megatron_autorecompute.planner.search.solve import Planner, changed_at, neighbours
+from megatron_autorecompute.planner.search.neighbours import changed_at, neighbours
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import try_solve
 from megatron_autorecompute.policy import FULL, RecomputePolicy
-from tests.planner.random_profiles import problem
+from tests.planner.random_profiles import drawn
 
 
 def random_planner(seed):
-    profile, layout, schedule, budget = problem(seed)
+    profile, layout, schedule, budget = drawn(seed)
     slower = tuple(replace(s, residual_ms=1.5, uncertainty_bytes=2) for s in profile.stages)
-    return Planner(replace(profile, stages=slower), layout, schedule), budget
+    return Problem(replace(profile, stages=slower), layout, schedule), budget
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_outcomes_are_those_of_evaluating_each_policy(seed):
-    planner, budget = random_planner(seed)
-    solution = planner.try_solve(budget) or planner.try_solve(1 << 40)
+    problem, budget = random_planner(seed)
+    solution = try_solve(problem.at(budget)) or try_solve(problem.at(1 << 40))
     policy = solution.policy
-    others = [o for i in range(len(policy.layers)) for _, o in changed_at(planner, policy, i)]
-    for other, outcome in zip(others, Outcomes(planner.costs).of(others), strict=True):
-        cost = planner.evaluate(other)
+    others = [o for i in range(len(policy.layers)) for _, o in changed_at(problem, policy, i)]
+    for other, outcome in zip(others, Outcomes(problem.costs).of(others), strict=True):
+        cost = problem.cost(other)
         assert outcome.step_ms == pytest.approx(cost.step_ms)
         assert outcome.busy_ms == pytest.approx(tuple(s.busy_ms for s in cost.stages))
         assert outcome.peak_high_bytes == tuple(s.peak_high_bytes for s in cost.stages)
 
 
 def test_changed_policies_are_those_that_neighbours_costs():
-    planner, _ = random_planner(3)
-    policy = planner.try_solve(1 << 40).policy
-    costed = [cost.step_ms for _, cost in neighbours(planner, policy, 0)]
-    changed = [other for _, other in changed_at(planner, policy, 0)]
-    assert costed == [pytest.approx(o.step_ms) for o in Outcomes(planner.costs).of(changed)]
+    problem, _ = random_planner(3)
+    policy = try_solve(problem.at(1 << 40)).policy
+    costed = [cost.step_ms for _, cost in neighbours(problem, policy, 0)]
+    changed = [other for _, other in changed_at(problem, policy, 0)]
+    assert costed == [pytest.approx(o.step_ms) for o in Outcomes(problem.costs).of(changed)]
 
 
 def test_no_policies_have_no_outcomes_and_progress_ends_at_the_whole():
-    planner, _ = random_planner(3)
+    problem, _ = random_planner(3)
     told = []
-    assert Outcomes(planner.costs).of([], told.append) == []
-    Outcomes(planner.costs).of([planner.try_solve(1 << 40).policy] * 200, told.append)
+    assert Outcomes(problem.costs).of([], told.append) == []
+    Outcomes(problem.costs).of([try_solve(problem.at(1 << 40)).policy] * 200, told.append)
     assert told[-1] == 1.0
     assert told == sorted(told)
 
 
 def test_a_choice_without_a_record_is_refused():
-    planner, _ = random_planner(3)
-    unknown = RecomputePolicy.parse("selective[moe]", num_layers=planner.profile.num_layers)
+    problem, _ = random_planner(3)
+    unknown = RecomputePolicy.parse("selective[moe]", num_layers=problem.profile.num_layers)
     with pytest.raises(ProfileError, match="no record"):
-        Outcomes(planner.costs).check(unknown)
+        Outcomes(problem.costs).check(unknown)
 
 
 def test_a_checkpoint_across_two_chunks_is_refused():
-    planner = next(
+    problem = next(
         p for p, _ in map(random_planner, range(100)) if p.layout.num_stages == p.profile.num_layers
     )
-    across = RecomputePolicy((replace(FULL, group=2),) * 2 * (planner.profile.num_layers // 2))
+    across = RecomputePolicy((replace(FULL, group=2),) * 2 * (problem.profile.num_layers // 2))
     with pytest.raises(PolicyError, match="cannot span"):
-        Outcomes(planner.costs).check(across)
+        Outcomes(problem.costs).check(across)

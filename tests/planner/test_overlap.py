@@ -8,17 +8,17 @@ from megatron_autorecompute.planner.cost import overlap
 from megatron_autorecompute.planner.cost.peak_memory import ChunkColumns
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import PartBytes
-from tests.planner.random_profiles import problem
+from tests.planner.random_profiles import drawn
 
 
 def overlapped(seed):
     """A problem on one stage, of records with and without parts; no checkpoints of several."""
     rng = random.Random(f"beside {seed}")
-    seeds = (s for s in itertools.count(seed * 1000) if problem(s)[2].num_stages == 1)
-    profile, layout, schedule, budget = problem(next(seeds))
+    seeds = (s for s in itertools.count(seed * 1000) if drawn(s)[2].num_stages == 1)
+    profile, layout, schedule, budget = drawn(next(seeds))
     kinds = tuple(
         replace(
             kind,
@@ -165,9 +165,9 @@ def test_what_is_found_fits_and_its_bound_holds_for_every_choice():
     same = feasible = 0
     for seed in range(40):
         profile, layout, schedule, budget = overlapped(seed)
-        planner = Planner(profile, layout, schedule, allowed=["none", "full", *MODULES])
-        found = planner.choose(0, budget)
-        stage = planner.searches[0].problem
+        problem = Problem(profile, layout, schedule, allowed=["none", "full", *MODULES])
+        found = problem.stages.stage(0).fastest(budget)
+        stage = problem.stages.stage(0).problem
         splits = ((policy.layers,) for policy in every_policy(profile, layout))
         fitting = [
             sum(stage.chunks[0].times_ps(split[0]))
@@ -175,11 +175,11 @@ def test_what_is_found_fits_and_its_bound_holds_for_every_choice():
             if stage.true_peak(split) <= budget
         ]
         if found is None:
-            assert not fitting or planner.leanest[0].peak_bytes > budget
+            assert not fitting or problem.stages.leanest[0].peak_bytes > budget
             continue
         feasible += 1
         policy = RecomputePolicy(found.policies[0])
-        assert planner.evaluate(policy).stages[0].peak_high_bytes == found.peak_bytes <= budget
+        assert problem.cost(policy).stages[0].peak_high_bytes == found.peak_bytes <= budget
         assert found.bound_ps <= min(fitting) <= found.time_ps
         same += min(fitting) == found.time_ps
     assert feasible > 20

@@ -17,14 +17,14 @@ from megatron_autorecompute.profile import (
     StaticBytes,
 )
 from tests.planner.moments import timeline
-from tests.planner.random_profiles import problem
+from tests.planner.random_profiles import drawn
 from tests.planner.uniform_profiles import FULL, NONE, peak_of, uniform_profile
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6))
 def test_the_timeline_reaches_the_peak_and_never_exceeds_it(seed):
-    profile, layout, schedule, _ = problem(seed)
+    profile, layout, schedule, _ = drawn(seed)
     fastest = tuple(CostTable(profile).choices(layer)[0] for layer in range(profile.num_layers))
     policy = RecomputePolicy(fastest)
     for stage in evaluate(profile, layout, schedule, policy).stages:

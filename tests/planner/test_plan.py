@@ -7,17 +7,20 @@ import pytest
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.plan import Plan, changes, make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.curve import pareto
+from megatron_autorecompute.planner.search.manual import best_manual
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve, try_solve
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
-from tests.planner.random_profiles import problem, problem_of_many
+from tests.planner.random_profiles import drawn, problem_of_many
 
 
 @pytest.fixture(scope="module")
 def plan():
     profile, layout, schedule, budget = problem_of_many()
     profile = replace(profile, fingerprint={"torch": "2.13.0", "device": "cpu"})
-    return make_plan(Planner(profile, layout, schedule), budget)
+    return make_plan(Problem(profile, layout, schedule).at(budget))
 
 
 def test_a_saved_plan_is_read_back_equal(plan, tmp_path):
@@ -44,16 +47,16 @@ def test_the_percentile_is_read_by_its_former_name(plan):
 
 def test_solving_the_loaded_plan_again_gives_the_same_policy(plan):
     again = Plan.from_json(plan.to_json())
-    assert again.planner().solve(again.budget_bytes).policy == plan.policy
+    assert solve(again.problem().at(again.budget_bytes)).policy == plan.policy
 
 
 def test_the_curve_steps_down_to_the_leanest_policy(plan):
-    curve = plan.planner().pareto(5)
+    curve = pareto(plan.problem(), 5)
     peaks = [point.peak_high_bytes for point in curve]
     assert peaks == sorted(peaks, reverse=True)
-    assert peaks[-1] == max(choice.peak_bytes for choice in plan.planner().leanest)
+    assert peaks[-1] == max(choice.peak_bytes for choice in plan.problem().stages.leanest)
     for point in curve:
-        assert plan.planner().evaluate(point.policy).step_ms == pytest.approx(point.step_ms)
+        assert plan.problem().cost(point.policy).step_ms == pytest.approx(point.step_ms)
 
 
 def test_a_plan_from_before_that_has_a_curve_is_read_with_its_proof(plan):
@@ -186,7 +189,7 @@ def test_a_policy_changed_by_hand_is_no_plan_but_still_a_policy(plan, tmp_path):
 def test_a_plan_changed_in_what_proves_it_has_no_proof(plan):
     """A larger budget everywhere leaves all figures right, and the policy no longer the best."""
     budgets = {("budget_bytes", 0): 10**6, ("evidence", 0, "budget_bytes"): 10**6}
-    manual = plan.planner().best_manual(10**6)
+    manual = best_manual(plan.problem().at(10**6))
     for name, value in (("name", manual.name), ("step_ms", manual.cost.step_ms)):
         budgets["best_manual", name] = value
     budgets["best_manual", "peak_high_bytes"] = manual.cost.peak_high_bytes
@@ -216,13 +219,13 @@ def test_a_plan_of_a_version_that_predicted_otherwise_gets_the_figures_of_this_o
 def test_the_figures_of_every_plan_can_be_worked_out_again():
     solved = 0
     for seed in range(60):
-        profile, layout, schedule, budget = problem(seed)
-        planner = Planner(profile, layout, schedule)
-        if planner.try_solve(budget) is None:
+        profile, layout, schedule, budget = drawn(seed)
+        problem = Problem(profile, layout, schedule)
+        if try_solve(problem.at(budget)) is None:
             continue
-        data = json.loads(make_plan(planner, budget).to_json())
+        data = json.loads(make_plan(problem.at(budget)).to_json())
         del data["digest"]
-        assert Plan.from_json(json.dumps(data)).cost == planner.solve(budget).cost
+        assert Plan.from_json(json.dumps(data)).cost == solve(problem.at(budget)).cost
         solved += 1
     assert solved > 15
 

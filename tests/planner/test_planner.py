@@ -10,7 +10,12 @@ from benchmarks import solve_speed
 from megatron_autorecompute.errors import InfeasibleError, PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.search.solve import Planner, StepEvidence, neighbours, solve
+from megatron_autorecompute.planner.search.curve import pareto
+from megatron_autorecompute.planner.search.manual import best_manual, manual_policy
+from megatron_autorecompute.planner.search.neighbours import neighbours
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solution import StepEvidence
+from megatron_autorecompute.planner.search.solve import solve, try_solve
 from megatron_autorecompute.planner.search.stage_problem import put_together
 from megatron_autorecompute.policy import MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import (
@@ -23,8 +28,9 @@ from megatron_autorecompute.profile import (
     StageRecord,
     StaticBytes,
 )
+from tests.planner.asked import every_manual_setting
 from tests.planner.definitions import simulate
-from tests.planner.random_profiles import problem, problem_of_many, scale
+from tests.planner.random_profiles import drawn, problem_of_many, scale
 
 SEEDS = st.integers(0, 10**6)
 
@@ -32,8 +38,8 @@ SEEDS = st.integers(0, 10**6)
 def test_changing_one_stages_budget_leaves_the_others_alone():
     profile, layout, schedule, _ = problem_of_many()
     layout, schedule = Layout.from_flags(12, 3), Schedule(3, 1, 6)
-    one = solve(profile, layout, schedule, [2000, 1200, 700])
-    other = solve(profile, layout, schedule, [2000, 700, 700])
+    one = solve(Problem(profile, layout, schedule, [2000, 1200, 700]))
+    other = solve(Problem(profile, layout, schedule, [2000, 700, 700]))
     assert one.policy.layers[:4] == other.policy.layers[:4]
     assert one.policy.layers[8:] == other.policy.layers[8:]
     assert one.policy.layers[4:8] != other.policy.layers[4:8]
@@ -44,20 +50,20 @@ def test_adding_a_stage_in_front_leaves_the_last_stages_choices_alone():
     # of layers in front has the same problem on the last two.
     short, _, _, _ = problem_of_many(8)
     long, _, _, _ = problem_of_many(12)
-    two = solve(short, Layout.from_flags(8, 2), Schedule(2, 1, 6), 900)
-    three = solve(long, Layout.from_flags(12, 3), Schedule(3, 1, 6), 900)
+    two = solve(Problem(short, Layout.from_flags(8, 2), Schedule(2, 1, 6), 900))
+    three = solve(Problem(long, Layout.from_flags(12, 3), Schedule(3, 1, 6), 900))
     assert two.policy.layers[4:] == three.policy.layers[8:]
 
 
 @settings(max_examples=80)
 @given(SEEDS)
 def test_never_slower_than_any_manual_strategy_that_fits(seed):
-    profile, layout, schedule, budget = problem(seed)
-    planner = Planner(profile, layout, schedule)
-    for manual in planner.manual_strategies(budget):
+    profile, layout, schedule, budget = drawn(seed)
+    problem = Problem(profile, layout, schedule)
+    for manual in every_manual_setting(problem.at(budget)):
         if not manual.fits:
             continue
-        solution = planner.solve(budget)
+        solution = solve(problem.at(budget))
         assert solution.cost.step_ms <= manual.cost.step_ms * (1 + 1e-12)
 
 
@@ -65,7 +71,8 @@ def test_manual_strategies_count_layers_as_megatron_does():
     profile, _, _, _ = problem_of_many(10)
     layout = Layout.from_flags(10, 2, num_layers_in_first_pipeline_stage=7)
     manual = {
-        s.name: s for s in Planner(profile, layout, Schedule(2, 1, 4)).manual_strategies(10**6)
+        s.name: s
+        for s in every_manual_setting(Problem(profile, layout, Schedule(2, 1, 4)).at(10**6))
     }
     # TransformerBlock counts block layers from each stage's first, and its uniform loop clamps
     # the last checkpoint to the layers that are left.
@@ -80,23 +87,23 @@ def test_manual_strategies_count_layers_as_megatron_does():
 
 
 def test_the_best_manual_strategy_is_the_fastest_that_fits():
-    planner = Planner(*problem_of_many()[:3])
-    manual = planner.manual_strategies(700)
-    best = planner.best_manual(700)
+    problem = Problem(*problem_of_many()[:3])
+    manual = every_manual_setting(problem.at(700))
+    best = best_manual(problem.at(700))
     fitting = [s.cost.step_ms for s in manual if s.fits]
     assert fitting
     assert best.cost.step_ms == min(fitting)
-    assert best.cost.step_ms > planner.solve(700).cost.step_ms
-    assert planner.best_manual(1) is None
+    assert best.cost.step_ms > solve(problem.at(700)).cost.step_ms
+    assert best_manual(problem.at(1)) is None
 
 
 @settings(max_examples=80)
 @given(SEEDS)
 def test_the_best_manual_strategy_is_found_without_looking_at_all_of_them(seed):
-    profile, layout, schedule, budget = problem(seed)
-    planner = Planner(profile, layout, schedule)
-    fitting = [s.cost.step_ms for s in planner.manual_strategies(budget) if s.fits]
-    best = planner.best_manual(budget)
+    profile, layout, schedule, budget = drawn(seed)
+    problem = Problem(profile, layout, schedule)
+    fitting = [s.cost.step_ms for s in every_manual_setting(problem.at(budget)) if s.fits]
+    best = best_manual(problem.at(budget))
     assert (best and best.cost.step_ms) == min(fitting, default=None)
 
 
@@ -114,10 +121,10 @@ def test_every_set_of_the_modules_of_all_kinds_together_is_a_manual_strategy():
         replace(dense, layers=(0, 1), choices=one),
         replace(moe, layers=(2, 3), choices=without_mlp),
     )
-    planner = Planner(replace(profile, kinds=kinds), layout, schedule)
-    costs = {s.name: s.cost for s in planner.manual_strategies(10**6)}
+    problem = Problem(replace(profile, kinds=kinds), layout, schedule)
+    costs = {s.name: s.cost for s in every_manual_setting(problem.at(10**6))}
     both = RecomputePolicy.parse("selective[mlp]*2,selective[moe]*2", num_layers=4)
-    assert costs["megatron:selective[mlp+moe]"] == planner.evaluate(both)
+    assert costs["megatron:selective[mlp+moe]"] == problem.cost(both)
 
 
 def test_what_megatron_never_returns_from_is_no_manual_strategy():
@@ -133,8 +140,8 @@ def test_what_megatron_never_returns_from_is_no_manual_strategy():
 def offered(profile, config, layout, schedule):
     facts = {"transformer_config": config} if config else {}
     model = replace(profile.model, facts=facts)
-    planner = Planner(replace(profile, model=model), layout, schedule)
-    offers = [s for s in planner.manual_strategies(10**6) if s.cost]
+    problem = Problem(replace(profile, model=model), layout, schedule)
+    offers = [s for s in every_manual_setting(problem.at(10**6)) if s.cost]
     return {strategy.name.removeprefix("megatron:") for strategy in offers}
 
 
@@ -143,58 +150,58 @@ def test_infeasible_names_the_tightest_stage_its_need_and_the_budget():
     gib = 1 << 30
     profile = scale(profile, gib, 1.0)
     with pytest.raises(InfeasibleError, match=r"Stage 0 needs \S+ GiB .*full.*the budget is 60.00"):
-        solve(profile, Layout.from_flags(12, 3), Schedule(3, 1, 6), 60 * gib)
+        solve(Problem(profile, Layout.from_flags(12, 3), Schedule(3, 1, 6), 60 * gib))
 
 
 @pytest.mark.parametrize("unit_bytes", [(1 << 30) + 12345, 123457, 1])
 def test_the_need_that_an_infeasible_plan_names_is_enough_as_a_budget(unit_bytes):
     profile, layout, schedule, _ = problem_of_many()
-    planner = Planner(scale(profile, unit_bytes, 1.0), layout, schedule)
+    problem = Problem(scale(profile, unit_bytes, 1.0), layout, schedule)
     with pytest.raises(InfeasibleError) as caught:
-        planner.solve(60 * unit_bytes)
+        solve(problem.at(60 * unit_bytes))
     named = float(re.findall(r"needs (\S+) GiB", str(caught.value))[0])
-    assert planner.solve(round(named * (1 << 30))).cost.peak_high_bytes <= named * (1 << 30)
+    assert solve(problem.at(round(named * (1 << 30)))).cost.peak_high_bytes <= named * (1 << 30)
 
 
 def test_pareto_falls_in_time_as_the_budget_grows_and_each_point_is_the_optimum():
-    planner = Planner(*problem_of_many()[:3])
-    points = planner.pareto(20)
+    problem = Problem(*problem_of_many()[:3])
+    points = pareto(problem, 20)
     for large, small in itertools.pairwise(points):
         assert large.budget_bytes > small.budget_bytes
         assert large.step_ms <= small.step_ms
     for point in points:
-        fresh = Planner(*problem_of_many()[:3]).solve(point.budget_bytes)
+        fresh = solve(Problem(*problem_of_many()[:3]).at(point.budget_bytes))
         assert fresh.cost.step_ms == pytest.approx(point.step_ms)
         assert fresh.cost.peak_high_bytes == point.peak_high_bytes
 
 
 def test_interleaved_more_budget_on_the_curve_is_never_a_slower_step():
-    planner = solve_speed.planner(solve_speed.Case(32, 4, 2))
-    points = planner.pareto(24)
+    problem = solve_speed.problem(solve_speed.Case(32, 4, 2))
+    points = pareto(problem, 24)
     # Stage by stage nothing is slower, but what waits for what can make the step so.
-    alone = [busy_step_ms(planner, point.budget_bytes) for point in points]
+    alone = [busy_step_ms(problem, point.budget_bytes) for point in points]
     assert any(large > small for large, small in itertools.pairwise(alone))
     assert all(large.step_ms <= small.step_ms for large, small in itertools.pairwise(points))
     assert all(point.peak_high_bytes <= point.budget_bytes for point in points)
 
 
-def busy_step_ms(planner, budget):
+def busy_step_ms(problem, budget):
     """Where every stage has its choices of the least busy time."""
-    stages = range(planner.layout.num_stages)
-    choices = [planner.choose(stage, budget).policies for stage in stages]
-    return planner.evaluate(put_together(planner.layout, choices)).step_ms
+    stages = range(problem.layout.num_stages)
+    choices = [problem.stages.stage(stage).fastest(budget).policies for stage in stages]
+    return problem.cost(put_together(problem.layout, choices)).step_ms
 
 
 def test_evidence_carries_objective_bound_gap_and_binding_moment():
-    planner = Planner(*problem_of_many()[:3])
-    (evidence,) = planner.solve(700).evidence
+    problem = Problem(*problem_of_many()[:3])
+    (evidence,) = solve(problem.at(700)).evidence
     assert evidence.gap == 0
     assert evidence.objective_ms == evidence.bound_ms
     assert evidence.peak_high_bytes <= 700
     assert evidence.binding.startswith("stage 0, backward of layer")
-    step_ms = planner.solve(700).cost.step_ms
-    assert planner.solve(700).step_evidence == StepEvidence(step_ms, 0.0)
-    (free,) = planner.solve(10**9).evidence
+    step_ms = solve(problem.at(700)).cost.step_ms
+    assert solve(problem.at(700)).step_evidence == StepEvidence(step_ms, 0.0)
+    (free,) = solve(problem.at(10**9)).evidence
     assert free.binding.startswith("nothing")
 
 
@@ -204,10 +211,10 @@ def test_the_budget_is_met_at_the_high_end_of_the_uncertainty():
         replace(k, choices=tuple(replace(c, uncertainty_bytes=5) for c in k.choices))
         for k in profile.kinds
     )
-    solution = solve(replace(profile, kinds=kinds), layout, schedule, budget)
+    solution = solve(Problem(replace(profile, kinds=kinds), layout, schedule, budget))
     (stage,) = solution.cost.stages
     assert stage.peak_low_bytes < stage.peak.bytes < stage.peak_high_bytes <= budget
-    certain = solve(profile, layout, schedule, budget)
+    certain = solve(Problem(profile, layout, schedule, budget))
     assert certain.cost.step_ms < solution.cost.step_ms
 
 
@@ -217,9 +224,9 @@ def test_budgeting_for_a_moe_percentile_costs_time_and_leaves_room():
     profile = replace(
         profile, kinds=tuple(replace(kind, imbalance=uneven) for kind in profile.kinds)
     )
-    mean = solve(profile, layout, schedule, budget, percentile=None)
-    careful = solve(profile, layout, schedule, budget, percentile=99.0)
-    assert solve(profile, layout, schedule, budget) == careful
+    mean = solve(Problem(profile, layout, schedule, budget, percentile=None))
+    careful = solve(Problem(profile, layout, schedule, budget, percentile=99.0))
+    assert solve(Problem(profile, layout, schedule, budget)) == careful
     assert careful.cost.step_ms > mean.cost.step_ms
     names = [[layer for layer in careful.policy.layers]]
     peak, _ = simulate(profile, layout, schedule, 0, names)
@@ -228,16 +235,16 @@ def test_budgeting_for_a_moe_percentile_costs_time_and_leaves_room():
 
 def test_only_allowed_choices_are_used():
     profile, layout, schedule, _ = problem_of_many()
-    solution = solve(profile, layout, schedule, 700, allowed=["none", "full"])
+    solution = solve(Problem(profile, layout, schedule, 700, allowed=["none", "full"]))
     assert {str(layer) for layer in solution.policy.layers} <= {"none", "full"}
     with pytest.raises(ProfileError, match="None of the allowed choices"):
-        solve(profile, layout, schedule, 700, allowed=["selective[moe]"])
+        solve(Problem(profile, layout, schedule, 700, allowed=["selective[moe]"]))
 
 
 def test_neighbours_are_every_other_choice_of_a_layer_with_the_rest_unchanged():
-    planner = Planner(*problem_of_many()[:3])
+    problem = Problem(*problem_of_many()[:3])
     policy = RecomputePolicy.parse("full/3*6,none*6", num_layers=12)
-    found_choices = dict(neighbours(planner, policy, 1))
+    found_choices = dict(neighbours(problem, policy, 1))
     assert {str(choice) for choice in found_choices} == {
         "none",
         "full",
@@ -245,21 +252,21 @@ def test_neighbours_are_every_other_choice_of_a_layer_with_the_rest_unchanged():
         "selective[core_attn]",
     }
     with pytest.raises(PolicyError, match="Layer 12 does not exist"):
-        neighbours(planner, policy, 12)
+        neighbours(problem, policy, 12)
 
 
 def test_a_wrong_number_of_budgets_is_refused():
     with pytest.raises(PolicyError, match="2 budgets for 1 stages"):
-        Planner(*problem_of_many()[:3]).solve([1, 2])
+        solve(Problem(*problem_of_many()[:3]).at([1, 2]))
 
 
 def test_the_curve_is_of_the_same_steps_as_plans_where_residuals_were_measured():
     profile, layout, schedule, _ = problem_of_many()
     record = StageRecord(tuple(range(12)), StaticBytes(), residual_ms=7.0)
-    planner = Planner(replace(profile, stages=(record,)), layout, schedule)
-    for point in planner.pareto(3):
-        assert point.step_ms == pytest.approx(planner.solve(point.budget_bytes).cost.step_ms)
-        assert point.step_ms == planner.evaluate(point.policy).step_ms
+    problem = Problem(replace(profile, stages=(record,)), layout, schedule)
+    for point in pareto(problem, 3):
+        assert point.step_ms == pytest.approx(solve(problem.at(point.budget_bytes)).cost.step_ms)
+        assert point.step_ms == problem.cost(point.policy).step_ms
 
 
 def model_of(*kinds, num_layers):
@@ -286,15 +293,15 @@ def test_a_setting_of_all_layers_recomputes_the_modules_that_each_kind_has():
         LayerKind("dense", (0,), (none, full, attention), static=StaticBytes()),
         LayerKind("moe", (1, 2, 3), (none, full, attention, moe, both), static=StaticBytes()),
     )
-    planner = Planner(model_of(*kinds, num_layers=4), Layout.from_flags(4, 1), Schedule(1, 1, 4))
-    found = {s.name: s for s in planner.manual_strategies(10**6)}
+    problem = Problem(model_of(*kinds, num_layers=4), Layout.from_flags(4, 1), Schedule(1, 1, 4))
+    found = {s.name: s for s in every_manual_setting(problem.at(10**6))}
     assert found["megatron:selective[moe]"].policy.format() == "none*1,selective[moe]+all*3"
     assert (
         found["megatron:selective[core_attn+moe]"].policy.format()
         == "selective[core_attn]+all*1,selective[core_attn+moe]+all*3"
     )
     assert not [s.name for s in found.values() if s.refused]
-    assert planner.best_manual(100 + 3 * 40).name == "megatron:selective[moe]"
+    assert best_manual(problem.at(100 + 3 * 40)).name == "megatron:selective[moe]"
 
 
 def test_allowing_what_is_inert_allows_what_it_equals():
@@ -305,16 +312,16 @@ def test_allowing_what_is_inert_allows_what_it_equals():
         inert={"selective[core_attn]": "none"},
         static=StaticBytes(),
     )
-    planner = Planner(
+    problem = Problem(
         model_of(kind, num_layers=1),
         Layout.from_flags(1, 1),
         Schedule(1, 1, 1),
         allowed=["full", "selective[core_attn]"],
     )
-    assert planner.solve(100).policy.format() == "none*1"
-    assert planner.solve(10).policy.format() == "none*1"
+    assert solve(problem.at(100)).policy.format() == "none*1"
+    assert solve(problem.at(10)).policy.format() == "none*1"
     with pytest.raises(InfeasibleError):
-        planner.solve(9)
+        solve(problem.at(9))
 
 
 def test_a_setting_runs_what_a_layer_has_of_its_modules_and_of_its_offload():
@@ -329,10 +336,10 @@ def test_a_setting_runs_what_a_layer_has_of_its_modules_and_of_its_offload():
         },
         static=StaticBytes(),
     )
-    planner = Planner(model_of(kind, num_layers=1), Layout.from_flags(1, 1), Schedule(1, 1, 1))
+    problem = Problem(model_of(kind, num_layers=1), Layout.from_flags(1, 1), Schedule(1, 1, 1))
     text = "megatron:selective[layernorm+moe_act]+offload[expert_fc1]"
-    policy = planner.manual_policy(MegatronStrategy.parse(text))
-    assert planner.evaluate(policy).peak_high_bytes == 10
+    policy = manual_policy(problem, MegatronStrategy.parse(text))
+    assert problem.cost(policy).peak_high_bytes == 10
 
 
 @pytest.mark.parametrize(
@@ -352,14 +359,14 @@ def test_figures_whose_sums_leave_64_bits_are_refused(record, factor, num_layers
     )
     profile = model_of(kind, num_layers=num_layers)
     with pytest.raises(ProfileError, match="The records of stage 0 add up to"):
-        Planner(profile, Layout.from_flags(num_layers, 1), Schedule(1, 1, 1), percentile=99.0)
+        Problem(profile, Layout.from_flags(num_layers, 1), Schedule(1, 1, 1), percentile=99.0)
 
 
 def test_a_step_of_a_thousand_million_microbatches_is_planned():
     profile, _, _, _ = problem_of_many()
     for layout in (Layout.from_flags(12, 2), Layout.from_flags(12, 2, 3)):
         few, many = (Schedule.of_layout(layout, m) for m in (64, 10**9))
-        solutions = [solve(profile, layout, schedule, 900) for schedule in (few, many)]
+        solutions = [solve(Problem(profile, layout, schedule, 900)) for schedule in (few, many)]
         costs = [solution.cost for solution in solutions]
         assert solutions[0].policy == solutions[1].policy
         assert [s.peak.bytes for s in costs[0].stages] == [s.peak.bytes for s in costs[1].stages]
@@ -378,9 +385,9 @@ def test_a_setting_of_megatrons_that_fits_is_taken_where_its_step_is_faster():
         LayerKind("b", (1,), (none,), inert={"selective[core_attn]": "none"}, static=StaticBytes()),
     )
     problem = model_of(*kinds, num_layers=2), Layout.from_flags(2, 2), Schedule(2, 1, 6)
-    solution = Planner(*problem).solve(10**6)
-    assert solution.cost.step_ms == Planner(*problem).best_manual(10**6).cost.step_ms == 36.0
-    narrower = Planner(*problem, allowed=["full", "none"]).solve(10**6)
+    solution = solve(Problem(*problem).at(10**6))
+    assert solution.cost.step_ms == best_manual(Problem(*problem).at(10**6)).cost.step_ms == 36.0
+    narrower = solve(Problem(*problem, allowed=["full", "none"]).at(10**6))
     assert narrower.cost.step_ms == 38.0
 
 
@@ -392,21 +399,21 @@ def test_a_group_of_megatrons_choices_is_megatrons_and_costs_what_it_does():
     )
     profile = model_of(LayerKind("a", range(8), records, static=StaticBytes()), num_layers=8)
     pipeline = Layout.from_flags(8, 1), Schedule(1, 1, 1)
-    own, all_ = Planner(profile.as_megatron(), *pipeline), Planner(profile, *pipeline)
-    need = own.leanest[0].peak_bytes
-    found = own.solve(need)
+    own, every = Problem(profile.as_megatron(), *pipeline), Problem(profile, *pipeline)
+    need = own.stages.leanest[0].peak_bytes
+    found = solve(own.at(need))
     assert found.policy.format() == "full/3+all*3,full/2+all*2,full+all*2,none*1"
-    assert found.cost.step_ms == all_.evaluate(found.policy).step_ms == 7 * 4.0 + 3.0
-    assert all_.solve(need).policy.format() == "full/3*3,full/2*2,full*2,none*1"
+    assert found.cost.step_ms == every.cost(found.policy).step_ms == 7 * 4.0 + 3.0
+    assert solve(every.at(need)).policy.format() == "full/3*3,full/2*2,full*2,none*1"
 
 
 @settings(max_examples=60, deadline=None)
 @given(SEEDS)
 def test_no_setting_of_megatrons_that_fits_has_a_faster_step(seed):
-    profile, layout, schedule, budget = problem(seed)
-    planner = Planner(profile, layout, schedule)
-    solution = planner.try_solve(budget)
-    for manual in planner.manual_strategies(budget):
+    profile, layout, schedule, budget = drawn(seed)
+    problem = Problem(profile, layout, schedule)
+    solution = try_solve(problem.at(budget))
+    for manual in every_manual_setting(problem.at(budget)):
         if manual.fits:
             assert solution.cost.step_ms <= manual.cost.step_ms * (1 + 1e-9), manual.name
     for evidence in solution.evidence if solution else ():

@@ -11,14 +11,14 @@ from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, StageRecord, StaticBytes
 from tests.planner.definitions import chunk_policies, simulate
-from tests.planner.random_profiles import problem
+from tests.planner.random_profiles import drawn
 from tests.planner.uniform_profiles import FULL, NONE, peak_of, uniform_profile
 
 
 @settings(max_examples=150)
 @given(st.integers(0, 10**6), st.randoms(use_true_random=False))
 def test_peaks_equal_an_event_by_event_simulation(seed, rng):
-    profile, layout, schedule, _ = problem(seed)
+    profile, layout, schedule, _ = drawn(seed)
     layers = [None] * profile.num_layers
     chosen = []
     for chunks in layout.stages:

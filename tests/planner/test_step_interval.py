@@ -11,8 +11,9 @@ from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.step_interval import COVERS, StepErrors, deviation_ms
 from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.search.manual import best_manual
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.simpler import without_gave_way
-from megatron_autorecompute.planner.search.solve import Planner
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind, StaticBytes
 from tests.planner.known_truth import Job
@@ -32,11 +33,11 @@ def test_intervals_cover_what_they_say_and_who_stays_ahead_is_ahead(recompute, j
     covered, far, gave_way, stayed, shorter = 0, [], 0, 0, 0
     for seed in range(jobs):
         job = Job(seed, recompute)
-        plan = make_plan(job.measured, job.budgets)
+        plan = make_plan(job.measured.at(job.budgets))
         found, true_ms = plan.step_interval, job.true_ms(plan.policy)
         covered += found.low_ms <= true_ms <= found.high_ms
         far.append((found.high_ms - found.low_ms) / max(1e-9, abs(true_ms - plan.cost.step_ms)))
-        manual = job.measured.best_manual(job.budgets)
+        manual = best_manual(job.measured.at(job.budgets))
         table = job.measured.table
         if manual is not None and table.without_dead_work(manual.policy) != plan.policy:
             stayed += 1
@@ -98,12 +99,12 @@ def almost_alike(spread_ms):
         ChoiceRecord("selective[core_attn]", 14, 10, 20, 10.0, 29.6, spread_ms=spread_ms),
         ChoiceRecord("selective[mlp]", 4, 10, 20, 10.0, 30.0, spread_ms=spread_ms),
     )
-    return Planner(uniform_profile(4, *choices), Layout.from_flags(4, 1), Schedule(1, 1, 4))
+    return Problem(uniform_profile(4, *choices), Layout.from_flags(4, 1), Schedule(1, 1, 4))
 
 
 def test_a_plan_that_is_best_only_inside_the_noise_gives_way_to_megatrons_own(tmp_path):
     budget = 60
-    sure, unsure = (make_plan(almost_alike(spread), budget) for spread in (0.0, 1.0))
+    sure, unsure = (make_plan(almost_alike(spread).at(budget)) for spread in (0.0, 1.0))
     assert sure.step_interval is None
     assert not sure.notes
     assert sure.cost.step_ms < unsure.cost.step_ms == unsure.best_manual.step_ms
@@ -122,7 +123,7 @@ def test_less_recompute_is_faster_whatever_the_noise():
         for name, held, ms in (("none", 14, 20.0), ("selective[mlp]", 4, 20.1))
     )
     profile = uniform_profile(4, none, some)
-    plan = make_plan(Planner(profile, Layout.from_flags(4, 1), Schedule(1, 1, 1)), 60)
+    plan = make_plan(Problem(profile, Layout.from_flags(4, 1), Schedule(1, 1, 1)).at(60))
     assert plan.policy.format() == "none*2,selective[mlp]*2"
     assert plan.best_manual.step_ms > plan.cost.step_ms
     assert not plan.notes

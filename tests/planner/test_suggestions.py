@@ -7,7 +7,9 @@ from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import layers_per_stage, uneven_layouts
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search import suggestions
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve, try_solve
 from megatron_autorecompute.planner.search.suggestions import cheapest_changes, explained
 from megatron_autorecompute.profile import (
     BytesAt,
@@ -25,41 +27,41 @@ def test_an_infeasible_plan_is_given_changes_that_would_fit_cheapest_first():
     profile, layout, schedule, _ = problem_of_many()
     kinds = tuple(replace(kind, static=StaticBytes(100)) for kind in profile.kinds)
     profile = with_micro_batch(replace(profile, kinds=kinds), 4, 1.0)
-    planner = Planner(profile, layout, schedule)
-    need = planner.leanest[0].peak_bytes
-    changes = cheapest_changes(planner, need - 1)
+    problem = Problem(profile, layout, schedule)
+    need = problem.stages.leanest[0].peak_bytes
+    changes = cheapest_changes(problem.at(need - 1))
     assert [c.step_ms for c in changes] == sorted(c.step_ms for c in changes)
     texts = " ".join(change.text for change in changes)
     assert "micro-batch size 2 instead of 4" in texts
     assert "2 pipeline stages instead of 1" in texts
     assert "tensor parallelism 2 instead of 1" in texts
     with pytest.raises(InfeasibleError) as caught:
-        planner.solve(need - 1)
-    assert "Each of these alone would fit" in str(explained(caught.value, planner, need - 1))
-    assert "No change" in str(explained(caught.value, planner, 1))
+        solve(problem.at(need - 1))
+    assert "Each of these alone would fit" in str(explained(caught.value, problem.at(need - 1)))
+    assert "No change" in str(explained(caught.value, problem.at(1)))
 
 
 def test_another_layout_is_proposed_where_it_takes_layers_from_the_stage_that_is_too_full():
     profile, _, _, _ = problem_of_many(12)
-    planner = Planner(profile, layout_of((6, 3, 3)), Schedule(3, 1, 6))
-    need = planner.leanest[0].peak_bytes
-    (text,) = [c.text for c in cheapest_changes(planner, need - 1, most=9) if "layout" in c.text]
+    problem = Problem(profile, layout_of((6, 3, 3)), Schedule(3, 1, 6))
+    need = problem.stages.leanest[0].peak_bytes
+    (text,) = [c.text for c in cheapest_changes(problem.at(need - 1), most=9) if "layout" in c.text]
     flags = text.removeprefix("another layout: ").split()
     first, last = (int(value) for value in flags[1::2])
     assert first < 6
     layout = Layout.from_flags(
         12, 3, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last
     )
-    assert Planner(profile, layout, planner.schedule).try_solve(need - 1)
+    assert try_solve(Problem(profile, layout, problem.schedule).at(need - 1))
 
 
 def test_another_layout_of_a_hybrid_is_proposed_as_its_pattern():
     profile, _, _, _ = problem_of_many(6)
     job = {"config": {"hybrid_layer_pattern": "M-M-M-"}}
     profile = replace(profile, model=replace(profile.model, facts={"job": job}))
-    planner = Planner(profile, layout_of((4, 1, 1)), Schedule(3, 1, 6))
-    need = planner.leanest[0].peak_bytes
-    (text,) = [c.text for c in cheapest_changes(planner, need - 1, most=9) if "layout" in c.text]
+    problem = Problem(profile, layout_of((4, 1, 1)), Schedule(3, 1, 6))
+    need = problem.stages.leanest[0].peak_bytes
+    (text,) = [c.text for c in cheapest_changes(problem.at(need - 1), most=9) if "layout" in c.text]
     assert text.split()[:3] == ["another", "layout:", "--hybrid-layer-pattern"]
     assert text.replace("|", "").endswith("M-M-M-")
 
@@ -69,8 +71,8 @@ def test_a_missing_full_record_is_proposed():
     kinds = tuple(
         replace(k, choices=tuple(c for c in k.choices if c.choice != "full")) for k in profile.kinds
     )
-    planner = Planner(replace(profile, kinds=kinds), layout, schedule)
-    changes = cheapest_changes(planner, planner.leanest[0].peak_bytes - 40, most=9)
+    problem = Problem(replace(profile, kinds=kinds), layout, schedule)
+    changes = cheapest_changes(problem.at(problem.stages.leanest[0].peak_bytes - 40), most=9)
     assert any("full recompute as a choice for k" in change.text for change in changes)
 
 
@@ -83,11 +85,11 @@ def test_a_smaller_micro_batch_scales_all_that_scales_and_percentiles_too():
     shape = replace(profile.parallelism, micro_batch_size=2)
     stage = StageRecord((0,), StaticBytes(10), overhead=ScheduleOverhead(1000, 1000))
     profile = replace(profile, kinds=(kind,), parallelism=shape, stages=(stage,))
-    planner = Planner(profile, layout, schedule, percentile=99.0)
-    assert planner.leanest[0].peak_bytes == 10 + 1000 + 100
+    problem = Problem(profile, layout, schedule, percentile=99.0)
+    assert problem.stages.leanest[0].peak_bytes == 10 + 1000 + 100
 
     def proposed(budget):
-        texts = [change.text for change in cheapest_changes(planner, budget, 9)]
+        texts = [change.text for change in cheapest_changes(problem.at(budget), 9)]
         return any("micro-batch size 1 instead of 2" in text for text in texts)
 
     assert proposed(10 + 500 + 50)
@@ -98,15 +100,15 @@ def test_full_as_a_choice_is_proposed_with_what_is_allowed_and_nothing_else():
     profile, layout, schedule, _ = problem_of_many()
 
     def proposals(allowed):
-        planner = Planner(profile, layout, schedule, allowed=allowed)
-        changes = cheapest_changes(planner, planner.leanest[0].peak_bytes - 1, 9)
+        problem = Problem(profile, layout, schedule, allowed=allowed)
+        changes = cheapest_changes(problem.at(problem.stages.leanest[0].peak_bytes - 1), 9)
         return [change for change in changes if "full recompute" in change.text]
 
     assert proposals(["none", "full"]) == []  # it may be used, and is not enough
     (change,) = proposals(["none", "selective[mlp]"])
-    wider = Planner(profile, layout, schedule, allowed=["none", "selective[mlp]", "full"])
-    budget = Planner(profile, layout, schedule, allowed=["none", "selective[mlp]"])
-    assert change.step_ms == wider.solve(budget.leanest[0].peak_bytes - 1).cost.step_ms
+    wider = Problem(profile, layout, schedule, allowed=["none", "selective[mlp]", "full"])
+    budget = Problem(profile, layout, schedule, allowed=["none", "selective[mlp]"])
+    assert change.step_ms == solve(wider.at(budget.stages.leanest[0].peak_bytes - 1)).cost.step_ms
 
 
 def test_a_model_over_twice_the_ranks_has_the_samples_of_the_same_gpus_or_twice_the_gpus():
@@ -115,8 +117,8 @@ def test_a_model_over_twice_the_ranks_has_the_samples_of_the_same_gpus_or_twice_
 
     def steps(world_size):
         known = {"world_size": world_size} if world_size else {}
-        planner = Planner(replace(profile, kinds=kinds, fingerprint=known), layout, schedule)
-        changes = cheapest_changes(planner, planner.leanest[0].peak_bytes - 1, 9)
+        problem = Problem(replace(profile, kinds=kinds, fingerprint=known), layout, schedule)
+        changes = cheapest_changes(problem.at(problem.stages.leanest[0].peak_bytes - 1), 9)
         words = ("2 pipeline stages instead of 1 on ", "tensor parallelism 2 instead of 1 on ")
         return [
             (c.text.removeprefix(word).partition(" (")[0], c.step_ms)
@@ -126,12 +128,15 @@ def test_a_model_over_twice_the_ranks_has_the_samples_of_the_same_gpus_or_twice_
         ]
 
     def two_stages(factor, state):
-        """A planner of twice as many stages, with its own microbatches and static bytes."""
+        """The step on twice as many stages, with its own microbatches and static bytes."""
         shards = tuple(replace(k, static=StaticBytes(90, 9, 30 * state)) for k in kinds)
         split = Layout.from_flags(12, 2)
         moved = Schedule(2, 1, schedule.num_microbatches * factor)
-        tight = Planner(replace(profile, kinds=kinds), layout, schedule).leanest[0].peak_bytes - 1
-        return Planner(replace(profile, kinds=shards), split, moved).solve(tight).cost.step_ms
+        tight = (
+            Problem(replace(profile, kinds=kinds), layout, schedule).stages.leanest[0].peak_bytes
+            - 1
+        )
+        return solve(Problem(replace(profile, kinds=shards), split, moved).at(tight)).cost.step_ms
 
     (where, stages_ms), (tp_where, same_ms) = steps("4")
     assert (where, stages_ms) == ("the same GPUs", two_stages(2, 2))
@@ -148,15 +153,10 @@ def test_a_model_over_twice_the_ranks_has_the_samples_of_the_same_gpus_or_twice_
     [(12, 3, 1, 0), (12, 2, 1, 1), (12, 2, 3, 0), (24, 4, 2, 1), (24, 4, 1, 0), (10, 5, 1, 0)],
 )
 def test_the_layouts_that_are_tried_are_the_nearest_of_all_that_flags_can_give(
-    layers, stages, chunks, depths
+    layers, stages, chunks, depths, monkeypatch
 ):
     asked = Layout.from_flags(layers, stages, chunks, mtp_num_layers=depths)
     tried = []
-
-    class Tries(Planner):
-        def replaced(self, layout=None, **others):
-            tried.extend([layout] if layout and layout.num_stages == stages else [])
-            return super().replaced(layout=layout, **others)
 
     profile, _, _, _ = problem_of_many(layers)
     nothing = ChoiceRecord("none", 0, 0, 0, 0.0, 0.0)
@@ -164,7 +164,14 @@ def test_the_layouts_that_are_tried_are_the_nearest_of_all_that_flags_can_give(
     model = replace(profile.model, mtp_num_layers=depths)
     norm = nothing if depths else None
     profile = replace(profile, model=model, kinds=kinds, final_norm=norm)
-    cheapest_changes(Tries(profile, asked, Schedule(stages, chunks, 2 * stages)), 1)
+    problem = Problem(profile, asked, Schedule(stages, chunks, 2 * stages), 1)
+
+    def tries(other):
+        if other.profile is profile and other.layout.num_stages == stages:
+            tried.append(other.layout)
+
+    monkeypatch.setattr(suggestions, "try_solve", tries)
+    cheapest_changes(problem)
 
     def moved(layout):
         pairs = zip(layers_per_stage(layout), layers_per_stage(asked), strict=True)
@@ -179,12 +186,12 @@ def test_the_layouts_that_are_tried_are_the_nearest_of_all_that_flags_can_give(
 @pytest.mark.long
 def test_a_plan_of_thousands_of_layers_that_does_not_fit_takes_little_memory(monkeypatch):
     """Not that of all pairs of numbers for the ends, which were gigabytes of layouts."""
-    monkeypatch.setattr(Planner, "try_solve", lambda planner, budget: None)
+    monkeypatch.setattr(suggestions, "try_solve", lambda problem: None)
     profile, _, _, _ = problem_of_many(4080)
-    planner = Planner(profile, Layout.from_flags(4080, 4), Schedule(4, 1, 4))
+    problem = Problem(profile, Layout.from_flags(4080, 4), Schedule(4, 1, 4))
     tracemalloc.start()
     try:
-        assert cheapest_changes(planner, 1) == ()
+        assert cheapest_changes(problem.at(1)) == ()
         assert tracemalloc.get_traced_memory()[1] < 1 << 26
     finally:
         tracemalloc.stop()

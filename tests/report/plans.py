@@ -8,13 +8,14 @@ from pathlib import Path
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import CurvePoint, make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import try_solve
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup, Profile
 from megatron_autorecompute.report.data import Curve, Paste, ReportData, report_data
 from megatron_autorecompute.report.timeline import timeline
 from megatron_autorecompute.units import GIB
-from tests.planner.random_profiles import problem
+from tests.planner.random_profiles import drawn
 from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "profiles"
@@ -22,9 +23,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "profiles"
 
 def random_plan(seed):
     """A plan of a small random model; where its budget is too small, under any budget."""
-    profile, layout, schedule, budget = problem(seed)
-    planner = Planner(profile, layout, schedule)
-    return make_plan(planner, budget if planner.try_solve(budget) else 1 << 40)
+    profile, layout, schedule, budget = drawn(seed)
+    problem = Problem(profile, layout, schedule)
+    return make_plan(problem.at(budget if try_solve(problem.at(budget)) else 1 << 40))
 
 
 def copying_plan(seed):
@@ -43,10 +44,10 @@ def copying_plan(seed):
     rate = moved / rng.uniform(5e6, 40e6)  # a copy takes 5 to 40 ms
     link, chunks = HostLink(rate, rate, 1 << 40), rng.choice([1, 2])
     profile = replace(uniform_profile(8, *choices, boundary_bytes=3), host_link=link)
-    planner = Planner(profile, Layout.from_flags(8, 2, chunks), Schedule(2, chunks, 4))
+    problem = Problem(profile, Layout.from_flags(8, 2, chunks), Schedule(2, chunks, 4))
     policy = tuple(rng.choice(choices).choice for _ in range(8))
-    cost = planner.evaluate(RecomputePolicy.parse(",".join(policy), num_layers=8))
-    return replace(make_plan(planner, 1 << 40), recompute_policy=policy, cost=cost)
+    cost = problem.cost(RecomputePolicy.parse(",".join(policy), num_layers=8))
+    return replace(make_plan(problem.at(1 << 40)), recompute_policy=policy, cost=cost)
 
 
 @functools.cache
@@ -57,7 +58,7 @@ def example_plan(name, pp, vp, num_microbatches, budget_gib):
         profile.model.num_layers, pp, vp, mtp_num_layers=profile.model.mtp_num_layers
     )
     schedule = Schedule(pp, vp, num_microbatches)
-    return make_plan(Planner(profile, layout, schedule), int(budget_gib * GIB))
+    return make_plan(Problem(profile, layout, schedule).at(int(budget_gib * GIB)))
 
 
 @functools.cache
@@ -79,7 +80,7 @@ def long_step():
         account_for_embedding_in_pipeline_split=True,
         account_for_loss_in_pipeline_split=True,
     )
-    plan = make_plan(Planner(profile, layout, Schedule(pp, vp, microbatches)), 11_000)
+    plan = make_plan(Problem(profile, layout, Schedule(pp, vp, microbatches)).at(11_000))
     point = CurvePoint(11_000, plan.cost.step_ms, 11_000, plan.policy.format())
     paste = (Paste("here", plan.policy.format()),)
     curve = Curve("", (point,), ())

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import megatron_autorecompute
-from megatron_autorecompute.planner.search.solve import neighbours
+from megatron_autorecompute.planner.search.neighbours import neighbours
 from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html, packed, page_data
 from megatron_autorecompute.report.recorded import recorded_step
@@ -95,7 +95,7 @@ def test_names_are_escaped(data):
 def test_a_layers_other_choices_are_those_that_explain_prints(data):
     plan = data.plan
     for layer in (0, 3, 7, 47):
-        found = neighbours(plan.planner(), plan.policy, layer)
+        found = neighbours(plan.problem(), plan.policy, layer)
         stage = data.stage_of[layer]
         now = plan.cost.stages[stage]
         assert [effect.choice for effect in data.effects[layer]] == [choice for choice, _ in found]

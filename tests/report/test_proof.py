@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_autorecompute.planner.search.solve import StepEvidence
+from megatron_autorecompute.planner.search.solution import StepEvidence
 from megatron_autorecompute.report.proof import proof
 from tests.report.plans import random_plan
 

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.report.strip import MOST_CELLS, groups, strip_svg
 from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
 from tests.report.plans import example_plan, random_plan
@@ -39,7 +39,7 @@ def test_groups_are_the_checkpoints_of_the_policy():
 
 def test_a_long_stage_goes_on_in_the_next_row():
     layers = 2 * MOST_CELLS
-    planner = Planner(uniform_profile(layers, NONE, FULL), Layout.from_flags(layers, 1), ONE)
-    svg = strip_svg(make_plan(planner, 1 << 30))
+    problem = Problem(uniform_profile(layers, NONE, FULL), Layout.from_flags(layers, 1), ONE)
+    svg = strip_svg(make_plan(problem.at(1 << 30)))
     rows = {y for y in re.findall(r'<rect x="\d+" y="(\d+)" width="16" height="19"', svg)}
     assert len(rows) == 3  # embedding and head need two cells more

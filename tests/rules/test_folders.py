@@ -142,6 +142,11 @@ def test_no_folders_know_each_other_in_a_circle():
     assert in_circles(KNOWS) == set()
 
 
+def test_no_modules_of_the_planner_know_each_other_in_a_circle(modules):
+    inside = {name for name in modules if floor(name) is not None}
+    assert in_circles({name: imports(modules[name]) & inside - {name} for name in inside}) == set()
+
+
 def test_a_circle_of_folders_is_found():
     knows = {"plan": set(), "show": {"plan", "run"}, "run": {"measure"}, "measure": {"show"}}
     assert in_circles({**knows, "start": {"run"}}) == {"show", "run", "measure"}

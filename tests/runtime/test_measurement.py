@@ -14,7 +14,7 @@ from megatron_autorecompute.meta.verify import COMPARABLE
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.policy_cost import evaluate
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.measurement import Samples
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, DeviceClock
@@ -293,8 +293,8 @@ def test_layers_with_experts_are_planned_at_the_percentile_of_the_fullest_rank()
     assert full.at_percentile(50).held_bytes == profile.boundary_bytes
     layout, schedule = Layout.from_flags(2, 1), Schedule(1, 1, 1)
     peaks = [
-        Planner(profile, layout, schedule, percentile=p)
-        .evaluate(RecomputePolicy.parse("none", num_layers=2))
+        Problem(profile, layout, schedule, percentile=p)
+        .cost(RecomputePolicy.parse("none", num_layers=2))
         .stages[0]
         .peak.bytes
         for p in (50, 90, 100, None)
@@ -413,9 +413,9 @@ def test_depths_and_head_take_all_of_their_stretches_and_peak_as_megatrons_sched
 
     layout = Layout.from_flags(2, stages, mtp_num_layers=depths)
     bare = replace(profile, stages=tuple(replace(s, **COMPARABLE) for s in profile.stages))
-    planner = Planner(bare, layout, Schedule(stages, 1, 2))
+    problem = Problem(bare, layout, Schedule(stages, 1, 2))
     for number, text in enumerate(policies):
-        cost = planner.evaluate(RecomputePolicy.parse(text, num_layers=2 + depths))
+        cost = problem.cost(RecomputePolicy.parse(text, num_layers=2 + depths))
         assert all(stage.recompute_ms >= 0 for stage in cost.stages)
         for stage, (_, _, peaks) in zip(cost.stages, ranks, strict=True):
             assert stage.peak.bytes == pytest.approx(peaks[number], rel=0.005), (text, stage.stage)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.runtime import plan_store
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from tests.planner.random_profiles import problem_of_many
@@ -20,7 +20,7 @@ JOB = {"hidden_size": "64", "world_size": "8"}
 @pytest.fixture(scope="module")
 def plan():
     profile, layout, schedule, budget = problem_of_many()
-    return make_plan(Planner(replace(profile, fingerprint=JOB), layout, schedule), budget)
+    return make_plan(Problem(replace(profile, fingerprint=JOB), layout, schedule).at(budget))
 
 
 @pytest.fixture

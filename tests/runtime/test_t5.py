@@ -9,9 +9,11 @@ import torch
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import RecomputePolicy
 from testing.ranks import run_ranks
+from tests.planner.asked import every_manual_setting
 from tests.support import VOCAB, start_parallel, tiny_config
 
 ENCODER, DECODER = 3, 4
@@ -214,9 +216,9 @@ def test_encoder_and_decoder_layers_are_measured_apart_and_predict_the_peaks_of_
 
 def test_no_checkpoint_goes_around_decoder_layers_and_megatrons_settings_count_afresh(profiled):
     profile, _ = profiled
-    planner = Planner(profile, Layout.from_flags(ENCODER + DECODER, 1), Schedule(1, 1, 1))
-    least = planner.evaluate(RecomputePolicy.parse("full", num_layers=7)).stages[0].peak.bytes
-    groups = [choice.group for choice in planner.solve(least).policy.layers]
+    problem = Problem(profile, Layout.from_flags(ENCODER + DECODER, 1), Schedule(1, 1, 1))
+    least = problem.cost(RecomputePolicy.parse("full", num_layers=7)).stages[0].peak.bytes
+    groups = [choice.group for choice in solve(problem.at(least)).policy.layers]
     assert groups[ENCODER:] == [1] * DECODER
-    (block,) = (s for s in planner.manual_strategies(least) if s.name == "megatron:block/2")
+    (block,) = (s for s in every_manual_setting(problem.at(least)) if s.name == "megatron:block/2")
     assert block.policy.format() == "full+all*2,none*1,full+all*2,none*2"

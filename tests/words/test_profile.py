@@ -15,13 +15,13 @@ from megatron_autorecompute.profile import (
     OffloadGroup,
     Profile,
 )
-from tests.planner.random_profiles import problem
+from tests.planner.random_profiles import drawn
 from tests.planner.uniform_profiles import uniform_profile
 
 
 @pytest.fixture
 def data():
-    profile, _, _, _ = problem(7)
+    profile, _, _, _ = drawn(7)
     return json.loads(profile.to_json())
 
 
@@ -33,7 +33,7 @@ def refusal(data):
 
 def test_json_round_trip_gives_the_same_profile():
     for seed in range(50):
-        profile, _, _, _ = problem(seed)
+        profile, _, _, _ = drawn(seed)
         assert Profile.from_json(profile.to_json()) == profile
 
 
@@ -123,7 +123,7 @@ def test_a_cut_off_file_is_refused(data):
 
 
 def test_a_record_that_would_not_be_read_is_not_written(tmp_path):
-    profile, _, _, _ = problem(7)
+    profile, _, _, _ = drawn(7)
     object.__setattr__(profile, "boundary_bytes", -1)
     with pytest.raises(ProfileError, match="boundary_bytes: -1"):
         profile.save(tmp_path / "p.json")
@@ -132,7 +132,7 @@ def test_a_record_that_would_not_be_read_is_not_written(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     path = tmp_path / "p.json"
-    first, _, _, _ = problem(7)
+    first, _, _, _ = drawn(7)
     first.save(path)
 
     def fail(*args):
@@ -140,7 +140,7 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(ProfileError, match="disk full"):
-        problem(8)[0].save(path)
+        drawn(8)[0].save(path)
     assert Profile.load(path) == first
     assert [p.name for p in tmp_path.iterdir()] == ["p.json"]
 
@@ -149,18 +149,18 @@ def test_an_unreadable_path_is_a_profile_error(tmp_path):
     with pytest.raises(ProfileError, match="Cannot read"):
         Profile.load(tmp_path / "absent.json")
     with pytest.raises(ProfileError, match="Cannot write"):
-        problem(7)[0].save(tmp_path / "no" / "folder.json")
+        drawn(7)[0].save(tmp_path / "no" / "folder.json")
 
 
 def test_a_path_that_cannot_be_written_is_named_as_it_was_asked_for(tmp_path):
     with pytest.raises(ProfileError) as caught:
-        problem(7)[0].save(tmp_path / "no" / "p.json")
+        drawn(7)[0].save(tmp_path / "no" / "p.json")
     path = tmp_path / "no" / "p.json"
     assert str(caught.value) == (
         f"Cannot write {path}: No such file or directory. Give a writable path."
     )
     with pytest.raises(ProfileError, match="'': it names no file"):
-        problem(7)[0].save("")
+        drawn(7)[0].save("")
 
 
 def test_an_inert_choice_has_the_record_of_what_it_equals():

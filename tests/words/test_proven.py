@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_autorecompute.planner.search.layouts import proof_of_all
-from megatron_autorecompute.planner.search.nearness import OPTIMAL, nearness
-from megatron_autorecompute.planner.search.solve import StepEvidence
+from megatron_autorecompute.planner.search.solution import OPTIMAL, StepEvidence, nearness
 from megatron_autorecompute.report.proof import proof
 from tests.report.plans import random_plan
 

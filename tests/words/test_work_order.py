@@ -8,7 +8,8 @@ import pytest
 
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -156,10 +157,10 @@ def test_nothing_is_recomputed_where_memory_is_free_whatever_the_noise():
                 for own in Layout.from_flags(8, stages, chunks).stages
             ),
         )
-        planner = Planner(
+        problem = Problem(
             profile, Layout.from_flags(8, stages, chunks), Schedule(stages, chunks, 8)
         )
-        solution = planner.solve(1 << 40)
+        solution = solve(problem.at(1 << 40))
         assert solution.policy.format() == "none*8", seed
 
 

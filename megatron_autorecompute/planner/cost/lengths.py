@@ -19,8 +19,8 @@ from megatron_autorecompute.lines import Microbatch, RecordLines
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.p2p_tensors import extra_owners
-from megatron_autorecompute.planner.cost.peak_memory import StageBase, stage_base
-from megatron_autorecompute.planner.cost.schedule import Direction, Schedule
+from megatron_autorecompute.planner.cost.peak_memory import stage_base
+from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import (
@@ -221,9 +221,8 @@ class Arrangement:
             extra = sum(self._profiles[owner].boundary_bytes for owner in owners)
             best = max(
                 best,
-                self._constant(base, event.direction)
+                base.constant_bytes(event.direction, 0, runs)
                 + extra
-                + runs * base.deferred_bytes
                 + sum(in_flight.values())
                 + int(reach.max()),
             )
@@ -255,6 +254,3 @@ class Arrangement:
             overlap_p2p=self.profile.overlap_p2p_comm,
             deallocated=self.profile.deallocate_pipeline_outputs,
         )
-
-    def _constant(self, base: StageBase, direction: Direction) -> int:
-        return base.constant_bytes(direction, extra=0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.planner.cost.lengths import profile_at
-from megatron_autorecompute.planner.search.solve import Budget, Planner
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import try_solve
 
 BUCKETS = (0.25, 0.375, 0.5, 0.75, 1.0)
 """Shares of the cap for which there are plans."""
@@ -46,38 +47,37 @@ class BucketPlan:
     """Share of the step that it saves against the plan for the cap."""
 
 
-def bucket_plans(planner: Planner, budget: Budget) -> list[BucketPlan]:
+def bucket_plans(problem: Problem) -> list[BucketPlan]:
     """A plan for every bucket.
 
     Args:
-        planner: of a profile with lines, at the cap.
-        budget: as in `Planner.solve`.
+        problem: of a profile with lines, at the cap.
     """
-    cap = planner.profile.parallelism.seq_length // planner.profile.parallelism.context_parallel
-    facts: Mapping[str, float] | None = planner.profile.model.facts.get(LARGEST)
+    cap = problem.profile.parallelism.seq_length // problem.profile.parallelism.context_parallel
+    facts: Mapping[str, float] | None = problem.profile.model.facts.get(LARGEST)
     known = {} if facts is None else {int(tokens): share for tokens, share in facts.items()}
     tokens = sorted({*known, *(math.ceil(cap * share) for share in BUCKETS)})
-    at_cap = _planner_at(planner, cap)
-    found = at_cap.try_solve(budget)
+    at_cap = _at_length(problem, cap)
+    found = try_solve(at_cap)
     one = None if found is None else found.policy
     plans = []
     for each in tokens:
-        own = _planner_at(planner, each)
+        own = _at_length(problem, each)
         share = None if facts is None else known.get(each, 0.0)
-        solution = own.try_solve(budget)
+        solution = try_solve(own)
         if solution is None:
-            least = max(choice.peak_bytes for choice in own.leanest)
+            least = max(choice.peak_bytes for choice in own.stages.leanest)
             plans.append(BucketPlan(each, share, None, least, 0.0, 0.0))
             continue
-        cost = own.evaluate(solution.policy)
-        alone_ms = cost.step_ms if one is None else own.evaluate(one).step_ms
+        cost = own.cost(solution.policy)
+        alone_ms = cost.step_ms if one is None else own.cost(one).step_ms
         saved = max(0.0, 1 - cost.step_ms / alone_ms) if each < cap else 0.0
         text = solution.policy.format()
         plans.append(BucketPlan(each, share, text, cost.peak_high_bytes, cost.step_ms, saved))
     return plans
 
 
-def _planner_at(planner: Planner, tokens: int) -> Planner:
+def _at_length(problem: Problem, tokens: int) -> Problem:
     longest = Microbatch.longest(tokens)
-    calls = planner.schedule.num_microbatches
-    return planner.replaced(profile=profile_at(planner.profile, longest, tokens * calls))
+    calls = problem.schedule.num_microbatches
+    return replace(problem, profile=profile_at(problem.profile, longest, tokens * calls))

@@ -13,12 +13,12 @@ that was not begun in time is made by the backward itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from megatron_autorecompute.planner.cost.layout import Layout
-from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.offloaded_step import host_link
 from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times
-from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, LayerKind, Profile
 from megatron_autorecompute.work_order import contains
 
@@ -70,51 +70,44 @@ def _lowered(records: Sequence[ChoiceRecord]) -> Iterator[ChoiceRecord]:
         yield replace(record, forward_ms=forward_ms, backward_ms=backward_ms)
 
 
-@dataclass(frozen=True)
-class CopyBounds:
-    """Bounds on the step of one problem."""
+def copy_bounds_ms(problem: Problem, share: float, least_ps: Sequence[int]) -> list[float]:
+    """Milliseconds that a step takes at least, by every stage.
 
-    profile: Profile
-    layout: Layout
-    schedule: Schedule
-    link: HostLink
+    Args:
+        problem: with its copies.
+        share: of computing in the mixture.
+        least_ps: of every stage, what no choices that fit go below in the mixture, for one
+            microbatch.
+    """
+    table, layout, m = problem.table, problem.layout, problem.schedule.num_microbatches
+    residual = residual_times(table, layout).busy.tolist()
+    ahead_ps, found = 0, list[float]()
+    for stage, chunks in enumerate(layout.stages):
+        rounded = _ROUNDED_PS * sum(len(chunk.layers) + 4 for chunk in chunks)
+        each_ps = least_ps[stage] - rounded + share * min(0, residual[stage])
+        skipped = (1 - share) * _skipped_ms(problem, stage)
+        found.append((ahead_ps + m * each_ps) / PS_PER_MS - skipped)
+        ahead_ps += sum(least_times(table, chunks[0]))
+    return found
 
-    def of(self, share: float, least_ps: Sequence[int]) -> list[float]:
-        """Milliseconds that a step takes at least, by every stage.
 
-        Args:
-            share: of computing in the mixture.
-            least_ps: of every stage, what no choices that fit go below in the mixture, for one
-                microbatch.
-        """
-        table, found = CostTable(self.profile), list[float]()
-        residual, m = (
-            residual_times(table, self.layout).busy.tolist(),
-            self.schedule.num_microbatches,
-        )
-        ahead_ps = 0
-        for stage, chunks in enumerate(self.layout.stages):
-            rounded = _ROUNDED_PS * sum(len(chunk.layers) + 4 for chunk in chunks)
-            each_ps = least_ps[stage] - rounded + share * min(0, residual[stage])
-            skipped = (1 - share) * self._skipped_ms(table, stage)
-            found.append((ahead_ps + m * each_ps) / PS_PER_MS - skipped)
-            ahead_ps += sum(least_times(table, chunks[0]))
-        return found
+def _skipped_ms(problem: Problem, stage: int) -> float:
+    """The most that all microbatches' copies may be less than their sum."""
+    schedule = problem.schedule
+    m, last = schedule.num_microbatches, stage == schedule.num_stages - 1
+    times = m if last or schedule.num_chunks > 1 else 1
+    chunks = [_longest_ms(problem, chunk.layers) for chunk in problem.layout.stages[stage]]
+    return (times + 1) * sum(chunks)
 
-    def _skipped_ms(self, table: CostTable, stage: int) -> float:
-        """The most that all microbatches' copies may be less than their sum."""
-        m, last = self.schedule.num_microbatches, stage == self.schedule.num_stages - 1
-        times = m if last or self.schedule.num_chunks > 1 else 1
-        chunks = [self._longest_ms(table, chunk.layers) for chunk in self.layout.stages[stage]]
-        return (times + 1) * sum(chunks)
 
-    def _longest_ms(self, table: CostTable, layers: Sequence[int]) -> float:
-        """The longest copy of each name in a chunk, together."""
-        longest: dict[str, float] = {}
-        for layer in layers:
-            for choice in table.choices(layer):
-                record = table.record(layer, choice)
-                for group in () if record is None else record.offload_groups:
-                    time_ms = group.host_bytes / (self.link.to_device_gb_per_s * 1e6)
-                    longest[group.name] = max(time_ms, longest.get(group.name, 0.0))
-        return sum(longest.values())
+def _longest_ms(problem: Problem, layers: Sequence[int]) -> float:
+    """The longest copy of each name in a chunk, together."""
+    longest: dict[str, float] = {}
+    for layer in layers:
+        for choice in problem.table.choices(layer):
+            record = problem.table.record(layer, choice)
+            for group in () if record is None else record.offload_groups:
+                to_device = host_link(problem.profile).to_device_gb_per_s
+                time_ms = group.host_bytes / (to_device * 1e6)
+                longest[group.name] = max(time_ms, longest.get(group.name, 0.0))
+    return sum(longest.values())

@@ -50,7 +50,10 @@ def different(rows: Ints, order: Ints) -> Ints:
 
 
 def undominated(values: Ints | Floats) -> Ints:
-    """Of points those than which no other is lower in something and higher in nothing."""
+    """Of points those than which no other is lower in something and higher in nothing.
+
+    There may be none: where a checkpoint lies around a place, no plan within a limit begins there.
+    """
     if not len(values):
         return np.zeros(0, np.int64)
     used = np.flatnonzero(values.min(axis=0) != values.max(axis=0))

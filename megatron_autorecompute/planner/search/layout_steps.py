@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,26 +14,25 @@ from megatron_autorecompute.planner.cost.stage_times import least_times, residua
 from megatron_autorecompute.planner.cost.step_time import step_unit
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
+from megatron_autorecompute.planner.search.offload_settings import fastest_whole, may_offload
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.replay import length
-from megatron_autorecompute.planner.search.solve import Planner
 
 
 class LeastSteps:
     """No choices that fit make a shorter step than is said here; infinite: nothing fits.
 
     Args:
-        planner: of any layout of as many stages and chunks.
-        budgets: bytes, of every stage.
+        problem: of any layout of as many stages and chunks.
     """
 
-    def __init__(self, planner: Planner, budgets: Sequence[int]) -> None:
-        self.planner, self.budgets = planner, budgets
-        self._table = CostTable(planner.profile, planner.percentile, "high")
-        least = [_least_ps(self._table, layer) for layer in range(planner.layout.num_layers)]
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self._table = problem, problem.table
+        least = [_least_ps(self._table, layer) for layer in range(problem.layout.num_layers)]
         self._before: Ints = np.array([0, *least], np.int64).cumsum()
         """What all layers before each take at least."""
         self._residual_ps = [
-            min(0, round(stage.residual_ms * PS_PER_MS)) for stage in planner.profile.stages
+            min(0, round(stage.residual_ms * PS_PER_MS)) for stage in problem.profile.stages
         ]
         self._runs: dict[tuple[int, ...], object] = {}
         self._busy: dict[object, float] = {}
@@ -52,20 +51,20 @@ class LeastSteps:
     def busy_ms(self, layout: Layout) -> float:
         """By the busiest stage's choices, as prices of bytes tell."""
         if any(key not in self._busy for key in self._keys(layout)):
-            self._price(self.planner.replaced(layout=layout))
+            self._price(replace(self.problem, layout=layout, known=()))
         busiest = max(self._busy[key] for key in self._keys(layout))
         return self._step_ms(busiest)
 
     def _step_ms(self, busiest_ps: float) -> float:
-        return self.planner.schedule.num_microbatches * busiest_ps / PS_PER_MS
+        return self.problem.schedule.num_microbatches * busiest_ps / PS_PER_MS
 
-    def _price(self, planner: Planner) -> None:
+    def _price(self, problem: Problem) -> None:
         """Know how busy stages are at least, residuals included; those of like layers once."""
-        residual = residual_times(self._table, planner.layout)
-        once = np.ones((2, planner.layout.num_chunks))
-        for stage, key in enumerate(self._keys(planner.layout)):
+        residual = residual_times(self._table, problem.layout)
+        once = np.ones((2, problem.layout.num_chunks))
+        for stage, key in enumerate(self._keys(problem.layout)):
             if key not in self._busy:
-                found = planner.search(stage).bound(self.budgets[stage], once)
+                found = problem.stages.stage(stage).bound(problem.budgets[stage], once)
                 more = int(residual.forward[stage].sum() + residual.backward[stage].sum())
                 self._busy[key] = found + more
 
@@ -78,21 +77,22 @@ class LeastSteps:
 
     def _run(self, layers: tuple[int, ...]) -> object:
         if layers not in self._runs:
-            profile, last = self.planner.profile, self.planner.layout.num_layers - 1
+            profile, last = self.problem.profile, self.problem.layout.num_layers - 1
             kinds = (profile.kind_of(i).name for i in layers)
             ends = layers[-1:] == (last,), layers[:1] == (last + 1,)
             self._runs[layers] = tuple(kinds), ends, layers if profile.stages else None
         return self._runs[layers]
 
-    def step_ms(self, planner: Planner) -> float:
+    def step_ms(self, problem: Problem) -> float:
         """By the paths that are the longest where every stage is as busy as it is at least, or by
         Megatron's offload of whole layers where that is shorter."""
-        whole = None if planner.offload is None else planner.offload.fastest_whole(self.budgets)
-        return min(self._by_paths_ms(planner), math.inf if whole is None else whole[1].step_ms)
+        whole = fastest_whole(problem) if may_offload(problem) else None
+        whole_ms = math.inf if whole is None else problem.cost(whole).step_ms
+        return min(self._by_paths_ms(problem), whole_ms)
 
-    def _by_paths_ms(self, planner: Planner) -> float:
-        layout, schedule = planner.layout, planner.schedule
-        self._price(planner)
+    def _by_paths_ms(self, problem: Problem) -> float:
+        layout, schedule = problem.layout, problem.schedule
+        self._price(problem)
         busy = [self._busy[key] for key in self._keys(layout)]
         if math.isinf(max(busy)):
             return math.inf
@@ -107,9 +107,9 @@ class LeastSteps:
         bounds_ps = [schedule.num_microbatches * max(busy)]
         for path in critical_paths(schedule, times[0] // unit, times[1] // unit):
             total_ps = length(path, residual)
-            for stage, budget in enumerate(self.budgets):
+            for stage, budget in enumerate(problem.budgets):
                 weights = path[:, stage].astype(np.float64)
-                total_ps += planner.search(stage).bound(budget, weights)
+                total_ps += problem.stages.stage(stage).bound(budget, weights)
             bounds_ps.append(total_ps * (1 - SLACK) - unit * int(path.sum()) * (unit > 1))
         return max(bounds_ps) / PS_PER_MS
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from megatron_autorecompute.errors import ProfileError
@@ -19,9 +19,10 @@ from megatron_autorecompute.planner.cost.layout_flags import (
 )
 from megatron_autorecompute.planner.cost.step_interval import StepErrors
 from megatron_autorecompute.planner.search.layout_steps import LeastSteps
-from megatron_autorecompute.planner.search.nearness import nearness
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.simpler import gave_way
-from megatron_autorecompute.planner.search.solve import Budget, Planner, Solution, StepEvidence
+from megatron_autorecompute.planner.search.solution import Solution, StepEvidence, nearness
+from megatron_autorecompute.planner.search.solve import solve, try_solve
 
 LAYERS_PER_STAGE = "no layers per stage"
 INTERLEAVED = (
@@ -40,7 +41,7 @@ _LAYERS_SOLVED = 1 << 10
 class SearchResult:
     """One candidate, solved."""
 
-    planner: Planner
+    problem: Problem
     solution: Solution
     megatron_flags: Mapping[str, str]
     """Megatron's flags that give it, name to value."""
@@ -54,52 +55,52 @@ class SearchResult:
 class BestLayout:
     """The layout with the shortest step of those that were searched."""
 
-    planner: Planner
+    problem: Problem
     solution: Solution | None
     """None where none is found that fits and is shorter than asked for."""
     bound_ms: float
     """No layout has a shorter step, whatever is chosen; infinite where all are known that are
     shorter than asked for, and there are none."""
     asked: Solution | None
-    """The planner's own layout, solved; None where nothing fits it, or it is bounded to be no
+    """The problem's own layout, solved; None where nothing fits it, or it is bounded to be no
     shorter than asked for."""
 
 
-def search_layout(planner: Planner, budget: Budget) -> SearchResult:
-    """The layers per stage with the shortest step, the planner's own layout included.
+def search_layout(problem: Problem) -> SearchResult:
+    """The layers per stage with the shortest step, the problem's own layout included.
 
     See `best_layout`. Raises: InfeasibleError when no layout is found that fits; ProfileError
     without per-kind static bytes.
     """
-    found = best_layout(planner, budget)
+    found = best_layout(problem)
     if found.solution is None:
-        planner.solve(budget)  # raises with the reason
+        solve(problem)  # raises with the reason
         raise AssertionError("an infeasible layout was solved")
-    chosen, solution, gain = _if_surely_faster(planner, found, found.solution)
+    chosen, solution, gain = _if_surely_faster(problem, found, found.solution)
     evidence = StepEvidence.of(solution.cost.step_ms, found.bound_ms)
-    pattern = pattern_of_job(planner.profile.model.facts)
-    flags = {} if chosen is planner else layout_flags(chosen.layout, pattern)
-    note = f"{gain} {_proof(planner.layout, evidence)}"
+    pattern = pattern_of_job(problem.profile.model.facts)
+    flags = {} if chosen is problem else layout_flags(chosen.layout, pattern)
+    note = f"{gain} {_proof(problem.layout, evidence)}"
     return SearchResult(chosen, solution, flags, note, evidence)
 
 
 def _if_surely_faster(
-    planner: Planner, found: BestLayout, best: Solution
-) -> tuple[Planner, Solution, str]:
+    problem: Problem, found: BestLayout, best: Solution
+) -> tuple[Problem, Solution, str]:
     """The best layout, or the asked one if the best is not surely faster; and why."""
     asked = found.asked
-    if asked is None or found.planner is planner:
-        return found.planner, best, _gain(found.planner, best, asked)
-    if StepErrors(found.planner.costs, best.policy).surely_shorter(
-        StepErrors(planner.costs, asked.policy)
+    if asked is None or found.problem is problem:
+        return found.problem, best, _gain(found.problem, best, asked)
+    if StepErrors(found.problem.costs, best.policy).surely_shorter(
+        StepErrors(problem.costs, asked.policy)
     ):
-        return found.planner, best, _gain(found.planner, best, asked)
-    taken, faster = (f"{layers_per_stage(one.layout)}" for one in (planner, found.planner))
+        return found.problem, best, _gain(found.problem, best, asked)
+    taken, faster = (f"{layers_per_stage(one.layout)}" for one in (problem, found.problem))
     less = 1 - best.cost.step_ms / asked.cost.step_ms
-    return planner, asked, gave_way(f"Layers per stage {taken}, as asked,", faster, less)
+    return problem, asked, gave_way(f"Layers per stage {taken}, as asked,", faster, less)
 
 
-def best_layout(planner: Planner, budget: Budget, below_ms: float = math.inf) -> BestLayout:
+def best_layout(problem: Problem, below_ms: float = math.inf) -> BestLayout:
     """The layers per stage with the shortest step below so many milliseconds.
 
     One chunk per stage: all partitions of the decoder layers, if they are few; MTP depths stay with
@@ -109,43 +110,40 @@ def best_layout(planner: Planner, budget: Budget, below_ms: float = math.inf) ->
     Raises: ProfileError without per-kind static bytes, or for a model with a tower or an encoder on
     several stages.
     """
-    model = planner.profile.model
-    if model.encoder_layers and planner.layout.num_stages > 1:
+    model = problem.profile.model
+    if model.encoder_layers and problem.layout.num_stages > 1:
         raise ProfileError(
             f"Layouts of a model with a block in front of its decoder ({model.encoder_name}, "
             f"{model.encoder_layers} layers) are not searched. Give the decoder's layers per stage "
             "by Megatron's flags, and leave --search-layout out."
         )
     asked = None
-    if (
-        math.isinf(below_ms)
-        or LeastSteps(planner, planner.budgets(budget)).step_ms(planner) < below_ms
-    ):
-        asked = planner.try_solve(budget)
+    if math.isinf(below_ms) or LeastSteps(problem).step_ms(problem) < below_ms:
+        asked = try_solve(problem)
     first = asked if asked is not None and asked.cost.step_ms < below_ms else None
-    if planner.layout.num_stages == 1:
+    if problem.layout.num_stages == 1:
         bound_ms = math.inf if asked is None else asked.step_evidence.bound_ms or 0.0
-        return BestLayout(planner, first, bound_ms, asked)
-    return BestLayout(*_best(planner, budget, first, below_ms), asked)
+        return BestLayout(problem, first, bound_ms, asked)
+    return BestLayout(*_best(problem, first, below_ms), asked)
 
 
-_Found = tuple[Planner, Solution | None, float]
+_Found = tuple[Problem, Solution | None, float]
 """The best layout, solved, and a bound on the step of all; None where none is found."""
 
 
-def _best(planner: Planner, budget: Budget, first: Solution | None, below_ms: float) -> _Found:
+def _best(problem: Problem, first: Solution | None, below_ms: float) -> _Found:
     """All layouts, those first whose step is bounded the lowest."""
-    chosen, best, budgets = planner, first, planner.budgets(budget)
+    chosen, best = problem, first
     limit_ms = below_ms if first is None else first.cost.step_ms
-    candidates, rest_ms = _priced(planner, budgets, limit_ms)
-    most = max(1, _LAYERS_SOLVED // planner.layout.num_layers)
+    candidates, rest_ms = _priced(problem, limit_ms)
+    most = max(1, _LAYERS_SOLVED // problem.layout.num_layers)
     bounds = [rest_ms] if first is None else [rest_ms, first.step_evidence.bound_ms or 0.0]
     for count, (bound_ms, _, candidate) in enumerate(candidates):
         cut = math.isfinite(limit_ms) and count >= most
         if cut or bound_ms >= limit_ms:
             bounds.append(bound_ms)
             break
-        solution = candidate.try_solve(budgets)
+        solution = try_solve(candidate)
         if solution is None:
             continue
         bounds.append(solution.step_evidence.bound_ms or 0.0)
@@ -154,18 +152,16 @@ def _best(planner: Planner, budget: Budget, first: Solution | None, below_ms: fl
     return chosen, best, min(bounds)
 
 
-_Priced = tuple[float, int, Planner]
-"""A bound on a layout's step, where it comes among layouts, and its planner."""
+_Priced = tuple[float, int, Problem]
+"""A bound on a layout's step, where it comes among layouts, and its problem."""
 
 
-def _priced(
-    planner: Planner, budgets: Sequence[int], limit_ms: float
-) -> tuple[list[_Priced], float]:
+def _priced(problem: Problem, limit_ms: float) -> tuple[list[_Priced], float]:
     """Other layouts whose step may be shorter than this, the lowest bound first; and a bound on
     the step of all others."""
-    own = all_layouts(planner.layout, _PARTITIONS)
-    layouts = [layout for layout in own if layout != planner.layout]
-    least = LeastSteps(planner, budgets)
+    own = all_layouts(problem.layout, _PARTITIONS)
+    layouts = [layout for layout in own if layout != problem.layout]
+    least = LeastSteps(problem)
     order = sorted((least.without_budget_ms(own), number) for number, own in enumerate(layouts))
     order, rest_ms = _first_below(order, limit_ms)
     busy = sorted((least.busy_ms(layouts[number]), number) for _, number in order)
@@ -175,7 +171,7 @@ def _priced(
         if count >= _MOST_PRICED and math.isfinite(least_ms):
             busy_rest_ms = least_ms
             break
-        candidate = planner.replaced(layout=layouts[number])
+        candidate = replace(problem, layout=layouts[number], known=())
         found.append((least.step_ms(candidate), count, candidate))
     return sorted(found, key=itemgetter(0, 1)), min(rest_ms, busy_rest_ms)
 
@@ -188,7 +184,7 @@ def _first_below(
     return order[:count], order[count][0] if count < len(order) else math.inf
 
 
-def _gain(chosen: Planner, best: Solution, asked: Solution | None) -> str:
+def _gain(chosen: Problem, best: Solution, asked: Solution | None) -> str:
     layers = layers_per_stage(chosen.layout)
     if asked is None:
         return f"Layers per stage {layers}: fits where the asked layout does not."

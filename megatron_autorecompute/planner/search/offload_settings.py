@@ -11,115 +11,118 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.cpu_offloading import copy_ps
+from megatron_autorecompute.planner.cost.offloaded_step import host_link
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.stage_times import residual_times, times_of
-from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable
-from megatron_autorecompute.policy import (
-    NONE,
-    WHOLE,
-    LayerPolicy,
-    MegatronStrategy,
-    RecomputePolicy,
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.search.manual import (
+    fits,
+    manual_policy,
+    manual_settings,
+    may_fit,
 )
-from megatron_autorecompute.profile import ChoiceRecord, HostLink
-
-if TYPE_CHECKING:
-    from megatron_autorecompute.planner.search.solve import Planner
-
-Found = tuple[RecomputePolicy, PolicyCost]
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.policy import NONE, WHOLE, MegatronStrategy, RecomputePolicy
 
 
-class OffloadSettings:
-    """Of one planner's problem, for any number of budgets.
-
-    Args:
-        planner: of the problem.
-        link: its profile's, to host memory.
-    """
-
-    def __init__(self, planner: Planner, link: HostLink) -> None:
-        self.planner, self._link = planner, link
-        self._table = CostTable(planner.profile, planner.percentile)
-
-    @cached_property
-    def of_modules(self) -> tuple[RecomputePolicy, ...]:
-        """Those that offload modules and that the planner may use, each once."""
-        kinds = self.planner.profile.kinds
-        choices = [c for kind in kinds for c in (*map(_policy, kind.choices), *kind.equals)]
-        sets = dict.fromkeys(c.offload for c in choices if c.offload and c != WHOLE)
-        plain = [one for one in self.planner.manual_settings() if not one.recompute_num_layers]
-        found = dict[RecomputePolicy, None]()
-        for setting, offload in itertools.product(plain, sets):
-            try:
-                policy = self._runs(self.planner.manual_policy(replace(setting, offload=offload)))
-                if self.planner.may_be(policy):
-                    self._least_ms(policy)
-                    found[policy] = None
-            except (PolicyError, ProfileError):
-                continue  # a layer has no record of it
-        return tuple(found)
-
-    def _runs(self, policy: RecomputePolicy) -> RecomputePolicy:
-        """The policy in what its choices are on their layers, where some do nothing."""
-        records = (self._table.record(*pair) for pair in enumerate(policy.layers))
-        pairs = zip(policy.layers, records, strict=True)
-        return RecomputePolicy(tuple(own if one is None else one.policy for own, one in pairs))
-
-    @cached_property
-    def of_whole_layers(self) -> tuple[RecomputePolicy, ...]:
-        """`cpu_offloading/N`, of the fewest layers first; none on several stages, with an encoder
-        or MTP depths, or where a layer has no record."""
-        profile, layout = self.planner.profile, self.planner.layout
-        recorded = all(
-            kind.record(choice) is not None and self.planner.allows(kind.layers[0], choice)
-            for kind in profile.kinds
-            if kind.layers
-            for choice in (NONE, WHOLE)
-        )
-        blocks = profile.model.mtp_num_layers or profile.model.encoder_layers
-        if not recorded or layout.num_stages > 1 or blocks:
-            return ()
-        return tuple(
-            MegatronStrategy("cpu_offloading", (), number).policy(profile.num_layers)
-            for number in range(1, profile.num_layers)
-        )
-
-    def fastest(self, policies: Sequence[RecomputePolicy], budgets: Sequence[int]) -> Found | None:
-        """Of some policies the one with the shortest step that fits; None where none does."""
-        best: Found | None = None
-        for policy in policies:
-            if best is not None and self._least_ms(policy) >= best[1].step_ms:
-                continue
-            if not self.planner.may_fit(policy, budgets):
-                continue
-            cost = self.planner.evaluate(policy)
-            fits = all(
-                own.peak_high_bytes <= budget and own.host_bytes <= self._link.host_bytes
-                for own, budget in zip(cost.stages, budgets, strict=True)
-            )
-            if fits and (best is None or cost.step_ms < best[1].step_ms):
-                best = policy, cost
-        return best
-
-    def _least_ms(self, policy: RecomputePolicy) -> float:
-        """What its step does not take less than: what a stage computes, and all copies of whole
-        layers, which share a stream."""
-        layout, m = self.planner.layout, self.planner.schedule.num_microbatches
-        units = [[self._table.chunk_units(c, policy) for c in chunks] for chunks in layout.stages]
-        residual = residual_times(self._table, layout)
-        busy_ps, copied_ps, link = times_of(units).plus(residual).busy.max(), 0, self._link
-        for layer in range(policy.layers.count(WHOLE)):
-            record = self._table.record(layer, WHOLE)
-            for group in () if record is None else record.offload_groups:
-                copied_ps += copy_ps(group, link.to_host_gb_per_s)
-                copied_ps += copy_ps(group, link.to_device_gb_per_s)
-        return m * max(int(busy_ps), copied_ps) / PS_PER_MS
+def may_offload(problem: Problem, *, only_modules: bool = False) -> bool:
+    """Whether a layer may offload; or may otherwise than as a whole."""
+    return any(
+        record.offload_groups
+        and not (only_modules and record.policy == WHOLE)
+        and problem.allows(kind.layers[0], record.policy)
+        for kind in problem.profile.kinds
+        if kind.layers
+        for record in kind.choices
+    )
 
 
-def _policy(record: ChoiceRecord) -> LayerPolicy:
-    return record.policy
+def settings_of_modules(problem: Problem) -> tuple[RecomputePolicy, ...]:
+    """Those that offload modules and may be used, each once."""
+    kinds = problem.profile.kinds
+    choices = [c for k in kinds for c in (*(record.policy for record in k.choices), *k.equals)]
+    sets = dict.fromkeys(c.offload for c in choices if c.offload and c != WHOLE)
+    plain = [one for one in manual_settings(problem) if not one.recompute_num_layers]
+    found = dict[RecomputePolicy, None]()
+    for setting, offload in itertools.product(plain, sets):
+        try:
+            policy = _runs(problem, manual_policy(problem, replace(setting, offload=offload)))
+            if problem.may_be(policy):
+                _least_ms(problem, policy)
+                found[policy] = None
+        except (PolicyError, ProfileError):
+            continue  # a layer has no record of it
+    return tuple(found)
+
+
+def _runs(problem: Problem, policy: RecomputePolicy) -> RecomputePolicy:
+    """The policy in what its choices are on their layers, where some do nothing."""
+    records = (problem.table.record(*pair) for pair in enumerate(policy.layers))
+    pairs = zip(policy.layers, records, strict=True)
+    return RecomputePolicy(tuple(own if one is None else one.policy for own, one in pairs))
+
+
+def settings_of_whole_layers(problem: Problem) -> tuple[RecomputePolicy, ...]:
+    """`cpu_offloading/N`, of the fewest layers first; none on several stages, with an encoder
+    or MTP depths, or where a layer has no record."""
+    profile = problem.profile
+    recorded = all(
+        kind.record(choice) is not None and problem.allows(kind.layers[0], choice)
+        for kind in profile.kinds
+        if kind.layers
+        for choice in (NONE, WHOLE)
+    )
+    blocks = profile.model.mtp_num_layers or profile.model.encoder_layers
+    if not recorded or problem.layout.num_stages > 1 or blocks:
+        return ()
+    return tuple(
+        MegatronStrategy("cpu_offloading", (), number).policy(profile.num_layers)
+        for number in range(1, profile.num_layers)
+    )
+
+
+def fastest_setting(
+    problem: Problem, policies: Sequence[RecomputePolicy]
+) -> RecomputePolicy | None:
+    """Of some policies the one with the shortest step that fits; None where none does."""
+    best: tuple[RecomputePolicy, PolicyCost] | None = None
+    for policy in policies:
+        if best is not None and _least_ms(problem, policy) >= best[1].step_ms:
+            continue
+        if not may_fit(problem, policy):
+            continue
+        cost = problem.cost(policy)
+        fitting = fits(problem, cost) and not host_over(problem, cost)
+        if fitting and (best is None or cost.step_ms < best[1].step_ms):
+            best = policy, cost
+    return None if best is None else best[0]
+
+
+def fastest_whole(problem: Problem) -> RecomputePolicy | None:
+    """Megatron's fastest `cpu_offloading/N` that fits; None where none does."""
+    return fastest_setting(problem, settings_of_whole_layers(problem))
+
+
+def host_over(problem: Problem, cost: PolicyCost) -> int:
+    """Bytes beyond what a device's copies may take of host memory, on all stages."""
+    most = host_link(problem.profile).host_bytes
+    return sum(max(0, own.host_bytes - most) for own in cost.stages)
+
+
+def _least_ms(problem: Problem, policy: RecomputePolicy) -> float:
+    """What its step does not take less than: what a stage computes, and all copies of whole
+    layers, which share a stream."""
+    layout, m = problem.layout, problem.schedule.num_microbatches
+    table, link = problem.table, host_link(problem.profile)
+    units = [[table.chunk_units(c, policy) for c in chunks] for chunks in layout.stages]
+    residual = residual_times(table, layout)
+    busy_ps, copied_ps = times_of(units).plus(residual).busy.max(), 0
+    for layer in range(policy.layers.count(WHOLE)):
+        record = table.record(layer, WHOLE)
+        for group in () if record is None else record.offload_groups:
+            copied_ps += copy_ps(group, link.to_host_gb_per_s)
+            copied_ps += copy_ps(group, link.to_device_gb_per_s)
+    return m * max(int(busy_ps), copied_ps) / PS_PER_MS

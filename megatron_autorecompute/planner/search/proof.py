@@ -3,19 +3,13 @@ and paths that are added as they turn out to be longer."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Floats, Ints
 from megatron_autorecompute.planner.search.labels import undominated
 from megatron_autorecompute.planner.search.stage_plans import Effort
+from megatron_autorecompute.planner.search.step import CHUNKS, StepSearch
 
-if TYPE_CHECKING:
-    from megatron_autorecompute.planner.search.step import StepSearch
-
-CHUNKS = 12
-"""Of all stages, up to which it is tried."""
 _PLANS = 4000
 """Of the first chunks of a stage, together."""
 _MOST = 1000

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_autorecompute.planner.cost.step_interval import COVERAGE, StepErrors
-from megatron_autorecompute.planner.search.solve import ManualStrategy, Planner, Solution
+from megatron_autorecompute.planner.search.evidence import instead
+from megatron_autorecompute.planner.search.manual import ManualStrategy
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solution import Solution
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.work_order import contains
 
@@ -14,26 +17,26 @@ _UNSURE = f"but not surely: it is shorter in fewer than {COVERAGE:.0%} of profil
 
 
 def simpler_within_errors(
-    planner: Planner, fastest: Solution, manual: ManualStrategy | None
+    problem: Problem, fastest: Solution, manual: ManualStrategy | None
 ) -> tuple[Solution, tuple[str, ...]]:
     """The fastest policy, or Megatron's best own setting if it is not surely slower.
 
     Args:
-        planner: of both.
+        problem: of both.
         fastest: solved.
         manual: the fastest of Megatron's own settings that fits; None when none does.
 
     Returns: what is to be planned, and a sentence if that is not the fastest policy found.
     """
-    if manual is None or manual.policy is None:
+    if manual is None:
         return fastest, ()
-    simple = planner.table.without_dead_work(manual.policy)  # holds the same, and reruns no more
-    if not planner.may_be(simple) or _reruns_no_more(fastest.policy, simple):
+    simple = problem.table.without_dead_work(manual.policy)  # holds the same, and reruns no more
+    if not problem.may_be(simple) or _reruns_no_more(fastest.policy, simple):
         return fastest, ()
-    own = StepErrors(planner.costs, fastest.policy)
-    if own.surely_shorter(StepErrors(planner.costs, simple)):
+    own = StepErrors(problem.costs, fastest.policy)
+    if own.surely_shorter(StepErrors(problem.costs, simple)):
         return fastest, ()
-    simpler = planner.instead(simple, fastest)
+    simpler = instead(problem, simple, fastest)
     less = 1 - fastest.cost.step_ms / simpler.cost.step_ms
     return simpler, (gave_way(manual.name, fastest.policy.format(), less),)
 

@@ -26,7 +26,7 @@ from megatron_autorecompute.planner.cost.peak_memory import StageBase, stage_pea
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.planner.search.chunk_plans import ChunkTable, Plans
 from megatron_autorecompute.planner.search.leanest import leanest
-from megatron_autorecompute.planner.search.shrunk import shrunk
+from megatron_autorecompute.planner.search.shrunk import Less, shrunk
 from megatron_autorecompute.planner.search.stage_plans import LEAST_WORK, WORK, StagePlans
 from megatron_autorecompute.planner.search.stage_problem import (
     ChunkProblem,
@@ -71,6 +71,7 @@ class Stage:
         self.problem, self._tables, self._stages = problem, tables, stages
         self._budget = -1
         self._kept: dict[int, StagePlans | None] = {}
+        self._found: dict[int, StageChoice | None] = {}
 
     @cached_property
     def tables(self) -> list[ChunkTable]:
@@ -131,6 +132,15 @@ class Stage:
 
     def fastest(self, budget: int) -> StageChoice | None:
         """The least busy choices whose peak is at most the budget; None when none fit."""
+        return self._found[budget] if budget in self._found else self.afresh(budget)
+
+    def afresh(self, budget: int) -> StageChoice | None:
+        """The same, searched again, so that `plans` has what was found of this budget alone."""
+        self._budget = -1
+        self._found[budget] = self._fastest(budget)
+        return self._found[budget]
+
+    def _fastest(self, budget: int) -> StageChoice | None:
         if self.problem.true_peak is None:
             return self._least_busy(budget, 0)
         relaxed = self._least_busy(budget, 0)
@@ -148,14 +158,14 @@ class Stage:
     def shrunk(self, budget: int) -> tuple[StageChoice | None, int]:
         """Choices whose true peak fits, and the bytes added to events at which they were found."""
 
-        def search(added: int) -> StageChoice | None:
-            found = self._least_busy(budget, added)
+        def search(added: Less) -> StageChoice | None:
+            found = self._least_busy(budget, *added)
             return None if found is None else arranged(self.problem, found)
 
-        found = shrunk(search, lambda own: own.peak_bytes - budget, lambda own: own.time_ps)
-        if found[0] is None and self.leanest.peak_bytes <= budget:
-            return self.leanest, found[1]
-        return found
+        best = shrunk(search, lambda own: [own.peak_bytes - budget], lambda own: own.time_ps)
+        if best[0] is None and self.leanest.peak_bytes <= budget:
+            return self.leanest, best[1][0]
+        return best[0], best[1][0]
 
     def _least_busy(self, budget: int, added: int) -> StageChoice | None:
         stage = self.plans(budget, added)

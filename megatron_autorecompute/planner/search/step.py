@@ -5,8 +5,9 @@
 2. One linear program over plans, paths and moments (`master`) prices time and bytes.
 3. At these prices stages list their plans, which bounds the step more closely; from the fractional
    times on, stage after stage gets the plan with the shortest step, by replay.
-4. Stages exchange plans while the step gets shorter, and where what is left is little, an integer
-   program finds the best of it (`proof`).
+4. Stages exchange plans while the step gets shorter.
+
+Where what is left is little, an integer program finds the best of it (`proof`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import numpy as np
 from megatron_autorecompute.planner.cost.arrays import Floats, Ints
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
 from megatron_autorecompute.planner.search.master import Master
-from megatron_autorecompute.planner.search.proof import CHUNKS, Proof
 from megatron_autorecompute.planner.search.replay import Replay
 from megatron_autorecompute.planner.search.stage import Stage, ascending
 from megatron_autorecompute.planner.search.stage_plans import Effort, StagePlans
@@ -35,6 +35,8 @@ _AGAIN = 4
 _ROUNDS = 2
 _EVENTS = 1 << 25
 """Replayed in exchanges."""
+CHUNKS = 12
+"""Of all stages, up to which all that may be better is listed."""
 _SMALL = 256
 """Chunks of all stages up to which more is tried."""
 _NEARNESS = (0.01, 0.03, 0.1, 0.3)
@@ -161,8 +163,8 @@ class StepSearch:
             self._first_of_all(ones * (np.arange(self.replay.schedule.num_chunks) + slope))
         return self._is_proven()
 
-    def go_on(self) -> None:
-        """Search for a shorter step, and raise the bound."""
+    def go_on(self) -> bool:
+        """Search for a shorter step, and raise the bound; whether the best is proven."""
         small = len(self.master.keys) <= _SMALL
         self.master.relax(_RELAXATIONS if small else _RELAXATIONS // 2)
         events = _EVENTS
@@ -176,8 +178,8 @@ class StepSearch:
             self._round(small)
             events = self._exchange(events)
             if self._is_proven():
-                return
-        Proof(self).run()
+                return True
+        return False
 
     def _is_proven(self) -> bool:
         """Whether the paths of the best step say that none is shorter.

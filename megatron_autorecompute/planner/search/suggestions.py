@@ -20,7 +20,9 @@ from megatron_autorecompute.planner.cost.layout_flags import (
     layout_flags,
 )
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.search.solve import Budget, Planner, Solution
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solution import Solution
+from megatron_autorecompute.planner.search.solve import try_solve
 from megatron_autorecompute.policy import FULL, NONE
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -55,7 +57,7 @@ def _change(
     return Change(text, solution.cost.step_ms, settings or {}) if solution else None
 
 
-def cheapest_changes(planner: Planner, budget: Budget, most: int = 3) -> tuple[Change, ...]:
+def cheapest_changes(problem: Problem, most: int = 3) -> tuple[Change, ...]:
     """Up to three changes, each alone, with which a plan fits; the fastest step first.
 
     For a smaller micro-batch, bytes and times of activations are scaled with it. For twice the
@@ -69,7 +71,7 @@ def cheapest_changes(planner: Planner, budget: Budget, most: int = 3) -> tuple[C
     found: list[Change] = []
     for proposal in (_smaller_micro_batch, _full_recompute, _other_layout, _more_stages, _more_tp):
         try:
-            change = proposal(planner, budget)
+            change = proposal(problem)
         except (InfeasibleError, PipelineError, ProfileError, PolicyError):
             continue  # this change does not fit, or the profile does not say
         if change is not None:
@@ -77,38 +79,33 @@ def cheapest_changes(planner: Planner, budget: Budget, most: int = 3) -> tuple[C
     return tuple(sorted(found, key=lambda change: change.step_ms)[:most])
 
 
-def _smaller_micro_batch(planner: Planner, budget: Budget) -> Change | None:
-    size = planner.profile.parallelism.micro_batch_size
+def _smaller_micro_batch(problem: Problem) -> Change | None:
+    size = problem.profile.parallelism.micro_batch_size
     for smaller in sorted((d for d in range(1, size) if size % d == 0), reverse=True):
         schedule = replace(
-            planner.schedule, num_microbatches=planner.schedule.num_microbatches * size // smaller
+            problem.schedule, num_microbatches=problem.schedule.num_microbatches * size // smaller
         )
-        profile = _scaled(planner.profile, smaller / size, static=1.0, state=1.0)
-        solution = planner.replaced(profile=profile, schedule=schedule).try_solve(budget)
+        profile = _scaled(problem.profile, smaller / size, static=1.0, state=1.0)
+        solution = try_solve(replace(problem, profile=profile, schedule=schedule))
         if solution:
             text = f"micro-batch size {smaller} instead of {size} (scaled, not measured)"
             return _change(text, solution, {"micro_batch_size": smaller})
     return None
 
 
-def _full_recompute(planner: Planner, budget: Budget) -> Change | None:
-    profile = planner.profile
+def _full_recompute(problem: Problem) -> Change | None:
+    profile = problem.profile
     lacking = [k for k in profile.kinds if k.record(FULL) is None and k.record(NONE)]
-    only = planner.only and planner.only.and_also(FULL)
-    if not lacking and only == planner.only:
+    only = problem.only and problem.only.and_also(FULL)
+    if not lacking and only == problem.only:
         return None
     kinds = tuple(
         _with_full(kind, profile.boundary_bytes) if kind in lacking else kind
         for kind in profile.kinds
     )
-    wider = Planner(
-        replace(profile, kinds=kinds),
-        planner.layout,
-        planner.schedule,
-        percentile=planner.percentile,
-        allowed=only,
-    )
-    solution = wider.try_solve(budget)
+    allowed = None if only is None else only.texts()
+    wider = replace(problem, profile=replace(profile, kinds=kinds), allowed=allowed)
+    solution = try_solve(wider)
     names = ", ".join(kind.name for kind in lacking) or "all kinds"
     return _change(f"full recompute as a choice for {names}", solution)
 
@@ -133,14 +130,14 @@ def _with_full(kind: LayerKind, boundary_bytes: int) -> LayerKind:
     return replace(kind, choices=(*kind.choices, full))
 
 
-def _other_layout(planner: Planner, budget: Budget) -> Change | None:
+def _other_layout(problem: Problem) -> Change | None:
     """The nearest layout that fits; `search_layout` finds the fastest one, and takes longer."""
-    if planner.layout.num_stages == 1 or planner.profile.model.encoder_layers:
+    if problem.layout.num_stages == 1 or problem.profile.model.encoder_layers:
         return None
-    for layout in _nearest(planner.layout):
-        solution = planner.replaced(layout=layout).try_solve(budget)
-        if solution and layout != planner.layout:
-            flags = layout_flags(layout, pattern_of_job(planner.profile.model.facts))
+    for layout in _nearest(problem.layout):
+        solution = try_solve(replace(problem, layout=layout, known=()))
+        if solution and layout != problem.layout:
+            flags = layout_flags(layout, pattern_of_job(problem.profile.model.facts))
             text = " ".join(f"{name} {value}" for name, value in flags.items())
             settings = {FIELDS[name]: value for name, value in flags.items()}
             return _change(f"another layout: {text}", solution, settings)
@@ -180,41 +177,45 @@ def _nearest(asked: Layout) -> Iterator[Layout]:
         )
 
 
-def _more_stages(planner: Planner, budget: Budget) -> Change | None:
-    model, layout = planner.profile.model, planner.layout
+def _more_stages(problem: Problem) -> Change | None:
+    model, layout = problem.profile.model, problem.layout
     if model.encoder_layers:
         return None
     stages = 2 * layout.num_stages
     wider = Layout.from_flags(
         model.num_layers, stages, layout.num_chunks, mtp_num_layers=model.mtp_num_layers
     )
-    times = _times_microbatches(planner)
-    schedule = replace(_repeated(planner.schedule, times), num_stages=stages)
-    profile = _scaled(planner.profile, 1.0, static=1.0, state=times)
-    budgets = max(planner.budgets(budget))
-    moved = planner.replaced(
-        profile=profile, layout=wider, schedule=replace(schedule, microbatch_group_size=None)
+    times = _times_microbatches(problem)
+    schedule = replace(_repeated(problem.schedule, times), num_stages=stages)
+    profile = _scaled(problem.profile, 1.0, static=1.0, state=times)
+    moved = replace(
+        problem,
+        profile=profile,
+        layout=wider,
+        schedule=replace(schedule, microbatch_group_size=None),
+        budget=max(problem.budgets),
+        known=(),
     )
     text = f"{stages} pipeline stages instead of {stages // 2}{_where(times)}"
-    settings = {"pipeline_model_parallel_size": stages, **_gpus(planner, times)}
-    return _change(text, moved.try_solve(budgets), settings)
+    settings = {"pipeline_model_parallel_size": stages, **_gpus(problem, times)}
+    return _change(text, try_solve(moved), settings)
 
 
-def _more_tp(planner: Planner, budget: Budget) -> Change | None:
-    times = _times_microbatches(planner)
-    profile = _scaled(planner.profile, 0.5, static=0.5, state=0.5 * times)
-    schedule = _repeated(planner.schedule, times)
-    solution = planner.replaced(profile=profile, schedule=schedule).try_solve(budget)
-    size = planner.profile.parallelism.tensor_parallel
+def _more_tp(problem: Problem) -> Change | None:
+    times = _times_microbatches(problem)
+    profile = _scaled(problem.profile, 0.5, static=0.5, state=0.5 * times)
+    schedule = _repeated(problem.schedule, times)
+    solution = try_solve(replace(problem, profile=profile, schedule=schedule))
+    size = problem.profile.parallelism.tensor_parallel
     text = f"tensor parallelism {2 * size} instead of {size}{_where(times)} (halved, not measured)"
-    settings = {"tensor_model_parallel_size": 2 * size, **_gpus(planner, times)}
+    settings = {"tensor_model_parallel_size": 2 * size, **_gpus(problem, times)}
     return _change(text, solution, settings)
 
 
-def _times_microbatches(planner: Planner) -> int:
+def _times_microbatches(problem: Problem) -> int:
     """Of the same GPUs, if they are known to hold the model an even number of times."""
-    shape, num_gpus = planner.profile.parallelism, planner.profile.num_gpus
-    stages = planner.layout.num_stages
+    shape, num_gpus = problem.profile.parallelism, problem.profile.num_gpus
+    stages = problem.layout.num_stages
     holders = (
         shape.tensor_parallel * shape.context_parallel * stages,
         shape.expert_parallel * shape.expert_tensor_parallel * stages,
@@ -228,9 +229,9 @@ def _where(times: int) -> str:
     return " on the same GPUs" if times == _SAME_GPUS else " on twice the GPUs"
 
 
-def _gpus(planner: Planner, times: int) -> dict[str, object]:
+def _gpus(problem: Problem, times: int) -> dict[str, object]:
     """The setting for twice the GPUs, if they are known and it takes them."""
-    num_gpus = planner.profile.num_gpus
+    num_gpus = problem.profile.num_gpus
     return {} if num_gpus is None or times == _SAME_GPUS else {"num_gpus": 2 * num_gpus}
 
 
@@ -303,13 +304,12 @@ def _scaled(profile: Profile, factor: float, static: float, state: float) -> Pro
 
 def explained(
     error: InfeasibleError,
-    planner: Planner,
-    budget: Budget,
+    problem: Problem,
     command: Callable[[Change], str | None] = lambda _: None,
 ) -> InfeasibleError:
     """The error, with changes that would make the plan fit added to its message, and below each the
     command that plans it, if `command` knows one."""
-    changes = cheapest_changes(planner, budget)
+    changes = cheapest_changes(problem)
     if not changes:
         return InfeasibleError(f"{error} No change this program knows would make it fit.")
     lines = [f"{error} Each of these alone would fit:"]

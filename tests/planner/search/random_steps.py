@@ -20,7 +20,7 @@ from megatron_autorecompute.planner.cost.peak_memory import (
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.stage_times import residual_times
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -68,14 +68,14 @@ def random_step(seed, shapes, most_layers=None):
         profile = replace(profile, stages=tuple(_stage(rng, chunks) for chunks in layout.stages))
     m = pp * rng.randint(1, 3) if vp > 1 else rng.randint(1, 8)
     group = rng.choice([None, pp + 1]) if vp > 1 and m == 2 * pp + 2 else None
-    planner = Planner(profile, layout, Schedule(pp, vp, m, group), percentile=99.0)
-    return planner, _budgets(rng, planner)
+    problem = Problem(profile, layout, Schedule(pp, vp, m, group), percentile=99.0)
+    return problem, _budgets(rng, problem)
 
 
 def realistic_step(seed, shapes, most_layers=None):
     """As measured: recompute in the backward alone, forwards nearly equal, no residuals."""
     rng = random.Random(seed)
-    planner, _ = random_step(seed, shapes, most_layers)
+    problem, _ = random_step(seed, shapes, most_layers)
     table = {
         "none": (1.0, 2.0, 100, 10),
         "full": (1.0, 3.0, 4, 90),
@@ -83,7 +83,7 @@ def realistic_step(seed, shapes, most_layers=None):
         "selective[mlp]": (1.0, 2.4, 70, 40),
     }
     kinds = []
-    for kind in planner.profile.kinds:
+    for kind in problem.profile.kinds:
         size, speed = rng.uniform(0.7, 1.3), rng.uniform(0.7, 1.3)
         choices = []
         for record in kind.choices:
@@ -102,13 +102,13 @@ def realistic_step(seed, shapes, most_layers=None):
                 )
             )
         kinds.append(replace(kind, choices=tuple(choices)))
-    profile = replace(planner.profile, kinds=tuple(kinds), stages=())
-    planner = planner.replaced(profile=profile)
-    return planner, _budgets(rng, planner)
+    profile = replace(problem.profile, kinds=tuple(kinds), stages=())
+    problem = replace(problem, profile=profile)
+    return problem, _budgets(rng, problem)
 
 
-def _budgets(rng, planner):
-    needs = zip(planner.leanest, planner.fastest, strict=True)
+def _budgets(rng, problem):
+    needs = zip(problem.stages.leanest, problem.stages.fastest, strict=True)
     return [
         low.peak_bytes + round((high.peak_bytes - low.peak_bytes) * rng.random())
         for low, high in needs
@@ -160,18 +160,18 @@ def _stage(rng, chunks):
     )
 
 
-def shortest_step_ps(planner, budgets, most=4000):
+def shortest_step_ps(problem, budgets, most=4000):
     """Of all policies that fit; None where a stage's, or combinations, are more than `most`."""
     sizes = [
-        math.prod(len(chunk_options(planner, chunk)) for chunk in chunks)
-        for chunks in planner.layout.stages
+        math.prod(len(chunk_options(problem, chunk)) for chunk in chunks)
+        for chunks in problem.layout.stages
     ]
     if max(sizes) > most:
         return None
-    stages = [stage_times(planner, stage, budget) for stage, budget in enumerate(budgets)]
+    stages = [stage_times(problem, stage, budget) for stage, budget in enumerate(budgets)]
     if math.prod(map(len, stages)) > most:
         return None
-    return min(map(lambda one: step_ps(planner.schedule, one), itertools.product(*stages)))
+    return min(map(lambda one: step_ps(problem.schedule, one), itertools.product(*stages)))
 
 
 def step_ps(schedule, times):
@@ -179,17 +179,17 @@ def step_ps(schedule, times):
     return max(finish_by_plain_replay(schedule, *zip(*times, strict=True)))
 
 
-def stage_times(planner, stage, budget):
+def stage_times(problem, stage, budget):
     """Forwards and backwards, whole picoseconds, of all choices of a stage that fit.
 
     An event that takes longer makes no step shorter: so without those that are nowhere shorter.
     """
-    residual = residual_times(CostTable(planner.profile), planner.layout)
-    base = stage_base(planner.profile, planner.layout, stage, "high")
-    moments = stage_moments(planner.profile, planner.schedule, stage)
-    chunks = planner.layout.stages[stage]
+    residual = residual_times(CostTable(problem.profile), problem.layout)
+    base = stage_base(problem.profile, problem.layout, stage, "high")
+    moments = stage_moments(problem.profile, problem.schedule, stage)
+    chunks = problem.layout.stages[stage]
     found = set()
-    for options in itertools.product(*(chunk_options(planner, chunk) for chunk in chunks)):
+    for options in itertools.product(*(chunk_options(problem, chunk) for chunk in chunks)):
         columns = [ChunkColumns(chunk, own[0]) for chunk, own in zip(chunks, options, strict=True)]
         if stage_peak(base, stage, columns, moments).bytes <= budget:
             found.add(
@@ -217,12 +217,12 @@ def undominated(times):
     )
 
 
-def chunk_options(planner, chunk):
+def chunk_options(problem, chunk):
     """(units with their bytes, forward and backward in picoseconds) of all choices of a chunk."""
-    high = CostTable(planner.profile, planner.percentile, "high")
+    high = CostTable(problem.profile, problem.imbalance_percentile, "high")
     found = []
-    for policies in _covers(planner, chunk.layers):
-        layers = [NONE] * planner.profile.num_layers
+    for policies in _covers(problem, chunk.layers):
+        layers = [NONE] * problem.profile.num_layers
         for layer, policy in zip(chunk.layers, policies, strict=True):
             layers[layer] = policy
         units = high.chunk_units(chunk, RecomputePolicy(tuple(layers)))
@@ -230,19 +230,19 @@ def chunk_options(planner, chunk):
     return found
 
 
-def _covers(planner, layers):
+def _covers(problem, layers):
     if not layers:
         yield ()
         return
-    names = {r.choice for r in planner.profile.kind_of(layers[0]).choices}
+    names = {r.choice for r in problem.profile.kind_of(layers[0]).choices}
     firsts = [(LayerPolicy.parse(name),) for name in sorted(names - {"full/2"})]
     groupable = [
-        {"none", "full"} <= {r.choice for r in planner.profile.kind_of(layer).choices}
+        {"none", "full"} <= {r.choice for r in problem.profile.kind_of(layer).choices}
         for layer in layers
     ]
     for size in range(2, len(layers) + 1):
         if all(groupable[:size]):
             firsts.append((LayerPolicy("full", group=size),) * size)
     for first in firsts:
-        for rest in _covers(planner, layers[len(first) :]):
+        for rest in _covers(problem, layers[len(first) :]):
             yield first + rest

@@ -21,6 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.search.solve import solve
 from scripts.tables import markdown
 from tests.planner.search.random_steps import (
     ONE_CHUNK,
@@ -67,12 +68,12 @@ def measure(times: str, chunks: str, instances: int, most: int) -> Result:
     shapes = {"one": ONE_CHUNK, "several": MORE_CHUNKS}[chunks]
     shares, left_out, proven, above = [], 0, 0, 0
     for seed in track(range(FIRST_SEED, FIRST_SEED + instances), f"{times}, {chunks}"):
-        planner, budgets = make(seed, shapes, MOST_LAYERS)
-        shortest = shortest_step_ps(planner, budgets, most)
+        problem, budgets = make(seed, shapes, MOST_LAYERS)
+        shortest = shortest_step_ps(problem, budgets, most)
         if not shortest:
             left_out += 1
             continue
-        solution = planner.solve(budgets)
+        solution = solve(problem.at(budgets))
         shares.append(round(solution.cost.step_ms * PS_PER_MS) / shortest - 1)
         proven += solution.step_evidence.gap == 0
         above += solution.step_evidence.bound_ms * PS_PER_MS > shortest + 0.5

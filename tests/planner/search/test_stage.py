@@ -10,10 +10,11 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 from megatron_autorecompute.planner.search import chunk_plans
-from megatron_autorecompute.planner.search.budget_curve import BudgetCurve
-from megatron_autorecompute.planner.search.solve import Planner
+from megatron_autorecompute.planner.search.chunk_plans import Pruned, Walk
+from megatron_autorecompute.planner.search.curve import BudgetCurve
+from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.stage_problem import put_together
-from megatron_autorecompute.planner.search.units import Priced, close
+from megatron_autorecompute.planner.search.units import ChunkUnits, Priced, close
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerKind,
@@ -25,7 +26,7 @@ from megatron_autorecompute.profile import (
     StaticBytes,
 )
 from tests.planner.definitions import brute_force
-from tests.planner.random_profiles import another, problem, scale
+from tests.planner.random_profiles import another, drawn, scale
 
 SEEDS = st.integers(0, 10**6)
 INSTANCES = 1000  # of 1.8 stages on average
@@ -37,8 +38,11 @@ def thin(monkeypatch):
     monkeypatch.setattr(chunk_plans, "WIDTHS", (1, 1))
 
 
-def found(planner, stage, budget):
-    choice = planner.choose(stage, budget)
+def fastest(problem, stage, budget):
+    return of(problem.stages.stage(stage).fastest(budget))
+
+
+def of(choice):
     return choice and (choice.time_ps / PS_PER_MS, choice.peak_bytes)
 
 
@@ -47,14 +51,14 @@ def found(planner, stage, budget):
 def test_the_optimum_is_that_of_brute_force_in_time_then_peak_then_mostly_runs(part):
     compared = feasible = more_runs = 0
     for seed in range(part * INSTANCES // 4, (part + 1) * INSTANCES // 4):
-        profile, layout, schedule, budget = problem(seed)
-        planner = Planner(profile, layout, schedule)
+        profile, layout, schedule, budget = drawn(seed)
+        problem = Problem(profile, layout, schedule)
         for stage in range(layout.num_stages):
             expected = brute_force(profile, layout, schedule, stage, budget)
-            assert found(planner, stage, budget) == (expected and expected[:2]), (seed, stage)
+            assert fastest(problem, stage, budget) == (expected and expected[:2]), (seed, stage)
             compared += 1
             if expected is not None:
-                choice = planner.choose(stage, budget)
+                choice = problem.stages.stage(stage).fastest(budget)
                 assert choice.gap == 0
                 more_runs += choice.runs > expected[2]
                 feasible += 1
@@ -66,11 +70,11 @@ def test_the_optimum_is_that_of_brute_force_in_time_then_peak_then_mostly_runs(p
 def test_with_hardly_a_plan_in_tables_one_chunk_is_solved_and_several_are_bounded(thin):
     solved = bounded = 0
     for seed in range(200):
-        profile, layout, schedule, budget = problem(seed)
-        planner = Planner(profile, layout, schedule)
+        profile, layout, schedule, budget = drawn(seed)
+        problem = Problem(profile, layout, schedule)
         for stage in range(layout.num_stages):
             expected = brute_force(profile, layout, schedule, stage, budget)
-            choice = planner.choose(stage, budget)
+            choice = problem.stages.stage(stage).fastest(budget)
             assert (choice is None) == (expected is None), (seed, stage)
             if choice is None:
                 continue
@@ -87,25 +91,27 @@ def test_with_hardly_a_plan_in_tables_one_chunk_is_solved_and_several_are_bounde
 
 def test_an_optimum_known_from_a_smaller_budget_changes_no_answer():
     for seed in range(200):
-        profile, layout, schedule, budget = problem(seed)
-        curve = BudgetCurve(Planner(profile, layout, schedule))
+        profile, layout, schedule, budget = drawn(seed)
+        curve = BudgetCurve(Problem(profile, layout, schedule))
         for stage in range(layout.num_stages):
             curve.choose(stage, budget)
-            fresh = Planner(profile, layout, schedule)
-            assert found(curve, stage, budget + 7) == found(fresh, stage, budget + 7)
+            fresh = Problem(profile, layout, schedule)
+            assert of(curve.choose(stage, budget + 7)) == fastest(fresh, stage, budget + 7)
 
 
 def test_prices_of_every_unit_bound_long_chunks_closely():
     """A chunk is as high as any of its units: a price at one place alone says less."""
-    planner = solve_speed.planner(solve_speed.Case(24, 1))
-    low, high = (own[0].peak_bytes for own in (planner.leanest, planner.fastest))
-    stage, closer = planner.searches[0], 0
+    problem = solve_speed.problem(solve_speed.Case(24, 1))
+    low, high = (own[0].peak_bytes for own in (problem.stages.leanest, problem.stages.fastest))
+    stage, closer = problem.stages.stage(0), 0
     for eighths in range(1, 8):
         budget = low + (high - low) * eighths // 8
         plans = stage.plans(budget)
         units = plans.plans[0].table.units
         # Bytes cost what makes the fastest and the leanest choices equally dear.
-        dear = (planner.leanest[0].time_ps - planner.fastest[0].time_ps) / (high - low)
+        dear = (problem.stages.leanest[0].time_ps - problem.stages.fastest[0].time_ps) / (
+            high - low
+        )
         prices = plans.prices(np.ones((2, 1)), np.full(len(plans.room), dear))[0]
         one = Priced.at_the_end(units, prices).after()[0]
         _, every, _ = close(units, prices)
@@ -118,13 +124,36 @@ def test_prices_of_every_unit_bound_long_chunks_closely():
     assert closer
 
 
+def test_where_no_plan_within_a_limit_begins_a_unit_nothing_is_kept():
+    """One checkpoint around all layers is within the limit: no plan begins a unit between."""
+    costs = ("none", 100, 1.0, 2.0), ("full", 100, 1.0, 3.0), ("full/4", 1, 4.0, 12.0)
+    records = tuple(ChoiceRecord(name, held, 1, 1, a, b) for name, held, a, b in costs)
+    none = ChoiceRecord("none", 0, 0, 0, 0.0, 0.0)
+    profile = Profile(
+        Model("groups", 4),
+        Parallelism(1, 8),
+        (LayerKind("k", (0, 1, 2, 3), records, static=StaticBytes()),),
+        embedding=none,
+        head=none,
+        boundary_bytes=1,
+        embedding_static=StaticBytes(),
+        head_static=StaticBytes(),
+    )
+    problem = Problem(profile, Layout.from_flags(4, 1), Schedule(1, 1, 1))
+    units = ChunkUnits(problem.stages.stage(0).problem.chunks[0])
+    a_byte = np.array([0.0, 0.0, 1.0, 0.0, 0.0])
+    pruned = Pruned(Priced.at_the_end(units, a_byte), np.ones(2), 2.0, 10)
+    walk = Walk(units, pruned, forward=True)
+    assert [walk.policies(row)[0].group for row in range(len(walk.rows))] == [4]
+
+
 @settings(max_examples=60)
 @given(SEEDS, st.integers(1, 40))
 def test_more_budget_is_never_slower(seed, more):
-    profile, layout, schedule, budget = problem(seed)
+    profile, layout, schedule, budget = drawn(seed)
     for stage in range(layout.num_stages):
-        less = Planner(profile, layout, schedule).choose(stage, budget)
-        richer = Planner(profile, layout, schedule).choose(stage, budget + more)
+        less = Problem(profile, layout, schedule).stages.stage(stage).fastest(budget)
+        richer = Problem(profile, layout, schedule).stages.stage(stage).fastest(budget + more)
         if less is not None:
             assert richer is not None
             assert richer.time_ps <= less.time_ps
@@ -133,13 +162,17 @@ def test_more_budget_is_never_slower(seed, more):
 @settings(max_examples=60)
 @given(SEEDS, st.randoms(use_true_random=False))
 def test_adding_a_choice_is_never_slower(seed, rng):
-    profile, layout, schedule, budget = problem(seed)
+    profile, layout, schedule, budget = drawn(seed)
     kinds = tuple(
         replace(kind, choices=(*kind.choices, another(rng, kind.choices))) for kind in profile.kinds
     )
     for stage in range(layout.num_stages):
-        before = Planner(profile, layout, schedule).choose(stage, budget)
-        after = Planner(replace(profile, kinds=kinds), layout, schedule).choose(stage, budget)
+        before = Problem(profile, layout, schedule).stages.stage(stage).fastest(budget)
+        after = (
+            Problem(replace(profile, kinds=kinds), layout, schedule)
+            .stages.stage(stage)
+            .fastest(budget)
+        )
         if before is not None:
             assert after is not None
             assert after.time_ps <= before.time_ps
@@ -148,11 +181,11 @@ def test_adding_a_choice_is_never_slower(seed, rng):
 @settings(max_examples=40)
 @given(SEEDS, st.sampled_from([3, 1000, 2**30]), st.sampled_from([2.0, 10.0, 1000.0]))
 def test_other_units_of_bytes_and_time_change_nothing(seed, bytes_unit, time_unit):
-    profile, layout, schedule, budget = problem(seed)
+    profile, layout, schedule, budget = drawn(seed)
     scaled = scale(profile, bytes_unit, time_unit)
     for stage in range(layout.num_stages):
-        plain = Planner(profile, layout, schedule).choose(stage, budget)
-        other = Planner(scaled, layout, schedule).choose(stage, budget * bytes_unit)
+        plain = Problem(profile, layout, schedule).stages.stage(stage).fastest(budget)
+        other = Problem(scaled, layout, schedule).stages.stage(stage).fastest(budget * bytes_unit)
         assert (plain is None) == (other is None)
         if plain and other:
             assert other.time_ps == plain.time_ps * time_unit
@@ -160,20 +193,20 @@ def test_other_units_of_bytes_and_time_change_nothing(seed, bytes_unit, time_uni
 
 
 def test_a_search_below_static_bytes_finds_nothing():
-    profile, layout, schedule, _ = problem(3)
-    planner = Planner(profile, layout, schedule)
-    assert planner.searches[0].fastest(0) is None
+    profile, layout, schedule, _ = drawn(3)
+    problem = Problem(profile, layout, schedule)
+    assert problem.stages.stage(0).fastest(0) is None
 
 
 def test_the_leanest_need_is_the_least_budget_that_is_feasible():
     for seed in range(150):
-        profile, layout, schedule, _ = problem(seed)
-        planner = Planner(profile, layout, schedule)
-        for stage, lean in enumerate(planner.leanest):
-            policy = put_together(layout, [choice.policies for choice in planner.leanest])
-            assert planner.evaluate(policy).stages[stage].peak_high_bytes == lean.peak_bytes
-            assert planner.choose(stage, lean.peak_bytes) is not None
-            assert planner.choose(stage, lean.peak_bytes - 1) is None
+        profile, layout, schedule, _ = drawn(seed)
+        problem = Problem(profile, layout, schedule)
+        for stage, lean in enumerate(problem.stages.leanest):
+            policy = put_together(layout, [choice.policies for choice in problem.stages.leanest])
+            assert problem.cost(policy).stages[stage].peak_high_bytes == lean.peak_bytes
+            assert problem.stages.stage(stage).fastest(lean.peak_bytes) is not None
+            assert problem.stages.stage(stage).fastest(lean.peak_bytes - 1) is None
 
 
 @pytest.mark.parametrize("layer_bytes", range(1, 7))
@@ -193,5 +226,5 @@ def test_the_leanest_need_is_found_where_a_peak_tried_leaves_any_room_above_or_b
         boundary_bytes=0,
         stages=(stage,),
     )
-    planner = Planner(profile, Layout.from_flags(1, 1), Schedule(1, 1, 1))
-    assert planner.leanest[0].peak_bytes == 104 + layer_bytes
+    problem = Problem(profile, Layout.from_flags(1, 1), Schedule(1, 1, 1))
+    assert problem.stages.leanest[0].peak_bytes == 104 + layer_bytes

@@ -16,7 +16,11 @@ from benchmarks import solve_speed
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
-from megatron_autorecompute.planner.search.solve import Planner, solve
+from megatron_autorecompute.planner.search import chunk_plans
+from megatron_autorecompute.planner.search.curve import pareto
+from megatron_autorecompute.planner.search.manual import best_manual
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve, try_solve
 from megatron_autorecompute.planner.search.stage_problem import put_together
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -37,12 +41,12 @@ from tests.planner.search.random_steps import (
 )
 
 
-def excess(planner, budgets):
+def excess(problem, budgets):
     """By what share the plan's step is above the shortest one; None where that is not known."""
-    shortest = shortest_step_ps(planner, budgets)
+    shortest = shortest_step_ps(problem, budgets)
     if shortest is None:
         return None
-    solution = planner.solve(budgets)
+    solution = solve(problem.at(budgets))
     evidence, step = solution.step_evidence, round(solution.cost.step_ms * PS_PER_MS)
     assert evidence.bound_ms * PS_PER_MS <= shortest + 0.5
     assert step >= shortest
@@ -58,9 +62,9 @@ def excess(planner, budgets):
 @pytest.mark.parametrize("make", [random_step, realistic_step])
 def test_with_one_chunk_a_stage_the_step_is_the_shortest_and_proven(make):
     for seed in range(100):
-        planner, budgets = make(seed, ONE_CHUNK)
-        assert excess(planner, budgets) in (0, None), seed
-        assert planner.solve(budgets).step_evidence.gap == 0, seed
+        problem, budgets = make(seed, ONE_CHUNK)
+        assert excess(problem, budgets) in (0, None), seed
+        assert solve(problem.at(budgets)).step_evidence.gap == 0, seed
 
 
 @pytest.mark.long
@@ -78,13 +82,15 @@ def test_where_forwards_are_all_the_same_the_least_busy_stages_make_the_shortest
     """Recompute is in backwards alone; then no schedule is needed to know the best choices."""
     seen = 0
     for seed in range(150):
-        planner, budgets = random_step(seed, ONE_CHUNK)
-        stages = [stage_times(planner, stage, budget) for stage, budget in enumerate(budgets)]
+        problem, budgets = random_step(seed, ONE_CHUNK)
+        stages = [stage_times(problem, stage, budget) for stage, budget in enumerate(budgets)]
         if any(len(own) > 1 for own in stages):
             continue
-        choices = [planner.choose(stage, budget) for stage, budget in enumerate(budgets)]
-        busy = put_together(planner.layout, [choice.policies for choice in choices])
-        assert planner.solve(budgets).cost.step_ms == planner.evaluate(busy).step_ms
+        choices = [
+            problem.stages.stage(stage).fastest(budget) for stage, budget in enumerate(budgets)
+        ]
+        busy = put_together(problem.layout, [choice.policies for choice in choices])
+        assert solve(problem.at(budgets)).cost.step_ms == problem.cost(busy).step_ms
         seen += 1
     assert seen > 25
 
@@ -106,14 +112,14 @@ def uneven_chunks():
         embedding_static=StaticBytes(),
         head_static=StaticBytes(),
     )
-    return Planner(profile, Layout.parse("E|t|t|tttt|tt|L", 2, 3), Schedule(2, 3, 4, 4))
+    return Problem(profile, Layout.parse("E|t|t|tttt|tt|L", 2, 3), Schedule(2, 3, 4, 4))
 
 
 def test_no_setting_of_megatrons_that_fits_is_faster_at_any_budget():
-    planner = uneven_chunks()
+    problem = uneven_chunks()
     compared = 0
     for budget in range(150, 1400, 25):
-        solution, manual = planner.try_solve(budget), planner.best_manual(budget)
+        solution, manual = try_solve(problem.at(budget)), best_manual(problem.at(budget))
         if solution is None or manual is None:
             continue
         assert solution.cost.step_ms <= manual.cost.step_ms
@@ -125,59 +131,80 @@ def test_no_setting_of_megatrons_that_fits_is_faster_at_any_budget():
 @pytest.mark.parametrize("layout", [Layout.from_flags(12, 2), Layout.from_flags(12, 2, 3)])
 def test_a_step_of_a_thousand_million_microbatches_has_a_bound(layout):
     profile, _, _, _ = problem_of_many()
-    solution = solve(profile, layout, Schedule.of_layout(layout, 10**9), 900)
+    solution = solve(Problem(profile, layout, Schedule.of_layout(layout, 10**9), 900))
     assert 0 <= solution.step_evidence.gap < 1e-6
 
 
 def test_more_budget_is_never_a_slower_plan():
     for seed in range(12):
-        planner, _ = random_step(seed, SEVERAL_CHUNKS, 2)
+        problem, _ = random_step(seed, SEVERAL_CHUNKS, 2)
         low, high = (
-            max(choice.peak_bytes for choice in own) for own in (planner.leanest, planner.fastest)
+            max(choice.peak_bytes for choice in own)
+            for own in (problem.stages.leanest, problem.stages.fastest)
         )
         budgets = [low + (high - low) * n // 6 for n in range(7)]
-        alone = [planner.replaced().solve(budget).cost.step_ms for budget in budgets]
+        alone = [solve(replace(problem, budget=budget)).cost.step_ms for budget in budgets]
         assert alone == sorted(alone, reverse=True), seed
 
 
 def test_a_longer_menu_is_never_a_slower_plan():
     shorter = 0
     for seed in range(40):
-        planner, budgets = random_step(seed, (*ONE_CHUNK, *SEVERAL_CHUNKS))
-        kinds = [replace(k, choices=k.choices[::2]) for k in planner.profile.kinds]
-        few = planner.replaced(profile=replace(planner.profile, kinds=tuple(kinds)))
-        less = few.try_solve(budgets)
+        problem, budgets = random_step(seed, (*ONE_CHUNK, *SEVERAL_CHUNKS))
+        kinds = [replace(k, choices=k.choices[::2]) for k in problem.profile.kinds]
+        few = replace(problem, profile=replace(problem.profile, kinds=tuple(kinds)))
+        less = try_solve(few.at(budgets))
         if less is not None:
-            more = planner.solve(budgets)
+            more = solve(problem.at(budgets))
             assert more.cost.step_ms <= less.cost.step_ms, seed
             shorter += more.cost.step_ms < less.cost.step_ms
     assert shorter > 3
 
 
+def test_a_known_plan_that_fits_is_taken_where_it_is_shorter_and_no_other(monkeypatch):
+    problems = (random_step(seed, SEVERAL_CHUNKS) for seed in range(20))
+    asked = [problem.at(budgets) for problem, budgets in problems]
+    best = [(problem, own) for problem in asked if (own := try_solve(problem)) is not None]
+    monkeypatch.setattr(chunk_plans, "WIDTHS", (1, 1))  # a search that finds little
+    shorter = 0
+    for problem, own in best:
+        lean, fast = (
+            put_together(problem.layout, [stage.policies for stage in choices])
+            for choices in (problem.stages.leanest, problem.stages.fastest)
+        )
+        fresh = replace(problem, known=(lean, fast))
+        with_best = solve(replace(problem, known=(fast, own.policy, lean)))
+        assert with_best.cost.step_ms == own.cost.step_ms <= solve(fresh).cost.step_ms
+        assert with_best.cost.peak_high_bytes <= max(problem.budgets)
+        shorter += own.cost.step_ms < solve(fresh).cost.step_ms
+    assert shorter
+
+
 def test_a_plan_is_the_same_whatever_was_asked_before():
-    """A shorter step that was found for another budget, and fits, is the one exception."""
     for seed, shape in ((31, ONE_CHUNK), (4, SEVERAL_CHUNKS)):
-        planner, _ = random_step(seed, shape, 2)
+        problem, _ = random_step(seed, shape, 2)
         low, high = (
-            max(choice.peak_bytes for choice in own) for own in (planner.leanest, planner.fastest)
+            max(choice.peak_bytes for choice in own)
+            for own in (problem.stages.leanest, problem.stages.fastest)
         )
         budgets = [low + (high - low) * n // 4 for n in range(5)]
-        fresh = [planner.replaced().solve(budget) for budget in budgets]
-        planner.pareto(6)
+        fresh = [solve(replace(problem, budget=budget)) for budget in budgets]
+        pareto(problem, 6)
         random.Random(seed).shuffle(order := budgets[:])
-        solved = {budget: planner.solve(budget) for budget in order}
+        solved = {budget: solve(problem.at(budget)) for budget in order}
         assert [solved[budget] for budget in budgets] == fresh, seed
 
 
 SOLVE = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from benchmarks import solve_speed
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.profile import Profile
-planner = solve_speed.planner(solve_speed.Case(32, 4, 2))
-planner = planner.replaced(profile=Profile.load(Path(sys.argv[1])))
-make_plan(planner, 150 << 30).save(Path(sys.argv[2]))
+problem = solve_speed.problem(solve_speed.Case(32, 4, 2))
+problem = replace(problem, profile=Profile.load(Path(sys.argv[1])))
+make_plan(problem.at(150 << 30)).save(Path(sys.argv[2]))
 """
 
 
@@ -209,10 +236,11 @@ def shuffled(value, rng):
 
 
 def test_examples_with_several_chunks_are_within_a_hundredth_of_the_optimum():
-    planner = solve_speed.planner(solve_speed.Case(32, 4, 2))
+    problem = solve_speed.problem(solve_speed.Case(32, 4, 2))
     low, high = (
-        max(choice.peak_bytes for choice in own) for own in (planner.leanest, planner.fastest)
+        max(choice.peak_bytes for choice in own)
+        for own in (problem.stages.leanest, problem.stages.fastest)
     )
     for eighths in (1, 4, 7):
-        solution = planner.solve(low + (high - low) * eighths // 8)
+        solution = solve(problem.at(low + (high - low) * eighths // 8))
         assert solution.step_evidence.gap < 0.01

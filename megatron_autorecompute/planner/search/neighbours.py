@@ -1,0 +1,60 @@
+"""Policies that differ from one at a single layer."""
+
+from __future__ import annotations
+
+from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
+from megatron_autorecompute.planner.search.offload_settings import settings_of_whole_layers
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy
+
+
+def neighbours(
+    problem: Problem, policy: RecomputePolicy, layer: int
+) -> list[tuple[LayerPolicy, PolicyCost]]:
+    """What each other choice at one layer would cost, the rest of the policy unchanged.
+
+    Raises: as `changed_at`.
+    """
+    changed = changed_at(problem, policy, layer)
+    return [(choice, problem.cost(other)) for choice, other in changed]
+
+
+def changed_at(
+    problem: Problem, policy: RecomputePolicy, layer: int
+) -> list[tuple[LayerPolicy, RecomputePolicy]]:
+    """Every other choice of one layer, with the policy in which only that layer changes.
+
+    Where layers leave as a whole, Megatron's `cpu_offloading` with the number that changes it. If
+    the layer is in a group, it leaves the group, and each other member gets its own checkpoint.
+    Raises: PolicyError for a layer that does not exist.
+    """
+    if not 0 <= layer < len(policy.layers):
+        raise PolicyError(
+            f"Layer {layer} does not exist: layers are 0 to {len(policy.layers) - 1}."
+        )
+    number = policy.layers.count(WHOLE)
+    if number:  # the first ones leave: this layer is the first that stays, or the last that leaves
+        others = settings_of_whole_layers(problem)
+        fewer, more = others[layer - 1 : layer] if layer else (), others[layer : layer + 1]
+        return [(NONE, one) for one in fewer] if layer < number else [(WHOLE, one) for one in more]
+    alone = list(policy.layers)
+    for index in _group_members(problem.layout, policy, layer):
+        alone[index] = FULL
+    found = []
+    for choice in problem.table.choices(layer):
+        changed = RecomputePolicy((*alone[:layer], choice, *alone[layer + 1 :]))
+        if changed != policy:
+            found.append((choice, changed))
+    return found
+
+
+def _group_members(layout: Layout, policy: RecomputePolicy, layer: int) -> list[int]:
+    for layers in layout.chunk_layers():
+        for run in policy.chunk_runs(layers) if layer in layers else ():
+            position = layers.index(layer) - run.start
+            if 0 <= position < run.count and run.policy.group > 1:
+                first = run.start + position - position % run.policy.group
+                return list(layers[first : first + run.policy.group])
+    return []

@@ -1,0 +1,184 @@
+"""What is asked of the search, as a value: the shortest step of a model under budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.peak_memory import (
+    check_figures,
+    check_layout,
+    for_schedule,
+    stage_base,
+    stage_moments,
+)
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCost, PolicyCosts
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.unit_costs import CostTable
+from megatron_autorecompute.planner.search.stage import Stage, Tables, true_peak
+from megatron_autorecompute.planner.search.stage_problem import (
+    OnlyChoices,
+    StageChoice,
+    chunk_problem,
+    stage_problem,
+)
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.profile import Profile
+
+Budget = int | Sequence[int]
+Percentile = float | None | Literal["stated"]
+NO_LIMIT = 1 << 60
+"""A budget that every choice fits, in bytes; no plan's is larger."""
+
+
+class Stages:
+    """What is worked out of a problem whatever its budgets are: costs, and the searches of stages.
+
+    Args:
+        profile: what every choice costs.
+        layout: which stage and chunk holds which layers.
+        schedule: the order of forwards and backwards.
+        percentile: of imbalance to plan for; None takes the records as they are.
+        only: the choices that may be used; None allows every recorded choice.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        layout: Layout,
+        schedule: Schedule,
+        percentile: float | None,
+        only: OnlyChoices | None,
+    ) -> None:
+        self.costs = PolicyCosts(profile, layout, schedule, percentile)
+        self.table = CostTable(profile, percentile, "high")
+        """Of what choices cost, as budgets are met."""
+        self._only, self._chunk_tables = only, Tables()
+        self._known: dict[int, Stage] = {}
+
+    def stage(self, number: int) -> Stage:
+        """The search of one stage."""
+        if number not in self._known:
+            self._known[number] = self._stage(number)
+        return self._known[number]
+
+    def _stage(self, number: int) -> Stage:
+        profile, layout, table = self.costs.profile, self.costs.layout, self.table
+        base, own = stage_base(profile, layout, number, "high"), layout.stages[number]
+        moments = stage_moments(profile, self.costs.schedule, number)
+        chunks = [chunk_problem(table, chunk, base, self._only) for chunk in own]
+        problem = stage_problem(chunks, moments, base, true_peak(table, own, base, moments))
+        return Stage(problem, self._chunk_tables, layout.num_stages)
+
+    @cached_property
+    def all(self) -> tuple[Stage, ...]:
+        """The searches of all stages."""
+        return tuple(map(self.stage, range(self.costs.layout.num_stages)))
+
+    @cached_property
+    def leanest(self) -> tuple[StageChoice, ...]:
+        """Per stage, the choices with the lowest peak."""
+        return tuple(stage.leanest for stage in self.all)
+
+    @cached_property
+    def fastest(self) -> tuple[StageChoice, ...]:
+        """Per stage, the fastest choices without a memory limit."""
+        found = (stage.fastest(NO_LIMIT) for stage in self.all)
+        return tuple(choice for choice in found if choice is not None)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What `solve` is asked.
+
+    Raises: ProfileError if profile, layout and schedule do not belong together; PolicyError if a
+    text of `allowed` is not a choice, or for another number of budgets than stages.
+    """
+
+    profile: Profile
+    """What every choice costs on every kind of layer."""
+    layout: Layout
+    """Which stage and chunk holds which layers; of the profile's model."""
+    schedule: Schedule
+    """The order of forwards and backwards; of as many stages and chunks as the layout."""
+    budget: Budget = NO_LIMIT
+    """Bytes that torch may allocate on a device, one number for all stages or one each. The
+    caller subtracts from the device's memory what lies outside torch."""
+    percentile: Percentile = "stated"
+    """Of imbalance to plan for, in percent. None takes the records as they are: measured ones at
+    their maximum. "stated" is `Profile.stated_percentile`."""
+    allowed: Sequence[str] | None = None
+    """Texts of the choices that may be used, such as "none" and "selective[core_attn]"; `full/N`
+    stands for checkpoints around several layers. None allows every recorded choice."""
+    known: tuple[RecomputePolicy, ...] = ()
+    """Of this model: no plan is slower than one of these that fits and is allowed."""
+
+    def __post_init__(self) -> None:
+        check_layout(self.profile, self.layout, self.schedule)
+        check_figures(self.profile, self.layout, self.schedule)
+        # Frozen: this is the one place where a field is set.
+        object.__setattr__(self, "profile", for_schedule(self.profile, self.schedule))
+        if len(self.budgets) != self.layout.num_stages:
+            raise PolicyError(
+                f"{len(self.budgets)} budgets for {self.layout.num_stages} stages. Give one for "
+                "all or one for each."
+            )
+        _ = self.only
+
+    def at(self, budget: Budget, known: Sequence[RecomputePolicy] = ()) -> Problem:
+        """The same problem under another budget, with other known plans; what depends on neither
+        is worked out once."""
+        other = replace(self, budget=budget, known=tuple(known))
+        vars(other)["stages"] = self.stages
+        return other
+
+    @cached_property
+    def budgets(self) -> tuple[int, ...]:
+        """Bytes for every stage."""
+        if isinstance(self.budget, int):
+            return (self.budget,) * self.layout.num_stages
+        return tuple(self.budget)
+
+    @cached_property
+    def imbalance_percentile(self) -> float | None:
+        """The percentile that layers with experts are planned for; None: records as they are."""
+        stated = self.profile.stated_percentile
+        return stated if self.percentile == "stated" else self.percentile
+
+    @cached_property
+    def only(self) -> OnlyChoices | None:
+        """The choices that may be used; None allows every recorded choice."""
+        return None if self.allowed is None else OnlyChoices.parse(self.allowed)
+
+    @cached_property
+    def stages(self) -> Stages:
+        """Costs and the searches of stages, the same for all budgets."""
+        return Stages(
+            self.profile, self.layout, self.schedule, self.imbalance_percentile, self.only
+        )
+
+    @property
+    def costs(self) -> PolicyCosts:
+        """Costs of any policy in the model."""
+        return self.stages.costs
+
+    @property
+    def table(self) -> CostTable:
+        """Of what choices cost, as budgets are met."""
+        return self.stages.table
+
+    def cost(self, policy: RecomputePolicy) -> PolicyCost:
+        """Of any policy in the model."""
+        return self.costs.of(policy)
+
+    def allows(self, layer: int, choice: LayerPolicy) -> bool:
+        """Whether a layer may have a choice."""
+        return self.only is None or self.only.allow(self.table, layer, choice)
+
+    def may_be(self, policy: RecomputePolicy) -> bool:
+        """Whether a policy is made of what is allowed."""
+        return all(self.allows(layer, choice) for layer, choice in enumerate(policy.layers))

@@ -1,0 +1,69 @@
+"""What the search answers: a policy, what it costs, and how near it is to the best one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
+from megatron_autorecompute.policy import RecomputePolicy
+
+NOTHING_BINDS = "nothing: every layer has its fastest choice"
+OPTIMAL = "optimal"
+
+
+def nearness(gap: float) -> str:
+    """What is proven of a gap, in the words of docs/plan.md#what-is-proven: `optimal`, or `within
+    0.124% of the optimum`, rounded up. All that says it says it with these."""
+    return f"within {math.ceil(1e5 * gap) / 1e3:.3f}% of the optimum" if gap else OPTIMAL
+
+
+@dataclass(frozen=True, slots=True)
+class StageEvidence:
+    """How busy a stage is, and how much less busy any choices that fit could make it."""
+
+    stage: int
+    budget_bytes: int
+    objective_ms: float
+    """Forward plus backward of one microbatch through the stage."""
+    bound_ms: float | None
+    """No choices that fit the budget take less; None where nobody has worked out a bound."""
+    gap: float | None
+    """(objective - bound) / objective; 0 is proven to be the least, None is not known. A stage is
+    busier than it could be where that makes the step shorter."""
+    peak_high_bytes: int
+    """High end of the predicted peak; it is within the budget."""
+    binding: str
+    """The moment whose bytes rule out a faster choice, or NOTHING_BINDS."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvidence:
+    """How far a plan's step is from the shortest one."""
+
+    bound_ms: float | None
+    """No choices that fit make a shorter step; None where nobody has worked out a bound."""
+    gap: float | None
+    """(step - bound) / step; 0 is proven optimal, None is not known."""
+
+    @classmethod
+    def of(cls, step_ms: float, bound_ms: float | None) -> StepEvidence:
+        """What a bound says of a step; one that is none, or above the step, says it is proven."""
+        if bound_ms is None:
+            return cls(None, None)
+        if not 0 <= bound_ms <= step_ms:
+            bound_ms = step_ms
+        return cls(bound_ms, (step_ms - bound_ms) / step_ms if step_ms else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A policy, what it costs, and what is proven of its step and of its stages."""
+
+    policy: RecomputePolicy
+    cost: PolicyCost
+    evidence: tuple[StageEvidence, ...]
+    step_evidence: StepEvidence
+    without_offload_ms: float | None = None
+    """The step of the best plan found without offload, infinite where none fits; None where no
+    layer may offload."""
