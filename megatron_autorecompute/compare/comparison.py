@@ -51,7 +51,7 @@ def needless(policy: RecomputePolicy, fitting: Mapping[str, RecomputePolicy]) ->
 
 SCHEMA_VERSION = 1
 
-Family = Literal["none", "selective", "full", "manual", "ours", "tried"]
+Family = Literal["none", "selective", "full", "skips", "manual", "ours", "tried"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,8 @@ class StrategyResult:
     """A label: `none`, `full`, `block/3`, `manual: block/3`, `ours`."""
 
     family: Family
-    """Its row of the table; `manual` is the best of the manual search, `tried` all that it ran."""
+    """Its row of the table; `skips` is full without what no backward reads, `manual` the best of
+    the manual search, `tried` all that it ran."""
 
     policy: str
     """The policy, as text for `--recompute-policy`."""
@@ -172,7 +173,8 @@ class Comparison:
         return over or strategy.out_of_memory
 
     def rows(self) -> list[StrategyResult]:
-        """The table: none, selective, full, the best manual setting, ours."""
+        """The table: none, selective, full, full without dead work, the best manual setting,
+        ours."""
         return [strategy for strategy in self.strategies if strategy.family != "tried"]
 
     def with_result(self, result: StrategyResult) -> Comparison:

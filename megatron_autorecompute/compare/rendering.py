@@ -20,12 +20,17 @@ _COLOUR: dict[Family, str] = {
     "none": "#777777",
     "selective": "#2f6db3",
     "full": "#8a5fbf",
+    "skips": "#3b8f6b",
     "manual": "#d98218",
     "tried": "#e8c79b",
     "ours": "#c8322f",
 }
 NOISY = 0.2
 """Spread of steps over their median from which on the table warns of it."""
+SKIPS = (
+    "full, no dead work: our full on every layer. It keeps what Megatron's keeps, and does not "
+    "rerun what no backward reads. Megatron's own rows rerun that, ours does not."
+)
 HEADINGS = ("strategy", "step ms", "spread", "peak MiB", "search s", "fits")
 
 
@@ -68,7 +73,8 @@ def remarks(comparison: Comparison) -> list[str]:
         f"Step times spread by up to {share:.0%} of their median, as on a busy machine: smaller "
         "differences say nothing. The peaks hold."
     )
-    return [noise] * (share > NOISY) + by_hand(comparison)
+    skips = any(row.family == "skips" for row in comparison.rows())
+    return [noise] * (share > NOISY) + [SKIPS] * skips + by_hand(comparison)
 
 
 def by_hand(comparison: Comparison) -> list[str]:

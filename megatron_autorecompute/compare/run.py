@@ -400,8 +400,8 @@ class Contest:
         self.tell = tell
         self.comparison = Comparison(None, job=settings.shape, machine=_machine())
         self.done = 0
-        self.total = WARM_UP_STEPS + 3 + (1 + settings.tries) * (len(self.job.own_settings()) + 3)
-        self.total += 5 * settings.rounds
+        self.total = WARM_UP_STEPS + 4 + (1 + settings.tries) * (len(self.job.own_settings()) + 3)
+        self.total += 6 * settings.rounds
 
     def _step(self, text: str) -> None:
         self.done += 1
@@ -418,11 +418,12 @@ class Contest:
             self.job.step()
 
     def anchors(self) -> None:
-        """Measure the peaks of none, selective and full."""
+        """Measure the peaks of none, selective and full, and of full without dead work."""
         known: tuple[tuple[str, Family, str], ...] = (
             ("none", "none", "megatron:none"),
             ("selective", "selective", "megatron:selective[core_attn]"),
             ("full", "full", "megatron:uniform/1"),
+            ("full, no dead work", "skips", "full"),
         )
         for name, family, policy in known:
             self._note(self._measured(name, family, policy))

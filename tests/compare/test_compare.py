@@ -67,7 +67,7 @@ def test_every_row_of_the_table_is_there_and_timed(finished):
     folder, printed = finished
     comparison = Comparison.load(folder / "comparison.json")
     families = [row.family for row in comparison.rows()]
-    assert families == ["none", "selective", "full", "manual", "ours"]
+    assert families == ["none", "selective", "full", "skips", "manual", "ours"]
     assert all(len(row.step_ms) == 2 for row in comparison.rows())
     assert comparison.complete
     assert all(row.name in printed for row in comparison.rows())
@@ -75,9 +75,10 @@ def test_every_row_of_the_table_is_there_and_timed(finished):
 
 def test_none_exceeds_the_budget_and_full_wastes_it(finished):
     comparison = Comparison.load(finished[0] / "comparison.json")
-    none, _, full, manual, ours = comparison.rows()
+    none, _, full, skips, manual, ours = comparison.rows()
     assert comparison.exceeds(none)
     assert max(full.peak_bytes) < comparison.budget_bytes
+    assert skips.peak_bytes == pytest.approx(full.peak_bytes, rel=0.002)  # costs no byte
     assert not comparison.exceeds(manual)
     assert not comparison.exceeds(ours)
 
@@ -460,4 +461,4 @@ def test_a_killed_rank_keeps_what_was_finished(tmp_path, capsys):
     threading.Thread(target=kill_a_rank_in_its_rounds, args=(path,), daemon=True).start()
     assert main(words) == 7
     assert "died without a word" in " ".join(capsys.readouterr().err.split())
-    assert len(Comparison.load(path).rows()) == 5
+    assert len(Comparison.load(path).rows()) == 6

@@ -16,7 +16,7 @@ from megatron_autorecompute.report.data import Curve
 from megatron_autorecompute.report.drawn import drawn, save_picture
 from megatron_autorecompute.units import GIB, MIB
 
-GROUPS = ("none", "selective", "full", "manual", "ours")
+GROUPS = ("none", "selective", "full", "skips", "manual", "ours")
 
 
 def extents(svg):
