@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -402,20 +403,25 @@ def test_a_graph_that_is_kept_runs_its_backward_twice():
 @pytest.mark.filterwarnings("ignore")  # of torch's own compiler
 @pytest.mark.parametrize("what", ["mlp", "self_attention.core_attention"])
 def test_torch_compile_of_what_is_in_a_layer_changes_no_bit(what, monkeypatch):
-    import torch._dynamo
-
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    enabled = importlib.import_module("torch._dynamo.config").patch(disable=False)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
     model = model_of(dropout=0.0)
     for layer in model.decoder.layers:
-        layer.get_submodule(what).compile(backend="aot_eager")
+        layer.get_submodule(what).compile(backend=backend)
     text = "full*1,full+keep[core_attn]*1,selective[mlp_act+qkv]*1,selective[mlp]*1"
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(disable=False), torch.compiler.set_stance("default"):
+    torch.compiler.reset()
+    with enabled, torch.compiler.set_stance("default"):
         reference = one_step([model])
-        torch._dynamo.utils.counters.clear()
+        without = len(graphs)
         with applied(text, model):
             assert one_step([model]).same_bits(reference)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 0 < without < len(graphs)
 
 
 def test_two_threads_train_two_models():
@@ -493,11 +499,9 @@ class _Fused:
 
 @pytest.mark.parametrize("text", ["full", "full+keep[core_attn]", "selective[mlp_act+qkv]"])
 def test_weight_gradients_that_are_added_in_the_product_are_added_once(monkeypatch, text):
-    from megatron.core.tensor_parallel import layers
-
-    fused = _Fused()
-    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
-    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", fused, raising=False)
+    fused, layers = _Fused(), "megatron.core.tensor_parallel.layers"
+    monkeypatch.setattr(f"{layers}._grad_accum_fusion_available", True)
+    monkeypatch.setattr(f"{layers}.fused_weight_gradient_mlp_cuda", fused, raising=False)
     model = model_of(dropout=0.0, gradient_accumulation_fusion=True)
     found = []
     for each in ("none", text):
