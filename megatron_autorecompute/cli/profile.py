@@ -22,7 +22,7 @@ from megatron_autorecompute.cli.values import at_least
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Device, device
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.one_device.repeats import LEAST, MOST
+from megatron_autorecompute.one_device import LEAST, MOST
 
 if TYPE_CHECKING:
     import torch

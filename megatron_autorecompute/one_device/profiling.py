@@ -34,8 +34,7 @@ from megatron_autorecompute.meta.profiling import (
 )
 from megatron_autorecompute.meta.roofline import Communication
 from megatron_autorecompute.meta.static_bytes import Parameters
-from megatron_autorecompute.one_device import build, even_routing
-from megatron_autorecompute.one_device.repeats import default_repeats
+from megatron_autorecompute.one_device import build, default_repeats, even_routing
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     MEASURED_ON_ONE_DEVICE,

@@ -664,7 +664,7 @@ def test_a_recipe_needs_bridge():
 
 def command(*words, **options):
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megatron_autorecompute.cli", *words],
+        [sys.executable, "-W", "ignore", "-m", "megatron_autorecompute", *words],
         capture_output=True,
         text=True,
         **options,
@@ -710,7 +710,7 @@ def test_flags_that_megatron_does_not_know_or_that_are_not_modelled_are_refused(
         pytest.skip("this megatron-core wheel carries no megatron.training")
     words = ["estimate", "--gpu", "h100-80gb", "--num-gpus", "8", "--", flag]
     ran = subprocess.run(
-        [sys.executable, "-m", "megatron_autorecompute.cli", *words], capture_output=True, text=True
+        [sys.executable, "-m", "megatron_autorecompute", *words], capture_output=True, text=True
     )
     assert ran.returncode == 9
     assert ran.stderr.startswith(f"megatron-autorecompute estimate: {said}")
