@@ -32,13 +32,13 @@ from megatron_autorecompute.planner.search.manual import ManualStrategy, best_ma
 from megatron_autorecompute.planner.search.offload import bought
 from megatron_autorecompute.planner.search.offload_settings import may_offload
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.simpler import simpler_within_errors
 from megatron_autorecompute.planner.search.solution import (
     NOTHING_BINDS,
     StageEvidence,
     StepEvidence,
 )
 from megatron_autorecompute.planner.search.solve import solve
+from megatron_autorecompute.planner.search.within_errors import simpler_within_errors
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Bytes, Choice, Profile, Version
 

@@ -15,7 +15,7 @@ from megatron_autorecompute.planner.cost.lengths import profile_at
 from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.problem import NO_LIMIT, Budget, Problem
-from megatron_autorecompute.planner.search.simpler import without_gave_way
+from megatron_autorecompute.planner.search.within_errors import without_gave_way
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile, with_missed_bytes
 from megatron_autorecompute.runtime.auto_options import AutoOptions

@@ -13,7 +13,7 @@ from megatron_autorecompute.planner.cost.step_interval import COVERS, StepErrors
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.manual import best_manual
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.simpler import without_gave_way
+from megatron_autorecompute.planner.search.within_errors import without_gave_way
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind, StaticBytes
 from tests.planner.known_truth import Job

@@ -9,7 +9,7 @@ picosecond is far below the resolution of any timer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -144,6 +144,11 @@ class CostTable:
             for kind in self.profile.kinds
         }
 
+    @cached_property
+    def _single(self) -> dict[str, tuple[LayerPolicy, ...]]:
+        """What `choices` says, by kind."""
+        return {name: tuple(_of_one_layer(planned)) for name, planned in self._planned.items()}
+
     def _shifted(self, record: ChoiceRecord, factor: float) -> ChoiceRecord:
         shift = SIGN[self.bound] * record.uncertainty_bytes
 
@@ -180,9 +185,7 @@ class CostTable:
         Whether a layer leaves as a whole is no choice of its own: Megatron moves the first N. Nor
         is to rerun what no backward reads, beside the same choice without.
         """
-        planned = self._planned[self._kinds[layer].name]
-        needless = {p for p in planned if p.rerun_all and replace(p, rerun_all=False) in planned}
-        return tuple(p for p in planned if p.group == 1 and p != WHOLE and p not in needless)
+        return self._single[self._kinds[layer].name]
 
     def without_dead_work(self, policy: RecomputePolicy) -> RecomputePolicy:
         """The policy that holds the same and, where the profile knows it, reruns nothing that no
@@ -515,6 +518,13 @@ def _counted_once(record: ChoiceRecord) -> ChoiceRecord:
         held_bytes=record.held_bytes - size_bytes,
         backward_transient_bytes=record.backward_transient_bytes + size_bytes,
     )
+
+
+def _of_one_layer(planned: Sequence[LayerPolicy]) -> Iterator[LayerPolicy]:
+    for choice in planned:
+        needless = choice.rerun_all and replace(choice, rerun_all=False) in planned
+        if choice.group == 1 and choice != WHOLE and not needless:
+            yield choice
 
 
 def _scaled(group: OffloadGroup, factor: float) -> OffloadGroup:

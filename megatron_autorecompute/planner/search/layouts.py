@@ -20,9 +20,9 @@ from megatron_autorecompute.planner.cost.layout_flags import (
 from megatron_autorecompute.planner.cost.step_interval import StepErrors
 from megatron_autorecompute.planner.search.layout_steps import LeastSteps
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.simpler import gave_way
 from megatron_autorecompute.planner.search.solution import Solution, StepEvidence, nearness
 from megatron_autorecompute.planner.search.solve import solve, try_solve
+from megatron_autorecompute.planner.search.within_errors import gave_way
 
 LAYERS_PER_STAGE = "no layers per stage"
 INTERLEAVED = (
