@@ -35,7 +35,7 @@ from megatron_autorecompute.compare.comparison import (
     needless,
 )
 from megatron_autorecompute.compare.rendering import markdown, picture, table
-from megatron_autorecompute.compare.workload import check_length, read_text
+from megatron_autorecompute.compare.text import check_length, read_text
 from megatron_autorecompute.errors import (
     AutorecomputeError,
     InfeasibleError,

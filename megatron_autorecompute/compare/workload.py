@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compare.comparison import Shape
+from megatron_autorecompute.compare.text import check_length
 from megatron_autorecompute.compat import (
     layer_modules,
     layer_specs,
@@ -52,7 +53,6 @@ from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
 
 if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
-from pathlib import Path
 
 VOCABULARY = 256
 """The text is read as bytes."""
@@ -354,26 +354,3 @@ def _forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tup
         return mean, {"loss": mean.item()}
 
     return output, loss
-
-
-def read_text(path: Path) -> bytes:
-    """The training text.
-
-    Raises:
-        MachineError: it cannot be read.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise MachineError(f"Cannot read the text {path}: {error.strerror}.") from error
-
-
-def check_length(text: bytes, shape: Shape) -> None:
-    """Raises MachineError for a text that is shorter than one microbatch."""
-    needed = (shape.seq_length + 1) * shape.micro_batch_size
-    if len(text) < needed:
-        raise MachineError(
-            f"The training text has {len(text)} bytes; a microbatch of {shape.micro_batch_size} "
-            f"sequences of {shape.seq_length} tokens needs {needed}. Give a longer file with "
-            "--text."
-        )
