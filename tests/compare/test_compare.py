@@ -115,7 +115,7 @@ def test_every_setting_of_megatrons_was_tried_or_has_a_reason(finished):
 def test_the_files_around_the_record_are_written(finished):
     folder, _ = finished
     assert (folder / "comparison.png").read_bytes()[:4] == b"\x89PNG"
-    assert (folder / "comparison.md").read_text().count("\n| ") == 7
+    assert (folder / "comparison.md").read_text().count("\n| ") == 8
     plan = Plan.load(folder / "plan.json")
     ours = Comparison.load(folder / "comparison.json").rows()[-1]
     assert plan.policy.format() == ours.policy
@@ -308,7 +308,7 @@ def test_where_no_setting_fits_the_table_says_so_and_the_comparison_is_infeasibl
     contest.set_budget()
     contest.manual_search()
     for shown in (rendering.markdown(told[-1]), printed(rendering.table(told[-1]))):
-        assert shown.count("OOM") == 3
+        assert shown.count("OOM") == 4
         assert f"None of the {len(job.own_settings())} settings tried by hand fits" in shown
     with pytest.raises(InfeasibleError, match=r"memory even where every layer .* Lower --micro-b"):
         contest.ours()
