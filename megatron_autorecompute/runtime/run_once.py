@@ -8,8 +8,10 @@ the part's own graph runs its backward.
 
 An output that nothing in the second run reads is not kept: `full` reads no output of a layer's last
 linear. What is handed on instead is NaN, so that a wrong claim cannot pass in silence. Whether an
-output is read is learnt from the graph of the second run, again for every other shape of inputs and
-every other set of trained parameters. If it is read after all, the part runs again as any other.
+output is read is learnt from the graph of the second run, again for every other shape of inputs,
+every other set of trained parameters, and a layer that was changed. If it is read after all, the
+part runs again as any other. Where code besides Megatron's sees what flows through the layer
+(`onlookers`), all is kept or runs again.
 
 This module knows no policy, and of Megatron its checkpoints alone. Layers' parts are in
 `compat.layer_parts`.
@@ -18,7 +20,9 @@ This module knows no policy, and of Megatron its checkpoints alone. Layers' part
 from __future__ import annotations
 
 import functools
+import operator
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -28,10 +32,13 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from megatron_autorecompute.compat import checkpoints
 from megatron_autorecompute.errors import ApplyError
+from megatron_autorecompute.runtime.onlookers import Onlookers, onlookers_of
 
 Key = tuple[Any, ...]
-"""What decides which outputs are read: the inputs' shapes, and which parameters are trained."""
+"""What decides which outputs are read: the inputs' shapes, which parameters are trained, and how
+often the layer was changed."""
 
+_is_trained = operator.attrgetter("requires_grad")
 _THROUGH = object()
 """In the place of an activation, which passes through a checkpoint and not beside it."""
 
@@ -85,7 +92,8 @@ class Part:
         self._owner = weakref.ref(owner)
         self.reads: dict[Key, tuple[bool, ...]] = {}
         """By key, of every output whether the second run reads it."""
-        self._parameters: list[torch.nn.Parameter] = []
+        self._onlookers: Onlookers | None = None
+        self._changes = 0
         checkpoints.wrap_while_alive(self, _Checkpoint)
         setattr(owner, attribute, self)
 
@@ -118,16 +126,20 @@ class Part:
         owner = self._owner()
         return getattr(type(owner), self.attribute).__get__(owner)
 
-    def trained(self) -> tuple[bool, ...]:
-        """Of every parameter of the module around, whether it is trained."""
-        around = self.around()
-        if around is not None and not self._parameters:  # a walk through modules takes long
-            self._parameters = list(around.parameters())
-        return tuple([each.requires_grad for each in self._parameters])
+    def surroundings(self) -> tuple[Key, str | None]:
+        """What decides which outputs are read, but for shapes; and who looks at them besides."""
+        layer = self.around()
+        if layer is None:
+            return (), None
+        if self._onlookers is None or self._onlookers.are_of_another_layer():
+            # Walks through modules take long.
+            self._onlookers, self._changes = onlookers_of(layer, self.owner), self._changes + 1
+        trained = tuple(map(_is_trained, self._onlookers.parameters))
+        return (trained, self._changes), self._onlookers.first()
 
     def __getstate__(self) -> Any:
         strong = {"_owner": self._owner(), "around": self.around()}
-        return {**vars(self), **strong, "reads": {}, "_parameters": []}
+        return {**vars(self), **strong, "reads": {}, "_onlookers": None}
 
     def __setstate__(self, state: Any) -> None:
         vars(self).update(state)
@@ -231,7 +243,7 @@ class _Checkpoint:
         self.calls: list[_Call] = []
         self.left: list[_Call] | None = None
         """In the second run, the calls that it has not come to."""
-        self.keys: dict[Any, Key] = {}
+        self.keys: dict[Any, tuple[Key, str | None]] = {}
 
     def __call__(self, *args: Any) -> Any:
         if not self.runs_twice:
@@ -251,14 +263,20 @@ class _Checkpoint:
                     return self.left.pop(n).again(function, args, kwargs)
             # A policy was put in force in between, or this is a third run.
             return function(*args, **kwargs)
-        call = _Call(part, self._key(part))
+        key, onlooker = self._key(part)
+        if len(args) < part.inputs or (onlooker and not part.keeps):
+            return function(*args, **kwargs)
+        call = _Call(part, key, keeps_all=onlooker is not None)
         self.calls.append(call)
         # Checkpoints inside a part are ordinary ones.
         return _inside(None, call.once, function, args, kwargs)
 
-    def _key(self, part: Part) -> Key:
+    def _key(self, part: Part) -> tuple[Key, str | None]:
         if part.around not in self.keys:
-            self.keys[part.around] = (self.shapes, part.trained())
+            key, onlooker = part.surroundings()
+            self.keys[part.around] = ((self.shapes, *key), onlooker)
+            if onlooker:
+                say_that_nothing_is_left_out(onlooker)
         return self.keys[part.around]
 
     def _again(self, args: tuple[Any, ...]) -> Any:
@@ -287,6 +305,17 @@ class _Checkpoint:
         for call in self.calls:
             call.node = None
         return _inside(self, self.function, *args)
+
+
+@functools.cache
+def say_that_nothing_is_left_out(onlooker: str) -> None:
+    """Warn, once for each onlooker, that it makes checkpoints rerun dead work."""
+    warnings.warn(
+        f"Checkpoints rerun all that Megatron's rerun where {onlooker} may look at results that "
+        "no backward reads. No bit of the training changes; steps take longer than planned.",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _inside(checkpoint: _Checkpoint | None, function: Any, *args: Any) -> Any:
@@ -330,8 +359,8 @@ class _Dead(NamedTuple):
 class _Call:
     """One call of a part, from its forward to its backward."""
 
-    def __init__(self, part: Part, key: Key) -> None:
-        self.part, self.key = part, key
+    def __init__(self, part: Part, key: Key, *, keeps_all: bool = False) -> None:
+        self.part, self.key, self.keeps_all = part, key, keeps_all
         self.runs_again = False
         """The second run runs it as any other function."""
         self.inputs: list[torch.Tensor] | None = None  # of the second run
@@ -343,12 +372,12 @@ class _Call:
 
     def is_known(self) -> bool:
         """Whether it is known which outputs the second run reads."""
-        return self.runs_again or self.key in self.part.reads
+        return self.runs_again or self.keeps_all or self.key in self.part.reads
 
     # -------------------------------------------------------------------------------- first run
 
     def once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        reads = self.part.reads.get(self.key)
+        reads = None if self.keeps_all else self.part.reads.get(self.key)
         if not self.part.keeps and reads is not None and any(reads):
             self.runs_again = True
             return function(*args, **kwargs)
@@ -593,15 +622,16 @@ def _learn(outputs: Any, calls: Sequence[_Call]) -> bool:
 
 
 def _reads(node: Any) -> bool:
-    """Whether a node saved a tensor, also as an attribute of its context. Masks do not count: those
-    of dropout depend on shapes alone."""
+    """Whether a node saved a tensor, also as an attribute of its context. The mask of dropout does
+    not count: it depends on shapes alone."""
     if type(node).__name__ == "CppFunction":  # of a torch.jit function: shows nothing
         return True
     attributes = getattr(node, "__dict__", {}).values()
     found = [each for value in attributes for each in _flat(value)]
     found += [value for _, value in _saved(node)]
     tensors = [each for each in found if isinstance(each, torch.Tensor)]
-    return any(each.dtype not in (torch.bool, torch.uint8) for each in tensors)
+    masks = (torch.bool, torch.uint8) if "Dropout" in type(node).__name__ else ()
+    return any(each.dtype not in masks for each in tensors)
 
 
 def _note(call: _Call, node: Node, read: set[tuple[Node, int]]) -> bool:

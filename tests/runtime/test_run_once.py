@@ -5,6 +5,7 @@ import gc
 import importlib
 import itertools
 import pickle
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -32,6 +33,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
     pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning"),
 ]
+
+
+@pytest.fixture
+def trusted(monkeypatch):
+    """Modules and hooks of these tests count as Megatron's: the graph alone shows what is read."""
+    from megatron_autorecompute.runtime import onlookers
+
+    monkeypatch.setattr(onlookers, "KNOWN", (*onlookers.KNOWN, "tests"))
+
 
 HIDDEN, LAYERS, TOKENS = 64, 4, SEQ_LENGTH * MICRO_BATCH_SIZE
 SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
@@ -302,6 +312,7 @@ def bits_of(net):
 
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("output", FUNCTIONS)
+@pytest.mark.usefixtures("trusted")
 def test_an_output_keeps_its_bits(output, keeps):
     from megatron_autorecompute.runtime.run_once import Part
 
@@ -314,6 +325,7 @@ def test_an_output_keeps_its_bits(output, keeps):
     part.undo()
 
 
+@pytest.mark.usefixtures("trusted")
 def test_an_input_that_is_changed_after_its_part_is_refused():
     from megatron_autorecompute.errors import ApplyError
     from megatron_autorecompute.runtime.run_once import Part
@@ -558,6 +570,7 @@ def test_routers_count_tokens_and_losses_once():
 
 
 @pytest.mark.parametrize("text", ["full", "full+keep[core_attn+dispatch]"])
+@pytest.mark.usefixtures("trusted")
 def test_experts_before_a_norm_run_again_and_their_router_counts_once(text):
     fields = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     model = model_of(kind="moe", dropout=0.0, **fields)
@@ -717,3 +730,131 @@ def test_a_kept_part_that_layers_lack_is_said_once(caplog):
         pass
     (record,) = [each for each in caplog.records if "does nothing" in each.getMessage()]
     assert "dispatch of full+keep[dispatch] does nothing on 4 layers" in record.getMessage()
+
+
+# --------------------------------------------------------------------- code that looks at values
+
+
+def finite(_, __, output):
+    """A guard that changes nothing where all is finite."""
+    ends = torch.where(torch.isfinite(output[0]), output[0], torch.zeros_like(output[0]))
+    return ends, output[1]
+
+
+def gated(_, __, output):
+    """Values decide, through a mask that is no part of autograd's graph."""
+    wide = output[0].norm(dim=-1, keepdim=True) > 0.1
+    return output[0] * wide, output[1]
+
+
+def halved(_, __, output):
+    """Values decide, in Python."""
+    large = output[0].detach().abs().max() > 0.01
+    return (output[0] / 2 if large else output[0]), output[1]
+
+
+CHOICES = ("full", "full/2", "full+keep[core_attn]", "selective[mlp]", "selective[mlp_act]")
+
+
+@pytest.mark.parametrize("hook", [finite, gated, halved])
+@pytest.mark.parametrize("where", ["mlp", "layer"])
+def test_a_hook_that_looks_at_values_changes_no_bit_and_is_said_once(hook, where):
+    from megatron_autorecompute.runtime import run_once
+
+    model = model_of()
+    for layer in model.decoder.layers:
+        (layer.mlp if where == "mlp" else layer).register_forward_hook(hook)
+    reference = one_step([model])
+    run_once.say_that_nothing_is_left_out.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for text in CHOICES:
+            assert step_of(model, text, num_microbatches=2)[1].same_bits(reference), text
+    ours = [str(each.message) for each in said if "rerun all that" in str(each.message)]
+    assert len(ours) == 1
+    assert f"{hook.__name__} on" in ours[0]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoints rerun all that:UserWarning")
+def test_a_forward_that_others_wrote_changes_no_bit():
+    class Clipped(type(model_of().decoder.layers[0].mlp)):
+        def forward(self, hidden_states, **options):
+            output, bias = super().forward(hidden_states, **options)
+            return output.masked_fill(output.abs() > 0.02, 0.0), bias
+
+    model = model_of()
+    for layer in model.decoder.layers:
+        layer.mlp.__class__ = Clipped
+    reference = one_step([model])
+    for text in CHOICES:
+        assert step_of(model, text, num_microbatches=2)[1].same_bits(reference), text
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoints rerun all that:UserWarning")
+@pytest.mark.parametrize("text", ["full", "full+keep[core_attn]", "selective[mlp]"])
+def test_a_hook_that_comes_after_a_step_is_seen(text):
+    def squashed(_, __, output):
+        return output[0] * torch.tanh(output[0]), output[1]
+
+    def two_steps(model):
+        before = one_step([model])
+        for layer in model.decoder.layers:
+            layer.mlp.register_forward_hook(squashed)
+        return before, one_step([model])
+
+    expected = two_steps(model_of())
+    model = model_of()
+    with applied(text, model):
+        found = two_steps(model)
+    assert [mine.same_bits(theirs) for mine, theirs in zip(found, expected, strict=True)] == [
+        True,
+        True,
+    ]
+
+
+def test_a_module_that_takes_the_place_of_one_after_a_step_is_learnt_anew():
+    class Squashing(torch.nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, *inputs):
+            output, bias = self.linear(*inputs)
+            return output * torch.tanh(output), bias
+
+    def two_steps(model):
+        one_step([model])
+        for layer in model.decoder.layers:
+            layer.mlp.linear_fc2 = Squashing(layer.mlp.linear_fc2)
+        return one_step([model])
+
+    expected, model = two_steps(model_of()), model_of()
+    with applied("full", model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert two_steps(model).same_bits(expected)
+
+
+def test_hooks_of_megatron_leave_dead_work_out():
+    """Such as those that its DDP puts on every module for overlap_param_gather."""
+    model = model_of()
+    plain = step_of(model, "full")[0]
+
+    def hook(*_):
+        return None
+
+    hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
+    for module in model.modules():
+        module.register_forward_pre_hook(hook)
+    assert step_of(model, "full")[0] == plain < step_of(model, "full+all")[0]
+
+
+def test_a_part_that_is_called_by_keyword_runs_as_usual():
+    def by_keyword(_, inputs, __):
+        return (), {"input_": inputs[0]}
+
+    by_keyword.__module__ = "megatron.core"
+    model = model_of()
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc2.register_forward_pre_hook(by_keyword, with_kwargs=True)
+    reference = one_step([model])
+    assert step_of(model, "full", num_microbatches=2)[1].same_bits(reference)
