@@ -49,7 +49,8 @@ def test_the_version_is_the_same_wherever_it_is_said():
 
 
 def test_make_help_lists_every_target_that_is_for_people():
-    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["make", "--no-print-directory", "help"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     names = {line.split()[0] for line in listed.stdout.splitlines()}
     (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
     parts = {"quick-search", "quick-others", "quick-lint", "test-once", "test-planner"}
