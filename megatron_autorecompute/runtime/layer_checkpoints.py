@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute.compat import layer_parts, model_layers
+from megatron_autorecompute.compat import layer_modules, layer_parts, model_layers
 from megatron_autorecompute.compat.layer_parts import Place
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.errors import PolicyError
@@ -65,7 +65,7 @@ def check_beside_offload(policy: RecomputePolicy) -> None:
 
 
 def idle_in(layer: Layer, choice: LayerPolicy, index: int) -> Iterator[str]:
-    """Kept parts of a choice, and modules of ours in it, that a layer does not have.
+    """Kept parts and modules of a choice that a layer does not have.
 
     Raises:
         PolicyError: it has one, which cannot run once inside a checkpoint here.
@@ -81,6 +81,9 @@ def idle_in(layer: Layer, choice: LayerPolicy, index: int) -> Iterator[str]:
         if why is not None:
             raise PolicyError(f"{name} of {choice} on layer {index}: {why}. Choose another one.")
         yield name
+    for module in choice.modules:
+        if module not in OWN_MODULES and not layer_modules.flags(layer, module):
+            yield module
 
 
 def _of_modules(layer: Layer, choice: LayerPolicy) -> Iterator[Part | Scope]:

@@ -732,6 +732,26 @@ def test_a_kept_part_that_layers_lack_is_said_once(caplog):
     assert "dispatch of full+keep[dispatch] does nothing on 4 layers" in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("text", "idle"),
+    [
+        ("selective[moe]", ["moe of selective[moe] does nothing on 4 layers"]),
+        (
+            "selective[layernorm+moe]*2,none*2",
+            ["moe of selective[layernorm+moe] does nothing on 2"],
+        ),
+        ("selective[core_attn+mlp]", []),
+    ],
+)
+def test_a_module_that_layers_lack_is_said_once(text, idle, caplog):
+    with applied(text, model_of()):
+        pass
+    said = [each.getMessage() for each in caplog.records if "does nothing" in each.getMessage()]
+    assert len(said) == len(idle)
+    for line, expected in zip(said, idle, strict=True):
+        assert expected in line
+
+
 # --------------------------------------------------------------------- code that looks at values
 
 
@@ -775,7 +795,6 @@ def test_a_hook_that_looks_at_values_changes_no_bit_and_is_said_once(hook, where
     assert f"{hook.__name__} on" in ours[0]
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoints rerun all that:UserWarning")
 def test_a_forward_that_others_wrote_changes_no_bit():
     class Clipped(type(model_of().decoder.layers[0].mlp)):
         def forward(self, hidden_states, **options):
@@ -790,7 +809,6 @@ def test_a_forward_that_others_wrote_changes_no_bit():
         assert step_of(model, text, num_microbatches=2)[1].same_bits(reference), text
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoints rerun all that:UserWarning")
 @pytest.mark.parametrize("text", ["full", "full+keep[core_attn]", "selective[mlp]"])
 def test_a_hook_that_comes_after_a_step_is_seen(text):
     def squashed(_, __, output):
