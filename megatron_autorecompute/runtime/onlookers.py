@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,12 +28,19 @@ class Onlookers:
     """
 
     def __init__(self, layer: torch.nn.Module, owner: Any) -> None:
-        self._modules = list(layer.modules())
-        self._passed = list(_around(layer, owner))
+        # Weak, so that a layer is freed when nobody else holds it.
+        self._modules = list(map(weakref.ref, layer.modules()))
+        self._passed = list(map(weakref.ref, _around(layer, owner)))
         self._inside = self._snapshot()
         self.parameters = list(layer.parameters())
         """The layer's."""
-        self._foreign = next((of for m in self._passed for of in _written_for(m)), None)
+        self._hooks = [
+            (own, type(module).__name__)
+            for module in layer.modules()
+            for own in (module._forward_hooks, module._forward_pre_hooks)
+        ]
+        around = _around(layer, owner)
+        self._foreign = next((of for module in around for of in _written_for(module)), None)
 
     def are_of_another_layer(self) -> bool:
         """Whether a module or parameter was added, taken out or replaced since, or a forward."""
@@ -45,20 +53,21 @@ class Onlookers:
             for hook in every.values():
                 if not _is_known(hook):
                     return f"the hook {_name(hook)} on all modules"
-        for module in self._modules:
-            for own in (module._forward_hooks, module._forward_pre_hooks):
-                for hook in own.values():
-                    if not _is_known(hook):
-                        return f"the hook {_name(hook)} on {type(module).__name__}"
+        for own, module in self._hooks:
+            for hook in own.values():
+                if not _is_known(hook):
+                    return f"the hook {_name(hook)} on {module}"
         return self._foreign
 
     def _snapshot(self) -> list[int]:
         found = []
-        for module in self._passed:
-            found.append(id(module.__dict__.get("forward")))
-        for module in self._modules:
-            found += map(id, module._modules.values())
-            found += map(id, module._parameters.values())
+        for reference in self._passed:
+            found.append(id(getattr(reference(), "__dict__", {}).get("forward")))
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                found += map(id, module._modules.values())
+                found += map(id, module._parameters.values())
         return found
 
 
