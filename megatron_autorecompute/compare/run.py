@@ -552,11 +552,11 @@ class Contest:
             measurement = Measurement(shard, applied)
             for _ in measurement.policies():
                 self._step("ours: measuring memory")
-                with job.memory() as memory, measurement.watch(memory, times=False):
+                with job.memory() as memory, measurement.watch(memory, times=job.on_cuda):
                     job.step()
-            for is_timed in measurement.turns(microbatches=shape.num_microbatches):
+            for _ in measurement.policies(self.settings.tries):
                 self._step("ours: measuring time")
-                with measurement.watch(None, times=is_timed):
+                with measurement.watch(None):
                     job.step()
             model = shard.model()
             return measurement.profile(

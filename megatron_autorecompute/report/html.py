@@ -288,8 +288,6 @@ def _time_card(plan: Plan) -> str:
     lost = {"recomputing": cost.recompute_ms, "waiting": cost.bubble_ms}
     if plan.policy.offloads:
         lost["waiting for copies"] = cost.stall_ms
-    if cost.is_host_bound:
-        lost["waiting for the host to launch kernels"] = cost.launch_ms
     what = ", ".join(
         f"<b>{duration(time)}</b> ({percent(time / cost.step_ms)}) {how}"
         for how, time in lost.items()
