@@ -132,7 +132,7 @@ def _rank_main(
             without_cuda.activate()
         message = (True, function(*args))
         torch.distributed.barrier()  # nobody leaves while a peer still talks to it
-    except Exception:
+    except Exception:  # of any type: the test process raises it, with where it was
         message = (False, traceback.format_exc())
     # Plain pickle copies tensors; the pipe's own would share memory with a process about to end.
     writer.send_bytes(pickle.dumps(message))

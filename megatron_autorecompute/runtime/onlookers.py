@@ -28,9 +28,10 @@ class Onlookers:
     """
 
     def __init__(self, layer: torch.nn.Module, owner: Any) -> None:
+        around = list(_around(layer, owner))
         # Weak, so that a layer is freed when nobody else holds it.
         self._modules = list(map(weakref.ref, layer.modules()))
-        self._passed = list(map(weakref.ref, _around(layer, owner)))
+        self._passed = list(map(weakref.ref, around))
         self._inside = self._snapshot()
         self.parameters = list(layer.parameters())
         """The layer's."""
@@ -39,7 +40,6 @@ class Onlookers:
             for module in layer.modules()
             for own in (module._forward_hooks, module._forward_pre_hooks)
         ]
-        around = _around(layer, owner)
         self._foreign = next((of for module in around for of in _written_for(module)), None)
 
     def are_of_another_layer(self) -> bool:
@@ -65,9 +65,10 @@ class Onlookers:
             found.append(id(getattr(reference(), "__dict__", {}).get("forward")))
         for reference in self._modules:
             module = reference()
-            if module is not None:
-                found += map(id, module._modules.values())
-                found += map(id, module._parameters.values())
+            if module is None:  # replaced, perhaps by one at the same address
+                return []
+            found += map(id, module._modules.values())
+            found += map(id, module._parameters.values())
         return found
 
 

@@ -68,7 +68,9 @@ def test_no_name_of_a_comparison_is_on_another_or_on_the_budgets_line(seed, tmp_
 
 def test_a_comparison_in_which_nothing_ran_has_a_picture(tmp_path):
     for budget in (None, 1 << 30):
-        picture(Comparison(budget, (), job=Shape()), tmp_path / "a.png")
+        path = tmp_path / f"{budget}.png"
+        picture(Comparison(budget, (), job=Shape()), path)
+        assert path.read_bytes()[:4] == b"\x89PNG"
 
 
 def curve(*more):

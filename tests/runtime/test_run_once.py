@@ -876,3 +876,17 @@ def test_a_part_that_is_called_by_keyword_runs_as_usual():
         layer.mlp.linear_fc2.register_forward_pre_hook(by_keyword, with_kwargs=True)
     reference = one_step([model])
     assert step_of(model, "full", num_microbatches=2)[1].same_bits(reference)
+
+
+def test_a_module_in_the_place_of_one_that_is_freed_is_seen():
+    """The new one may have the address of the old one."""
+    from megatron_autorecompute.runtime.onlookers import Onlookers
+
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+    for _ in range(20):
+        found = Onlookers(layer, layer[0])
+        assert not found.are_of_another_layer()
+        layer[1] = None
+        gc.collect()
+        layer[1] = torch.nn.Dropout()
+        assert found.are_of_another_layer()
