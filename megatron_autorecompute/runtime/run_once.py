@@ -10,8 +10,9 @@ An output that nothing in the second run reads is not kept: `full` reads no outp
 linear. What is handed on instead is NaN, so that a wrong claim cannot pass in silence. Whether an
 output is read is learnt from the graph of the second run, again for every other shape of inputs,
 every other set of trained parameters, and a layer that was changed. If it is read after all, the
-part runs again as any other. Where code besides Megatron's sees what flows through the layer
-(`onlookers`), all is kept or runs again.
+part runs again as any other. Where code besides Megatron's may look at values (`onlookers`),
+outputs are kept although nothing reads them. What runs again is the same there, because ranks that
+share collectives need not have the same onlookers.
 
 This module knows no policy, and of Megatron its checkpoints alone. Layers' parts are in
 `compat.layer_parts`.
@@ -263,10 +264,10 @@ class _Checkpoint:
                     return self.left.pop(n).again(function, args, kwargs)
             # A policy was put in force in between, or this is a third run.
             return function(*args, **kwargs)
-        key, onlooker = self._key(part)
-        if len(args) < part.inputs or (onlooker and not part.keeps):
+        if len(args) < part.inputs:
             return function(*args, **kwargs)
-        call = _Call(part, key, keeps_all=onlooker is not None)
+        key, onlooker = self._key(part)
+        call = _Call(part, key, is_watched=onlooker is not None)
         self.calls.append(call)
         # Checkpoints inside a part are ordinary ones.
         return _inside(None, call.once, function, args, kwargs)
@@ -276,7 +277,7 @@ class _Checkpoint:
             key, onlooker = part.surroundings()
             self.keys[part.around] = ((self.shapes, *key), onlooker)
             if onlooker:
-                say_that_nothing_is_left_out(onlooker)
+                say_that_more_is_held(onlooker)
         return self.keys[part.around]
 
     def _again(self, args: tuple[Any, ...]) -> Any:
@@ -308,11 +309,12 @@ class _Checkpoint:
 
 
 @functools.cache
-def say_that_nothing_is_left_out(onlooker: str) -> None:
-    """Warn, once for each onlooker, that it makes checkpoints rerun dead work."""
+def say_that_more_is_held(onlooker: str) -> None:
+    """Warn, once for each onlooker, that outputs are kept for it."""
     warnings.warn(
-        f"Checkpoints rerun all that Megatron's rerun where {onlooker} may look at results that "
-        "no backward reads. No bit of the training changes; steps take longer than planned.",
+        f"Recomputed layers keep results that no backward reads, because {onlooker} may look at "
+        "their values. No bit of the training changes; layers hold more bytes than planned. Take "
+        "it off, or recompute as Megatron does: megatron:POLICY.",
         UserWarning,
         stacklevel=2,
     )
@@ -359,8 +361,8 @@ class _Dead(NamedTuple):
 class _Call:
     """One call of a part, from its forward to its backward."""
 
-    def __init__(self, part: Part, key: Key, *, keeps_all: bool = False) -> None:
-        self.part, self.key, self.keeps_all = part, key, keeps_all
+    def __init__(self, part: Part, key: Key, *, is_watched: bool = False) -> None:
+        self.part, self.key, self.is_watched = part, key, is_watched
         self.runs_again = False
         """The second run runs it as any other function."""
         self.inputs: list[torch.Tensor] | None = None  # of the second run
@@ -372,12 +374,12 @@ class _Call:
 
     def is_known(self) -> bool:
         """Whether it is known which outputs the second run reads."""
-        return self.runs_again or self.keeps_all or self.key in self.part.reads
+        return self.runs_again or self.key in self.part.reads
 
     # -------------------------------------------------------------------------------- first run
 
     def once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        reads = None if self.keeps_all else self.part.reads.get(self.key)
+        reads = self.part.reads.get(self.key)
         if not self.part.keeps and reads is not None and any(reads):
             self.runs_again = True
             return function(*args, **kwargs)
@@ -404,8 +406,10 @@ class _Call:
             return _like(outputs, [e.detach() if _is_activation(e) else e for e in flat])
         self.geometry = [_geometry(each) for each in inputs]
         made = [flat[i].detach() for i in self.live]
+        keeps = self.part.keeps
+        everything = self.is_watched or (keeps and reads is None)
         self.kept = [
-            each if self.part.keeps and (reads is None or reads[n]) else _Dead.like(each)
+            each if everything or (keeps and reads[n]) else _Dead.like(each)
             for n, each in enumerate(made)
         ]
         self.versions = self._versions()
