@@ -114,12 +114,16 @@ def read_file(path: str | Path) -> Any:
     Raises:
         PolicyError: it cannot be read.
     """
+    if not str(path):
+        raise PolicyError("The policy @ names no file: write @FILE, such as @plan.json.")
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise PolicyError(f"Cannot read the policy file {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise PolicyError(f"The policy file {path} is no text: {error}.") from error
+    if not text.strip():
+        raise PolicyError(f"The policy file {path} is empty.")
     if text.lstrip()[:1] not in ("{", "["):
         return text.strip()
     try:

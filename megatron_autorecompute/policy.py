@@ -8,13 +8,14 @@ module names exist and which choices a model allows.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron_autorecompute.block_names import (
     DECODER,
@@ -41,9 +42,10 @@ _CHOICE = re.compile(
 _RUN = re.compile(
     r"(?P<choice>[a-z]+(?:(?:\+inner)?/\d{1,18}|\[[^\]]*\])?"
     r"(?:\+keep\[[^\]]*\]|\+all)?(?:\+offload\[[^\]]*\])?)"
-    r"(?:\*(?P<count>\d{1,18}))?"
+    r"(?:\*(?P<count>\d{1,99}))?"
 )
 _MODULE = re.compile(r"[a-z][a-z0-9_]*")
+_MODULES = re.compile(rf"{_MODULE.pattern}(?:\+{_MODULE.pattern})*")
 WHOLE_LAYER = "cpu_offloading"
 """Stands alone in `LayerPolicy.offload` for the whole layer, as Megatron's setting moves it."""
 _MEGATRON = re.compile(
@@ -134,7 +136,9 @@ class LayerPolicy:
             )
         for module in (*self.modules, *self.offload, *self.keep):
             if not _MODULE.fullmatch(module):
-                raise PolicyError(f"{module!r} is not a module name such as core_attn.")
+                meant = "+".join(_as_name(word) for word in module.split(","))
+                write = f" Write {meant}." if _MODULES.fullmatch(meant) else ""
+                raise PolicyError(f"{module!r} is not a module name such as core_attn.{write}")
         if self.offload and self.granularity not in ("none", "selective"):
             raise PolicyError(
                 f"{self.granularity} with +offload[{'+'.join(self.offload)}]: under full recompute "
@@ -204,7 +208,9 @@ class LayerPolicy:
         """Read one choice; raises `PolicyError` with the grammar for anything else."""
         match = _CHOICE.fullmatch(_text(text))
         if match is None:
-            raise PolicyError(f"Cannot read {text!r:.80} as a choice, which is {CHOICE}.")
+            raise PolicyError(
+                f"Cannot read {text!r:.80} as a choice{_nearest(text)}. A choice is {CHOICE}."
+            )
         more: dict[str, Any] = {
             "offload": _modules(match["offload"]),
             "keep": _modules(match["keep"]),
@@ -424,13 +430,17 @@ class RecomputePolicy:
         Raises:
             PolicyError: the file cannot be read, or contains no policy for `num_layers` layers.
         """
-        return cls.from_config(
-            read_file(path),
-            num_layers=num_layers,
-            layout=layout,
-            depth_layers=depth_layers,
-            blocks=blocks,
-        )
+        content = read_file(path)
+        try:
+            return cls.from_config(
+                content,
+                num_layers=num_layers,
+                layout=layout,
+                depth_layers=depth_layers,
+                blocks=blocks,
+            )
+        except PolicyError as error:
+            raise PolicyError(f"In {path}: {error}") from error
 
     def format(self, blocks: Blocks | None = None) -> str:
         """The text form: one CHOICE*COUNT for each run of equal layers.
@@ -603,6 +613,17 @@ def _text(given: Any) -> str:
     return given
 
 
+def _as_name(text: str) -> str:
+    return text.strip().lower().replace("-", "_")
+
+
+def _nearest(text: str) -> str:
+    """What an error says of a choice that is spelled almost right."""
+    given = re.split(r"[*/\[+]", text.strip(), maxsplit=1)[0]
+    near = difflib.get_close_matches(_as_name(given), get_args(Granularity), n=1)
+    return f" (the nearest is {near[0]})" if near and near[0] != given else ""
+
+
 def _modules(text: str | None) -> tuple[str, ...]:
     return () if text is None else tuple(module.strip() for module in text.split("+"))
 
@@ -628,7 +649,9 @@ def _with_rest(run: Run) -> str:
 def _parse_run(part: str, text: str) -> tuple[LayerPolicy, str | None]:
     match = _RUN.fullmatch(part.strip())
     if match is None:
-        raise PolicyError(f"Cannot read {part.strip()!r} in {text!r}: {GRAMMAR}.")
+        raise PolicyError(
+            f"Cannot read {part.strip()!r:.80} in {text!r:.160}{_nearest(part)}: {GRAMMAR}."
+        )
     if match["count"] is not None and int(match["count"]) < 1:
         raise PolicyError(f"Count {match['count']} in {text!r}: a run has at least one layer.")
     return LayerPolicy.parse(match["choice"]), match["count"]

@@ -28,7 +28,10 @@ _CONFIG = "config."
 def add_job(parser: ArgumentParser) -> None:
     """Add the ways to describe a job."""
     parser.add_argument(
-        "job", nargs="?", metavar="JOB.yaml", help="a file that describes the job: docs/job.md"
+        "job",
+        nargs="?",
+        metavar="JOB.yaml",
+        help="a file that describes the job: docs/job.md",
     )
     parser.add_argument(
         "--example",
@@ -191,6 +194,8 @@ def _of_config(name: str, data: Mapping[str, Any]) -> str:
 def named_gpu(args: Namespace) -> Device:
     """The GPU of a job; OptionError with all names if `--gpu` is missing or unknown."""
     if not args.gpu:
+        if args.job is not None:
+            read_description(args.job)  # a file that is no job needs another mend than --gpu
         raise OptionError(f"Add --gpu NAME, which the job runs on: {', '.join(devices())}.")
     return device(args.gpu)
 

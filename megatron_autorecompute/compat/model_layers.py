@@ -84,12 +84,14 @@ def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
     other's, in the order in which layers run.
 
     Raises:
-        PolicyError: as `first_block`; or blocks have equal layer numbers and no names of their own.
+        PolicyError: as `first_block`; or a layer stands twice in a block; or blocks have equal
+            layer numbers and no names of their own.
     """
     chunks = list(modules)
     _, in_front = first_block(chunks)
     first, rest = [], []
     for path, block in _blocks(chunks):
+        _check_used_once(block)
         numbers = [layer.layer_number - 1 for layer in block.layers]
         if in_front and _name(path) != DECODER:
             first.append(BlockSite(block, tuple(numbers)))
@@ -104,6 +106,17 @@ def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
             "apply(policy, model.decoder)."
         )
     return first + rest
+
+
+def _check_used_once(block: Block) -> None:
+    where: dict[int, int] = {}
+    for index, layer in enumerate(block.layers):
+        if (first := where.setdefault(id(layer), index)) != index:
+            raise PolicyError(
+                f"Layers {first} and {index} of a block are one module. A policy sets modules, so "
+                "these two cannot have choices of their own: give each its module, which may share "
+                "its weights with the other."
+            )
 
 
 def _blocks(chunks: Iterable[Chunk]) -> list[tuple[str, Block]]:

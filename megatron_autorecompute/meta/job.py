@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +24,7 @@ from megatron_autorecompute.meta.job_checks import (
     refuse_unmodelled,
 )
 from megatron_autorecompute.meta.lora import DEFAULT_TARGETS, check_targets
+from megatron_autorecompute.options import nearest
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
@@ -434,6 +435,14 @@ def read_description(path: str | Path) -> Any:
     return data
 
 
+def _described(item: Any) -> str:
+    if item["type"] != "unexpected_keyword_argument":
+        return json_records.described(item)
+    name = str(item["loc"][-1])
+    near = nearest(name, [known.name for known in fields(Job)])
+    return f"{json_records.shown_name(name)}: a job has no such field; the nearest is {near}"
+
+
 def job_from(data: Any, source: str) -> Job:
     """Check a job given as plain data.
 
@@ -448,7 +457,7 @@ def job_from(data: Any, source: str) -> Job:
         job = TypeAdapter(Job).validate_json(text, strict=True)
     except ValidationError as error:
         items = error.errors(include_url=False)
-        wrong = json_records.corrections(map(json_records.described, items))
+        wrong = json_records.corrections(map(_described, items))
         raise OptionError(f"{source} is no job description. {wrong}") from error
     # Of a recipe Bridge replaces these fields when a job starts, by its mixed precision.
     precision = None if job.described_by == "recipe" else job.precision

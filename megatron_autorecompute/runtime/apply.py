@@ -272,7 +272,7 @@ class _Sites:
         groups: Sequence[Any] | None = None,
     ) -> None:
         self.groups = groups
-        chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        chunks = _chunks(model)
         self.blocks = model_layers.block_sites(chunks)
         self.feature_layers = model_layers.feature_layers(chunks)
         self.mtps = model_layers.mtp_sites(chunks)
@@ -441,6 +441,17 @@ class _Sites:
                     owner.__dict__.pop(HOLDER_KEY).clear(owner)
             raise
         return AppliedPolicy(self)
+
+
+def _chunks(model: Any) -> list[torch.nn.Module]:
+    chunks: list[Any] = list(model) if isinstance(model, Sequence) else [model]
+    for chunk in chunks:
+        if not isinstance(chunk, torch.nn.Module):
+            raise PolicyError(
+                f"{chunk!r:.80} is no torch.nn.Module: give the model, or a list of this rank's "
+                "model chunks, as Megatron's get_model returns it."
+            )
+    return chunks
 
 
 class _Held:

@@ -94,7 +94,10 @@ def test_a_plan_with_a_bad_choice_for_every_layer_is_refused_in_a_screenful(
     path.write_text(json.dumps({**data, "recompute_policy": choices}))
     assert main(["show", str(path)]) == 4
     said = capsys.readouterr().err
-    assert "recompute_policy[0]: 'fulll', Cannot read 'fulll' as a choice, which is none," in said
+    assert (
+        "recompute_policy[0]: 'fulll', Cannot read 'fulll' as a choice (the nearest is full). A"
+        in said
+    )
     assert "72 more" in said
     assert len(said) < 80 * 45
 
@@ -512,9 +515,17 @@ def test_without_torch_every_entry_says_what_to_install_in_one_line(planned, tmp
         "job": str(ROOT / "megatron_autorecompute" / "examples" / "llama3-70b.yaml"),
         "script": str(script),
     }
-    code = "import sys; sys.modules['torch'] = None; from " + WITHOUT_TORCH[entry].format(**given)
+    absent = tmp_path / "absent"  # for the processes that it starts, too
+    absent.mkdir()
+    (absent / "torch.py").write_text("raise ModuleNotFoundError(name='torch')\n")
+    path = os.pathsep.join([str(absent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        [sys.executable, "-c", "import sys; from " + WITHOUT_TORCH[entry].format(**given)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
     )
     assert done.returncode == 7, done.stderr
     assert "torch is not installed: pip install" in done.stderr

@@ -707,6 +707,19 @@ def test_a_model_without_blocks_is_refused():
         apply("full", torch.nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("model", [None, "model", [3]])
+def test_what_is_no_module_is_refused(model):
+    with pytest.raises(PolicyError, match=r"is no torch\.nn\.Module: give the model"):
+        apply("full", model)
+
+
+def test_a_layer_that_stands_twice_is_refused_with_both_places():
+    model = tiny_gpt(tiny_config())[0]
+    model.decoder.layers[2] = model.decoder.layers[0]
+    with pytest.raises(PolicyError, match="Layers 0 and 2 of a block are one module"):
+        apply("full", model)
+
+
 def test_three_blocks_that_number_alike_are_refused_with_the_way_out():
     names = ("vision", "encoder", "decoder")
     model = torch.nn.ModuleDict({name: tiny_gpt(tiny_config())[0].decoder for name in names})
