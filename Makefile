@@ -150,7 +150,7 @@ test-once: $(TRITON)
 gpu-dry-run: $(TRITON) $(CORE_019)
 	PYTHONPATH=$(CORE_019) GPU_TESTS_ANYWHERE=1 $(BIN)/python -m pytest tests/gpu $(ARGS)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m benchmarks.gpu.run --tiny --only 1 --only 2 --only 3 \
-	    --only 5 --only 6 --only 10
+	    --only 5 --only 6 --only 10 --only 11
 
 ## Build the wheel and try it in an empty environment of every Python from 3.10 to 3.13 on PATH.
 wheel: $(INSTALLED)

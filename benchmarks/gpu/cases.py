@@ -148,6 +148,30 @@ MLA = Case(
 DENSE_8K = Case("gpt-600m-8k", _shape(6, 2048, 16, 8192, 1), _NO_BIAS, layers="te")
 DENSE_32K = Case("gpt-600m-32k", _shape(3, 2048, 16, 32768, 1), _NO_BIAS, layers="te")
 """Part 10: attention kept where it costs most to run again."""
+_GATED = {
+    **_NO_BIAS,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+SHARD_70B = Case(
+    "llama-70b-shard",
+    _shape(12, 8192, 8, 8192, 1),
+    {**_GATED, "kv_channels": 128, "num_query_groups": 1, "ffn_hidden_size": 3584},
+    {"kv_channels": 16, "num_query_groups": 1, "ffn_hidden_size": 64},
+    "te",
+)
+"""What a GPU has of 12 layers of Llama3-70B under TP8: the device is never idle."""
+DENSE_8B = Case(
+    "llama-8b-layers",
+    _shape(6, 4096, 32, 8192, 1),
+    {**_GATED, "num_query_groups": 8, "ffn_hidden_size": 14336},
+    {"num_query_groups": 2, "ffn_hidden_size": 128},
+    "te",
+)
+DEVICE_BOUND = (SHARD_70B, DENSE_8B)
+"""Part 2, besides CURVES."""
 CURVES = (DENSE, DENSE_TE, MOE, MLA)
 """Parts 2 and 3; part 5 takes those that are there too."""
 

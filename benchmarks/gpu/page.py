@@ -34,6 +34,7 @@ TITLES = {
     8: "Jobs by their flags, predicted without a device",
     9: "Offload: bytes that leave, and what their copies cost",
     10: "Checkpoints that rerun nothing that nobody reads",
+    11: "The stages of a real pipeline, one at a time",
 }
 
 
@@ -466,6 +467,52 @@ def _checkpoints(section: Section) -> list[str]:
     return [said, "", *table(("policy", "peak GiB", "step ms", "over none ms"), rows)]
 
 
+def _stages(section: Section) -> list[str]:
+    plans, stages = section.items.get("plans", {}), _numbered(section.items, "stage")
+    if not stages:
+        return [NOT_YET]
+    rows = [
+        (
+            number,
+            name,
+            *(_gib(one) for one in (plan["peak_bytes"][number], stage[name].get("peak_bytes"))),
+            f"{plan['busy_ms'][number]:.0f}",
+            "out of memory" if stage[name]["out_of_memory"] else f"{stage[name]['busy_ms']:.0f}",
+        )
+        for number, stage in enumerate(stages)
+        for name, plan in plans.items()
+    ]
+    headings = ("stage", "policy", "predicted peak GiB", "GiB", "predicted busy ms", "ms")
+    return [
+        "Each stage ran alone in Megatron's own schedule, on its true shard. Communication is not "
+        "in its times, nor the optimizer's states in its peaks; predictions have both.",
+        "",
+        *_steps(section.items),
+        *table(headings, rows),
+    ]
+
+
+def _steps(items: dict[str, Any]) -> list[str]:
+    """What a step takes by a replay of the measured times, once all stages have run."""
+    if "steps" not in items:
+        return [f"Steps: {NOT_YET}", ""]
+    plans, steps = items["plans"], items["steps"]
+    manual = next(iter(plans))
+    rows = [
+        (
+            f"`{_short(plan['policy'])}`" if name == manual else name,
+            f"{plan['step_ms']:.0f}",
+            _percent(plan["step_ms"] / plans[manual]["step_ms"] - 1),
+            f"{steps[name]:.0f}",
+            _percent(steps[name] / steps[manual] - 1),
+        )
+        for name, plan in plans.items()
+        if name in steps and manual in steps
+    ]
+    headings = ("policy", "predicted step ms", "over manual", "replayed ms", "over manual")
+    return [*table(headings, rows), ""]
+
+
 def _lower_quartile(times: Sequence[float]) -> float:
     return sorted(times)[len(times) // 4]
 
@@ -481,6 +528,7 @@ _BODIES: dict[int, Callable[[Section], list[str]]] = {
     8: _by_flags,
     9: _offload,
     10: _checkpoints,
+    11: _stages,
 }
 
 

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from benchmarks.gpu.cases import (
     CURVES,
     DENSE_8K,
     DENSE_32K,
+    DEVICE_BOUND,
     GPT3_760M,
     OFFLOADING,
     Case,
@@ -53,11 +55,12 @@ SECTIONS: dict[str, tuple[int, Case | None]] = {
         (8, (None,)),
         (6, (None,)),
         (7, (None,)),
-        (2, CURVES[1:]),
+        (2, (*CURVES[1:], *DEVICE_BOUND)),
         (3, CURVES[1:]),
         (5, CURVES[1:]),
         (10, (*CURVES, DENSE_8K, DENSE_32K)),
         (9, tuple(case for case, *_ in OFFLOADING.values())),
+        (11, (None,)),
     )
     for case in cases
 }
@@ -93,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     folders = "default: benchmarks/results/gpu, or build/gpu-dry with --tiny"
     add("--output", type=Path, help=f"folder ({folders})")
-    add("--only", action="append", default=[], help="a part (1 to 10) or section; repeatable")
+    add("--only", action="append", default=[], help="a part (1 to 11) or section; repeatable")
     add("--tiny", action="store_true", help="a size that runs anywhere in seconds and proves none")
     add("--part-minutes", type=float, default=8.0, help="longest one section runs (default: 8)")
     add("--minutes", type=float, default=1e9, help="begin no section that may end later than this")
@@ -112,7 +115,7 @@ def selected(only: Sequence[str]) -> list[str]:
     unknown = [name for name in only if name not in parts and name not in SECTIONS]
     if unknown:
         raise OptionError(
-            f"--only {', '.join(unknown)}: there are parts 1 to 10 and the sections "
+            f"--only {', '.join(unknown)}: there are parts 1 to 11 and the sections "
             f"{', '.join(SECTIONS)}."
         )
     return [k for k, (part, _) in SECTIONS.items() if not only or k in only or str(part) in only]
@@ -218,6 +221,10 @@ def _plugin_configuration(part: int, options: argparse.Namespace) -> dict[str, A
 
         flags = auto_flags(options.tiny)
         return {**flags, "budget, from full to none": AUTO_FRACTION}
+    if part == 11:
+        from benchmarks.gpu.stages import job_of
+
+        return asdict(job_of(options.tiny))
     if part == 8:
         from benchmarks.gpu.processes import flag_jobs_of
 
@@ -244,13 +251,14 @@ def _trainings() -> dict[int, Callable[[Case, Ledger, int], None]]:
 
 
 def _processes() -> dict[int, Callable[[Ledger, Any], None]]:
-    from benchmarks.gpu import processes
+    from benchmarks.gpu import processes, stages
 
     return {
         4: processes.equality,
         6: processes.auto,
         7: processes.upstream,
         8: processes.by_flags,
+        11: stages.stages,
     }
 
 

@@ -109,20 +109,31 @@ def shard(job: Job, device: torch.device) -> Iterator[Shard]:
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     with quiet, megatron_on(device), even_routing(), refusals(job):
         config, kind_of = shard_config(job, [1] * len(job_kinds(job)), left_out(job))
-        for name, value in _precision(job).items():
-            setattr(config, name, value)
-        config.perform_initialization = True
-        config.gradient_accumulation_fusion = adds_in_the_product(job)
-        config.masked_softmax_fusion &= has_fused_softmax()
+        set_for_the_device(config, job)
         shape = step_shape(job, 1)
         with fake_ranks(config, 0, shape):
-            _seed()
-            with device:
-                spec = None if job.pattern is None else hybrid_spec()
-                model = build_chunk(config, True, True, None, shape, job=job, spec=spec)
-            if job.fuses_weight_gradients:
-                _add_in_the_product(model)
+            seed()
+            model = chunk(config, True, True, None, shape, job=job, device=device)
             yield Shard(model.to(device).to(config.params_dtype).train(), kind_of)
+
+
+def set_for_the_device(config: Any, job: Job) -> None:
+    """Give a config for meta tensors what a device has and they lack."""
+    for name, value in _precision(job).items():
+        setattr(config, name, value)
+    config.perform_initialization = True
+    config.gradient_accumulation_fusion = adds_in_the_product(job)
+    config.masked_softmax_fusion &= has_fused_softmax()
+
+
+def chunk(config: Any, *where: Any, job: Job, device: torch.device) -> torch.nn.Module:
+    """As `build_chunk`, with weights on the device."""
+    with device:
+        spec = None if job.pattern is None else hybrid_spec()
+        model = build_chunk(config, *where, job=job, spec=spec)
+    if job.fuses_weight_gradients:
+        _add_in_the_product(model)
+    return model
 
 
 def hybrid_spec() -> Any:
@@ -169,7 +180,8 @@ def megatron_on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _seed() -> None:
+def seed() -> None:
+    """Make weights the same whenever they are made."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.manual_seed(SEED)

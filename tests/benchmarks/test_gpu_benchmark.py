@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import cases, children, page, parts, processes, published, run
+from benchmarks.gpu import cases, children, page, parts, processes, published, run, stages
 from benchmarks.gpu.contest import Contest
 from benchmarks.gpu.mixes import random_policies
 from benchmarks.gpu.results import (
@@ -381,22 +381,35 @@ def test_making_pages_asks_for_a_file(capsys):
     assert "results" in capsys.readouterr().err
 
 
+def test_stages_of_a_pipeline_run_alone_and_make_a_step(results):
+    section = results.section(11, "plugin")
+    stages.stages(Ledger(results, section, 600), Namespace(tiny=True))
+    section.complete = True
+    ran = [section.items[f"stage/{number}"] for number in range(2)]
+    for name, step_ms in section.items["steps"].items():
+        busy = [stage[name]["busy_ms"] for stage in ran]
+        assert (1 - 1e-9) * max(busy) <= step_ms <= (1 + 1e-9) * sum(busy)
+    text = page.render(results, "plugin")
+    assert "| 1 | ours |" in text
+    assert text.count("+0.00% |") == 2  # Megatron's best setting over itself
+
+
 # --- what is run ----------------------------------------------------------------------------------
 
 
 def test_parts_and_sections_are_selected_in_the_order_they_run():
-    assert {part for part, _ in run.SECTIONS.values()} == set(range(1, 11))
+    assert {part for part, _ in run.SECTIONS.values()} == set(range(1, 12))
     assert run.selected([]) == list(run.SECTIONS)
     assert run.selected(["4", "1-gpt3-760m-48l"]) == ["1-gpt3-760m-48l", "4-plugin"]
 
 
 def test_an_unknown_part_is_refused_with_the_known_ones():
-    with pytest.raises(OptionError, match=r"--only 11: there are parts 1 to 10 .*1-gpt3-760m-48l"):
-        run.selected(["11"])
+    with pytest.raises(OptionError, match=r"--only 12: there are parts 1 to 11 .*1-gpt3-760m-48l"):
+        run.selected(["12"])
 
 
 def test_a_wrong_part_leaves_no_file_behind(tmp_path, capsys):
-    assert run.main(["--tiny", "--only", "11", "--output", str(tmp_path)]) == OptionError.exit_code
+    assert run.main(["--tiny", "--only", "12", "--output", str(tmp_path)]) == OptionError.exit_code
     assert list(tmp_path.iterdir()) == []
 
 
