@@ -13,6 +13,7 @@ A test starts it once and has it run one job after another, or several at the sa
 Each rank is a fork of that process, with the environment torchrun would give it.
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -126,6 +127,7 @@ def _start(main, job: dict[str, Any], rank: int, port: int, log: int) -> int:
     if process:
         return process
     code = 1
+    atexit._clear()  # at its end this process does what it asks for itself
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
@@ -144,6 +146,7 @@ def _start(main, job: dict[str, Any], rank: int, port: int, log: int) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

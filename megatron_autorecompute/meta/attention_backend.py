@@ -21,14 +21,13 @@ def with_backend(job: Job, device: Device) -> Job:
     Blackwell only without dropout. What neither can run takes the unfused one. Multi-latent
     attention has values of another width than keys, which flash-attn 2 does not take.
     """
-    config = job.config
-    if job.transformer_impl == "local" or config.get("attention_backend", "auto") != "auto":
+    config = job.resolved
+    if job.transformer_impl == "local" or config.attention_backend != "auto":
         return job
-    flash = job.flash_attn and not config.get("multi_latent_attention")
-    fused = not config.get("deterministic_mode") or (
-        device.capability >= 9
-        and not (device.capability >= 10 and config.get("attention_dropout", 0.1))
+    flash = job.flash_attn and not config.multi_latent_attention
+    fused = not config.deterministic_mode or (
+        device.capability >= 9 and not (device.capability >= 10 and config.attention_dropout)
     )
     if fused and (device.capability >= 9 or not flash):
         return job
-    return replace(job, config={**config, "attention_backend": "flash" if flash else "unfused"})
+    return replace(job, config={**job.config, "attention_backend": "flash" if flash else "unfused"})

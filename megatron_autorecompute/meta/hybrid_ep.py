@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.meta import ops
-from megatron_autorecompute.meta.job import CAPACITY, STASH, Job
+from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.outside_torch import dispatcher
 
 
@@ -56,14 +56,14 @@ def rows(job: Job) -> Rows:
     """Of a job."""
     if dispatcher(job) != "hybridep":
         return EVEN
-    config = job.config
-    capacity, stashed = config.get(CAPACITY), None
-    if capacity and config.get(STASH):
-        stashed = abs(config.get(f"{STASH}_buffer_size_factor_cuda", 1.1)) / capacity
+    config = job.resolved
+    capacity, stashed = config.moe_expert_rank_capacity_factor, None
+    if capacity and config.moe_paged_stash:
+        stashed = abs(config.moe_paged_stash_buffer_size_factor_cuda) / capacity
     multiple = {"bf16": 1, "mxfp8": 32, "nvfp4": 64}.get(job.precision, 16)
-    if config.get("use_transformer_engine_op_fuser") or config.get("moe_use_grouped_tensor"):
+    if config.use_transformer_engine_op_fuser or config.moe_use_grouped_tensor:
         multiple = 256
-    copies = int(config.get("moe_router_topk") or 2) * job.expert_tensor_parallel
+    copies = config.moe_router_topk * job.expert_tensor_parallel
     return Rows(copies, capacity, multiple, stashed)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ from megatron_autorecompute.meta.job_checks import (
     refuse_unmodelled,
 )
 from megatron_autorecompute.meta.lora import DEFAULT_TARGETS, check_targets
+from megatron_autorecompute.meta.resolved import Resolved
 from megatron_autorecompute.options import nearest
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.cost.layout import Layout
@@ -52,7 +54,7 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @with_config(ConfigDict(extra="forbid"))
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """One training job; `config` holds fields of Megatron's TransformerConfig by their names."""
 
@@ -152,6 +154,11 @@ class Job:
     """Tokens of samples, with max_tokens_per_microbatch: a list; a histogram, longest length of a
     bin -> weight; or the path of a JSONL file with a number, or an object with `length`, a line."""
 
+    @cached_property
+    def resolved(self) -> Resolved:
+        """What the config says, with Megatron's defaults."""
+        return Resolved.of(self.config)
+
     @property
     def data_parallel(self) -> int:
         """Ranks that hold the same weights, context parallel ranks not counted."""
@@ -162,7 +169,7 @@ class Job:
                 "(tensor x pipeline x context parallel). Change num_gpus or a parallel size."
             )
         holders = self.size("pipeline") * self.size("expert") * self.expert_tensor_parallel
-        if self.config.get("num_moe_experts") and self.num_gpus % holders:
+        if self.resolved.num_moe_experts and self.num_gpus % holders:
             raise OptionError(
                 f"{self.name}: {self.num_gpus} GPUs cannot be divided into groups of {holders} "
                 "(expert x expert tensor x pipeline parallel), which initialize_model_parallel "
@@ -173,12 +180,12 @@ class Job:
     def size(self, what: str) -> int:
         """A parallel size: tensor, pipeline, context, or expert."""
         name = {"context": "context_parallel_size"}.get(what, f"{what}_model_parallel_size")
-        return int(self.config.get(name) or 1)
+        return int(getattr(self.resolved, name))
 
     @property
     def expert_tensor_parallel(self) -> int:
         """Megatron's default is the tensor parallel size."""
-        return int(self.config.get("expert_tensor_parallel_size") or self.size("tensor"))
+        return self.resolved.expert_tensor_parallel_size or self.size("tensor")
 
     @property
     def num_microbatches(self) -> int:
@@ -201,18 +208,17 @@ class Job:
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
-        return int(self.config["num_layers"])
+        return self.resolved.num_layers
 
     @property
     def mtp_num_layers(self) -> int:
         """Multi-token-prediction depths."""
-        return int(self.config.get("mtp_num_layers") or 0)
+        return self.resolved.mtp_num_layers
 
     @property
     def fuses_weight_gradients(self) -> bool:
-        """Whether products add to main_grad themselves; the config's gradient_accumulation_fusion,
-        which Megatron-LM sets by default."""
-        return bool(self.config.get("gradient_accumulation_fusion", True))
+        """Whether products add to main_grad themselves."""
+        return self.resolved.gradient_accumulation_fusion
 
     def keeps_dummies(self, what: Literal["linear", "grouped"]) -> bool:
         """Whether backward of these layers returns a dummy weight gradient that is kept.
@@ -227,7 +233,7 @@ class Job:
     def routers_of_te(self) -> bool:
         """Whether routers multiply by TE's `general_gemm` (since 2.0; megatron-core's
         transformer/moe/moe_utils.py `RouterGatingLinearFunction`), beside local layers too."""
-        return self.has_te(2) and self.config.get("moe_router_dtype") != "fp64"
+        return self.has_te(2) and self.resolved.moe_router_dtype != "fp64"
 
     def has_te(self, *version: int) -> bool:
         """Whether Transformer Engine has this version or a later one."""
@@ -279,13 +285,9 @@ class Job:
     @property
     def adam_keeps_main_params(self) -> bool:
         """Whether FusedAdam holds the master weights, reads main gradients as they are and writes
-        the weights: OptimizerConfig `use_precision_aware_optimizer_no_fp8_or_ds_fp8`.
-
-        Without `fp8_recipe` in the config, fp8 means scales of the current tensor, which is
-        Megatron Bridge's default; TransformerConfig's is delayed scales.
-        """
+        the weights: OptimizerConfig `use_precision_aware_optimizer_no_fp8_or_ds_fp8`."""
         delayed = self.precision in ("bf16", "nvfp4") or (
-            self.precision == "fp8" and self.config.get("fp8_recipe") == "delayed"
+            self.precision == "fp8" and self.resolved.fp8_recipe == "delayed"
         )
         return self.use_precision_aware_optimizer and (delayed or self.main_params_dtype != "fp32")
 
@@ -297,7 +299,7 @@ class Job:
     @property
     def pattern(self) -> HybridPattern | None:
         """Of a HybridModel; None for a GPTModel."""
-        text = self.config.get("hybrid_layer_pattern")
+        text = self.resolved.hybrid_layer_pattern
         return None if text is None else HybridPattern.parse(text)
 
     @property
@@ -311,9 +313,8 @@ class Job:
         pattern = self.pattern
         if pattern is not None:
             return tuple(family == "moe" for family in pattern.families)
-        freq = self.config.get("moe_layer_freq")
-        freq = 1 if freq is None else freq
-        if not self.config.get("num_moe_experts"):
+        freq = self.resolved.moe_layer_freq
+        if not self.resolved.num_moe_experts:
             return (False,) * self.num_layers
         if isinstance(freq, int):
             return tuple(index % freq == 0 for index in range(self.num_layers))
@@ -327,14 +328,14 @@ class Job:
     @property
     def saves_original_inputs(self) -> bool:
         """Whether Megatron tells quantising linear layers to save the input that others save too:
-        not with delayed scales. Without `fp8_recipe` in the config, fp8 means current ones."""
-        recipe = self.config.get("fp8_recipe")
-        return self.precision != "bf16" and (self.precision, recipe) != ("fp8", "delayed")
+        not with delayed scales."""
+        delayed = (self.precision, self.resolved.fp8_recipe) == ("fp8", "delayed")
+        return self.precision != "bf16" and not delayed
 
     def linear_pattern(self) -> tuple[bool, ...]:
         """Which of a GPTModel's decoder layers have linear attention, by `linear_attention_freq`:
         all but every N-th, or those of a list."""
-        freq = self.config.get("linear_attention_freq")
+        freq = self.resolved.linear_attention_freq
         if self.pattern is not None or not freq:
             return (False,) * self.num_layers
         if isinstance(freq, int):
@@ -354,7 +355,7 @@ class Job:
             return Layout.from_pattern(
                 pattern,
                 self.size("pipeline"),
-                self.config.get("virtual_pipeline_model_parallel_size"),
+                self.resolved.virtual_pipeline_model_parallel_size,
                 **{name: self.config.get(name) for name in ends},
             )
         names = (
@@ -365,11 +366,10 @@ class Job:
             "pipeline_model_parallel_layout",
         )
         given = {name: self.config[name] for name in names if self.config.get(name)}
-        chunks = self.config.get("virtual_pipeline_model_parallel_size")
         return Layout.from_flags(
             self.num_layers,
             self.size("pipeline"),
-            chunks,
+            self.resolved.virtual_pipeline_model_parallel_size,
             mtp_num_layers=self.mtp_num_layers,
             **given,
         )
@@ -381,8 +381,8 @@ class Job:
             layout.num_stages,
             layout.num_chunks,
             self.num_microbatches,
-            self.config.get("microbatch_group_size_per_vp_stage"),
-            bool(self.config.get("overlap_moe_expert_parallel_comm")),
+            self.resolved.microbatch_group_size_per_vp_stage,
+            self.resolved.overlap_moe_expert_parallel_comm,
         )
 
 
@@ -481,7 +481,7 @@ def job_from(data: Any, source: str) -> Job:
             "device where samples end, and tensors without a device have no values. Use auto in "
             "the job, or leave packing out."
         )
-    if job.moe_imbalance and not job.config.get("num_moe_experts"):
+    if job.moe_imbalance and not job.resolved.num_moe_experts:
         raise OptionError(
             f"{source}: moe_imbalance is stated, and config has no num_moe_experts. Give their "
             "number, or leave moe_imbalance out."

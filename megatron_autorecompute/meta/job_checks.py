@@ -13,6 +13,7 @@ from typing import Any
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.json_records import corrections, shown_name
 from megatron_autorecompute.meta.graph_scope import wrong_scope
+from megatron_autorecompute.meta.resolved import Resolved
 from megatron_autorecompute.profile import MOST_LAYERS
 
 ACTIVATIONS = ("gelu", "silu", "relu", "squared_relu", "quick_gelu", "fast_gelu")
@@ -132,54 +133,49 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrong_together(config: Mapping[str, Any], seq_length: int) -> Iterator[str]:
-    heads, experts = config["num_attention_heads"], config.get("num_moe_experts")
-    groups = config.get("num_query_groups") or heads
-    context, tensor = (
-        config.get(name) or 1 for name in ("context_parallel_size", "tensor_model_parallel_size")
-    )
-    if not config.get("kv_channels") and config["hidden_size"] % heads:
-        yield f"hidden_size {config['hidden_size']} is no multiple of num_attention_heads {heads}"
+    values = Resolved.of(config)
+    heads, experts = values.num_attention_heads, values.num_moe_experts
+    groups = values.num_query_groups or heads
+    context, tensor = values.context_parallel_size, values.tensor_model_parallel_size
+    if not values.kv_channels and values.hidden_size % heads:
+        yield f"hidden_size {values.hidden_size} is no multiple of num_attention_heads {heads}"
     if heads % groups:
         yield f"num_attention_heads {heads} is no multiple of num_query_groups {groups}"
     if context > 1 and seq_length % (2 * context):
         yield (
             f"seq_length {seq_length} is no multiple of {2 * context}, twice context_parallel_size"
         )
-    elif config.get("sequence_parallel") and seq_length % (tensor * context):
+    elif values.sequence_parallel and seq_length % (tensor * context):
         yield (
             f"seq_length {seq_length} is no multiple of {tensor * context}, tensor times context "
             "parallel size, as sequence_parallel needs"
         )
-    yield from _cannot_split_mlp(config, tensor)
-    yield from _cannot_exchange_heads(config, groups)
-    if config.get("hybrid_layer_pattern"):
-        yield from _lacks_of_families(config)
-    elif config.get("overlap_moe_expert_parallel_comm"):
-        yield from _cannot_overlap(config)
+    yield from _cannot_split_mlp(values)
+    yield from _cannot_exchange_heads(values, groups)
+    if values.hybrid_layer_pattern:
+        yield from _lacks_of_families(config, values)
+    elif values.overlap_moe_expert_parallel_comm and values.expert_model_parallel_size == 1:
+        yield (  # what TransformerConfig asserts, too
+            "overlap_moe_expert_parallel_comm beside expert_model_parallel_size 1: no rank "
+            "exchanges tokens with another; leave it out, or divide experts among ranks"
+        )
     if experts:
-        topk, parts = config.get("moe_router_topk"), config.get("expert_model_parallel_size") or 1
-        if (topk or 1) > experts:
+        topk, parts = values.moe_router_topk, values.expert_model_parallel_size
+        if topk > experts:
             yield f"moe_router_topk {topk} is more than num_moe_experts {experts}"
         if experts % parts:
             yield f"num_moe_experts {experts} is no multiple of expert_model_parallel_size {parts}"
 
 
-def _cannot_overlap(config: Mapping[str, Any]) -> Iterator[str]:
-    """What TransformerConfig asserts, too."""
-    if (config.get("expert_model_parallel_size") or 1) == 1:
-        yield (
-            "overlap_moe_expert_parallel_comm beside expert_model_parallel_size 1: no rank "
-            "exchanges tokens with another; leave it out, or divide experts among ranks"
-        )
-
-
-def _cannot_split_mlp(config: Mapping[str, Any], tensor: int) -> Iterator[str]:
-    name, ranks = "ffn_hidden_size", tensor
-    if config.get("num_moe_experts"):
-        name, ranks = "moe_ffn_hidden_size", config.get("expert_tensor_parallel_size") or tensor
-    if (config.get(name) or ranks) % ranks:
-        yield f"{name} {config[name]} is no multiple of {ranks}, the tensor parallel size"
-    shared = config.get("moe_shared_expert_intermediate_size") or 0
+def _cannot_split_mlp(values: Resolved) -> Iterator[str]:
+    tensor = values.tensor_model_parallel_size
+    name, width, ranks = "ffn_hidden_size", values.ffn_hidden_size, tensor
+    if values.num_moe_experts:
+        name, width = "moe_ffn_hidden_size", values.moe_ffn_hidden_size
+        ranks = values.expert_tensor_parallel_size or tensor
+    if (width or 0) % ranks:
+        yield f"{name} {width} is no multiple of {ranks}, the tensor parallel size"
+    shared = values.moe_shared_expert_intermediate_size
     if shared % tensor:
         yield (
             f"moe_shared_expert_intermediate_size {shared} is no multiple of {tensor}, the tensor "
@@ -209,11 +205,11 @@ def _not_of_precision(config: Mapping[str, Any], precision: str) -> Iterator[str
         )
 
 
-def _cannot_exchange_heads(config: Mapping[str, Any], groups: int) -> Iterator[str]:
+def _cannot_exchange_heads(values: Resolved, groups: int) -> Iterator[str]:
     """What TE's `AttnFuncWithCPAndQKVOA2A` asserts of q, k and v."""
-    comm, ranks = config.get("cp_comm_type"), config.get("context_parallel_size") or 1
+    comm, ranks = values.cp_comm_type, values.context_parallel_size
     comm = comm[0] if isinstance(comm, list) else comm
-    sizes = config.get("hierarchical_context_parallel_sizes")
+    sizes = values.hierarchical_context_parallel_sizes
     if comm == "a2a+p2p" and ranks > 1 and (not sizes or math.prod(sizes) != ranks):
         yield (
             f"cp_comm_type a2a+p2p, hierarchical_context_parallel_sizes {sizes!r:.40}; give two "
@@ -221,8 +217,8 @@ def _cannot_exchange_heads(config: Mapping[str, Any], groups: int) -> Iterator[s
         )
         return
     ranks = {"a2a": ranks, "a2a+p2p": sizes[0] if sizes else 1}.get(str(comm), 1)
-    heads = groups // (config.get("tensor_model_parallel_size") or 1)
-    if heads % ranks and not config.get("multi_latent_attention"):
+    heads = groups // values.tensor_model_parallel_size
+    if heads % ranks and not values.multi_latent_attention:
         yield (
             f"cp_comm_type {comm} divides the heads of keys of a tensor parallel rank, {heads}, by "
             f"{ranks} ranks; use another cp_comm_type or size"
@@ -248,13 +244,13 @@ _NOT_WITH_PATTERN = (
 )
 
 
-def _lacks_of_families(config: Mapping[str, Any]) -> Iterator[str]:
+def _lacks_of_families(config: Mapping[str, Any], values: Resolved) -> Iterator[str]:
     """What the layers of a hybrid pattern need, by position and symbol."""
     pattern = config["hybrid_layer_pattern"]
     for name in _NOT_WITH_PATTERN:
         if config.get(name):
             yield f"{name} beside hybrid_layer_pattern, which says it already; leave it out"
-    if config.get("overlap_moe_expert_parallel_comm"):
+    if values.overlap_moe_expert_parallel_comm:
         yield (
             "overlap_moe_expert_parallel_comm beside hybrid_layer_pattern: HybridModel has no "
             "build_schedule_plan, which Megatron calls then; leave it out"
@@ -264,7 +260,7 @@ def _lacks_of_families(config: Mapping[str, Any]) -> Iterator[str]:
         if symbol in pattern and lacking:
             place = f"{symbol!r} at position {pattern.index(symbol)} of hybrid_layer_pattern"
             yield f"{place} needs {', '.join(lacking)}"
-    if "*" in pattern and config.get("multi_latent_attention"):
+    if "*" in pattern and values.multi_latent_attention:
         yield (
             f"'*' at position {pattern.index('*')} of hybrid_layer_pattern is not built with "
             "multi_latent_attention; write + for MLA"
@@ -275,7 +271,7 @@ def _lacks_of_families(config: Mapping[str, Any]) -> Iterator[str]:
             "ends in SiLU alone; set activation_func to silu"
         )
     if "M" in pattern:
-        yield from _cannot_split_mamba(config, pattern.index("M"))
+        yield from _cannot_split_mamba(values, pattern.index("M"))
     if "M" in pattern and config.get("use_mamba_mem_eff_path") is False:
         yield (
             f"'M' at position {pattern.index('M')} of hybrid_layer_pattern with "
@@ -284,15 +280,12 @@ def _lacks_of_families(config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _cannot_split_mamba(config: Mapping[str, Any], position: int) -> Iterator[str]:
+def _cannot_split_mamba(values: Resolved, position: int) -> Iterator[str]:
     """What MambaMixer and MambaContextParallel assert of heads and groups."""
     place = f"'M' at position {position} of hybrid_layer_pattern"
-    tensor, context = (
-        config.get(name) or 1 for name in ("tensor_model_parallel_size", "context_parallel_size")
-    )
-    groups = config.get("mamba_num_groups") or 8
-    width = config.get("mamba_head_dim") or 64
-    heads = config.get("mamba_num_heads") or 2 * config["hidden_size"] // width
+    tensor, context = values.tensor_model_parallel_size, values.context_parallel_size
+    groups = values.mamba_num_groups
+    heads = values.mamba_num_heads or 2 * values.hidden_size // values.mamba_head_dim
     if heads % groups or groups % tensor or heads % (tensor * context):
         yield (
             f"{place}: {heads} heads in {groups} groups (mamba_num_heads, mamba_num_groups) cannot "

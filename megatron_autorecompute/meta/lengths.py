@@ -148,7 +148,7 @@ def profile_lengths(job: Job, profile_one: Callable[[Job], Profile]) -> Profile:
     microbatches = calls.num_microbatches
     cap, split = job.max_tokens_per_microbatch, job.size("context")
     stages = job.size("pipeline")
-    if job.config.get("virtual_pipeline_model_parallel_size"):
+    if job.resolved.virtual_pipeline_model_parallel_size:
         microbatches = -(-microbatches // stages) * stages
     unit = 2 * split * job.size("tensor")  # what Megatron divides a sequence by
 

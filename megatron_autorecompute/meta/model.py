@@ -105,8 +105,8 @@ def job_kinds(job: Job) -> tuple[JobKind, ...]:
 
 
 def _windowed(job: Job, index: int) -> bool:
-    skip = job.config.get("window_attn_skip_freq")
-    if not job.config.get("window_size"):
+    skip = job.resolved.window_attn_skip_freq
+    if not job.resolved.window_size:
         return False
     if isinstance(skip, list):
         return bool(skip[index])
@@ -152,7 +152,7 @@ def meta_megatron(job: Job) -> Iterator[None]:
     """In this block Megatron runs on meta tensors, with the stand-ins that the job needs."""
     settings = kernels.Settings(
         precision=job.precision,
-        userbuffers=bool(job.config.get("tp_comm_overlap")),
+        userbuffers=job.resolved.tp_comm_overlap,
         linear_gradients=not job.keeps_dummies("linear"),
         grouped_gradients=not job.keeps_dummies("grouped"),
         fuses_gradients=job.fuses_weight_gradients,
@@ -168,7 +168,7 @@ def meta_megatron(job: Job) -> Iterator[None]:
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1", "RANK": rank})
     with (
         without_cuda.activate(meta=True),
-        deterministic(bool(job.config.get("deterministic_mode"))),
+        deterministic(job.resolved.deterministic_mode),
         kernels.stand_ins(settings),
         hybrid.stand_ins(),
         quiet,
@@ -420,7 +420,7 @@ def megatron_config(
     }
     if fields["moe_token_dispatcher_type"] == "flex" and dispatcher(job) != "hybridep":
         fields["moe_token_dispatcher_type"] = "alltoall"  # its kernels have no stand-ins
-    if job.config.get("use_transformer_engine_op_fuser"):
+    if job.resolved.use_transformer_engine_op_fuser:
         # Its activation reads interleaved halves as they are, and clamps them itself (TE
         # pytorch/ops/fused/grouped_mlp.py saves one tensor, `activation_in`); Megatron's own code,
         # which runs here, makes copies for both.
@@ -436,7 +436,7 @@ def megatron_config(
     config = meta_config(_constructed(job, fields))
     stage_layout.note_pattern(config, pattern)
     config.gradient_accumulation_fusion = job.fuses_weight_gradients
-    config.masked_softmax_fusion = bool(job.config.get("masked_softmax_fusion", True))
+    config.masked_softmax_fusion = job.resolved.masked_softmax_fusion
     return config
 
 
@@ -481,31 +481,31 @@ def _constructed(job: Job, fields: dict[str, Any]) -> Any:
 def _defaults(job: Job) -> dict[str, Any]:
     """Values that Megatron-LM's arguments set, if TransformerConfig's own default differs."""
     fused = job.transformer_impl == "transformer_engine"
-    dtype = torch.float16 if job.config.get("fp16") else torch.bfloat16
+    dtype = torch.float16 if job.resolved.fp16 else torch.bfloat16
     return {
         "bf16": dtype == torch.bfloat16,
         "transformer_impl": job.transformer_impl,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "apply_rope_fusion": fused and job.position_embedding_type in ("rope", "yarn"),
-        "bias_activation_fusion": fused and bool(job.config.get("gated_linear_unit")),
-        "moe_grouped_gemm": fused and bool(job.config.get("num_moe_experts")),
-        "moe_token_dispatcher_type": "alltoall",
+        "bias_activation_fusion": fused and job.resolved.gated_linear_unit,
+        "moe_grouped_gemm": fused and bool(job.resolved.num_moe_experts),
+        "moe_token_dispatcher_type": job.resolved.moe_token_dispatcher_type,
     }
 
 
 def _pattern(job: Job, kind_of: dict[int, JobKind]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if isinstance(comm := job.config.get("cp_comm_type"), list):
+    if isinstance(comm := job.resolved.cp_comm_type, list):
         fields["cp_comm_type"] = comm[0]  # the same for all layers
     pattern = job.pattern
     if pattern is not None:
         symbols = "".join(kind.symbol for kind in kind_of.values())
         fields["hybrid_layer_pattern"] = str(replace(pattern, segments=(symbols,)))
-    elif job.config.get("num_moe_experts"):
+    elif job.resolved.num_moe_experts:
         fields["moe_layer_freq"] = [int(kind.is_moe) for kind in kind_of.values()]
-    if job.config.get("linear_attention_freq"):
+    if job.resolved.linear_attention_freq:
         fields["linear_attention_freq"] = [int(kind.linear) for kind in kind_of.values()]
-    if job.config.get("window_size"):
+    if job.resolved.window_size:
         fields["window_attn_skip_freq"] = [int(kind.windowed) for kind in kind_of.values()]
     return fields

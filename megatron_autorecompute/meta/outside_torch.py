@@ -44,13 +44,12 @@ class Outside:
 def outside_torch(job: Job, device: Device) -> Outside:
     """Bytes outside torch on one of the job's ranks."""
     ranks = job.size("expert") * job.expert_tensor_parallel
-    if not job.config.get("num_moe_experts") or ranks == 1:
+    if not job.resolved.num_moe_experts or ranks == 1:
         return Outside(CONTEXT_BYTES, "CUDA's context and NCCL")
     backend = dispatcher(job)
     if backend == "deepep":
-        asked = map(job.config.get, ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms"))
-        sms = next(filter(None, asked), _SMS)
-        buffer_bytes = deepep_bytes(job.config["hidden_size"], ranks, sms)
+        asked = job.resolved.moe_flex_dispatcher_num_sms or job.resolved.moe_deepep_num_sms
+        buffer_bytes = deepep_bytes(job.resolved.hidden_size, ranks, asked or _SMS)
         return Outside(CONTEXT_BYTES + buffer_bytes, "CUDA's context, NCCL and DeepEP's buffers")
     if backend == "hybridep":
         buffer_bytes = hybridep_bytes(job, ranks, min(ranks, device.link_domain))
@@ -64,10 +63,8 @@ def outside_torch(job: Job, device: Device) -> Outside:
 
 def dispatcher(job: Job) -> str:
     """alltoall, allgather, or the backend of the flex dispatcher."""
-    name = str(job.config.get("moe_token_dispatcher_type") or "alltoall")
-    if name != "flex":
-        return name
-    return str(job.config.get("moe_flex_dispatcher_backend") or "deepep")
+    name = job.resolved.moe_token_dispatcher_type
+    return job.resolved.moe_flex_dispatcher_backend if name == "flex" else name
 
 
 def deepep_bytes(hidden_size: int, ranks: int, sms: int = _SMS) -> int:
@@ -96,9 +93,9 @@ def hybridep_bytes(job: Job, ranks: int, domain: int) -> int:
         ranks: that exchange tokens.
         domain: of them in one NVLink domain.
     """
-    hidden, experts = job.config["hidden_size"], job.config["num_moe_experts"]
+    hidden, experts = job.resolved.hidden_size, job.resolved.num_moe_experts
     of_sequence = job.size("context") * (
-        job.size("tensor") if job.config.get("sequence_parallel") else 1
+        job.size("tensor") if job.resolved.sequence_parallel else 1
     )
     tokens = job.micro_batch_size * job.seq_length // of_sequence
     of_domain = experts // job.size("expert") * domain

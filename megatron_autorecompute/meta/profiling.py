@@ -10,7 +10,7 @@ import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -50,6 +50,7 @@ from megatron_autorecompute.meta.offload_records import (
     with_whole_layers,
 )
 from megatron_autorecompute.meta.outside_torch import dispatcher
+from megatron_autorecompute.meta.resolved import Resolved
 from megatron_autorecompute.meta.roofline import Roofline, Traffic
 from megatron_autorecompute.meta.shared_buffers import (
     deferred_output_layer,
@@ -128,7 +129,7 @@ def profile_job(
     check_fields(job)
     device.check(job.precision)
     reached = efficiency
-    if job.config.get("attention_backend") == "flash":
+    if job.resolved.attention_backend == "flash":
         reached = efficiency.with_flash()
     if job.graphs.of_iteration:
         reached = reached.with_host(0)  # one graph starts everything
@@ -145,7 +146,7 @@ def profile_job(
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
     alone_ms = 0.0
-    if job.config.get("overlap_moe_expert_parallel_comm"):
+    if job.resolved.overlap_moe_expert_parallel_comm:
         alone_ms = _alone_ms(job, clock(), kinds, progress)
         if job.pattern is None:
             progress(f"{job.name}: layers in parts, a forward beside a backward")
@@ -168,8 +169,8 @@ def profile_job(
         + longest_end_ms(job, device, efficiency, _parameters(job, counted), kinds),
         embedding_static=counted.embedding,
         head_static=counted.head,
-        deallocate_pipeline_outputs=bool(job.config.get("deallocate_pipeline_outputs", True)),
-        overlap_p2p_comm=bool(job.config.get("overlap_p2p_comm", True)),
+        deallocate_pipeline_outputs=job.resolved.deallocate_pipeline_outputs,
+        overlap_p2p_comm=job.resolved.overlap_p2p_comm,
         deferred=deferred_output_layer(job),
         graph_of_iteration=job.graphs.of_iteration,
         host_link=device.host.link,
@@ -195,7 +196,7 @@ def _refuse_together(job: Job, offload: Sequence[Sequence[str]]) -> None:
             f"{job.name}: records of offload beside CUDA graphs of layers are not modelled. Leave "
             "cuda_graph_impl out, or do not offload."
         )
-    if offload and job.config.get("overlap_moe_expert_parallel_comm"):
+    if offload and job.resolved.overlap_moe_expert_parallel_comm:
         raise OptionError(
             f"{job.name}: records of offload beside EP overlap are not modelled. Leave offload "
             "or the overlap out; what the job's own setting needs, meta.need.own_need says."
@@ -217,23 +218,22 @@ def _beside_graphs(
 
 def counts_graphs(job: Job) -> bool:
     """Whether layers have records of CUDA graphs."""
-    return job.graphs.of_layers and not job.config.get("overlap_moe_expert_parallel_comm")
+    return job.graphs.of_layers and not job.resolved.overlap_moe_expert_parallel_comm
 
 
 def traffic(job: Job) -> Traffic:
     """How the job communicates."""
     return Traffic(
-        userbuffers=bool(job.config.get("tp_comm_overlap")),
-        expert_alltoall=bool(job.config.get("overlap_moe_expert_parallel_comm")),
-        spread=_spread(job.config) if dispatcher(job) not in ("alltoall", "allgather") else None,
+        userbuffers=job.resolved.tp_comm_overlap,
+        expert_alltoall=job.resolved.overlap_moe_expert_parallel_comm,
+        spread=_spread(job.resolved) if dispatcher(job) not in ("alltoall", "allgather") else None,
         used=hybrid_ep.rows(job).used,
     )
 
 
-def _spread(config: Mapping[str, Any]) -> Spread:
-    names = ("num_moe_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
-    experts, copies, groups, chosen = (config.get(name) for name in names)
-    return Spread(int(experts or 1), copies or 2, groups or 1, chosen or 1)
+def _spread(config: Resolved) -> Spread:
+    groups, chosen = config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
+    return Spread(config.num_moe_experts or 1, config.moe_router_topk, groups, chosen)
 
 
 def replace_mtp(job: Job, depths: int) -> Job:
@@ -393,7 +393,7 @@ def _measured(
             # One microbatch is in flight, as in a pipeline. So what a MoE layer's dispatcher keeps
             # until the next forward exists before the watched forward, not on top of it.
             earlier = forward()
-            if not job.config.get("overlap_moe_expert_parallel_comm"):
+            if not job.resolved.overlap_moe_expert_parallel_comm:
                 beside |= kept_beside(model, applied.policy.layers, live)
             offloaded.begin()
             with clock, measurement.watch(live):
@@ -693,7 +693,7 @@ def parallelism(job: Job) -> Parallelism:
         context_parallel=job.size("context"),
         expert_parallel=job.size("expert"),
         expert_tensor_parallel=job.expert_tensor_parallel,
-        sequence_parallel=bool(job.config.get("sequence_parallel")),
+        sequence_parallel=job.resolved.sequence_parallel,
     )
 
 
@@ -702,7 +702,7 @@ def _facts(job: Job, layer_facts: dict[str, Any]) -> dict[str, Any]:
         "num_gpus": job.num_gpus,
         "data_parallel": job.data_parallel,
         "num_microbatches": job.num_microbatches,
-        "hidden_size": job.config["hidden_size"],
+        "hidden_size": job.resolved.hidden_size,
         "transformer_config": layer_facts,
         "job": asdict(job),
     }
@@ -770,8 +770,8 @@ def _assumed_of_times(job: Job, device: Device, efficiency: Efficiency) -> tuple
         )
     beside = [
         "collectives that Megatron and Transformer Engine start beside a product",
-        *["userbuffers"] * bool(job.config.get("tp_comm_overlap")),
-        *["the experts' all-to-all"] * bool(job.config.get("overlap_moe_expert_parallel_comm")),
+        *["userbuffers"] * job.resolved.tp_comm_overlap,
+        *["the experts' all-to-all"] * job.resolved.overlap_moe_expert_parallel_comm,
         *["gradients but for the last bucket"] * job.overlap_grad_reduce,
         *["weights but for the first bucket"] * job.overlap_param_gather,
     ]
@@ -815,7 +815,7 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
             f"{job.precision}: inputs of linear layers are kept quantised, attention is in bf16; "
             "quantising takes one pass over the input."
         )
-    if job.config.get("num_moe_experts"):
+    if job.resolved.num_moe_experts:
         sentences.append(
             "MoE: in the records every expert gets equally many tokens"
             + stated(job.moe_imbalance)

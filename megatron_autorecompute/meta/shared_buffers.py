@@ -41,13 +41,13 @@ def deferred_output_layer(job: Job) -> Deferred | None:
     `finish_embedding_wgrad_compute`, before gradients are reduced). These inputs have their graph,
     which ends at what the stage received: so it stays too, with its gradient.
     """
-    if not job.config.get("defer_embedding_wgrad_compute"):
+    if not job.resolved.defer_embedding_wgrad_compute:
         return None
     tokens = job.micro_batch_size * job.seq_length // job.size("context")
-    tensor, hidden = job.size("tensor"), job.config["hidden_size"]
-    input_size = tokens * hidden // (tensor if job.config.get("sequence_parallel") else 1)
+    tensor, hidden = job.size("tensor"), job.resolved.hidden_size
+    input_size = tokens * hidden // (tensor if job.resolved.sequence_parallel else 1)
     each = 2 * (tokens * job.padded_vocab_size // tensor + 3 * input_size)
-    limit = int(job.config.get("wgrad_deferral_limit") or 0)
+    limit = job.resolved.wgrad_deferral_limit
     return Deferred(each, 1 + job.mtp_num_layers, limit or None)
 
 
@@ -56,9 +56,9 @@ def quantised_output_layer(job: Job) -> dict[str, int]:
     layouts, that Transformer Engine caches (megatron-core extensions/transformer_engine.py
     `TELMHeadColumnParallelLinear`, which is built outside fp8_model_init). Its input, which is
     kept in bf16 in these figures, takes half."""
-    if not job.config.get("fp8_output_proj") or job.precision != "mxfp8":
+    if not job.resolved.fp8_output_proj or job.precision != "mxfp8":
         return {}
-    elements = job.padded_vocab_size // job.size("tensor") * job.config["hidden_size"]
+    elements = job.padded_vocab_size // job.size("tensor") * job.resolved.hidden_size
     return {"quantised copies of the output layer": round(2 * COPY_BYTES["mxfp8"] * elements)}
 
 
@@ -128,7 +128,7 @@ def workspaces(job: Job, device: Device, modules: Iterable[torch.nn.Module]) -> 
         found[OF_TORCH] = 2 * _workspace_of_torch(job, device)
     if used & set(kernels.LINEAR_TYPES) or (routers and job.routers_of_te):
         found[OF_LINEAR] = te_bytes
-        if job.config.get("tp_comm_overlap"):
+        if job.resolved.tp_comm_overlap:
             found["cuBLAS workspaces of userbuffers"] = 3 * te_bytes
     if used & set(GROUPED_TYPES):
         found[OF_GROUPED] = GROUPED_STREAMS * te_bytes
@@ -139,7 +139,7 @@ def _workspace_of_torch(job: Job, device: Device) -> int:
     large = 9 <= device.capability < 10
     if job.has_torch(2, 12):
         large |= 10 <= device.capability < 11 or 12 <= device.capability < 13
-    given = ":4096:8" if large or job.config.get("deterministic_mode") else ":4096:2:16:8"
+    given = ":4096:8" if large or job.resolved.deterministic_mode else ":4096:2:16:8"
     numbers = list(map(int, (job.cublas_workspace_config or given).split(":")[1:]))
     return sum(kib * count << 10 for kib, count in zip(numbers[::2], numbers[1::2], strict=True))
 

@@ -27,8 +27,8 @@ import contextlib
 import copy
 import functools
 import importlib
-import inspect
 import logging
+import sys
 import time
 import types
 import typing
@@ -88,8 +88,8 @@ def activate(*, meta: bool = False, training: bool = False) -> Activation:
     Raises MachineError if CUDA is available, or if already active (naming who activated it).
     """
     global _active
-    caller = inspect.stack(context=0)[1]
-    holder = f"{caller.filename}:{caller.lineno}"
+    caller = sys._getframe(1)  # inspect.stack looks through every module, for 0.2 s
+    holder = f"{caller.f_code.co_filename}:{caller.f_lineno}"
     if torch.cuda.is_available():
         raise MachineError(
             f"{holder} asked to run Megatron without CUDA, but CUDA is available here. Run on the "

@@ -92,7 +92,7 @@ def refuse(job: Job, device: torch.device) -> None:
             "installed here. Install transformer-engine; transformer_impl local is another model "
             "with other bytes and times."
         )
-    for symbol in dict.fromkeys(job.config.get("hybrid_layer_pattern", "")):
+    for symbol in dict.fromkeys(job.resolved.hybrid_layer_pattern or ""):
         if lacking := lacking_kernels(symbol):
             raise MachineError(
                 f"{job.name}: {symbol!r} in hybrid_layer_pattern ({FAMILIES[symbol]}) runs kernels "

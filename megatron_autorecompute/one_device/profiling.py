@@ -301,7 +301,7 @@ def assumed(
         sentences.append(
             "Bytes are those of live tensors. Times are a processor's, and say nothing of a GPU."
         )
-    if job.config.get("num_moe_experts"):
+    if job.resolved.num_moe_experts:
         sentences.append(
             "MoE: routing is forced, every expert gets equally many tokens"
             + stated(job.moe_imbalance)
@@ -314,7 +314,7 @@ def assumed(
             "here: their bytes count among transients, and their time includes one addition."
         )
     unfused = job.transformer_impl == "local" and not build.has_fused_softmax()
-    if unfused and job.config.get("masked_softmax_fusion", True):
+    if unfused and job.resolved.masked_softmax_fusion:
         sentences.append(
             "Masking and softmax were several kernels, with a mask of their own, because those of "
             "masked_softmax_fusion are not installed here."

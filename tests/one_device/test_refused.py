@@ -1,12 +1,11 @@
 """What `profile --device` refuses, and with which exit code."""
 
-from argparse import Namespace
-
 import pytest
 import torch
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.one_device import build, profiling
 from tests.one_device.test_profiling import COMMAND, EXPERT, TENSOR, job_file
 
@@ -84,15 +83,17 @@ def test_a_step_that_is_broken_off_says_which(raised, code, said, tmp_path, caps
 
 
 def test_kernels_of_hybrid_layers_that_are_missing_are_named(monkeypatch):
-    job = Namespace(name="hybrid", lora_rank=0, transformer_impl="transformer_engine")
+    def job(pattern):
+        config = {**SIZES, "hybrid_layer_pattern": pattern}
+        sizes = {"num_gpus": 1, "seq_length": 1, "global_batch_size": 1, "vocab_size": 1}
+        return Job(name="hybrid", config=config, **sizes)
+
     found = {"transformer_engine", "einops"}
     monkeypatch.setattr(build.util, "find_spec", lambda name: name if name in found else None)
     for pattern, lacks in (("*M", "mamba-ssm, causal-conv1d"), ("*G", "flash-linear-attention")):
-        job.config = {"hybrid_layer_pattern": pattern}
         with pytest.raises(MachineError, match=f"'{pattern[1]}' in .* Install {lacks};"):
-            build.refuse(job, torch.device("cuda"))
-    job.config = {"hybrid_layer_pattern": "*-E"}
-    build.refuse(job, torch.device("cuda"))
+            build.refuse(job(pattern), torch.device("cuda"))
+    build.refuse(job("*-E"), torch.device("cuda"))
 
 
 def test_a_router_that_cannot_be_even_is_refused(tmp_path, capsys, monkeypatch):

@@ -4,7 +4,11 @@ Nothing of Megatron is changed before the fork: every job goes through the launc
 `without_us`, from its first line.
 """
 
+import argparse
+import ast
+import functools
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -57,9 +61,20 @@ def import_everything():
     with without_cuda.activate(training=True):  # as megatron.training 0.19 needs on Python 3.11
         for name in IMPORTED:
             importlib.import_module(name)
+        read_sources()
     writer = types.ModuleType("torch.utils.tensorboard")
     writer.SummaryWriter = EventFile
     sys.modules[writer.__name__] = writer
+
+
+def read_sources():
+    """Megatron's flags have the docstrings of fields, for which it reads its own sources again in
+    every process, most of a second in all."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    inspect.getsource = functools.cache(inspect.getsource)
+    ast.parse = functools.cache(ast.parse)
+    add_megatron_arguments(argparse.ArgumentParser())
 
 
 def main(job):

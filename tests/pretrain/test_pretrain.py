@@ -130,6 +130,7 @@ def jobs(launched, folder):
         "cut short": Job(cut + "--train-iters 22 --exit-interval 6 "),
         "cut again": Job(cut + f"--train-iters 22 --load {folder / 'cut'} --exit-interval 8 "),
         "too short": Job(auto + f"--recompute-plan-only --recompute-plan-path {folder / 'short'} "),
+        "untrained": Job(auto + "--skip-train "),
         "level 2": Job(
             auto
             + "--train-iters 18 --timing-log-level 2 "
@@ -204,7 +205,7 @@ def test_every_job_under_auto_ends_with_its_plan_and_place_or_why_there_is_none(
     assert RecomputePolicy.parse(said.removeprefix("the plan is ").split(", not")[0], num_layers=4)
     ended = "no plan: training ended after 6 steps. Measuring takes up to 14, and trying"
     assert last_words(jobs["cut short"]).startswith(ended)
-    untrained = run(SCRIPT, FLAGS + AUTO.format(budget=0.006) + "--skip-train ")
+    untrained = jobs["untrained"]
     assert last_words(untrained) == "no plan: this job came to no training step"
 
 
@@ -434,6 +435,8 @@ from megatron_autorecompute.integrations import megatron_lm
 sys.modules["no_module"] = object()
 megatron_lm.prepare_cpu()
 megatron_lm.install()
+from tests.pretrain.many import read_sources
+read_sources()
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.arguments import core_transformer_config_from_args as config_of
 from megatron_autorecompute.runtime.config_field import policy_of

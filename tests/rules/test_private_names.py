@@ -13,6 +13,7 @@ OTHERS = {
     "_C",
     "_cdata",
     "_checkpointed_forward",
+    "_clear",
     "_current_graph_task_id",
     "_deepcopy_dispatch",
     "_dump_snapshot",
@@ -21,6 +22,7 @@ OTHERS = {
     "_get_share_storage",
     "_modules",
     "_record_memory_history",
+    "_run_exitfuncs",
     "_schema",
     "_sleep",
 }

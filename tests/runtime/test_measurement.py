@@ -25,9 +25,9 @@ from tests.support import MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB, microbatch
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(
     num_layers=10,
-    hidden_size=128,
+    hidden_size=64,
     num_attention_heads=8,
-    seq_length=128,
+    seq_length=64,
     micro_batch_size=2,
     num_microbatches=3,
     pipeline_stages=1,

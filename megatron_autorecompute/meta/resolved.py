@@ -1,0 +1,93 @@
+"""A job's config as values: what is not given has Megatron's default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """Fields of Megatron's TransformerConfig by its names, and its defaults; others say why."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    ffn_hidden_size: int | None = None
+    gated_linear_unit: bool = False
+    multi_latent_attention: bool = False
+    """TransformerConfig's; MLATransformerConfig has True."""
+    attention_dropout: float = 0.1
+    attention_backend: str = "auto"
+    """By its name."""
+    window_size: Any = None
+    window_attn_skip_freq: int | list[int] | None = None
+    linear_attention_freq: int | list[int] | None = None
+    mtp_num_layers: int = 0
+    """Without depths Megatron has None."""
+    hybrid_layer_pattern: str | None = None
+    """An argument of HybridModel, and in a job's config with the others."""
+
+    num_moe_experts: int = 0
+    """Without experts Megatron has None."""
+    moe_layer_freq: int | list[int] = 1
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int = 0
+    """Without shared experts Megatron has None."""
+    moe_router_topk: int = 2
+    moe_router_dtype: str | None = None
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_token_dispatcher_type: str = "alltoall"
+    """Megatron's default is allgather. A profile's assumptions say which one was taken."""
+    moe_flex_dispatcher_backend: str = "deepep"
+    moe_flex_dispatcher_num_sms: int | None = None
+    moe_deepep_num_sms: int | None = None
+    moe_expert_rank_capacity_factor: float | None = None
+    moe_paged_stash: bool = False
+    moe_paged_stash_buffer_size_factor_cuda: float = 1.1
+    moe_use_grouped_tensor: bool = False
+    overlap_moe_expert_parallel_comm: bool = False
+
+    mamba_num_groups: int = 8
+    mamba_head_dim: int = 64
+    mamba_num_heads: int | None = None
+
+    tensor_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    sequence_parallel: bool = False
+    cp_comm_type: str | list[str] | None = None
+    hierarchical_context_parallel_sizes: list[int] | None = None
+    virtual_pipeline_model_parallel_size: int | None = None
+    microbatch_group_size_per_vp_stage: int | None = None
+    tp_comm_overlap: bool = False
+    overlap_p2p_comm: bool = True
+    """Megatron-LM sets it where chunks interleave, the one case in which it counts."""
+    deallocate_pipeline_outputs: bool = True
+    """Megatron-LM sets it."""
+
+    fp16: bool = False
+    fp8_recipe: str | None = None
+    """Megatron Bridge's default is scales of the current tensor, TransformerConfig's delayed ones;
+    None: current."""
+    fp8_output_proj: bool = False
+    defer_embedding_wgrad_compute: bool = False
+    wgrad_deferral_limit: int = 0
+    deterministic_mode: bool = False
+    use_transformer_engine_op_fuser: bool = False
+    gradient_accumulation_fusion: bool = True
+    """Megatron-LM sets it."""
+    masked_softmax_fusion: bool = True
+    """Megatron-LM sets it."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Resolved:
+        """Of the fields that a job gives."""
+        named = {field.name for field in fields(cls)}
+        return cls(**{n: v for n, v in config.items() if n in named and v is not None})
