@@ -19,7 +19,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "upstream.md").read_text()
-(DIFF,) = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.M | re.S)
+DIFF = (ROOT / "patches" / "seam.diff").read_text()
 (ENTRY_POINTS,) = re.findall(r'^\[project\.entry-points\."(.*?)^```$', PAGE, re.M | re.S)
 LEFT_OUT = shutil.ignore_patterns("__pycache__")
 
