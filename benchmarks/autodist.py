@@ -209,33 +209,15 @@ def _parameters(model: Problem) -> float:
 def text(found: dict[str, dict[str, Any]]) -> str:
     """The page."""
     more = found[DATA_PARALLEL]["selective_above_full_gb"]
-    parts = [INTRODUCTION.format(data_parallel=f"{more:.1f}"), _nearness(found), _from_own_rows()]
+    parts = [INTRODUCTION.format(data_parallel=f"{more:.1f}"), _from_own_rows()]
     for name in SPLITS:
-        one = found[name]
-        parts += [f"## {name[0].upper()}{name[1:]}\n", *_section(one, found[ON_H100])]
+        parts += [f"## {name[0].upper()}{name[1:]}\n", *_section(found[name])]
     parts += _measured(found[ON_H100])
     return "\n".join(parts)
 
 
-def _nearness(found: dict[str, dict[str, Any]]) -> str:
-    """How far every predicted row is from the published one, in both splits."""
-    rows = {row.name: row for row in ROWS}
-    said = []
-    for name in POLICIES:
-        predicted = [found[split]["rows"][name] for split in SPLITS]
-        relative = rows[name].step_s / rows[BASE].step_s
-        gb = [f"{one['peak_gb'] / rows[name].peak_gb - 1:+.1%}" for one in predicted]
-        ms = [f"{one['relative'] / relative - 1:+.1%}" for one in predicted]
-        used = {ANCHOR: "its bytes are used up", BASE: "times are relative to it"}.get(name, "")
-        said.append(
-            f"- {name}: bytes {' and '.join(gb)}, time {' and '.join(ms)}{used and '; '}{used}."
-        )
-    return NEAR + "\n".join(said) + "\n"
-
-
-def _section(one: dict[str, Any], on_gpu: dict[str, Any]) -> Iterator[str]:
+def _section(one: dict[str, Any]) -> Iterator[str]:
     ours = one["ours"]
-    _, block, modules, own = (row["predicted"] for row in on_gpu["rows"].values())
     base = next(row for row in ROWS if row.name == BASE)
     lines = [HEADER, ["---"] * len(HEADER)]
     lines += [_line(row, base, one["rows"].get(row.name)) for row in ROWS]
@@ -249,11 +231,7 @@ def _section(one: dict[str, Any], on_gpu: dict[str, Any]) -> Iterator[str]:
     )
     yield (
         f"Ours takes {ours['saves_of_manual']:.1%} less time than the document's manual setting "
-        f"(predicted, both, on A100s; the document's best saves {SAVED:.1%}, "
-        f"measured). **Measured on one H100** ours took {on_gpu['saves_of_block']:.1%} less than "
-        f"the best such setting, where {1 - own / block:.1%} is predicted, and "
-        f"{on_gpu['saves_of_manual']:.1%} less than the best set of modules, where "
-        f"{1 - own / modules:.1%} is ([below](#what-a-gpu-measured)). "
+        f"(both predicted, on A100s; the document's best saves {SAVED:.1%}, measured). "
         f"{_proven(ours['gap'])} "
         f"Search: {one['profiled_s']:.1f} s to profile and {one['solved_s']:.1f} s to solve, of "
         f"one CPU core's time, where published searches took {_searches()}.\n"
@@ -323,24 +301,21 @@ HEADER = (
 )
 
 
-NEAR = """**How near each row is**, without and with sequence parallelism:
-
-"""
-OWN_ROWS = """**By the document's own rows** {rest} layers selective and {full} full would take
-{step_s} s at {peak_gb} GB, on the line between its first two: {manual} less than its manual setting
-and {continuous} less than its best, with nothing of ours in it.
+OWN_ROWS = """**By the document's own rows**, on the line between its first two, {rest} layers
+selective and {full} full would take {step_s} s at {peak_gb} GB. That is {manual} less than its
+manual setting and {continuous} less than its best, with nothing of ours in it.
 """
 
 
 MEASURED_HEADER = ("setting", "measured ms", "to full", "predicted", "off by")
 MEASURED = """## What a GPU measured
 
-**Nothing above is measured by us.** The same model ran on one H100, which holds it whole, with the
-budget 0.88 of the way from full to selective, as the document's limit is ([run](../{run}),
+**We measured nothing above.** The same model ran on one H100, which holds it whole. The budget was
+0.88 of the way from full to selective, as the document's limit is ([run](../{run}),
 [criterion](gpu-evidence.md)). Ours took **{manual}** less time than the best manual setting there,
-which is a set of modules that the document did not try, and {block} less than the best `block`, its
-own measure ({best} by its best). Predicted: the same settings without a device, on an H100; without
-the kernels of Megatron's masked softmax, which were not installed there.
+which is a set of modules that the document did not try. It took {block} less than the best
+`block`, the document's own measure, where the document's best saves {best}. The predictions are
+for an H100 without the kernels of Megatron's masked softmax, which were not installed there.
 """
 
 
@@ -365,30 +340,27 @@ def _line(row: Published, base: Published, predicted: dict[str, float] | None) -
 INTRODUCTION = """# The table this project began with
 
 Written by `python -m benchmarks.autodist`. The Autodist document's case is GPT-3 760M widened to
-48 layers: 2 GPUs, global batch 1,024, micro-batch 8, limit 16 GB. Published figures are the
-document's and measured. Predicted figures are this package's and made without a device. Times are
-relative to Megatron's selective setting.
+48 layers: 2 GPUs, global batch 1,024, micro-batch 8, limit 16 GB. The document measured the
+published figures. This package predicted the others without a device. Times are relative to
+Megatron's selective setting.
 
 **Assumed**, because the document does not say it:
 
-- Hidden size 1,536 and 16 heads (GPT-3 760M), sequence 1,024, unfused attention, dropout 0.1,
-  linear biases, learned positions.
-- Tensor parallel 2, with and without sequence parallelism. Data parallel 2 would put
-  {data_parallel} GB between full and selective (predicted), where 10.1 are published. Pipelines
-  were not tried.
+- The model has hidden size 1,536 and 16 heads (GPT-3 760M), sequence 1,024, unfused attention,
+  dropout 0.1, linear biases and learned positions.
+- Tensor parallel is 2, with and without sequence parallelism. Data parallel 2 would put
+  {data_parallel} GB between full and selective (predicted), where 10.1 are published.
 - Times are a roofline of an A100 ([how](estimate-model.md#times)). The published step is 2.7 times
-  as long: some 22 ms for a layer and a microbatch. The slowest known hosts need a third of that,
-  so launches are taken to be hidden, and only ratios are compared.
-- **One row is used up.** The published 7.09 GB of full recompute leave no room for Adam's state
-  beside fp32 gradients. So the static bytes of every row are what the predicted activations of the
-  full row leave of its bytes. GB are read as GiB.
+  as long, so only ratios are compared.
+- The published 7.09 GB of full recompute leave no room for Adam's state beside fp32 gradients. So
+  static bytes are the published bytes of the full row less its predicted activations, and the
+  bytes of that row prove nothing. GB are read as GiB.
 - "Manual: first 31 layers full" is Megatron's `block`: the other 17 layers recompute nothing.
 
-**What does not fit.** The document's continuous row, 23 layers full and 25 selective, takes 8.6 GB
-more than full. Its own selective row takes 10.1 GB more for 48 layers, so 25 of them could take
-5.3. Its "selective" must keep more than Megatron's `core_attn` does; the document does not say
-which operations. The plans of "single" and of Alpa are not published. They are not predicted, but
-ours is with their bytes.
+**What contradicts itself.** The document's continuous row, 23 layers full and 25 selective, takes
+8.6 GB more than full. Its selective row takes 10.1 GB more for 48 layers, so 25 of them could take
+5.3. Its "selective" must keep more than Megatron's `core_attn` does. The plans of "single" and of
+Alpa are not published, so only their bytes are used.
 """
 
 

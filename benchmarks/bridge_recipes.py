@@ -100,8 +100,6 @@ def page(found: dict[str, list[str] | str]) -> str:
             *documented(),
             CHECKED_TOO,
             table(HEADER, tight),
-            "## Said to fit the device, not the budget\n",
-            table(HEADER, near),
         ]
     )
 
@@ -126,20 +124,20 @@ HEADER = (
 )
 INTRODUCTION = """# Do the settings of Bridge's performance recipes fit?
 
-Written by `make bridge-recipes`. **Nothing here is measured.**
-[Every recipe](../benchmarks/results/bridge_recipes.md) is in a file of its own.
-[nvidia-recipes.md](nvidia-recipes.md) holds 40 of these settings against plans.
+Written by `make bridge-recipes`. **Nothing here is measured.** [A file of its
+own](../benchmarks/results/bridge_recipes.md) has every recipe.
+[nvidia-recipes.md](nvidia-recipes.md) compares 40 of these settings with plans.
 
 The recipes are the functions of `megatron.bridge.perf_recipes` (Bridge and Megatron-LM of August
-2026), read as `estimate --recipe perf_recipes.NAME` reads them, with the number of GPUs in the
-name. They are NVIDIA's own benchmarks. So a setting that is said not to fit is first a question to
-this model, and "why not" says by how much, when, and which part is the largest.
+2026), read as `estimate --recipe perf_recipes.NAME` reads them. They are NVIDIA's own benchmarks.
+If a setting is said not to fit, the model may be wrong, and "why not" says by how much the setting
+exceeds the budget, at which moment, and which part is the largest.
 
 The budget is the device's memory less 5% for fragmentation and less what is assumed outside torch.
-"On the device" means that a peak needs part of these 5%. "Published" is the newest release in which
-Bridge's tables (docs/performance-summary.md and its archive of August 2026) have a run of that
-model, device, precision, number of GPUs, micro-batch and parallel sizes. Such a run did fit, with
-the software of its time.
+A setting fits "the device" if its peak needs part of these 5%. "Published" is the newest release
+in which Bridge's tables (docs/performance-summary.md and its archive of August 2026) have a run
+of that model, device, precision, number of GPUs, micro-batch and parallel sizes. Such a run did
+fit, with the software of its time.
 """
 DOCUMENTED = {
     "pipeline_model_parallel_size": 8,

@@ -538,16 +538,13 @@ def dimensions() -> str:
 INTRODUCTION = """# NVIDIA's hand-tuned recipes, seen from a laptop
 
 Written by `python scripts/nvidia_recipes.py` from `benchmarks/data/nvidia_tuned_recipes.csv`.
-[Every recipe](../benchmarks/results/nvidia_recipes.md) is in a file of its own, with both plans.
-**Nothing is measured, except the column "measured GB".** Bytes come from Megatron's code on meta
-tensors, and times from a roofline at assumed shares of the device's peaks
-([no-device.md](no-device.md)). The step times compare choices; they do not predict throughput.
+[A file of its own](../benchmarks/results/nvidia_recipes.md) has every recipe with both plans.
+**Nothing is measured, except the column "measured GB".** `estimate` counts bytes and models times
+([how](estimate-model.md)). The step times compare choices; they do not predict throughput.
 
 In that file the columns from weights to graphs are GiB at the peak of NVIDIA's own setting on its
-fullest stage, and add up to it. Buffers are dummies of weight gradients, workspaces, and what
-layers keep between steps. Graphs are what CUDA graphs add because their memory pool serves nothing
-else. Where NVIDIA's setting does not fit, "why not" says by how much, when, and which part is the
-largest.
+fullest stage, and add up to the peak. Buffers are dummies of weight gradients, workspaces, and what
+layers keep between steps. Graphs are what the memory pool of CUDA graphs adds.
 
 For every recipe these are assumed:
 
@@ -560,10 +557,10 @@ For every recipe these are assumed:
 """
 ROWS = "# Every recipe of docs/nvidia-recipes.md\n"
 DIMENSIONS_TEXT = "`tests/bridge/test_no_device.py` and `tests/meta/test_job.py` compare these.\n"
-MEASURED_TEXT = """NVIDIA published peaks of runs on H100, in GB of 10^9 bytes. Beside them stand
-this model's predictions for the first and the last pipeline stage. "Without both" is the last
-stage without two things: gradients of logits that wait for the pipeline to drain, and transposes
-of fp8 weights. The reports give no figure for weights, gradients or optimizer state.
+MEASURED_TEXT = """NVIDIA published peaks of runs on H100, in GB of 10^9 bytes. The table compares
+them with this model's predictions for the first and the last pipeline stage. "Without both" is the
+last stage without two things: gradients of logits that wait for the pipeline to drain, and
+transposes of fp8 weights.
 """
 MEASURED_EXPLAINED = """None of what follows was verified on a device:
 
@@ -571,36 +568,28 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
   the precision-aware optimizer, which keeps 2 bytes of each master weight instead of 4. With it
   the figures here would be 3.8 GB lower.
 - **Moonlight.** NVIDIA's figures fall by 0.7 GB with `mla_up_proj` or `moe_act`, and then stay
-  within 0.05 GB whatever else is recomputed. So something outside the layers sets the peak; in
-  this model it is the optimizer step. Transformer Engine's FusedAdam copies the bf16 moments of
-  one parameter group at a time to fp32: 8 bytes for each of 1.80e9 expert weights, 14.4 GB. Beside
-  them lie 23.1 GB of weights, gradients, state and buffers. Two things are not explained. Only
-  Transformer Engine before 2.14 makes these copies, and Bridge's uv.lock at these runs' commit
-  (600d069b8) has 2.17.1. And the first two figures are 0.7 GB higher; uneven routing, which the
-  recipe allows, may be part of it.
-- **Llama3-70B.** The figures are read as those of the last pipeline rank, for three reasons.
-  Bridge wrote memory metrics on the last rank alone when these runs were made (its issue 3167).
-  Two of the runs are marked "OOM on rank 0". And twice as many chunks made the figure grow, as it
-  does on this model's last stage and not on its first.
+  within 0.05 GB whatever else is recomputed. So something outside the layers sets the peak. In
+  this model it is the optimizer step: Transformer Engine's FusedAdam copies the bf16 moments of one
+  parameter group at a time to fp32, which takes 8 bytes for each of 1.80e9 expert weights. Two
+  things are not explained. Only Transformer Engine before 2.14 makes these copies, and Bridge's
+  uv.lock at these runs' commit (600d069b8) has 2.17.1. And the first two figures are 0.7 GB higher;
+  uneven routing may be part of it.
+- **Llama3-70B.** The figures are read as those of the last pipeline rank. Bridge wrote memory
+  metrics on the last rank alone when these runs were made (its issue 3167), and two of the runs
+  are marked "OOM on rank 0". Bridge's text calls the baseline `core_attn`, but the recipe of March
+  2026 recomputes nothing. Six of the seven rows are near the measured ones without two things that
+  sources say are there, and too high with them:
 
-  Bridge's text calls the baseline `core_attn`, but it recomputes nothing: the recipe of March 2026
-  sets `recompute_granularity` to None. So 59.6 GB with `core_attn` and `layernorm` are more than
-  58.8 without, as they are here: a layer whose attention is recomputed keeps q, k and the
-  projection's whole output.
-
-  Six of the seven rows are near the measured ones without two things that sources say are there,
-  and too high with them:
-
-  - `defer_embedding_wgrad_compute` of that recipe keeps the gradients of logits of up to 22
-    microbatches until the optimizer step (megatron-core tensor_parallel/layers.py): 4.7 GB of 15
-    at pp 4, 6.9 GB of 22 at pp 8
+  - `defer_embedding_wgrad_compute` keeps the gradients of logits of up to 22 microbatches until the
+    optimizer step (megatron-core tensor_parallel/layers.py): 4.7 GB of 15 at pp 4, 6.9 GB of 22 at
+    pp 8
   - products on Hopper read transposes of fp8 weights in the backward, and Transformer Engine keeps
-    them with weights that are fp8 themselves, however `disable_parameter_transpose_cache` is set:
-    4.3 GB at tp 4 and pp 4, 2.1 GB at tp 8 or pp 8
+    them with fp8 weights, however `disable_parameter_transpose_cache` is set: 4.3 GB at tp 4 and
+    pp 4, 2.1 GB at tp 8 or pp 8
 
   The seventh row, tp 8, is near with the transposes and too low without. The reports name neither
-  the versions nor the whole config. The larger figures are kept, so that a plan fits in either
-  case.
+  the versions nor the whole config. This model keeps the larger figures, so that a plan fits in
+  either case.
 """
 
 

@@ -199,46 +199,37 @@ def shown(policy: RecomputePolicy, row: Row) -> str:
 
 PAGE = """# NVIDIA's recipes that offload activations
 
-Written by `make offload-recipes`. **Nothing on this page is measured.** Bytes come from Megatron's
-code on meta tensors, times from a roofline, and copies from a replay of what Megatron's and
-Transformer Engine's sources do ([offload.md](offload.md)).
+Written by `make offload-recipes`. **Nothing on this page is measured.** `estimate` counts bytes and
+models times, and copies are replayed ([how](offload.md#plan-with-it)).
 
-These are Megatron Bridge's performance recipes of August 2026 that offload: eleven with
-`cpu_offloading_num_layers` in force (and four of these again on half the GPUs), and eight with
-fine-grained offload. A row compares three things: NVIDIA's own setting, the plan with offload
-allowed, and the plan without. All have the peak that NVIDIA's setting needs in this model on every
-stage, and the host memory that `devices.json` assumes, or what NVIDIA's setting takes if that is
-more.
+These are Megatron Bridge's performance recipes of August 2026 that offload. A row compares NVIDIA's
+own setting, the plan with offload allowed, and the plan without. Each plan may have the peak that
+NVIDIA's setting needs on every stage in this model. It may take the host memory that `devices.json`
+assumes, or what NVIDIA's setting takes if that is more.
 
 {table}
 
 On each layer the plan recomputes everything, nothing, or the modules that NVIDIA's setting
-recomputes (the MLP where it recomputes none). It offloads nothing, or one of these sets of
+recomputes (the MLP where NVIDIA recomputes none). It offloads nothing or one of these sets of
 modules:
 
 {sets}
 
 Where NVIDIA moves whole layers, `cpu_offloading/N` is allowed for every N. "Gap" says how much
-shorter a step could be at most. A plan is never slower than any of Megatron's settings that fits,
-so it is never slower than NVIDIA's. Where copies hide, nothing is left to gain.
+shorter a step could be at most. Where copies hide, nothing is left to gain.
 
 ## What is assumed
 
-- **Links**, in 10^9 bytes per second of one device while its neighbours copy, both ways at once.
-  H100 is as measured on one (44). B200 and B300 are as H100, because their hosts have PCIe 5, too.
-  GB200 and GB300 have 120, half of a Grace's memory bandwidth, which two GPUs share; NVIDIA says
-  450 each way for NVLink-C2C itself. Copies slow no kernel and no collective. `cpu_offloading`
-  copies both ways on one stream, as Transformer Engine does.
-- **Host memory** is half of a node's, divided by its GPUs: 120 GB per device of GB200 and GB300,
-  125 GB of nodes with 8 GPUs and 2 TB. Two recipes take more than that in this model (column "host
-  GiB"); a plan may there, too.
+- **Links and host memory** are those of [the table](offload.md#plan-with-it). GB/s are of one
+  device while its neighbours copy, both ways at once. `cpu_offloading` copies both ways on one
+  stream, as Transformer Engine does.
 - **Left out of every column**: Megatron FSDP and with it weights, gradients and optimizer states,
   CUDA graphs, EP overlap (`deepseek_v3_256gpu_gb200_fp8mx_partial_cg_dev`), paged stash of
   experts' activations (`…_hsdp`), and `fine_grained_offloading_max_inflight_offloads`, which lets
   a forward wait for its copies out.
-- **Nemotron 3 Ultra** offloads only large tensors of `fused_group_mlp`. By size and by the
-  recipe's own comment that is the input of the experts' activation. Without the fused kernel, as
-  modelled here, that is `moe_act`.
+- **Nemotron 3 Ultra** offloads only large tensors of `fused_group_mlp`. By size and by the recipe's
+  own comment that is the input of the experts' activation, which is `moe_act` without the fused
+  kernel.
 
 ## Not in the table
 

@@ -176,14 +176,13 @@ def _uncovered(rows: Iterable[Data]) -> str:
 INTRODUCTION = """# Predictions against measured runs
 
 Written by `make measured` (`python -m benchmarks.measured`, megatron-core {core}) from
-`benchmarks/data/`. [Every row](../benchmarks/results/measured.md) is in a file of its own.
+`benchmarks/data/`. [A file of its own](../benchmarks/results/measured.md) has every row.
 
 - **Measured**: torch's peak of allocated bytes since the process began, as the sources give it.
 - **Predicted**: this package's peak for the same flags on the same number of GPUs, without a
   device, plus what torch's blocks add ([how](decisions/blocks.md)). Nothing in it is fitted to a
   row.
-- Errors in the tables of statistics are absolute, except in the last two columns. A GB is 10^9
-  bytes.
+- Median and percentile are of absolute errors. A GB is 10^9 bytes.
 
 The rows come from three tables:
 
@@ -194,41 +193,34 @@ The rows come from three tables:
 - `b200_measured.csv`: the runs on eight B200 that MooreThreads/SimuMax publishes, with SimuMax's
   own predictions. A row has the largest peak of its stage's ranks.
 
-The other files in `benchmarks/data/` hold what the tests' repository says of their variables and of
-the torch and flash-attn in their containers. Tier A is above 4 GB, tier B above 0.8 GB; tier C is
-the rest, and all runs on A100. No figures of ISEEKYAN/mbridge's estimator for these runs were
-found.
+Tier A is above 4 GB, and tier B above 0.8 GB. Tier C is the rest, and all runs on A100.
 """
 OPEN = """**What is open**, by the bytes that are missing. None of it is fitted.
 
-- **Routing.** Predictions assume even routing. No MoE row of Megatron's tests forces its routing
-  to be even. The families say what evens it: Sinkhorn's assignment does so at once; an auxiliary
-  loss or an expert's bias does so by training; with Megatron's default coefficient of 0 nothing
-  does. "MoE, first step" compares the peak of the first step, in which the router has learned
-  nothing and Adam has no moments yet. "MoE, second step logged" compares the first peak with these
-  moments; what grows later is routing and blocks. Jobs with fp8 experts grow by 1.7 GB, the
-  proxies of DeepSeek-V3 by 1.0 GB, and Nemotron 3.5 Lightning on 8 GB200 by 17.4 GB.
-- **Mixtral from a checkpoint**: 0.8 to 1.0 GB on H100, in every step. An expert on the last rank
-  with 7 to 9% more tokens than even would need as much. On A100 it is 2.1 GB, in a container whose
-  Transformer Engine 1.2 is older than its grouped products. No cause was found.
-- **Two runs that continue a checkpoint** ("reshard_2x1x4") have peaks 0.05 and 0.1 GB above those
-  of the same job from its start. No later step of theirs has as much, so loading is the likely
-  cause.
-- **Fused cross entropy, first step**: up to 128 MB. torch's inductor times what it compiled and
-  makes a tensor of the L2 cache's size for it (torch/_inductor/runtime/benchmarking.py). On A100
-  in containers of 2025 it is 0.5 and 0.9 GB, as much as one and two copies of the logits; those
-  rows are not judged.
+- **Routing.** Predictions assume even routing, and no MoE row of Megatron's tests forces it. The
+  names of the families say what evens it: Sinkhorn's assignment at once, an auxiliary loss or an
+  expert's bias by training, or nothing. "MoE, first step" compares the peak of the first step, in
+  which Adam has no moments yet. "MoE, second step logged" compares the first peak with these
+  moments. What grows later is routing and blocks: 1.7 GB in jobs with fp8 experts, 1.0 GB in the
+  proxies of DeepSeek-V3, 17.4 GB in Nemotron 3.5 Lightning on 8 GB200.
+- **Mixtral from a checkpoint**: 0.8 to 1.0 GB on H100 in every step, and 2.1 GB on A100. An
+  expert on the last rank with 7 to 9% more tokens than even would need as much as on H100. No
+  cause was found.
+- **Two runs that continue a checkpoint** ("reshard_2x1x4"): 0.05 and 0.1 GB, and in no later step.
+  Loading is the likely cause.
+- **Fused cross entropy, first step**: up to 128 MB. torch's inductor makes a tensor of the L2
+  cache's size when it times what it compiled (torch/_inductor/runtime/benchmarking.py). On A100
+  in containers of 2025 it is 0.5 and 0.9 GB; those rows are not judged.
 - **Blocks.** Runs of equal flags differ by up to 13 MB. Under context parallelism a run's peak may
-  grow for tens of steps, with the same bytes between steps; "context parallel, first step" is from
-  before that growth.
+  grow for tens of steps; "context parallel, first step" is from before that growth.
 - **Nemotron 3.5 Lightning between steps**: 347 MB. With `--grad-reduce-in-bf16` a step makes fp32
   main gradients of shards, which would be 292 MB of it (read in distrib_optimizer.py, not run).
 - **Fine-grained offload beside EP overlap**: 15 MB on H100 and 62 MB on GB200 in the first step
   after Megatron's warm-up. Routing adds the rest by the 26th step. The step's time is not
   predicted.
 - **CUDA graphs.** torch reports the bytes of their pool only during capture. One run has its peak
-  there, and its pool is predicted right. What the graphs of small layers keep between steps is not
-  predicted, so replays are compared without it.
+  there, and its pool is predicted right. Replays are compared without what the graphs of small
+  layers keep between steps, because it is not predicted.
 - **T5 with scores**: 100 to 135 MB of the release tests' 7 GB. One recording of grouped products
   on A100 has 82 MB less than another of the same model.
 """

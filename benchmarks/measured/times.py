@@ -183,20 +183,21 @@ include the optimizer and the data-parallel collectives. Errors are absolute, ex
 
 - *Fitted*: a parameter was fitted on the row.
 - *Judges*: nothing was fitted, the number of GPUs is known, and the hidden size is 4,096 or more.
-- *All* also has tests with small layers, in which the GPU waits for its host, and rows whose number
-  of GPUs was chosen by the bytes between steps. [All groups](../benchmarks/results/measured.md) are
-  in the file of rows.
+- *All* also has tests with small layers, in which the GPU waits for its host, and rows whose
+  number of GPUs was chosen by the bytes between steps. [All
+  groups](../benchmarks/results/measured.md) are in the file of rows.
 """
-UNTOLD = """- The 7B runs of Megatron's tests are deterministic. Their deterministic backward of
-  attention is slower, and no source says by how much; it is not counted. A factor of 1.5 would
-  explain what is missing at four stages.
+UNTOLD = """- The 7B runs of Megatron's tests are deterministic. Their backward of attention is
+  slower, and no source says by how much, so it is not counted. A factor of 1.5 would explain what
+  is missing at four stages.
 - Hosts differ by up to 1.6 times: GitHub's runners, at AWS, are slower than NVIDIA's own cluster,
   and the hosts of A100's and GB200's tests are as slow. Small tests on GB200 whose name ends in
   `1node` take 5 to 20 times as long as the same test on two nodes.
 - The Python of EP overlap's schedule is not modelled.
-- One test with experts on eight ranks (`ep8`) takes longer than predicted, on A100 and GB200 as
-  well. With Muon it does not; Muon's own time is then predicted too long. No cause was found.
-- Two tests whose name has `frozen` take 1.2 and 1.45 times as long as those of equal flags without.
+- One test with experts on eight ranks (`ep8`) takes longer than predicted. With Muon it does not;
+  Muon's own time is then predicted too long. No cause was found.
+- Two tests whose name has `frozen` take 1.2 and 1.45 times as long as those of equal flags
+  without.
 - Two runs of October 2025 on another cluster swing between 0.3 and 11 s a step.
 """
 APART = """- *Small layers*: the host decides, because the GPU waits for launches. *Fitted* among

@@ -13,14 +13,14 @@ ALL = "all"
 
 def text(data: Data) -> str:
     """The page: statistics, and what is known."""
-    parts = [INTRODUCTION, _fitting(data), counted(data), statistics(data)]
+    parts = [INTRODUCTION, _fitting(data), counted(data), markdown(STATISTICS, _of_all_gpus(data))]
     parts += [KNOWN, markdown(("recipe", "since its run"), _changed(data["points"])), OPEN]
     return "\n".join(parts)
 
 
 def rows(data: Data) -> str:
     """The tables that have a line for each recipe."""
-    parts = [ROWS, markdown(HEADER, map(_line, data["points"]))]
+    parts = [ROWS, statistics(data), markdown(HEADER, map(_line, data["points"]))]
     parts += [NOT_COVERED, _uncovered(data["uncovered"])]
     if data["unread"]:
         lines = ([row["row"], row["reason"]] for row in data["unread"])
@@ -52,6 +52,10 @@ def _statistics(points: Sequence[Data]) -> Iterator[tuple[str, ...]]:
         own = Spread.of(row["error"] for row in rows)
         sizes = (f"{own.median:.1%}", f"{own.mean:.1%}", f"{own.worst:+.1%}")
         yield (*key, str(own.rows), *sizes, f"{own.signed_mean:+.1%}")
+
+
+def _of_all_gpus(data: Data) -> Iterator[tuple[str, ...]]:
+    return (line for line in _statistics(data["points"]) if line[1] == ALL)
 
 
 def groups(points: Sequence[Data]) -> dict[tuple[str, str, str], list[Data]]:
@@ -126,35 +130,34 @@ def _fitting(data: Data) -> str:
 
 INTRODUCTION = """# Predictions against NVIDIA's published steps
 
-Written by `make published-steps`. [Every row](../benchmarks/results/published_steps.md) is in a
-file of its own. [bridge-recipes.md](bridge-recipes.md) has the bytes of the same recipes, and
-[measured-runs.md](measured-runs.md#times) other measured steps.
+Written by `make published-steps`. [A file of its own](../benchmarks/results/published_steps.md)
+has every row, and the statistics of each GPU. [bridge-recipes.md](bridge-recipes.md) has the
+bytes of the same recipes, and [measured-runs.md](measured-runs.md#times) other measured steps.
 
 **Recipes** are the functions of `megatron.bridge.perf_recipes` (Bridge and Megatron-LM of August
-2026), read as `estimate --recipe perf_recipes.NAME` reads them. The number of GPUs is in the name.
+2026), read as `estimate --recipe perf_recipes.NAME` reads them.
 
-**Published** steps are in seconds: the samples of a step times the sequence length, divided by
-NVIDIA's tokens per second over all GPUs. The source is docs/performance-summary.md of Bridge, with
-its archive, of August 2026: releases 26.02 to 26.08 (`benchmarks/data/bridge_published.csv`). A
-run belongs to a recipe if model, task, GPUs, precision, batch sizes, sequence length, parallel
-sizes and FSDP are the same. The newest such release is judged. The tables do not say which
-recompute, CUDA graphs, dispatcher or overlap a run had; these are taken from the recipe. In
-NVIDIA's MoE runs tokens are spread evenly over experts by force, as they are here.
+**Published** steps come from docs/performance-summary.md of Bridge and its archive of August 2026:
+releases 26.02 to 26.08 (`benchmarks/data/bridge_published.csv`). A step is its samples times the
+sequence length, divided by NVIDIA's tokens per second over all GPUs. A run belongs to a recipe if
+model, task, GPUs, precision, batch sizes, sequence length, parallel sizes and FSDP are the same.
+The newest such release is judged. The tables do not say which recompute, CUDA graphs, dispatcher
+or overlap a run had, so these are taken from the recipe. NVIDIA's MoE runs route evenly by force,
+as predictions do.
 
 **Predicted** steps are modelled without a device ([how](decisions/time-model.md)) under the
 recipe's own recompute setting. They include the optimizer and the data-parallel collectives, and
 leave out loading data, logging and checkpoints. What a recipe offloads stays on the device here.
 
-An error is predicted by published, less 1. Errors in the table are absolute, except in the last
-two columns.
+An error is predicted divided by published, minus 1. Median and mean are of absolute errors.
 """
 NOTHING_FITTED = f"""No figure of `meta/devices.json` was fitted on a row of this page, so no role
 is "{FITTED_ROLE}". Rows whose role is "{CHANGED_ROLE}" do not judge.
 """
-SOME_FITTED = f"""Figures of `meta/devices.json` were fitted on {{fitted}} of these {{all}} rows;
-the role of these rows is "{FITTED_ROLE}". Rows whose role is "{JUDGES}" judge the model. Rows
-whose role is "{CHANGED_ROLE}" do not: the recipe of August 2026 has another setting than its
-newest published run.
+SOME_FITTED = f"""Figures of `meta/devices.json` were fitted on {{fitted}} of these {{all}} rows,
+whose role is "{FITTED_ROLE}". Rows whose role is "{JUDGES}" judge the model. Rows whose role is
+"{CHANGED_ROLE}" do not judge: the recipe of August 2026 has another setting than its newest
+published run.
 """
 ROWS = """# Every row behind docs/published-steps.md
 
@@ -164,21 +167,18 @@ overlap. A family is that of the model, or LoRA where only adapters are trained.
 """
 KNOWN = """## What is known of rows
 
-- Release 26.02 has Bridge 0.3.0, release 26.04 has 0.4.0, and release 26.06 has 0.5.0, says
-  Bridge's docs/releases/software-versions.md. Their settings are in `scripts/performance/configs/`
-  of these tags.
+- Release 26.02 has Bridge 0.3.0, release 26.04 has 0.4.0, and release 26.06 has 0.5.0
+  (docs/releases/software-versions.md). `scripts/performance/configs/` of these tags has their
+  settings.
 - Some recipes in fp8mx changed with 0.5.0: Qwen3, DeepSeek-V3 and gpt-oss on GB200 and GB300, and
-  Qwen3-30B on B300. They then got a CUDA graph of the whole iteration, EP overlap, fused grouped
-  products and attention in fp8 (not DeepSeek-V3 on GB200). Their steps up to 26.04.01 are of
-  another setting.
-- gpt-oss in 26.06.01 is slower by a known issue, NVIDIA/cudnn-frontend 256, says the archive.
-- Kimi-K2 ran with Muon, says the archive; so does the recipe.
+  Qwen3-30B on B300. Their steps up to 26.04.01 are of another setting.
+- A known issue makes gpt-oss slower in 26.06.01 (NVIDIA/cudnn-frontend 256).
 """
 OPEN = """**What is open**: `fp8_dot_product_attention` is not read, so attention is timed in bf16.
-Graphs of layers beside EP overlap are not told apart, so the host starts their kernels here.
+CUDA graphs of layers beside EP overlap are not recognised, so the host starts their kernels here.
 """
 NOT_COVERED = """## Not covered
 
-These recipes have a published run of their model, task, number of GPUs, GPU and precision. A reason
-is the reader's own, or the sizes in which the nearest run differs.
+These recipes have a published run of their model, task, number of GPUs, GPU and precision. A
+reason is the reader's own, or the sizes in which the nearest run differs.
 """
