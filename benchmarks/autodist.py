@@ -301,9 +301,9 @@ HEADER = (
 )
 
 
-OWN_ROWS = """**By the document's own rows**, on the line between its first two, {rest} layers selective
-and {full} full would take {step_s} s at {peak_gb} GB. That is {manual} less than its manual
-setting and {continuous} less than its best, with nothing of ours in it.
+OWN_ROWS = """**By the document's own rows**, on the line between its first two, {rest} layers
+selective and {full} full would take {step_s} s at {peak_gb} GB. That is {manual} less than its
+manual setting and {continuous} less than its best, with nothing of ours in it.
 """
 
 

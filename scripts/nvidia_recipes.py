@@ -175,8 +175,8 @@ MODELS = {
             "apply_rope_fusion": False,
         },
         163840,
-        "MoonlightModelProvider16B of Megatron Bridge 0.3.1, but for the vocabulary: 163840, which
-        " "the recipe of August 2026 pads to",
+        "MoonlightModelProvider16B of Megatron Bridge 0.3.1, but for the vocabulary: 163840, which "
+        "the recipe of August 2026 pads to",
         {**BF16_MOMENTS, "make_vocab_size_divisible_by": 1280},
     ),
     "qwen3_30b_a3b": KnownModel(
@@ -416,8 +416,8 @@ MEASURED_LLAMA = (
 skills/nemo-mbridge-perf-memory-tuning and -perf-activation-recompute of Megatron Bridge, 2026.
 
 What these call core_attn, the baseline, recomputes nothing: recipes/llama/llama3.py of March 2026
-sets recompute_granularity to None, and TransformerConfig then lists core_attn, its default. The
-row of core_attn is theirs of core_attn and layernorm, of which fused norms have none to recompute."""
+sets recompute_granularity to None, and TransformerConfig then lists core_attn, its default. The row
+of core_attn is theirs of core_attn and layernorm, of which fused norms have none to recompute."""
 DEFERRED = {
     "gradient_accumulation_fusion": True,
     "defer_embedding_wgrad_compute": True,
@@ -426,8 +426,8 @@ DEFERRED = {
 """Of these runs: scripts/performance/configs/llama/llama3_llm_finetune.py of March 2026."""
 MEASURED_QWEN = (("", False, 61.35), ("core_attn", False, 63.14), ("", True, 62.04))
 """Modules, whether EP overlap ran, GB that NVIDIA measured; Qwen3-30B-A3B in bf16 on 16 H100, with
-alltoall and without CUDA graphs. From Megatron Bridge's pull request 3880, May 2026. Its recipe
-has had the precision-aware optimizer since b6f644609 of August 2026 only."""
+alltoall and without CUDA graphs. From Megatron Bridge's pull request 3880, May 2026. Its recipe has
+had the precision-aware optimizer since b6f644609 of August 2026 only."""
 MEASURED_MOONLIGHT = (
     ("", 36.618),
     ("core_attn", 36.614),
@@ -525,8 +525,8 @@ def counted(rows: list[dict[str, str]], lines: list[list[str]]) -> str:
     ours = sum(line[OURS_FIT] == "yes" for line in lines)
     return (
         f"{len(lines)} of {len(rows)} recipes covered ({share:.1%}). "
-        f"NVIDIA's setting fits in {len(both)}; ours fits in {ours}. Where theirs fits, ours takes
-        " f"no longer in {len(better)} of {len(both)}.\n"
+        f"NVIDIA's setting fits in {len(both)}; ours fits in {ours}. Where theirs fits, ours takes "
+        f"no longer in {len(better)} of {len(both)}.\n"
     )
 
 
@@ -543,8 +543,8 @@ Written by `python scripts/nvidia_recipes.py` from `benchmarks/data/nvidia_tuned
 ([how](estimate-model.md)). The step times compare choices; they do not predict throughput.
 
 In that file the columns from weights to graphs are GiB at the peak of NVIDIA's own setting on its
-fullest stage, and add up to the peak. Buffers are dummies of weight gradients, workspaces, and
-what layers keep between steps. Graphs are what the memory pool of CUDA graphs adds.
+fullest stage, and add up to the peak. Buffers are dummies of weight gradients, workspaces, and what
+layers keep between steps. Graphs are what the memory pool of CUDA graphs adds.
 
 For every recipe these are assumed:
 
@@ -569,20 +569,20 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
   the figures here would be 3.8 GB lower.
 - **Moonlight.** NVIDIA's figures fall by 0.7 GB with `mla_up_proj` or `moe_act`, and then stay
   within 0.05 GB whatever else is recomputed. So something outside the layers sets the peak. In
-  this model it is the optimizer step: Transformer Engine's FusedAdam copies the bf16 moments of
-  one parameter group at a time to fp32, which takes 8 bytes for each of 1.80e9 expert weights. Two
+  this model it is the optimizer step: Transformer Engine's FusedAdam copies the bf16 moments of one
+  parameter group at a time to fp32, which takes 8 bytes for each of 1.80e9 expert weights. Two
   things are not explained. Only Transformer Engine before 2.14 makes these copies, and Bridge's
-  uv.lock at these runs' commit (600d069b8) has 2.17.1. And the first two figures are 0.7 GB
-  higher; uneven routing may be part of it.
+  uv.lock at these runs' commit (600d069b8) has 2.17.1. And the first two figures are 0.7 GB higher;
+  uneven routing may be part of it.
 - **Llama3-70B.** The figures are read as those of the last pipeline rank. Bridge wrote memory
   metrics on the last rank alone when these runs were made (its issue 3167), and two of the runs
-  are marked "OOM on rank 0". Bridge's text calls the baseline `core_attn`, but the recipe of
-  March 2026 recomputes nothing. Six of the seven rows are near the measured ones without two
-  things that sources say are there, and too high with them:
+  are marked "OOM on rank 0". Bridge's text calls the baseline `core_attn`, but the recipe of March
+  2026 recomputes nothing. Six of the seven rows are near the measured ones without two things that
+  sources say are there, and too high with them:
 
-  - `defer_embedding_wgrad_compute` keeps the gradients of logits of up to 22 microbatches until
-    the optimizer step (megatron-core tensor_parallel/layers.py): 4.7 GB of 15 at pp 4, 6.9 GB of
-    22 at pp 8
+  - `defer_embedding_wgrad_compute` keeps the gradients of logits of up to 22 microbatches until the
+    optimizer step (megatron-core tensor_parallel/layers.py): 4.7 GB of 15 at pp 4, 6.9 GB of 22 at
+    pp 8
   - products on Hopper read transposes of fp8 weights in the backward, and Transformer Engine keeps
     them with fp8 weights, however `disable_parameter_transpose_cache` is set: 4.3 GB at tp 4 and
     pp 4, 2.1 GB at tp 8 or pp 8

@@ -220,9 +220,9 @@ shorter a step could be at most. Where copies hide, nothing is left to gain.
 
 ## What is assumed
 
-- **Links and host memory** are those of [the table](offload.md#plan-with-it). GB/s are of one device
-  while its neighbours copy, both ways at once. `cpu_offloading` copies both ways on one stream, as
-  Transformer Engine does.
+- **Links and host memory** are those of [the table](offload.md#plan-with-it). GB/s are of one
+  device while its neighbours copy, both ways at once. `cpu_offloading` copies both ways on one
+  stream, as Transformer Engine does.
 - **Left out of every column**: Megatron FSDP and with it weights, gradients and optimizer states,
   CUDA graphs, EP overlap (`deepseek_v3_256gpu_gb200_fp8mx_partial_cg_dev`), paged stash of
   experts' activations (`…_hsdp`), and `fine_grained_offloading_max_inflight_offloads`, which lets

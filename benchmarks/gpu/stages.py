@@ -144,7 +144,7 @@ def _stage(job: Job, number: int, texts: dict[str, str]) -> dict[str, Any]:
     found = {}
     with _built(job, number, device) as (models, run):
         for name, text in texts.items():
-            policy = RecomputePolicy.parse(text, num_layers=job.config["num_layers"])
+            policy = RecomputePolicy.parse(text, num_layers=job.num_layers)
             with apply(policy, models, groups=()):
                 found[name] = _measured(run, _Clock(models), job.num_microbatches)
     gc.collect()

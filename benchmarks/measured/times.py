@@ -187,9 +187,9 @@ include the optimizer and the data-parallel collectives. Errors are absolute, ex
   number of GPUs was chosen by the bytes between steps. [All
   groups](../benchmarks/results/measured.md) are in the file of rows.
 """
-UNTOLD = """- The 7B runs of Megatron's tests are deterministic. Their backward of attention is slower, and no
-  source says by how much, so it is not counted. A factor of 1.5 would explain what is missing at
-  four stages.
+UNTOLD = """- The 7B runs of Megatron's tests are deterministic. Their backward of attention is
+  slower, and no source says by how much, so it is not counted. A factor of 1.5 would explain what
+  is missing at four stages.
 - Hosts differ by up to 1.6 times: GitHub's runners, at AWS, are slower than NVIDIA's own cluster,
   and the hosts of A100's and GB200's tests are as slow. Small tests on GB200 whose name ends in
   `1node` take 5 to 20 times as long as the same test on two nodes.

@@ -154,8 +154,8 @@ An error is predicted divided by published, minus 1. Median and mean are of abso
 NOTHING_FITTED = f"""No figure of `meta/devices.json` was fitted on a row of this page, so no role
 is "{FITTED_ROLE}". Rows whose role is "{CHANGED_ROLE}" do not judge.
 """
-SOME_FITTED = f"""Figures of `meta/devices.json` were fitted on {{fitted}} of these {{all}} rows, whose
-role is "{FITTED_ROLE}". Rows whose role is "{JUDGES}" judge the model. Rows whose role is
+SOME_FITTED = f"""Figures of `meta/devices.json` were fitted on {{fitted}} of these {{all}} rows,
+whose role is "{FITTED_ROLE}". Rows whose role is "{JUDGES}" judge the model. Rows whose role is
 "{CHANGED_ROLE}" do not judge: the recipe of August 2026 has another setting than its newest
 published run.
 """
