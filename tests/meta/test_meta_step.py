@@ -48,7 +48,7 @@ CAPACITY = {
 
 
 def small_config(kind: str, fields: dict):
-    sizes = {"num_layers": 8, "hidden_size": 128, "num_attention_heads": 4}
+    sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4}
     usual = {"attention_softmax_in_fp32": False, "normalization": "RMSNorm", "bf16": True}
     return tiny_config(kind, **{**sizes, **usual, **fields})
 
