@@ -232,15 +232,15 @@ def test_a_shallow_copy_runs_the_layers_it_shares():
 # ------------------------------------------------------------------ policies apart from each other
 
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "decisions" / "copies.md"
 
 
-def test_a_model_is_copied_as_the_readme_says_and_not_without(monkeypatch):
-    (lines,) = re.findall(r"^```python\n([^`]*copyreg[^`]*)^```", README.read_text(), re.M)
+def test_a_model_is_copied_as_the_page_says_and_not_without(monkeypatch):
+    (lines,) = re.findall(r"^```python\n([^`]*copyreg[^`]*)^```", PAGE.read_text(), re.M)
     (model,) = tiny_model(tiny_config())
     monkeypatch.delitem(copyreg.dispatch_table, torch.distributed.ProcessGroup)
     with pytest.raises(TypeError, match=r"cannot pickle .*ProcessGroup"):
-        copy.deepcopy(model)  # Megatron's own; once this works, the README need not explain
+        copy.deepcopy(model)  # Megatron's own; once this works, the page need not explain
     applied = apply("full", model)
     names = {"model": model}
     exec(lines, names)
