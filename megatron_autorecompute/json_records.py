@@ -81,8 +81,9 @@ def _no_json(text: str, source: str, what: str, error: Exception) -> str:
     begin = text.lstrip()[:MOST_SHOWN].partition("\n")[0]
     if begin and begin[0] not in '{["':
         return (
-            f"{source} begins with {begin!r}: that is no JSON, and a {what} is. Of a job in YAML "
-            f"make a profile: megatron-autorecompute estimate --gpu NAME {source} -o PROFILE.json"
+            f"{source} begins with {begin!r}, so it is no JSON file, as a {what} is. To make a "
+            "profile of a job in YAML: megatron-autorecompute estimate --gpu NAME "
+            f"{source} -o PROFILE.json"
         )
     return f"{source} is not whole JSON ({error}). Write it again; a cut-off file cannot be used."
 

@@ -249,8 +249,8 @@ class ChoiceRecord:
     """With EP overlap: whether the layer's input and its gradient stay alive until the layer's next
     forward."""
     output_keeps_bytes: Bytes = 0
-    """With EP overlap: what the output's graph keeps after the layer's backward where that output
-    is a chunk's. The schedule refers to the graph until the chunk's backward ends."""
+    """With EP overlap, in a chunk's last layer: bytes that the graph of its output keeps after its
+    backward. The schedule refers to that graph until the chunk's backward ends."""
     graph: GraphBytes | None = None
     """With CUDA graphs of layers: the part of the byte figures that lies in the graphs' memory
     pool. The pool's highest point counts beside the highest point of everything else."""
@@ -598,7 +598,7 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Everything the planner knows about a model on a machine. See docs/profile.md."""
+    """Everything the planner knows about a model on a machine. docs/profile.md lists the fields."""
 
     model: Model
     """The model."""
@@ -617,8 +617,8 @@ class Profile:
     stages: tuple[StageRecord, ...] = ()
     """Facts of each pipeline stage, first stage first, at the layout that was measured."""
     step_end_ms: StepMilliseconds = 0.0
-    """Modelled time of a step besides its microbatches: data-parallel collectives and optimizer. 0:
-    not known. Costs of policies are without it."""
+    """Modelled time of a step outside its microbatches, for data-parallel collectives and the
+    optimizer. 0: not known. The costs of policies leave it out."""
     measured_step: MeasuredStep | None = None
     """A whole step in Megatron's timers and torch's memory statistics. Planning does not use it.
     None: not recorded."""
@@ -643,8 +643,8 @@ class Profile:
     boundary_line: Line | None = None
     """boundary_bytes as a line in the tokens of a microbatch. None: lengths do not vary."""
     routed_line: Line | None = None
-    """The most tokens to plan for that the experts of a rank get in a layer, as a line in the
-    tokens of a call's longest microbatch. None: no experts, or lengths do not vary."""
+    """The number of tokens that plans allow for the experts of a rank in one layer, as a line in
+    the tokens of a call's longest microbatch. None: no experts, or lengths do not vary."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """Versions, device, and settings of model, DDP and optimizer. A plan is used again only if all
     of them are equal."""
@@ -756,9 +756,9 @@ def _check_order(kind: LayerKind) -> None:
         for smaller, smaller_ms in timed:
             if larger_ms < smaller_ms * (1 - ROUNDING) and contains(larger, smaller):
                 raise ValueError(
-                    f"kind {kind.name!r}: {larger} takes {larger_ms:g} ms a layer, forward and "
-                    f"backward, less than {smaller} with {smaller_ms:g} ms, all of which it does "
-                    "and more; measure both again, or leave one out"
+                    f"kind {kind.name!r}: {larger} takes {larger_ms:g} ms a layer (forward "
+                    f"and backward), less than {smaller} with {smaller_ms:g} ms, although it does "
+                    "the same work and more; measure both again, or leave one out"
                 )
 
 

@@ -160,9 +160,9 @@ def show_profile(
 def step_end_words(profile: Profile, gpu: Device) -> str:
     """What a step takes that no plan changes."""
     return (
-        f"Besides its microbatches a step takes {profile.step_end_ms:,.0f} ms (modelled for "
-        f"{gpu.name}: data-parallel collectives that nothing hides, the optimizer); steps of "
-        "plans are without it."
+        f"A step also takes {profile.step_end_ms:,.0f} ms outside its microbatches, for the "
+        "optimizer and for data-parallel collectives that nothing hides (modelled for "
+        f"{gpu.name}). The steps of plans leave this out."
     )
 
 
@@ -234,8 +234,8 @@ def read_efficiency(text: str | None, gpu: Device) -> Efficiency:
         if name not in (*SHARES, HOST) or not 0 < given[name] <= most:
             raise OptionError(
                 f"Cannot read {part!r} in --efficiency: write NAME=SHARE with a share over 0 and "
-                f"at most 1; names are {', '.join(SHARES)}. Or {HOST}=FACTOR, how many times as "
-                f"long the host takes, at most {SLOWEST_HOST}: 1.6 where a cloud's are."
+                f"at most 1; names are {', '.join(SHARES)}. Or {HOST}=FACTOR: how many times as "
+                f"long the host takes, at most {SLOWEST_HOST}, such as 1.6 at AWS."
             )
     host = given.pop(HOST, 1.0)
     return replace(gpu.reaches, **given).with_host(host)

@@ -82,7 +82,7 @@ def example(name: str) -> str:
     known = examples()
     if name in known:
         return name
-    meant = f"{name!r} is none; the nearest is {nearest(name, known)}. " if name else ""
+    meant = f"{name!r} is no example; the nearest is {nearest(name, known)}. " if name else ""
     raise ArgumentTypeError(f"{meant}Name one of {', '.join(known)}")
 
 
@@ -131,7 +131,7 @@ def read_job(args: Namespace, gpu: Device | None = None) -> Job:
         raise without_effect(
             "--num-gpus",
             args.example or str(path),
-            "the file says how many GPUs; --set num_gpus=N does",
+            "the file says how many GPUs, and --set num_gpus=N changes it",
         )
     source = str(path) if args.example is None else f"The example {args.example}"
     return changed(read_description(path), args.set, source)

@@ -129,11 +129,11 @@ def _run(args: Namespace) -> None:
         raise
     except OSError as error:
         raise MachineError(
-            f"The operating system refused to read or write: {error}. Where output is redirected, "
-            "give it a disk with room."
+            f"The operating system refused to read or write: {error}. If output is redirected, "
+            "redirect it to a disk with room."
         ) from error
     except MemoryError as error:
         raise MachineError(
-            "The memory of this machine is not enough for it. Ask for something smaller, or on "
-            "another machine."
+            "This machine has too little memory for this command. Ask for something smaller, or "
+            "use another machine."
         ) from error

@@ -25,7 +25,9 @@ class VerifyCommand(Command):
 
     name = "verify"
     reads = ("plan", "measured")
-    description = "Ends with 10 where a stage exceeds its budget or differs by more than 0.5%."
+    description = (
+        "Ends with exit code 10 if a stage exceeds its budget, or its prediction is over 0.5% off."
+    )
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the plan's file, and that of a job."""

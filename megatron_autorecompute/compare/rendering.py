@@ -28,8 +28,8 @@ _COLOUR: dict[Family, str] = {
 NOISY = 0.2
 """Spread of steps over their median from which on the table warns of it."""
 SKIPS = (
-    "full, no dead work: our full on every layer. It keeps what Megatron's keeps, and does not "
-    "rerun what no backward reads. Megatron's own rows rerun that, ours does not."
+    "full, no dead work: our full on every layer. It keeps what Megatron's full keeps, and does "
+    "not rerun what no backward reads. Megatron's own rows rerun that work, and our row does not."
 )
 HEADINGS = ("strategy", "step ms", "spread", "peak MiB", "search s", "fits")
 

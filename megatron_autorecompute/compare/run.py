@@ -307,7 +307,7 @@ def _messages(readers: dict[Connection, int], timeout_s: float) -> Iterator[Any]
                 message = reader.recv()
             except (EOFError, OSError):  # between two messages, or within one
                 raise MachineError(
-                    f"Rank {rank} died without a word (killed, or out of host memory). "
+                    f"Rank {rank} died without a message (killed, or out of host memory). "
                     "Finished strategies are in the output folder; smaller sizes need less memory."
                 ) from None
             if isinstance(message, BaseException):
@@ -522,8 +522,8 @@ class Contest:
         """
         if any(s.family == "full" and s.out_of_memory for s in self.comparison.strategies):
             raise InfeasibleError(
-                "The device runs out of memory even where every layer is recomputed, as while the "
-                "choices are measured: there is no plan of ours. Lower --micro-batch-size or "
+                "The device runs out of memory even where every layer is recomputed, so choices "
+                "cannot be measured and there is no plan of ours. Lower --micro-batch-size or "
                 "--seq-length."
             )
         begin = time.perf_counter()

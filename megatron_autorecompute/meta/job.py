@@ -61,11 +61,11 @@ class Job:
     name: str
     """A label."""
     config: dict[str, Any]
-    """num_layers, hidden_size, tensor_model_parallel_size, num_moe_experts, ...; for a HybridModel
-    also its hybrid_layer_pattern, from which num_layers, mtp_num_layers and
-    virtual_pipeline_model_parallel_size follow where they are not given."""
+    """Fields of Megatron's TransformerConfig: num_layers, hidden_size, num_moe_experts, ... A
+    HybridModel also has hybrid_layer_pattern, which gives num_layers, mtp_num_layers and
+    virtual_pipeline_model_parallel_size if they are left out."""
     num_gpus: Ranks
-    """World size."""
+    """The number of GPUs of the whole job."""
     seq_length: Count
     """Tokens per sample."""
     micro_batch_size: Count = 1
@@ -77,82 +77,82 @@ class Job:
     make_vocab_size_divisible_by: Count = 128
     """Megatron pads the vocabulary to a multiple of this times tp."""
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
-    """local: Megatron's own layers with unfused attention, run as they are."""
+    """Which layers Megatron builds. local: its own layers with unfused attention."""
     precision: Literal["bf16", "fp8", "fp8_block", "mxfp8", "nvfp4"] = "bf16"
-    """Of matrix products inside layers. fp8: one scale per tensor (current or delayed)."""
+    """The precision of matrix products inside layers. fp8: one scale per tensor."""
     fp8_param_gather: bool = True
-    """True: weights are kept in fp8 only. False: in bf16, with quantised copies."""
+    """True: weights are kept in fp8 only. False: weights are bf16, with quantised copies."""
     disable_parameter_transpose_cache: bool = False
-    """As the config's field of that name. True: quantised copies of bf16 weights are made for every
-    microbatch, and kept until its backward."""
+    """The config's field of that name. True: every microbatch makes quantised copies of bf16
+    weights, and keeps them until its backward."""
     position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = "rope"
-    """As --position-embedding-type."""
+    """Megatron's --position-embedding-type."""
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """As --rotary-percent: the share of every head that is rotated."""
+    """Megatron's --rotary-percent: the share of every head that is rotated."""
     untie_embeddings_and_output_weights: bool = True
     """Whether the output layer has weights of its own."""
     accumulate_allreduce_grads_in_fp32: bool = True
-    """True: main gradients in fp32 (4 bytes). False: in bf16 (2 bytes)."""
+    """True: main gradients are fp32 (4 bytes). False: they are bf16 (2 bytes)."""
     optimizer: Literal["adam", "muon"] = "adam"
-    """As --optimizer. muon: of embeddings, output layer, norms and biases Adam's."""
+    """Megatron's --optimizer. muon: embeddings, output layer, norms and biases still use Adam."""
     use_distributed_optimizer: bool = True
-    """Optimizer state divided over data-parallel ranks."""
+    """Whether the optimizer's state is divided over data-parallel ranks."""
     use_layer_wise_param_layout: bool = True
-    """With muon. False: --no-use-layer-wise-param-layout, the fullest rank's embedding is whole."""
+    """For muon. False: --no-use-layer-wise-param-layout; one rank then has a whole embedding."""
     num_distributed_optimizer_instances: Count = 1
-    """Groups of data-parallel ranks, each of which has the whole state."""
+    """Groups of data-parallel ranks that each have the whole optimizer state."""
     overlap_grad_reduce: bool = True
-    """Gradients are reduced over data-parallel ranks while backward runs."""
+    """Whether data-parallel ranks reduce gradients while backward runs."""
     overlap_param_gather: bool = True
-    """Weights are gathered from the ranks' shards while forward runs."""
+    """Whether weights are gathered from the ranks' shards while forward runs."""
     use_precision_aware_optimizer: bool = False
     """True: the three dtypes below are used. False: all three are fp32."""
     main_params_dtype: Dtype = "fp32"
-    """fp32 beside bf16 weights takes 2 bytes with store_param_remainders."""
+    """The dtype of master weights."""
     store_param_remainders: bool = True
-    """Master weights keep only the 2 bytes that bf16 weights lack; OptimizerConfig's default."""
+    """Whether fp32 master weights keep only the 2 bytes that bf16 weights lack."""
     exp_avg_dtype: Dtype = "fp32"
-    """Adam's first moment."""
+    """The dtype of Adam's first moment."""
     exp_avg_sq_dtype: Dtype = "fp32"
-    """Adam's second moment."""
+    """The dtype of Adam's second moment."""
     te_version: Annotated[str, Field(pattern=r"^(\d{1,3}\.\d{1,3}(\.\d{1,3})?)?$")] = TE_VERSION
-    """Transformer Engine's in the job's environment; empty: it is not installed."""
+    """Transformer Engine's version in the job's environment; empty: it is not installed."""
     torch_version: Annotated[str, Field(pattern=r"^\d{1,3}\.\d{1,3}(\.\d{1,3})?$")] = TORCH_VERSION
-    """torch's in the job's environment."""
+    """torch's version in the job's environment."""
     cublas_workspace_config: Annotated[str, Field(pattern=r"^(:\d{1,7}:\d{1,4})*$")] = ""
-    """CUBLAS_WORKSPACE_CONFIG of the job's environment, such as :4096:8; empty: torch's own size,
-    but with deterministic_mode :4096:8, which Megatron-LM then asks for."""
+    """CUBLAS_WORKSPACE_CONFIG in the job's environment, such as :4096:8. Empty: torch's own size,
+    or :4096:8 with deterministic_mode, because Megatron-LM then asks for it."""
     torch_compile: bool = True
-    """False: TORCHDYNAMO_DISABLE=1 or the like in the job's environment, with which what Megatron
-    compiles, such as GELU with its bias, runs operation by operation."""
+    """Whether torch.compile works in the job. False (as with TORCHDYNAMO_DISABLE=1): functions that
+    Megatron compiles, such as GELU with its bias, run operation by operation."""
     flash_attn: bool = True
     """Whether flash-attn is installed, in a version that Transformer Engine takes."""
     attention_mask_in_dataloader: bool = False
-    """Whether every microbatch brings a mask of a byte for each query and key, as in Megatron-LM
+    """Whether every microbatch has a mask of one byte for each query and key. Megatron-LM makes one
     without --no-create-attention-mask-in-dataloader."""
     lora_rank: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
-    """Above 0: weights are frozen, and the layers of the next field have adapters of this rank."""
+    """Above 0: weights are frozen, and lora_target_modules have adapters of this rank."""
     lora_target_modules: list[str] = field(default_factory=lambda: list(DEFAULT_TARGETS))
-    """With lora_rank: as `target_modules` of Megatron Bridge's LoRA, names of linear layers or
-    patterns such as *.mlp.linear_fc1; those of experts have one adapter on a rank."""
+    """`target_modules` of Megatron Bridge's LoRA: names of linear layers, or patterns such as
+    *.mlp.linear_fc1. All experts of a rank share one adapter."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of what adapters read."""
+    """The dropout of an adapter's input."""
     described_by: Literal["yaml", "flags", "recipe"] = "yaml"
-    """Where the job was read from; `plan` prints what to paste there."""
+    """Where the job was read from, which decides the form of what `plan` prints to paste."""
     moe_imbalance: dict[Percent, Uneven] = field(default_factory=dict)
-    """Percentile of microbatches on the fullest rank -> factor on a MoE layer's bytes, 1 if all
-    ranks have as many tokens. Assumed;
-    plans use `Profile.stated_percentile`."""
+    """An assumption: percentile of microbatches on the fullest rank -> factor on a MoE layer's
+    bytes. The factor is 1 if all ranks have equally many tokens."""
 
     max_tokens_per_microbatch: Annotated[int, Field(ge=0, le=1 << 40)] = 0
     """Above 0: samples of different lengths are packed into microbatches of up to so many tokens on
-    a rank, where context parallelism has split them. seq_length is then the longest sample."""
+    a rank, after context parallelism has split them. seq_length is then the longest sample."""
     packed_samples: bool = False
-    """Whether a microbatch is packed samples (THD), which local attention does not take; jobs with
-    max_tokens_per_microbatch are profiled so."""
+    """Whether a microbatch is packed samples (THD), as always with max_tokens_per_microbatch. Local
+    attention does not take packed samples."""
     sample_lengths: list[Count] | dict[str, Factor] | str = field(default_factory=list)
-    """Tokens of samples, with max_tokens_per_microbatch: a list; a histogram, longest length of a
-    bin -> weight; or the path of a JSONL file with a number, or an object with `length`, a line."""
+    """The samples' tokens, for max_tokens_per_microbatch. Either a list, or a histogram (longest
+    length of a bin -> weight), or the path of a JSONL file whose lines are numbers or objects with
+    `length`."""
 
     @cached_property
     def resolved(self) -> Resolved:

@@ -64,7 +64,7 @@ def pattern_of_plan(plan: Plan) -> HybridPattern:
     profile, layout = plan.profile, plan.layout
     config = profile.model.facts.get("transformer_config") or {}
     if pattern_of_job(profile.model.facts) is not None:
-        raise OptionError(f"{profile.model.name} is a hybrid model already: its policy fits it.")
+        raise OptionError(f"{profile.model.name} is already a hybrid model: use its own policy.")
     attention = "+" if config.get("multi_latent_attention") else "*"
     symbols = []
     for layer in range(profile.num_layers):

@@ -63,11 +63,11 @@ class CurvePoint:
     """One point of the curve of time against budget."""
 
     budget_bytes: int
-    """Of every stage."""
+    """The budget of every stage."""
     step_ms: float
-    """Predicted time of the step."""
+    """The predicted time of the step."""
     peak_high_bytes: int
-    """Predicted peak of the fullest stage, high end."""
+    """The predicted peak of the fullest stage, at its high end."""
     recompute_policy: str
     """As `RecomputePolicy.parse` reads it."""
 
@@ -79,9 +79,9 @@ class ManualResult:
     name: str
     """As `RecomputePolicy.parse` reads it: megatron:block/4, ..."""
     step_ms: float
-    """Predicted time of the step."""
+    """The predicted time of the step."""
     peak_high_bytes: int
-    """Predicted peak of the fullest stage, high end."""
+    """The predicted peak of the fullest stage, at its high end."""
     fits: bool
     """Whether every stage is within its budget."""
 
@@ -99,33 +99,33 @@ class Plan:
     recompute_policy: tuple[Choice, ...]
     """One choice per layer, as a config field takes it."""
     layout: Layout
-    """Which stage and chunk holds which layers."""
+    """The layers of each stage and chunk."""
     schedule: Schedule
-    """Order of forwards and backwards."""
+    """The order of forwards and backwards."""
     budget_bytes: tuple[BudgetBytes, ...]
-    """Per stage, bytes that torch may allocate."""
+    """Bytes that torch may allocate, for each stage."""
     cost: PolicyCost
     """Predicted peaks with their breakdown, and times."""
     evidence: tuple[StageEvidence, ...]
-    """Busy time, its bound, gap and binding constraint per stage."""
+    """The busy time of each stage, with its bound, its gap, and the moment that binds."""
     profile: Profile
-    """What the prediction rests on, fingerprint and assumptions included."""
+    """The profile that the prediction rests on, with fingerprint and assumptions."""
     step_evidence: StepEvidence = NOTHING_PROVEN
-    """How far the step is from the shortest one; plans of before do not say."""
+    """How far the step is from the shortest one. Plans of earlier versions do not say."""
     imbalance_percentile: Annotated[float | None, _OR_MOE_PERCENTILE] = None
-    """Imbalance percentile that layers with experts are planned for; None: records as they are."""
+    """The imbalance percentile of layers with experts; None: their records are used unchanged."""
     allowed: tuple[str, ...] | None = None
-    """Choices that the plan was allowed to use; None is every recorded choice."""
+    """Choices that the plan was allowed to use; None: every recorded choice."""
     step_interval: StepInterval | None = None
-    """Where the step of the true times lies; None where no time is known to err."""
+    """The interval of the step of the true times; None: no time is known to err."""
     best_manual: ManualResult | None = None
-    """The fastest of Megatron's own settings that fits; None when none does."""
+    """The fastest of Megatron's own settings that fits; None: none fits."""
     megatron_flags: Mapping[str, str] = field(default_factory=dict)
-    """Further flags that the plan needs: a searched layout or micro-batch size."""
+    """Megatron's flags for a searched layout or micro-batch size."""
     notes: tuple[str, ...] = ()
     """Sentences about what was searched or corrected."""
     measured_peak_bytes: tuple[Bytes, ...] = ()
-    """Per stage, the job's own peak in a step under this plan; empty where no job has run it."""
+    """The job's own peak of each stage in a step under this plan; empty: no job has run it."""
     schema_version: Version = SCHEMA_VERSION
     """Major version of this schema; added fields do not raise it."""
 

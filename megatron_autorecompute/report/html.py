@@ -51,7 +51,7 @@ def html(data: ReportData) -> str:
         "stages": _stages(data),
         "recorded": recorded_section(data.recorded),
         "step_note": _step_note(data),
-        "policy_note": "Point at a cell: what its other choices would cost.",
+        "policy_note": "Point at a cell to see what its other choices would cost.",
         "strip": strip_svg(plan, interactive=True),
         "curve_note": _curve_note(data),
         "curve": curve_svg(data.curve),
@@ -384,9 +384,8 @@ def _stages(data: ReportData) -> str:
 
 def _curve_note(data: ReportData) -> str:
     return (
-        "The line is what each stage's fastest choices come to at every budget, which a plan may "
-        "still be faster than; points beside it are Megatron's own settings, hollow where they do "
-        "not fit."
+        "The line is the step with each stage's fastest choices at every budget. A plan may be "
+        "faster still. Points are Megatron's own settings; a hollow one does not fit."
     )
 
 

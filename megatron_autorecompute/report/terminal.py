@@ -130,8 +130,7 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
     yield Rows(MEASURED_COLUMNS, cells, gap=1)
     if len(ranks) < len(step.ranks):
         yield Text(
-            f"Of {len(step.ranks)} ranks the one of each stage that computed longest; all are in "
-            "the plan file."
+            f"Of {len(step.ranks)} ranks, each stage's slowest is shown. The plan file has all."
         )
 
 
@@ -320,7 +319,7 @@ def stages_explained(plan: Plan) -> RenderableType:
                 Text(
                     f"stage {evidence.stage}: backwards wait {cost.stall_ms:,.1f} ms for copies; "
                     f"up to {unit.text(cost.host_bytes)} {unit.name} in host memory; {copied} "
-                    f"{unit.name} of the peak are to leave, stay or are back early"
+                    f"{unit.name} of the peak wait to leave, stay, or came back early"
                 )
             )
     parts += [Text(note) for note in plan.notes if note.startswith(WITH_OFFLOAD)]

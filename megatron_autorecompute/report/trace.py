@@ -52,8 +52,8 @@ def measured_note(plan: Plan) -> str:
     if step is None:
         return "The profile has no measured step; the trace is the step as planned."
     return (
-        f"Of the measured step, iteration {step.iteration}, totals were recorded and no single "
-        "events: the trace is the step as planned, with these totals in its otherData."
+        f"The measured step (iteration {step.iteration}) was recorded as totals, without single "
+        "events. The trace shows the step as planned, and its otherData has these totals."
     )
 
 

@@ -57,29 +57,29 @@ def attach(
         model_chunks: this rank's model chunks, wrapped (DDP, Float16Module) or bare; one, a list,
             or a ModuleList.
         optimizer: Megatron's optimizer on them, or None.
-        max_tokens: the most tokens of a microbatch on a rank, as the loop packs them: what the
-            model is given, after padding and after context parallelism has split it. The same on
-            all ranks.
+        max_tokens: the most tokens that the model gets in one microbatch on a rank, after padding
+            and after context parallelism has split the samples. The same on all ranks.
         budget_gib: GiB that torch may allocate on every device. Without it: what the device has
             free in the first training call, less the reserve.
         reserve_gib: GiB kept free for fragmentation if no budget is given; by default measured.
-        plan_path: file that the plan is written to, and read from at a restart, by rank 0. Given
-            on all ranks or none.
+        plan_path: file to which rank 0 writes the plan, and from which it reads the plan at a
+            restart. Given on all ranks or none.
         replace_recompute: whether recompute that the model's config sets is replaced until
             `close`. If False, such a config is refused.
         recompute_choices: "megatron" measures and plans only what Megatron's own checkpoints can
             run; "all" also what they lack.
-        allow_offload: also measure and plan Megatron's fine-grained activation offloading, in a
-            loop whose training calls are all alike, as this says. A step is then the whole training
-            step with its update: put `with auto.step():` around it.
+        allow_offload: what every training call has, in a loop whose calls are all alike. Then
+            Megatron's fine-grained activation offloading is also measured and planned, and a step
+            is the whole training step with its update: put `with auto.step():` around it.
         say: prints a text; called on rank 0.
-        program: facts of a program whose microbatches have one length, with all of the user's
-            options: then none of the others is given. A step of it is the whole training step.
+        program: facts and options of a program whose microbatches have one length. Its options
+            replace the arguments of the same meaning, and a step is the whole training step.
 
     Raises:
-        OptionError: an argument is impossible, or the config sets recompute of its own; on every
-            rank, if that is so on one, or if ranks were given different max_tokens.
-        ApplyError: other ranks did not call this, until the process group's limit or their end.
+        OptionError: an argument is impossible, the config sets recompute of its own, or ranks were
+            given different max_tokens. If one rank has the error, all ranks raise it.
+        ApplyError: other ranks did not call this before they ended or the process group's time
+            limit passed.
         AutorecomputeError: as `Auto`.
     """
     choices = None if recompute_choices == ALL_CHOICES else recompute_choices

@@ -66,13 +66,13 @@ class AutoOptions:
     )
     recompute_choices: str = option(
         ALL_CHOICES,
-        "all, or megatron: under any policy what Megatron's own checkpoints run, which rerun also "
-        "what no backward reads; auto then measures and plans that alone",
+        "all, or megatron: every policy runs Megatron's own checkpoints, which also rerun what no "
+        "backward reads, and auto measures and plans only these",
     )
     recompute_allow_offload: bool = option(
         False,
-        "also measure and plan Megatron's fine-grained activation offloading; a plan whose copies "
-        "do not hide as predicted is replaced by one without",
+        "also measure and plan Megatron's fine-grained activation offloading; if copies do not "
+        "hide as predicted, a plan without offload replaces the plan",
     )
     recompute_run_on_cpu: bool = option(
         False,

@@ -228,7 +228,7 @@ class Auto:
             AutorecomputeError: as `measuring`, `climb` and `plan_in_force` say.
         """
         if self._closed:
-            raise ApplyError("close() ended this auto: attach() makes another one.")
+            raise ApplyError("close() ended this auto. Call attach() to make another one.")
         if self._inside:
             raise ApplyError(
                 "A training call began inside another one. Surround each by schedule() or step(), "

@@ -100,7 +100,7 @@ def test_the_pattern_of_a_hybrid_model_can_be_set_with_all_that_follows_from_it(
     ("words", "code", "said"),
     [
         (["plan", "--example"], 2, "Name one of deepseek-v3, llama3-70b,"),
-        (["plan", "--example", "lama3-70b"], 2, "'lama3-70b' is none; the nearest is llama3-70b."),
+        (["plan", "--example", "lama3-70b"], 2, "is no example; the nearest is llama3-70b."),
         (["plan", "--example", "llama3-70b"], 9, "Add --gpu NAME, which the job runs on: a100"),
         (["plan", "--example", "llama3-70b", "--gpu"], 9, "h100-80gb, h200-141gb,"),
         (["estimate", "--example", "llama3-70b", "-o", "-"], 9, "Add --gpu NAME"),

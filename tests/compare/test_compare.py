@@ -460,5 +460,5 @@ def test_a_killed_rank_keeps_what_was_finished(tmp_path, capsys):
     path = tmp_path / "comparison.json"
     threading.Thread(target=kill_a_rank_in_its_rounds, args=(path,), daemon=True).start()
     assert main(words) == 7
-    assert "died without a word" in " ".join(capsys.readouterr().err.split())
+    assert "died without a message" in " ".join(capsys.readouterr().err.split())
     assert len(Comparison.load(path).rows()) == 6

@@ -167,7 +167,7 @@ def test_of_a_measured_step_the_totals_are_given_and_no_events_invented(plan):
     found = trace(measured)
     assert found["otherData"]["measured_step"]["ranks"][1]["backward_compute_ms"] == 2.5
     assert {event["pid"] for event in found["traceEvents"]} == {0, 1, 2, 3}
-    assert "iteration 12, totals were recorded and no single events" in measured_note(measured)
+    assert "(iteration 12) was recorded as totals, without single events" in measured_note(measured)
     assert "no measured step" in measured_note(plan)
 
 

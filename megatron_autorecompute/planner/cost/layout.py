@@ -31,8 +31,8 @@ class Chunk:
     """Global layer indices in the order they run; MTP depth d is `num_layers + d`. May be empty."""
 
     embedding: bool = False
-    """Whether the model starts here. The copy of the embedding's weights in a chunk with MTP layers
-    does not count."""
+    """Whether the model starts here. A chunk with MTP layers has a copy of the embedding's weights,
+    which does not count."""
 
     head: bool = False
     """Whether the model ends here: final norm, output layer, loss."""
@@ -48,7 +48,7 @@ class Layout:
 
     stages: tuple[tuple[Chunk, ...], ...]
     mtp_num_layers: int = 0
-    """How many of the layers, the last ones, are MTP depths."""
+    """How many of the last layers are MTP depths."""
 
     def __post_init__(self) -> None:
         if not self.stages or not self.stages[0] or len(set(map(len, self.stages))) != 1:

@@ -198,21 +198,21 @@ class Breakdown:
     static_bytes: int
     """Parameters, gradients, optimizer state, buffers."""
     in_flight_bytes: int
-    """Held by layers of microbatches that wait for their backward."""
+    """Bytes that layers hold for microbatches that wait for their backward."""
     running_bytes: int
-    """Held by the layers of the running chunk, up to the running layer."""
+    """Bytes that layers of the running chunk hold, up to the running layer."""
     transient_bytes: int
-    """Of the unit that runs."""
+    """Transient bytes of the layer, embedding or head that runs."""
     embedding_head_bytes: int
-    """Held by embedding and head, in flight and running."""
+    """Bytes that embedding and head hold, in flight and running."""
     overhead_bytes: int
     """Pipeline boundary tensors, deferred runs of the output layer, and the measured residual."""
     copy_bytes: int = 0
-    """Of activations that are to leave for host memory or have come back early, and of those that
+    """Bytes of activations that have not left for host memory yet, that came back early, or that
     Megatron keeps although they could leave."""
     graph_bytes: int = 0
-    """That CUDA graphs take besides: what their pool holds and what it does not are each at their
-    most, and neither can use the other's memory."""
+    """What CUDA graphs add: bytes in their memory pool and bytes outside it each count at their own
+    highest moment, because neither can use the other's memory."""
 
     @property
     def total_bytes(self) -> int:
@@ -238,7 +238,7 @@ class Peak:
     """A label: `stage 0, backward of layer 11, microbatch 3`."""
     breakdown: Breakdown
     pool_bytes: int = 0
-    """Of these, what CUDA graphs of layers have in their memory pool and the buffers of inputs."""
+    """The part of `bytes` that is in the memory pool and input buffers of CUDA graphs of layers."""
 
 
 def stage_peak(

@@ -47,23 +47,23 @@ class StageCost:
     stage: int
     peak: Peak
     peak_low_bytes: int
-    """Peak with every figure at the low end of its interval."""
+    """The peak with every figure at the low end of its interval."""
     peak_high_bytes: int
-    """Peak with every figure at the high end; this is what must fit the budget."""
+    """The peak with every figure at the high end. This is what must fit the budget."""
     forward_ms: tuple[float, ...]
-    """Per chunk, for one microbatch."""
+    """Forward time of each chunk, for one microbatch."""
     backward_ms: tuple[float, ...]
-    """Per chunk, for one microbatch, recompute included."""
+    """Backward time of each chunk, for one microbatch, recompute included."""
     ideal_ms: float
     """Time of all microbatches if every stage had the mean work and recomputed nothing."""
     imbalance_ms: float
-    """Added because this stage's share of the model is above the mean; may be negative."""
+    """Time added because this stage has more than the mean work; negative if it has less."""
     recompute_ms: float
-    """Added by recompute."""
+    """Time that recompute adds, for all microbatches."""
     stall_ms: float = 0.0
-    """For which its backwards wait for copies from host memory, all microbatches."""
+    """Time that backwards wait for copies from host memory, for all microbatches."""
     host_bytes: int = 0
-    """Of host memory that its copies come to take, on one device."""
+    """Host memory that one device's copies take at most."""
 
     @property
     def busy_ms(self) -> float:
@@ -81,10 +81,10 @@ class PolicyCost:
     bubble_ms: float
     """The part of step_ms in which the busiest stage waits."""
     recompute_ms: float
-    """The part of step_ms that recompute adds: step_ms without waits for copies, minus a replay
-    without recompute."""
+    """The part of step_ms that recompute adds: step_ms minus stall_ms, minus the same step without
+    recompute."""
     stall_ms: float = 0.0
-    """The part of step_ms that waits for copies from host memory add."""
+    """The part of step_ms that is added by waits for copies from host memory."""
 
     @property
     def peak_high_bytes(self) -> int:

@@ -52,10 +52,10 @@ class Schedule:
     num_microbatches: int
     microbatch_group_size: int | None = None
     """Megatron's `microbatch_group_size_per_vp_stage`: microbatches that pass one chunk before the
-    next chunk runs. None is `num_stages`. No effect if there is one chunk per stage."""
+    next chunk runs. None means `num_stages`. It has no effect with one chunk per stage."""
     overlap_moe_expert_parallel_comm: bool = False
-    """One more warm-up forward, so that a forward and a backward can run side by side. Their events
-    are listed forward first; `beside` says which."""
+    """Whether a forward and a backward run side by side, after one more warm-up forward. Of such a
+    pair the forward is listed first; `beside` says which events are pairs."""
 
     @classmethod
     def of_layout(

@@ -65,7 +65,7 @@ class StepInterval:
     low_ms: float
     high_ms: float
     coverage: float = COVERAGE
-    """The share of profiles, at least, whose interval holds it."""
+    """At least this share of profiles has an interval that contains the step of the true times."""
 
 
 def deviation_ms(record: ChoiceRecord) -> float:

@@ -27,14 +27,14 @@ class StageEvidence:
     objective_ms: float
     """Forward plus backward of one microbatch through the stage."""
     bound_ms: float | None
-    """No choices that fit the budget take less; None where nobody has worked out a bound."""
+    """A proven lower bound of objective_ms for all choices that fit; None: not worked out."""
     gap: float | None
-    """(objective - bound) / objective; 0 is proven to be the least, None is not known. A stage is
-    busier than it could be where that makes the step shorter."""
+    """(objective - bound) / objective; 0: proven to be the least; None: not known. A plan may make
+    a stage busier because that makes the step shorter."""
     peak_high_bytes: int
-    """High end of the predicted peak; it is within the budget."""
+    """The high end of the predicted peak, which is within the budget."""
     binding: str
-    """The moment whose bytes rule out a faster choice, or NOTHING_BINDS."""
+    """The moment whose bytes rule out a faster choice, or a sentence that nothing does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class StepEvidence:
     """How far a plan's step is from the shortest one."""
 
     bound_ms: float | None
-    """No choices that fit make a shorter step; None where nobody has worked out a bound."""
+    """A proven lower bound of the step for all choices that fit; None: not worked out."""
     gap: float | None
-    """(step - bound) / step; 0 is proven optimal, None is not known."""
+    """(step - bound) / step; 0: proven optimal; None: not known."""
 
     @classmethod
     def of(cls, step_ms: float, bound_ms: float | None) -> StepEvidence:
