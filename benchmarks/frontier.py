@@ -160,10 +160,10 @@ code on meta tensors, and times of a roofline ({GPU}; the Autodist case on its A
 was measured on a GPU. [Every plan](../benchmarks/results/frontier.md) is in a file of its own.
 
 Each job has nine budgets. A column is the share of the way from what the leanest of Megatron's
-policies needs to what no recompute needs. A cell has two figures for the plan with all choices: by
-how many percent its step is shorter than the fastest of Megatron's settings that fits, and by how
-many percent it is shorter than the optimum over what Megatron's checkpoints can do layer by layer.
-All choices are those of [policy.md](policy.md): no dead work, kept parts, `mlp_act`, `experts`.
+policies needs to what no recompute needs. A cell says by how many percent the plan's step is
+shorter than two others: than the fastest of Megatron's settings that fits, and than the optimum
+over what Megatron's checkpoints can do layer by layer. The plan has all choices of
+[policy.md](policy.md): no dead work, kept parts, `mlp_act`, `experts`.
 """
 ROWS = """# Every plan behind docs/frontier.md
 
