@@ -292,7 +292,7 @@ class RecomputePolicy:
 
     @property
     def offloads(self) -> bool:
-        """Whether any layer does."""
+        """Whether any layer offloads."""
         return any(choice.offload for choice in self.layers)
 
     @classmethod

@@ -165,7 +165,7 @@ class Plan:
         return None not in gaps
 
     def problem(self) -> Problem:
-        """What the plan solves."""
+        """The question that the plan answers."""
         return Problem(
             self.profile,
             self.layout,

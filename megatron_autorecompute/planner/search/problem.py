@@ -93,7 +93,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Problem:
-    """What `solve` is asked.
+    """The question to `solve`: which policy is the fastest that fits a budget?
 
     Raises: ProfileError if profile, layout and schedule do not belong together; PolicyError if a
     text of `allowed` is not a choice, or for another number of budgets than stages.
@@ -102,20 +102,20 @@ class Problem:
     profile: Profile
     """What every choice costs on every kind of layer."""
     layout: Layout
-    """Which stage and chunk holds which layers; of the profile's model."""
+    """The layers of each stage and chunk, for the profile's model."""
     schedule: Schedule
-    """The order of forwards and backwards; of as many stages and chunks as the layout."""
+    """The order of forwards and backwards, for the layout's stages and chunks."""
     budget: Budget = NO_LIMIT
-    """Bytes that torch may allocate on a device, one number for all stages or one each. The
-    caller subtracts from the device's memory what lies outside torch."""
+    """Bytes that torch may allocate on a device: one number for all stages, or one for each. The
+    caller subtracts what lies outside torch from the device's memory."""
     percentile: Percentile = "stated"
-    """Of imbalance to plan for, in percent. None takes the records as they are: measured ones at
-    their maximum. "stated" is `Profile.stated_percentile`."""
+    """The imbalance percentile to plan for. None takes the records as they are, which for measured
+    records is the maximum. "stated" is `Profile.stated_percentile`."""
     allowed: Sequence[str] | None = None
     """Texts of the choices that may be used, such as "none" and "selective[core_attn]"; `full/N`
     stands for checkpoints around several layers. None allows every recorded choice."""
     known: tuple[RecomputePolicy, ...] = ()
-    """Of this model: no plan is slower than one of these that fits and is allowed."""
+    """Policies of this model. No plan is slower than one of these that fits and is allowed."""
 
     def __post_init__(self) -> None:
         check_layout(self.profile, self.layout, self.schedule)

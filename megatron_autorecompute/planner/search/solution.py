@@ -65,5 +65,5 @@ class Solution:
     evidence: tuple[StageEvidence, ...]
     step_evidence: StepEvidence
     without_offload_ms: float | None = None
-    """The step of the best plan found without offload, infinite where none fits; None where no
-    layer may offload."""
+    """The step of the best plan found without offload. Infinite: none fits. None: no layer may
+    offload."""

@@ -13,10 +13,10 @@ from megatron_autorecompute.units import gib, gib_needed
 
 
 def solve(problem: Problem) -> Solution:
-    """The policy with the shortest step whose peak fits every stage, and the proof.
+    """Find the policy with the shortest step whose peak fits every stage, and prove it.
 
-    Returns: the policy (one choice per layer), its cost (milliseconds and bytes, by stage), how far
-    its step can be from the shortest one at most, and how busy its stages could be at least.
+    Returns: the policy (one choice per layer), its cost (milliseconds and bytes, by stage), the
+    proven distance of its step from the shortest one, and the least busy time of each stage.
 
     Raises: InfeasibleError if not even the leanest choices fit; it names the tightest stage.
     """
