@@ -41,7 +41,7 @@ def bytes_of(shapes):
 
 
 def test_a_stage_has_one_dummy_of_each_shape_however_many_layers_it_has():
-    profile = profile_job(job(), H100)
+    profile = profile_job(job(), H100, only=())
     (kind,) = profile.kinds
     assert sum(dummies(kind.static.shared).values()) == bytes_of(DENSE_SHAPES)
     assert dummies(profile.head_static.shared) == {
@@ -59,13 +59,13 @@ def test_a_stage_has_one_dummy_of_each_shape_however_many_layers_it_has():
 
 def test_tensor_parallelism_splits_the_dummies():
     split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    (kind,) = profile_job(job(split), H100).kinds
+    (kind,) = profile_job(job(split), H100, only=()).kinds
     assert 2 * sum(dummies(kind.static.shared).values()) == bytes_of(DENSE_SHAPES)
 
 
 @pytest.mark.any_version
 def test_all_experts_of_a_layer_share_one_dummy():
-    moe = profile_job(job(MOE), H100).kinds[1]
+    moe = profile_job(job(MOE), H100, only=()).kinds[1]
     assert sum(dummies(moe.static.shared).values()) == bytes_of([*DENSE_SHAPES[:2], *EXPERT_SHAPES])
 
 
@@ -82,14 +82,14 @@ def test_megatrons_output_layer_asks_for_the_dummies_that_are_counted(monkeypatc
     with shard(asked, [1]) as built:
         add_main_gradients(built.model.parameters(), dummies=True)
         JobStep(asked)(None, built.model)[0].float().mean().backward()
-    profile = profile_job(asked, H100)
+    profile = profile_job(asked, H100, only=())
     counted = {**profile.kinds[0].static.shared, **profile.head_static.shared}
     size = sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
     assert sum(dummies(counted).values()) == size
 
 
 def test_of_frozen_layers_only_adapters_have_dummies():
-    (kind,) = profile_job(job(lora_rank=4), H100).kinds
+    (kind,) = profile_job(job(lora_rank=4), H100, only=()).kinds
     products = [((4, columns), (rows, 4)) for rows, columns in DENSE_SHAPES]
     assert sum(dummies(kind.static.shared).values()) == bytes_of(sum(products, ()))
 
@@ -97,7 +97,9 @@ def test_of_frozen_layers_only_adapters_have_dummies():
 def test_without_fusion_a_weight_gradient_is_alive_while_its_layer_runs():
     # With so few tokens the largest weight's gradient makes the peak.
     fused, real = (
-        profile_job(job({"gradient_accumulation_fusion": fusion}, seq_length=16), H100).kinds[0]
+        profile_job(
+            job({"gradient_accumulation_fusion": fusion}, seq_length=16), H100, only=()
+        ).kinds[0]
         for fusion in (True, False)
     )
     assert dummies(real.static.shared) == {}
@@ -112,10 +114,10 @@ def test_without_fusion_a_weight_gradient_is_alive_while_its_layer_runs():
 @pytest.mark.any_version
 @pytest.mark.parametrize(("version", "kept"), [("2.11", True), ("2.9", False), ("", False)])
 def test_versions_before_2_10_make_every_experts_dummy_anew(version, kept):
-    moe = profile_job(job(MOE, te_version=version), H100).kinds[1]
+    moe = profile_job(job(MOE, te_version=version), H100, only=()).kinds[1]
     names = {f"dummy weight gradient {rows}x{columns}" for rows, columns in EXPERT_SHAPES}
     assert (names <= moe.static.shared.keys()) == kept
-    newest = profile_job(job(MOE), H100).kinds[1]
+    newest = profile_job(job(MOE), H100, only=()).kinds[1]
     for choice in ("none", "full"):
         more = (
             moe.record(choice).backward_transient_bytes
@@ -143,7 +145,7 @@ def test_torch_takes_hoppers_workspace_on_blackwell_since_2_12_if_none_is_given(
 def test_workspaces_are_those_of_the_device_and_of_the_products_that_run():
     sizes = {}
     for gpu in ("h100-80gb", "a100-80gb"):
-        dense, moe = profile_job(job(MOE), device(gpu)).kinds
+        dense, moe = profile_job(job(MOE), device(gpu), only=()).kinds
         for kind in (dense, moe):
             found = kind.static.shared
             sizes[gpu, kind.name] = sum(found.values()) - sum(dummies(found).values())
@@ -184,7 +186,7 @@ def test_torchs_workspaces_count_with_the_output_layer(gpu, deterministic, each)
 
 
 def test_a_shared_buffer_counts_once_and_at_its_largest():
-    static = profile_job(job(), H100).kinds[0].static
+    static = profile_job(job(), H100, only=()).kinds[0].static
     smaller = replace(static, shared={name: 1 for name in static.shared})
     both = type(static).sum([static, smaller, static])
     assert both.shared == static.shared
@@ -258,7 +260,7 @@ def test_a_graph_of_the_iteration_keeps_what_megatrons_loader_copies(monkeypatch
     sample["attention_mask"] = torch.ones(1, 1, *2 * [asked.seq_length], dtype=torch.bool)
     kept = [full_cuda_graph.copy_tensors_in_struct(sample) for _ in range(asked.num_microbatches)]
     copies = [tensor for own in kept for tensor in own.values()]
-    profile = profile_job(asked, H100)
+    profile = profile_job(asked, H100, only=())
     found = [stage.static.shared.get("samples of a CUDA graph", 0) for stage in profile.stages]
     ends = {0, stages - 1}
     assert found == [storage_bytes(copies) * (stage in ends) for stage in range(stages)]

@@ -338,6 +338,7 @@ def policies_for(modules, *, seed, chunk=4, chunks=1):
     return list(policies)
 
 
+@pytest.mark.any_version  # with a pipeline on every version
 def test_tensor_parallel_ranks_with_and_without_sequence_parallelism_change_no_bit():
     # distribute_saved_activations cuts what a full checkpoint keeps across the ranks.
     fields = ({}, {"distribute_saved_activations": True}, {"sequence_parallel": True})
