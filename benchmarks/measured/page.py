@@ -27,7 +27,7 @@ def rows(data: Data) -> str:
     parts = [ROWS]
     for name, own in by_family(judged(data)).items():
         parts += [f"## {name[0].upper()}{name[1:]}\n", _family(own)]
-    parts += times.rows(data["times"])
+    parts += [ALSO_OPEN, *times.rows(data["times"])]
     parts += ["## Rows that do not suffice\n", NOT_JUDGED, _not_judged(data["points"])]
     parts += ["## Not covered\n", NOT_COVERED, _uncovered(data["uncovered"])]
     return "\n".join(parts)
@@ -195,7 +195,8 @@ The rows come from three tables:
 
 Tier A is above 4 GB, and tier B above 0.8 GB. Tier C is the rest, and all runs on A100.
 """
-OPEN = """**What is open**, by the bytes that are missing. None of it is fitted.
+OPEN = """**What is open**, by the bytes that are missing. None of it is fitted. The file of rows
+has smaller differences.
 
 - **Routing.** Predictions assume even routing, and no MoE row of Megatron's tests forces it. The
   names of the families say what evens it: Sinkhorn's assignment at once, an auxiliary loss or an
@@ -206,13 +207,16 @@ OPEN = """**What is open**, by the bytes that are missing. None of it is fitted.
 - **Mixtral from a checkpoint**: 0.8 to 1.0 GB on H100 in every step, and 2.1 GB on A100. An
   expert on the last rank with 7 to 9% more tokens than even would need as much as on H100. No
   cause was found.
-- **Two runs that continue a checkpoint** ("reshard_2x1x4"): 0.05 and 0.1 GB, and in no later step.
-  Loading is the likely cause.
 - **Fused cross entropy, first step**: up to 128 MB. torch's inductor makes a tensor of the L2
   cache's size when it times what it compiled (torch/_inductor/runtime/benchmarking.py). On A100
   in containers of 2025 it is 0.5 and 0.9 GB; those rows are not judged.
 - **Blocks.** Runs of equal flags differ by up to 13 MB. Under context parallelism a run's peak may
   grow for tens of steps; "context parallel, first step" is from before that growth.
+"""
+ALSO_OPEN = """These differences of some rows are open too, by the bytes that are missing:
+
+- **Two runs that continue a checkpoint** ("reshard_2x1x4"): 0.05 and 0.1 GB, and in no later step.
+  Loading is the likely cause.
 - **Nemotron 3.5 Lightning between steps**: 347 MB. With `--grad-reduce-in-bf16` a step makes fp32
   main gradients of shards, which would be 292 MB of it (read in distrib_optimizer.py, not run).
 - **Fine-grained offload beside EP overlap**: 15 MB on H100 and 62 MB on GB200 in the first step

@@ -12,15 +12,16 @@ ALL = "all"
 
 
 def text(data: Data) -> str:
-    """The page: statistics, and what is known."""
+    """The page: statistics."""
     parts = [INTRODUCTION, _fitting(data), counted(data), markdown(STATISTICS, _of_all_gpus(data))]
-    parts += [KNOWN, markdown(("recipe", "since its run"), _changed(data["points"])), OPEN]
+    parts += [OPEN]
     return "\n".join(parts)
 
 
 def rows(data: Data) -> str:
     """The tables that have a line for each recipe."""
     parts = [ROWS, statistics(data), markdown(HEADER, map(_line, data["points"]))]
+    parts += [KNOWN, markdown(("recipe", "since its run"), _changed(data["points"]))]
     parts += [NOT_COVERED, _uncovered(data["uncovered"])]
     if data["unread"]:
         lines = ([row["row"], row["reason"]] for row in data["unread"])
