@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
+from rich.table import Table
 
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
@@ -30,12 +32,11 @@ from megatron_autorecompute.cli.verify import add_runs, as_data, conclude, verif
 from megatron_autorecompute.errors import InfeasibleError, OptionError
 from megatron_autorecompute.planner.cost.lengths import varies
 from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.search.buckets import bucket_plans
+from megatron_autorecompute.planner.search.buckets import BucketPlan, bucket_plans
 from megatron_autorecompute.planner.search.layouts import search_layout
 from megatron_autorecompute.planner.search.micro_batches import search_micro_batch
 from megatron_autorecompute.planner.search.problem import Budget
 from megatron_autorecompute.planner.search.suggestions import Change, explained
-from megatron_autorecompute.report.buckets import buckets_view
 from megatron_autorecompute.units import gib
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _print(args: Namespace, plan: Plan, beside: dict[str, Any]) -> None:
     buckets = bucket_plans(plan.problem())
     print_plan(args, plan, {**beside, "buckets": [asdict(one) for one in buckets]})
     if not args.json:
-        console().print(buckets_view(buckets))
+        console().print(_buckets_view(buckets))
 
 
 def _budget(args: Namespace, source: Source) -> Budget:
@@ -190,3 +191,22 @@ def _solved(args: Namespace, source: Source, budget: Budget, bars: Progress) -> 
         return make_plan(problem, megatron_flags=flags, notes=notes)
     except InfeasibleError as error:
         raise explained(error, problem, lambda change: _command(args, source, change)) from error
+
+
+def _buckets_view(plans: Sequence[BucketPlan]) -> Table:
+    """The plans of a loop whose microbatches differ, a row for each length."""
+    table = Table(title="By the largest microbatch of a call, tokens on a rank", box=None)
+    for name in ("up to tokens", "of calls", "peak GiB", "step ms", "saves"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("policy", overflow="fold")
+    for plan in plans:
+        fits = plan.policy is not None
+        table.add_row(
+            f"{plan.tokens:,}",
+            "-" if plan.share is None else f"{plan.share:.0%}",
+            gib(plan.peak_bytes),
+            f"{plan.step_ms:,.0f}" if fits else "-",
+            f"{plan.saved:.1%}" if fits else "-",
+            plan.policy or "does not fit, even with the leanest choices",
+        )
+    return table

@@ -19,12 +19,11 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.copies import Copy, StepCopies
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import ReportData
-from megatron_autorecompute.report.proof import proof
 from megatron_autorecompute.report.recorded_html import recorded_data, recorded_section
 from megatron_autorecompute.report.strip import STYLE, strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
-from megatron_autorecompute.report.words import came_from, duration, percent, size
+from megatron_autorecompute.report.words import came_from, duration, percent, proof, size
 
 _PARTS = (  # as plan.js draws them
     ("static", "static_bytes"),

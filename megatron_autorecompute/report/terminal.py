@@ -19,8 +19,8 @@ from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
-from megatron_autorecompute.report.proof import proof
 from megatron_autorecompute.report.rows import Column, Rows
+from megatron_autorecompute.report.words import proof
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
 MOST_RANKS = 16

@@ -1,4 +1,4 @@
-"""Formats numbers for people, and defines the colours that all pictures share."""
+"""Numbers and proofs in the words, and choices in the colours, that all pages and tables share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron_autorecompute.planner.cost.unit_costs import CostTable, fastest_choice
 from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.search.solution import nearness
 from megatron_autorecompute.policy import NONE, LayerPolicy
 from megatron_autorecompute.profile import MEASURED, MEASURED_ON_ONE_DEVICE, Profile
 from megatron_autorecompute.units import GIB, MIB
@@ -46,6 +47,20 @@ def came_from(profile: Profile) -> str:
     if MEASURED_ON_ONE_DEVICE in sources:
         return "measured on one device, communication modelled"
     return "measured where said, else modelled" if MEASURED in sources else "modelled, not measured"
+
+
+def proof(plan: Plan) -> str:
+    """What the plan's own bound says of its step; see docs/plan.md."""
+    gap = plan.step_evidence.gap
+    if gap is None or not plan.proven:
+        return (
+            "Not proven: the file was changed after it was written, or another version of this "
+            "program wrote it. plan --profile with this file solves it again."
+        )
+    what = "make it shorter by more" if gap else "make a shorter one"
+    return (
+        f"The step is proven {nearness(gap)} in this model: no choices that fit the budget {what}."
+    )
 
 
 def choice_colours(plan: Plan) -> dict[LayerPolicy, str]:

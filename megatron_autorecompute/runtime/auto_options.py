@@ -12,9 +12,9 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from megatron_autorecompute.block_names import as_megatrons
-from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.errors import InfeasibleError, OptionError
 from megatron_autorecompute.options import option
-from megatron_autorecompute.profile import IMBALANCE_PERCENTILE
+from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, StageRecord
 from megatron_autorecompute.units import GIB
 
 ALL_CHOICES, MEGATRONS_CHOICES = "all", "megatron"
@@ -142,3 +142,44 @@ def _check_positive(flag: str, gib: Any) -> None:
 def _check_not_negative(flag: str, gib: Any) -> None:
     if gib is not None and not (isinstance(gib, Real) and 0 <= float(gib) < float("inf")):
         raise OptionError(f"{flag} {gib!r}: give a number of GiB, 0 or more, such as 2.")
+
+
+# A profile has the measurements from which a budget is found, so a start with other options finds
+# its own. A budget is never taken over from a plan file.
+
+
+def budget_bytes(
+    options: AutoOptions, available_bytes: int | None, fragmentation_bytes: int
+) -> int:
+    """The budget of one device.
+
+    Args:
+        options: what the user asked for.
+        available_bytes: device memory less what lies outside torch; None without a device.
+        fragmentation_bytes: reserved beyond what was allocated, as measured.
+
+    Raises:
+        InfeasibleError: no budget is given, and there is no device to find it from.
+    """
+    if options.budget_bytes is not None:
+        return options.budget_bytes
+    if available_bytes is None:
+        raise InfeasibleError(
+            f"Off CUDA there is no device memory to take as the budget: give {options.BUDGET}."
+        )
+    reserve = options.reserve_bytes
+    return available_bytes - (fragmentation_bytes if reserve is None else reserve)
+
+
+def stage_budget_bytes(options: AutoOptions, stage: StageRecord) -> int:
+    """The budget of a stage that was measured; raises as `budget_bytes` does."""
+    return budget_bytes(options, stage.available_bytes, stage.fragmentation_bytes)
+
+
+def budget_reason(options: AutoOptions) -> str:
+    """How the budget was found, for error messages."""
+    if options.budget_bytes is not None:
+        return f"given as {options.BUDGET}"
+    if options.reserve_bytes is not None:
+        return f"the device's memory less what lies outside torch and {options.RESERVE}"
+    return "the device's memory less what lies outside torch and the measured fragmentation"

@@ -18,11 +18,15 @@ from megatron_autorecompute.planner.search.problem import NO_LIMIT, Budget, Prob
 from megatron_autorecompute.planner.search.within_errors import without_gave_way
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile, with_missed_bytes
-from megatron_autorecompute.runtime.auto_options import AutoOptions
-from megatron_autorecompute.runtime.budget import budget_bytes, reason, stage_budget_bytes
+from megatron_autorecompute.runtime.auto_options import (
+    AutoOptions,
+    budget_bytes,
+    budget_reason,
+    stage_budget_bytes,
+)
+from megatron_autorecompute.runtime.call_guard import NOTCHES
 from megatron_autorecompute.runtime.job_facts import JobFacts
 from megatron_autorecompute.runtime.lengths_seen import UNEVEN, Points, Varying
-from megatron_autorecompute.runtime.lost_steps import NOTCHES
 from megatron_autorecompute.runtime.model_shard import ModelShard
 from megatron_autorecompute.runtime.oom_guard import FINE
 from megatron_autorecompute.runtime.plan_store import PlanStore
@@ -86,8 +90,8 @@ class Decisions:
             if least > budget:
                 self.job.say(
                     f"recompute auto: OVER BUDGET: stage {stage} needs {gib(least)} GiB with its "
-                    f"leanest choices, its budget is {gib(budget)} GiB: {reason(self.options)}. "
-                    "It runs its leanest choices."
+                    f"leanest choices, its budget is {gib(budget)} GiB: "
+                    f"{budget_reason(self.options)}. It runs its leanest choices."
                 )
         return [max(pair) for pair in zip(budgets, lean, strict=True)]
 
@@ -186,7 +190,7 @@ class Decisions:
         what = (
             f"Stage {stage} needed {gib(peaks[stage])} GiB in training step {step} even "
             f"with its leanest choices ({lean.format() or 'no layers'}); the budget "
-            f"is {gib(budgets[stage])} GiB: {reason(self.options)}. Raise the budget, lower "
+            f"is {gib(budgets[stage])} GiB: {budget_reason(self.options)}. Raise the budget, lower "
             "the micro-batch size, or spread the model over more ranks."
         )
         if self.options.recompute_plan_only:

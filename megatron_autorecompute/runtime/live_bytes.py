@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 _running: list["LiveBytes"] = []
-_constants: list[torch.Tensor] = []
 _storage_class: Any = torch.UntypedStorage  # mypy does not allow setting a method of a class
 
 
@@ -64,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
         self._spans: list[Span] = []
         self._open: tuple[Hashable, int] = (None, 0)
         self._span_peak_bytes = 0
-        for tensor in [*static, *_constants]:
+        for tensor in static:
             self.exclude(tensor)
 
     def reset_peak(self, leaving_bytes: int = 0) -> None:
@@ -173,14 +172,6 @@ class LiveBytes(TorchDispatchMode):
             self._count(heir, 0)
             heir.size_bytes = source.nbytes()
             entry.heir = heir
-
-
-def never_count(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that lives as long as the process, and that no LiveBytes counts."""
-    _constants.append(tensor)
-    for tracker in _running:
-        tracker.exclude(tensor)
-    return tensor
 
 
 def count_once(target: torch.UntypedStorage, source: torch.UntypedStorage) -> None:

@@ -14,12 +14,11 @@ import torch
 from megatron_autorecompute.compat.timers import BACKWARD, FORWARD, OPTIMIZER, running
 from megatron_autorecompute.profile import Profile, RankStep
 from megatron_autorecompute.runtime.apply import AppliedPolicy
-from megatron_autorecompute.runtime.call_guard import Guard, until_done
+from megatron_autorecompute.runtime.call_guard import Guard, until_done, was_lost
 from megatron_autorecompute.runtime.calls import AHEAD
 from megatron_autorecompute.runtime.copy_watch import CopyWatch
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lengths_seen import Points
-from megatron_autorecompute.runtime.lost_steps import was_lost
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.offload_counter import OffloadCounter
 from megatron_autorecompute.runtime.oom_guard import FAILED

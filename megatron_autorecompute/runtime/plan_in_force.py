@@ -9,9 +9,15 @@ from typing import Any
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.apply import AppliedPolicy
-from megatron_autorecompute.runtime.call_guard import RAISED, CallGuard, Guard, Step
+from megatron_autorecompute.runtime.call_guard import (
+    RAISED,
+    CallGuard,
+    Guard,
+    Step,
+    notches,
+    was_lost,
+)
 from megatron_autorecompute.runtime.decisions import Decisions
-from megatron_autorecompute.runtime.lost_steps import notches, was_lost
 from megatron_autorecompute.runtime.oom_guard import FAILED, FINE, StepGuard
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.plans_by_shape import PlansByShape, Saving

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.planner.search.solution import StepEvidence
-from megatron_autorecompute.report.proof import proof
+from megatron_autorecompute.report.words import proof
 from tests.report.plans import random_plan
 
 PLAN = random_plan(5)

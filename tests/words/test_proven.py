@@ -8,7 +8,7 @@ import pytest
 
 from megatron_autorecompute.planner.search.layouts import proof_of_all
 from megatron_autorecompute.planner.search.solution import OPTIMAL, StepEvidence, nearness
-from megatron_autorecompute.report.proof import proof
+from megatron_autorecompute.report.words import proof
 from tests.report.plans import random_plan
 
 PLAN = random_plan(5)
