@@ -34,14 +34,14 @@ Granularity = Literal["none", "selective", "inner", "full"]
 Counted = Literal["block", "uniform", "cpu_offloading"]
 
 _OFFLOAD = r"(?:\+offload\[(?P<offload>[^\]]*)\])?"
-_AGAIN = r"(?:\+keep\[(?P<keep>[^\]]*)\]|(?P<all>\+all))?"
+_AGAIN = r"(?:\+keep\[(?P<keep>[^\]]*)\]|(?P<all>\+all))?(?P<ahead>\+ahead)?"
 _CHOICE = re.compile(
     r"(?:none|full(?:/(?P<group>\d{1,18})|\+inner/(?P<again>\d{1,18}))?"
     r"|inner/(?P<inner>\d{1,18})|selective\[(?P<modules>[^\]]*)\])" + _AGAIN + _OFFLOAD
 )
 _RUN = re.compile(
     r"(?P<choice>[a-z]+(?:(?:\+inner)?/\d{1,18}|\[[^\]]*\])?"
-    r"(?:\+keep\[[^\]]*\]|\+all)?(?:\+offload\[[^\]]*\])?)"
+    r"(?:\+keep\[[^\]]*\]|\+all)?(?:\+ahead)?(?:\+offload\[[^\]]*\])?)"
     r"(?:\*(?P<count>\d{1,99}))?"
 )
 _MODULE = re.compile(r"[a-z][a-z0-9_]*")
@@ -57,6 +57,7 @@ CHOICE = (
     "none, full, full/N (one checkpoint around N layers) or selective[MODULE+MODULE], and inner/N "
     "or full+inner/N for the stack inside a multi-token-prediction depth; full and selective[moe] "
     "take +keep[PART+…] (runs once), full and selective +all (reruns all that Megatron reruns); "
+    "full takes +ahead (reruns while a pipeline stage waits for the gradient); "
     "none and selective take +offload[MODULE+…]"
 )
 GRAMMAR = (
@@ -71,7 +72,9 @@ GRAMMAR = (
 OWN_MODULES = ("experts", "mlp_act", "qkv")
 """Modules that Megatron's checkpoints lack; `runtime.layer_checkpoints` puts ours around them."""
 ALL = "+all"
-"""The end of a choice's text where `LayerPolicy.rerun_all` is true."""
+"""In a choice's text where `LayerPolicy.rerun_all` is true."""
+AHEAD = "+ahead"
+"""The end of a choice's text where `LayerPolicy.ahead` is true."""
 KEPT_IN_MOE = ("dispatch",)
 """Parts inside the module moe, which alone can be kept with it."""
 HAVE_DEAD_WORK = frozenset({"core_attn", "mlp", "moe"})
@@ -109,6 +112,11 @@ class LayerPolicy:
     """Whether the layer also reruns dead work: what Megatron's own checkpoints rerun and no
     backward reads. False where there is none: without full and `HAVE_DEAD_WORK`, and beside offload
     and inner layers, where Megatron's checkpoints run unchanged."""
+
+    ahead: bool = False
+    """Whether the recompute begins before the gradient is there, while a pipeline stage waits for
+    it; only with full without inner layers. Where nothing waits, as under the loss, it does
+    nothing."""
 
     def __post_init__(self) -> None:
         if self.granularity not in ("none", "selective", "inner", "full"):
@@ -150,6 +158,11 @@ class LayerPolicy:
                 "other modules."
             )
         self._check_keep()
+        if self.ahead and (self.granularity != "full" or self.inner):
+            raise PolicyError(
+                f"{replace(self, ahead=False)}{AHEAD}: a recompute can begin before its gradient "
+                "is there with full, without inner layers. Leave it out here."
+            )
         object.__setattr__(self, "modules", tuple(sorted(set(self.modules))))
         object.__setattr__(self, "offload", tuple(sorted(set(self.offload))))
         object.__setattr__(self, "keep", tuple(sorted(set(self.keep))))
@@ -180,8 +193,9 @@ class LayerPolicy:
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Kept parts and modules that Megatron's own checkpoints lack."""
-        return (*self.keep, *(module for module in self.modules if module in OWN_MODULES))
+        """Kept parts, modules and the early begin that Megatron's own checkpoints lack."""
+        modules = (module for module in self.modules if module in OWN_MODULES)
+        return (*self.keep, *modules, *["ahead"] * self.ahead)
 
     @property
     def is_megatrons(self) -> bool:
@@ -193,7 +207,7 @@ class LayerPolicy:
         """The same choice with all that Megatron reruns for it.
 
         Raises:
-            PolicyError: it has parts or modules that Megatron lacks.
+            PolicyError: it has what Megatron lacks: parts, modules, an early begin.
         """
         if self.own:
             raise PolicyError(
@@ -215,6 +229,7 @@ class LayerPolicy:
             "offload": _modules(match["offload"]),
             "keep": _modules(match["keep"]),
             "rerun_all": match["all"] is not None,
+            "ahead": match["ahead"] is not None,
         }
         if match["modules"] is not None:
             return cls("selective", _modules(match["modules"]), **more)
@@ -226,6 +241,8 @@ class LayerPolicy:
         return cls(**more)
 
     def __str__(self) -> str:
+        if self.ahead:
+            return f"{self.in_time}{AHEAD}"
         if self.offload:
             return f"{self.recompute}+offload[{'+'.join(self.offload)}]"
         if self.keep:
@@ -242,6 +259,11 @@ class LayerPolicy:
     def recompute(self) -> LayerPolicy:
         """The choice that recomputes the same and offloads nothing."""
         return replace(self, offload=()) if self.offload else self
+
+    @property
+    def in_time(self) -> LayerPolicy:
+        """The choice that recomputes the same when the gradient is there: the one of records."""
+        return replace(self, ahead=False) if self.ahead else self
 
 
 NONE = LayerPolicy()
@@ -294,6 +316,11 @@ class RecomputePolicy:
     def offloads(self) -> bool:
         """Whether any layer offloads."""
         return any(choice.offload for choice in self.layers)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the recompute of any layer begins before its gradient is there."""
+        return any(choice.ahead for choice in self.layers)
 
     @classmethod
     def parse(

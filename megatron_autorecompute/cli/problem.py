@@ -32,6 +32,7 @@ from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.packages import needed
 from megatron_autorecompute.planner.search.micro_batches import same_samples
 from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.stage_problem import EARLY
 from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, Profile
 
 
@@ -126,9 +127,10 @@ def add_problem(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--choices",
-        choices=("all", "megatron"),
+        choices=("all", "megatron", EARLY),
         default="all",
-        help="choices to use: all (default), or only those of Megatron's own checkpoints",
+        help="choices to use: all (default), only those of Megatron's own checkpoints, or all and "
+        "recompute that begins while a stage waits for a gradient (+ahead)",
     )
     parser.add_argument(
         "--only",
@@ -165,7 +167,7 @@ def problems(
             pipeline.layout,
             same_samples(pipelines[0].schedule, profiles[0], profile),
             percentile=args.imbalance_percentile or "stated",
-            allowed=args.only,
+            allowed=[*(args.only or []), EARLY] if args.choices == EARLY else args.only,
         )
         for profile, pipeline in zip(profiles, pipelines, strict=True)
     ]

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random as megatron_random
 
 Function = Callable[..., Any]
+
+
+class Wrapped(Protocol):
+    """The function of one checkpoint, wrapped."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the function."""
+
+    def note(self, outputs: Any) -> None:
+        """After the first run: the checkpoint's outputs, whose graph has its node."""
+
+
 _replaced: list[Function] = []
 """Megatron's function, and ours in its place."""
-_wrappers: list[Callable[[Function], Function]] = []
+_wrappers: list[Callable[[Function], Wrapped]] = []
 """How functions are wrapped while any object needs it; at most one."""
 _needed: set[weakref.ref[Any]] = set()
 """Objects that need the functions of checkpoints wrapped. While any is alive, they are."""
 
 
-def wrap_while_alive(needing: Any, wrapped: Callable[[Function], Function]) -> None:
+def wrap_while_alive(needing: Any, wrapped: Callable[[Function], Wrapped]) -> None:
     """Wrap the function of every checkpoint by `wrapped` from now on, until `needing`, and all
     other objects that asked for it, are freed.
 
@@ -54,9 +67,12 @@ def dispatching(original: Function) -> Function:
 
     @functools.wraps(original)
     def checkpoint(function: Function, distribute_saved_activations: bool, *args: Any) -> Any:
-        for wrapped in _wrappers:
-            function = wrapped(function)
-        return original(function, distribute_saved_activations, *args)
+        if not _wrappers:
+            return original(function, distribute_saved_activations, *args)
+        wrapped = _wrappers[0](function)
+        outputs = original(wrapped, distribute_saved_activations, *args)
+        wrapped.note(outputs)
+        return outputs
 
     setattr(checkpoint, _DISPATCHES, True)
     return checkpoint
@@ -65,6 +81,25 @@ def dispatching(original: Function) -> Function:
 def run(function: Function, *args: Any) -> Any:
     """`function(*args)` inside one of Megatron's checkpoints, wrapped as all others are."""
     return tensor_parallel.checkpoint(function, False, *args)
+
+
+@contextlib.contextmanager
+def second_run(node: Any) -> Iterator[tuple[Any, Any]]:
+    """As in the backward of a checkpoint, before the function runs again.
+
+    Args:
+        node: the checkpoint's in the graph.
+
+    Returns:
+        The function, and the inputs that the first run had.
+    """
+    megatron_random._set_checkpointing()
+    try:
+        with megatron_random._fork_rng():
+            megatron_random._set_all_rng_states(*node.rng_states)
+            yield node.run_function, node.saved_tensors
+    finally:
+        megatron_random._unset_checkpointing()
 
 
 def generator_states() -> Any:

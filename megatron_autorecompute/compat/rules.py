@@ -16,7 +16,13 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute import megatron_fields
-from megatron_autorecompute.compat import layer_modules, layer_parts, offload_modules, versions
+from megatron_autorecompute.compat import (
+    layer_modules,
+    layer_parts,
+    offload_modules,
+    pipeline_waits,
+    versions,
+)
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.compat.validator import allowed_modules, allowed_offload_modules
 from megatron_autorecompute.errors import MachineError, PolicyError
@@ -93,7 +99,9 @@ def _check_own_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
     inside = {m: outer for outer in choice.modules for m in RERUN_WITH.get(outer, ())}
     twice = [module for module in choice.modules if module in inside]
     why_none = layer_parts.why_none(config)
+    why_not_ahead = why_none or pipeline_waits.why_not(config)
     rules = [
+        (bool(choice.ahead and why_not_ahead), why_not_ahead),
         (bool((own or choice.keep) and why_none), why_none),
         (
             bool(twice and (own or twice[0] in OWN_MODULES)),

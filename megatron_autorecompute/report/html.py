@@ -287,6 +287,8 @@ def _time_card(plan: Plan) -> str:
     lost = {"recomputing": cost.recompute_ms, "waiting": cost.bubble_ms}
     if plan.policy.offloads:
         lost["waiting for copies"] = cost.stall_ms
+    if plan.policy.is_ahead:
+        lost["less by recompute that begins while stages wait"] = cost.ahead_ms
     what = ", ".join(
         f"<b>{duration(time)}</b> ({percent(time / cost.step_ms)}) {how}"
         for how, time in lost.items()

@@ -186,6 +186,12 @@ def _header(plan: Plan, speed: str) -> Text:
         f"{schedule.num_microbatches} microbatches: {plan.cost.step_ms:.1f} ms a step, "
         f"{plan.cost.recompute_ms:.1f} ms of it recompute",
     ]
+    if plan.policy.is_ahead:
+        layers = sum(choice.ahead for choice in plan.policy.layers)
+        lines.append(
+            f"{layers} layers recompute ahead, while their stages wait for gradients: without that "
+            f"{plan.cost.ahead_ms:.1f} ms more"
+        )
     if plan.step_interval is not None:
         lines.append(
             f"Interval: {plan.step_interval.low_ms:.1f} to {plan.step_interval.high_ms:.1f} ms a "

@@ -20,11 +20,12 @@ from megatron_autorecompute.planner.cost.peak_memory import (
     Breakdown,
     StageBase,
     constant_bytes,
+    early_bytes,
     every_moment,
     highest_in_parts,
     stage_base,
 )
-from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts, StageCost
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import (
     OUTSIDE,
@@ -175,9 +176,7 @@ def timeline(plan: Plan) -> Timeline:
     costs = PolicyCosts(plan.profile, plan.layout, plan.schedule, plan.imbalance_percentile)
     copying = costs.copies(plan.policy) if plan.policy.offloads else None
     if copying is None:
-        times = [[stage.forward_ms, stage.backward_ms] for stage in plan.cost.stages]
-        forward, backward = ([list(pair[side]) for pair in times] for side in (0, 1))
-        ends = _ends_ms(plan.schedule, forward, backward)
+        ends = _ends_ms(plan.schedule, plan.cost.stages)
         stages = tuple(_stage(plan, stage, end_ms) for stage, end_ms in enumerate(ends))
     else:
         plan = replace(plan, schedule=copying.schedule)
@@ -209,10 +208,9 @@ def event_peaks(stage: StageTimeline) -> Bytes:
     return np.array(highest, np.int64)
 
 
-def _ends_ms(
-    schedule: Schedule, forward_ms: list[list[float]], backward_ms: list[list[float]]
-) -> list[Times]:
-    """End of each event of each stage; it starts when its stage is free and its input is there."""
+def _ends_ms(schedule: Schedule, costs: Sequence[StageCost]) -> list[Times]:
+    """End of each event of each stage; it starts when its stage is free and its input is there, or
+    as soon as its stage is free with what begins ahead."""
     last = schedule.num_stages * schedule.num_chunks - 1
     events = [schedule.events(stage) for stage in range(schedule.num_stages)]
     ends: list[list[float]] = [[] for _ in events]
@@ -227,9 +225,13 @@ def _ends_ms(
                 arrived = done.get((event.direction, before, event.microbatch))
                 if arrived is None and 0 <= before <= last:
                     break
-                times = forward_ms if event.direction == "forward" else backward_ms
-                start = max(own[-1] if own else 0.0, arrived or 0.0)
-                own.append(start + times[stage][event.chunk])
+                cost, ahead = costs[stage], 0.0
+                times = cost.forward_ms
+                if event.direction == "backward":
+                    times = cost.backward_ms
+                    ahead = cost.ahead_ms[event.chunk] if cost.ahead_ms else 0.0
+                start = max((own[-1] if own else 0.0) + ahead, arrived or 0.0)
+                own.append(start + times[event.chunk] - ahead)
                 done[event.direction, place, event.microbatch] = own[-1]
             else:
                 waiting.remove(stage)
@@ -268,6 +270,7 @@ def _stage(
     running = highest[backward.astype(np.intp), chunk]
     beside = _beside(columns, moments, base)
     other = np.where(beside > 0, beside - running, 0)
+    other += np.array([early_bytes(base, columns, moment) for moment in moments], np.int64)
     copied = _copied(reach, moments, copies) - running if copies else 0
     peaks = constant + in_flight @ held + running + other + copied
     binding = None

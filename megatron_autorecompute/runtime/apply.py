@@ -8,6 +8,7 @@ through the attributes that Megatron itself reads (see `compat`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -38,7 +39,7 @@ from megatron_autorecompute.compat.untyped import Block, Layer
 from megatron_autorecompute.errors import ApplyError, AutorecomputeError, PolicyError
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy, Run
 from megatron_autorecompute.runtime import layer_checkpoints
-from megatron_autorecompute.runtime.run_once import Part, Scope
+from megatron_autorecompute.runtime.run_once import EarlyBegin, Part, Scope, begin_early
 
 logger = logging.getLogger(__name__)
 
@@ -480,7 +481,7 @@ class _Held:
         own = offload_modules.own_switch(self.config)
         self.before.append((self.config, offload_modules.SWITCH_OF_ALL, own))
         self.hooks: list[Any] = []
-        self.parts: list[Part | Scope] = []
+        self.parts: list[Part | Scope | EarlyBegin] = []
         """What changes the checkpoints of layers."""
         self.offloads = False
 
@@ -663,6 +664,8 @@ class _HeldBlock(_Held):
             owner.config = _full_config(self.config)
             seam.redirect(owner, seam.Runner(_run_by_segments, self))
             self.ran = False
+            if any(segment.ahead for segment in self.segments):
+                self.parts.append(EarlyBegin())
             self.hooks.append(owner.register_forward_hook(_check_that_it_ran, always_call=True))
 
     def clear(self, owner: torch.nn.Module) -> None:
@@ -805,13 +808,16 @@ class _Segment:
     """Layers in one checkpoint."""
     config: Any
     """A view of the block's config, with the method for these layers."""
+    ahead: bool
+    """Whether the recompute may begin before the gradient is there."""
 
 
 def _segment(config: Any, run: Run) -> _Segment:
     recomputes = run.policy.granularity == "full"
     # `block` with 0 layers is Megatron's path without checkpoints.
     how = ("uniform", run.policy.group) if recomputes else ("block", 0)
-    return _Segment(run.start, run.count, recomputes, run.policy.group, _full_config(config, *how))
+    config, choice = _full_config(config, *how), run.policy
+    return _Segment(run.start, run.count, recomputes, choice.group, config, choice.ahead)
 
 
 def _behind_frozen(
@@ -838,8 +844,8 @@ def _behind_frozen(
         at = segment.start
         for count, choice in (
             (inside, NONE),
-            (begun, LayerPolicy("full", group=max(1, begun))),
-            (rest - begun, LayerPolicy("full", group=segment.group)),
+            (begun, LayerPolicy("full", group=max(1, begun), ahead=segment.ahead)),
+            (rest - begun, LayerPolicy("full", group=segment.group, ahead=segment.ahead)),
         ):
             cut += [_segment(config, Run(at, count, choice))] if count else []
             at += count
@@ -882,7 +888,8 @@ def _run_by_segments(
                 "num_layers_per_pipeline_rank": segment.count,
             },
         )
-        output = megatron_forward(view, hidden_states=hidden_states, **kwargs)
+        with begin_early() if segment.ahead else contextlib.nullcontext():
+            output = megatron_forward(view, hidden_states=hidden_states, **kwargs)
         # Since 0.17 it also returns the outputs of the layers in extract_layer_indices; a class
         # with its own checkpointed forward may return features of layers (Qwen3-VL).
         returns_features = isinstance(output, tuple)

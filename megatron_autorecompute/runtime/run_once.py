@@ -20,6 +20,7 @@ This module knows no policy, and of Megatron its checkpoints alone. Layers' part
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import threading
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from megatron_autorecompute.compat import checkpoints
+from megatron_autorecompute.compat import checkpoints, pipeline_waits
 from megatron_autorecompute.errors import ApplyError
 from megatron_autorecompute.runtime.onlookers import Onlookers, onlookers_of
 
@@ -57,6 +58,8 @@ def _uncompiled(function: Function) -> Function:
 class _Running(threading.local):
     inside: _Checkpoint | None = None
     """The checkpoint whose function runs now in this thread; None: parts run as usual."""
+    early: list[pipeline_waits.Begin] | None = None
+    """Takes the second runs of the checkpoints made now, to begin them early; None: no such."""
 
 
 _running = _Running()
@@ -225,6 +228,31 @@ class Scope:
         checkpoints.wrap_while_alive(self, _Checkpoint)
 
 
+class EarlyBegin:
+    """While one is alive, second runs begin where Megatron's pipeline waits for their gradient, of
+    the checkpoints made inside `begin_early`."""
+
+    def __init__(self) -> None:
+        checkpoints.wrap_while_alive(self, _Checkpoint)
+        pipeline_waits.watch_while_alive(self)
+
+    def undo(self) -> None:
+        """Nothing of a model was changed."""
+
+    def __reduce__(self) -> Any:
+        return EarlyBegin, ()
+
+
+@contextlib.contextmanager
+def begin_early() -> Iterator[None]:
+    """The second runs of the checkpoints made inside begin early; see `EarlyBegin`."""
+    before, _running.early = _running.early, pipeline_waits.early()
+    try:
+        yield
+    finally:
+        _running.early = before
+
+
 def _put_back(owner: Any, attribute: str, ours: Part | Scope) -> None:
     """Take ours out, unless somebody has put a function around it, which then runs it as usual."""
     if owner is None or vars(owner).get(attribute) is not ours:
@@ -245,16 +273,31 @@ class _Checkpoint:
         self.left: list[_Call] | None = None
         """In the second run, the calls that it has not come to."""
         self.keys: dict[Any, tuple[Key, str | None]] = {}
+        self.early: _Early | None = None
+        """The second run, if it has begun before the backward."""
 
     def __call__(self, *args: Any) -> Any:
         if not self.runs_twice:
             return _inside(None, self.function, *args)
         if torch.is_grad_enabled():
-            return self._again(args)
+            early, self.early = self.early, None
+            return self._again(args) if early is None else early.handed_on(args)
         self.shapes = tuple(
             [(tuple(a.shape), a.dtype) for a in args if isinstance(a, torch.Tensor)]
         )
         return _inside(self, self.function, *args)
+
+    def note(self, outputs: Any) -> None:
+        """After the first run: the second one may begin early."""
+        if _running.early is not None and self.runs_twice:
+            node = next(e.grad_fn for e in _flat(outputs) if getattr(e, "grad_fn", None))
+            _running.early.append(functools.partial(_begin, weakref.ref(node)))
+
+    def begin(self, inputs: Sequence[Any]) -> None:
+        """Run again before the backward, which the outputs wait for."""
+        early = _Early(inputs)
+        early.keep(self._again(early.inputs))
+        self.early = early
 
     def run(self, part: Part, function: Any, args: Any, kwargs: Any) -> Any:
         """A part's function, in this checkpoint's first or second run."""
@@ -308,6 +351,13 @@ class _Checkpoint:
         return _inside(self, self.function, *args)
 
 
+def _begin(reference: weakref.ref[Any]) -> None:
+    node = reference()
+    if node is not None:  # its graph is there
+        with checkpoints.second_run(node) as (checkpoint, inputs):
+            checkpoint.begin(inputs)
+
+
 @functools.cache
 def say_that_more_is_held(onlooker: str) -> None:
     """Warn, once for each onlooker, that outputs are kept for it."""
@@ -358,16 +408,80 @@ class _Dead(NamedTuple):
         return torch.full(self.size, float("nan"), dtype=self.dtype, device=self.device)
 
 
-class _Call:
+class _Unseen(_Dead):
+    """An output of which nobody sees more than its shape."""
+
+    def nan(self) -> torch.Tensor:
+        return torch.full((), float("nan"), dtype=self.dtype, device=self.device).expand(self.size)
+
+
+class _Apart:
+    """A graph that is cut off at its inputs, until its backward."""
+
+    def __init__(self) -> None:
+        self.gradients: list[Any] = []  # of the inputs; the graph refers to this list, not to self
+        self.edges: list[Any] = []
+        self.kept: list[Any] = []
+        """What stands for the outputs where the graph is put into another one."""
+
+    def cut(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The inputs that the graph begins with."""
+        self.count = len(inputs)
+        with torch.enable_grad():
+            found: tuple[torch.Tensor, ...] = _Entry.apply(self.gradients, _token(), *inputs)
+        return found
+
+    def run_backward(self, gradients: Sequence[Any]) -> list[Any]:
+        """The gradients of the inputs, from those of the outputs."""
+        arrived = [(e, g) for e, g in zip(self.edges, gradients, strict=True) if g is not None]
+        self.edges = []
+        if arrived:
+            torch.autograd.backward([e for e, _ in arrived], [g for _, g in arrived])
+        found = list(self.gradients) or [None] * self.count
+        self.gradients.clear()
+        return found
+
+
+class _Early(_Apart):
+    """A checkpoint's second run that began before the backward."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        super().__init__()
+        self.where = [i for i, e in enumerate(inputs) if getattr(e, "requires_grad", False)]
+        given = [e.detach() if isinstance(e, torch.Tensor) else e for e in inputs]
+        for i, each in zip(self.where, self.cut([given[i] for i in self.where]), strict=True):
+            given[i] = each
+        self.inputs = tuple(given)
+
+    def keep(self, outputs: Any) -> None:
+        """Of the outputs nothing but their graph, and what has none."""
+        flat = _flat(outputs)
+        self.live = [i for i, each in enumerate(flat) if getattr(each, "requires_grad", False)]
+        self.edges = [get_gradient_edge(flat[i]) for i in self.live]
+        self.kept = [_Unseen.like(flat[i]) for i in self.live]
+        for i in self.live:
+            flat[i] = None
+        self.outputs, self.inputs = _like(outputs, flat), ()
+
+    def handed_on(self, inputs: Sequence[Any]) -> Any:
+        """What stands for the outputs in the backward, whose inputs these are."""
+        made = _Reattach.apply(self, _token(), *[inputs[i] for i in self.where])
+        flat = _flat(self.outputs)
+        for i, each in zip(self.live, made, strict=True):
+            flat[i] = each
+        return _like(self.outputs, flat)
+
+
+class _Call(_Apart):
     """One call of a part, from its forward to its backward."""
 
     def __init__(self, part: Part, key: Key, *, is_watched: bool = False) -> None:
+        super().__init__()
         self.part, self.key, self.is_watched = part, key, is_watched
         self.runs_again = False
         """The second run runs it as any other function."""
         self.inputs: list[torch.Tensor] | None = None  # of the second run
         self.node: Node | None = None  # that stands for this call in the second run's graph
-        self.gradients: list[Any] = []  # of the inputs; the graph refers to this list, not to self
         self.states: Any = None  # of the generators afterwards, if the part drew numbers
         self.wanted: set[int] = set()
         """Numbers of the inputs of which something was dropped."""
@@ -384,11 +498,10 @@ class _Call:
             self.runs_again = True
             return function(*args, **kwargs)
         before = checkpoints.generator_states() if self.part.draws else None
+        count = self.part.inputs
+        versions = [each._version for each in args[:count]]
+        inputs = self.cut([each.detach() for each in args[:count]])
         with torch.enable_grad():
-            count = self.part.inputs
-            versions = [each._version for each in args[:count]]
-            cut = [each.detach() for each in args[:count]]
-            inputs = _Entry.apply(self.gradients, _token(), *cut)
             outputs = function(*inputs, *args[count:], **kwargs)
         if self.part.draws:
             after = checkpoints.generator_states()
@@ -475,13 +588,8 @@ class _Call:
         self.kept, self.node = [], None
 
     def run_backward(self, gradients: Sequence[Any]) -> list[Any]:
-        """The gradients of the inputs, from those of the outputs."""
-        arrived = [(e, g) for e, g in zip(self.edges, gradients, strict=True) if g is not None]
-        self.edges = []
-        if arrived:
-            torch.autograd.backward([e for e, _ in arrived], [g for _, g in arrived])
-        found = list(self.gradients) or [None] * len(self.geometry)
-        self.gradients.clear()
+        """As of any graph apart; then nothing fills what was dropped."""
+        found = super().run_backward(gradients)
         self.inputs = None
         return found
 
@@ -523,10 +631,11 @@ class _Entry(torch.autograd.Function):
 
 
 class _Reattach(torch.autograd.Function):
-    """What stands for a part's outputs in the second run."""
+    """What stands for the outputs of a graph apart: of a part in the second run, or of a second run
+    in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, _: torch.Tensor, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: _Apart, _: torch.Tensor, *inputs: torch.Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
         return tuple([e.nan() if isinstance(e, _Dead) else e.detach() for e in call.kept])

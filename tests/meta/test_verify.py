@@ -25,6 +25,7 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import (
     MeasuredStep,
     Profile,
@@ -103,6 +104,23 @@ def test_the_processes_of_the_stages_say_nothing(profile, tmp_path, capfd):
 
 def test_a_plan_is_what_megatrons_schedule_does_with_chunks(profile, tmp_path, capsys):
     verified(profile, tmp_path, capsys, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "vp", "overlap_p2p_comm"),
+    [
+        ("full+ahead", None, True),
+        ("none*1,full+ahead*2,none*1,full+ahead*4", None, True),
+        ("full+ahead*2,none*2,full/2+ahead*4", 2, True),
+        ("full+ahead*2,none*2,full+ahead*4", 2, False),
+    ],
+)
+def test_what_recomputes_ahead_counts_as_in_megatrons_schedule(profile, text, vp, overlap_p2p_comm):
+    profile = replace(profile, overlap_p2p_comm=overlap_p2p_comm)
+    policy = RecomputePolicy.parse(text, num_layers=8)
+    plan = replace(plan_of(profile, vp=vp), recompute_policy=tuple(policy.to_config()))
+    for check in verify.verify(plan):
+        assert check.predicted_bytes == pytest.approx(check.megatron_bytes, abs=1024), check
 
 
 def verified(profile, tmp_path, captured, pp, vp):

@@ -75,7 +75,7 @@ def _order(p, v, m, group, overlap, stage):
     return (*events[:ahead], *steady, *backwards[len(events) - ahead :])
 
 
-def finish_by_plain_replay(schedule, forward, backward):
+def finish_by_plain_replay(schedule, forward, backward, ahead=None):
     """When each stage ends: whatever stage can run does, until all have run everything."""
     last = schedule.num_stages * schedule.num_chunks - 1
     queues = [list(order(schedule, stage)) for stage in range(schedule.num_stages)]
@@ -91,8 +91,9 @@ def finish_by_plain_replay(schedule, forward, backward):
                 if 0 <= neighbour <= last and needs not in done:
                     break
                 durations = forward if phase == "forward" else backward
-                start = max(free[stage], done.get(needs, -math.inf))
-                free[stage] = start + durations[stage][chunk]
+                early = ahead[stage][chunk] if ahead is not None and phase == "backward" else 0
+                start = max(free[stage] + early, done.get(needs, -math.inf))
+                free[stage] = start + durations[stage][chunk] - early
                 done[phase, position, microbatch] = free[stage]
                 queue.pop(0)
                 moved = True

@@ -25,6 +25,18 @@ def test_replay_equals_the_definition_written_out(schedule, data):
     assert replay_ms(schedule, *both_ms) == pytest.approx(max(expected_ps) / 1e9)
 
 
+@settings(max_examples=200)
+@given(schedules(), st.data())
+def test_a_recompute_begins_as_soon_as_its_stage_is_free(schedule, data):
+    forward, backward, early = (
+        np.rint(np.multiply(data.draw(times(schedule)), 1e9)).astype(np.int64) for _ in range(3)
+    )
+    backward = backward + early
+    expected = finish_by_plain_replay(schedule, forward, backward, early)
+    assert finished(schedule, forward, backward, early).tolist() == expected
+    assert max(expected) <= finished(schedule, forward, backward).max()
+
+
 @settings(max_examples=60)
 @given(
     schedules(),
@@ -42,6 +54,20 @@ def test_a_long_step_is_replayed_as_if_every_period_were(schedule, groups, most,
     )
     expected = finish_by_plain_replay(schedule, forward, backward)
     assert finished(schedule, forward, backward).tolist() == expected
+    early = backward // 3
+    expected = finish_by_plain_replay(schedule, forward, backward, early)
+    assert finished(schedule, forward, backward, early).tolist() == expected
+
+
+@pytest.mark.parametrize(("p", "v"), [(4, 1), (8, 1), (4, 2), (8, 2)])
+def test_what_waits_of_equal_stages_hide_is_known(p, v):
+    """(p - 1) R / v of a step: all recompute but that of the microbatch that a stage runs at the
+    steady state's rate. R = F, B = 2 F."""
+    schedule = Schedule(p, v, 4 * p)
+    forward, backward = [[1.0] * v] * p, [[3.0] * v] * p
+    early = [[1.0] * v] * (p - 1) + [[1.0] * (v - 1) + [0.0]]
+    saved = replay_ms(schedule, forward, backward) - replay_ms(schedule, forward, backward, early)
+    assert saved == p - 1
 
 
 @pytest.mark.parametrize("microbatches", [10**4, 10**9])

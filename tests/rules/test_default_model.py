@@ -20,6 +20,7 @@ GPT_IS_THE_SUBJECT = {
     "runtime/test_hybrid.py": "GPT with one layer for several depths, beside a HybridModel",
     "runtime/test_measurement.py": "a GPT layer's bytes as published formulas have them",
     "runtime/test_offload.py": "GPT's modules one by one; a HybridModel beside them",
+    "runtime/test_ahead.py": "the order of layers in pipelines, which is every model's",
     "runtime/test_run_once.py": "GPT layers and their products one by one; test_hybrid.py",
     "runtime/test_probe.py": "hooks of GPTModel's own forward",
 }

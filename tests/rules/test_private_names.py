@@ -11,9 +11,11 @@ OURS = (PACKAGE, "benchmarks", "scripts", "examples")
 """What a test may take no `_name` of."""
 OTHERS = {
     "_C",
+    "_batched_p2p_ops",
     "_cdata",
     "_checkpointed_forward",
     "_clear",
+    "_communicate",
     "_current_graph_task_id",
     "_deepcopy_dispatch",
     "_dump_snapshot",
@@ -21,6 +23,7 @@ OTHERS = {
     "_get_sample_arguments",
     "_get_share_storage",
     "_modules",
+    "_p2p_ops",
     "_record_memory_history",
     "_run_exitfuncs",
     "_schema",

@@ -25,7 +25,14 @@ CHOICES = st.one_of(
         st.lists(MODULES, min_size=1, max_size=4).map(tuple),
         offload=OFFLOAD,
     ),
-    st.integers(1, 5).map(lambda group: LayerPolicy("full", group=group)),
+    st.builds(
+        LayerPolicy,
+        st.just("full"),
+        group=st.integers(1, 5),
+        keep=st.sampled_from([(), ("core_attn",)]),
+        ahead=st.booleans(),
+    ),
+    st.builds(LayerPolicy, st.just("full"), rerun_all=st.booleans(), ahead=st.booleans()),
     st.builds(LayerPolicy, st.sampled_from(["inner", "full"]), inner=st.integers(1, 5)),
 )
 

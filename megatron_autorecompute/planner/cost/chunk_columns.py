@@ -53,7 +53,31 @@ class ChunkColumns:
         gradient_bytes = 0 if self.chunk.head else boundary_bytes
         own[:-1] += gradient_bytes
         own[-1:] += 0 if self.chunk.head else self.units[-1].kept_gradient_bytes
-        return own
+        return own if not self.early_bytes else np.maximum(own + self._early, self._waiting)
+
+    @cached_property
+    def early_bytes(self) -> int:
+        """What all units hold whose recompute has begun before the gradient is there."""
+        return sum(unit.ahead.held_bytes for unit in self.units if unit.ahead)
+
+    @cached_property
+    def _early(self) -> Ints:
+        """What units before each one hold in its backward, because they are recomputed already."""
+        own = [unit.ahead.held_bytes if unit.ahead else 0 for unit in self.units]
+        return np.cumsum([0, *own[:-1]], dtype=np.int64)
+
+    @cached_property
+    def _waiting(self) -> Ints:
+        """For each unit that is recomputed while the stage waits, after those behind it, what is
+        there besides the units up to it; 0 for others."""
+        found, behind = np.zeros(len(self.units), np.int64), 0
+        for number in reversed(range(len(self.units))):
+            ahead = self.units[number].ahead
+            if ahead:
+                found[number] = behind + ahead.transient_bytes
+                behind += ahead.held_bytes
+            behind += self.units[number].held_bytes
+        return found
 
     def reach_bytes(self, direction: Direction, boundary_bytes: int) -> Ints:
         """For each unit while it runs: held bytes of all units up to it, plus its transient."""

@@ -62,16 +62,16 @@ class Outcomes:
     ) -> list[Outcome]:
         """One outcome for each policy; calls `progress` with the share that is done, 0 to 1.
 
-        Policies that offload are evaluated one by one, with their copies.
+        Policies that offload or recompute ahead are evaluated one by one.
 
         Raises: ProfileError if the profile lacks a record, PolicyError if a group spans two chunks.
         """
-        copying = [index for index, policy in enumerate(policies) if policy.offloads]
+        copying = [index for index, policy in enumerate(policies) if _is_apart(policy)]
         by_index = {}
         for done, index in enumerate(copying, start=1):
             by_index[index] = _evaluated(self._costs, policies[index])
             progress(done / len(policies))
-        rest = [policy for policy in policies if not policy.offloads]
+        rest = [policy for policy in policies if not _is_apart(policy)]
         share = len(copying) / len(policies) if policies else 0.0
         others = iter(self._without_copies(rest, lambda part: progress(share + (1 - share) * part)))
         return [by_index[i] if i in by_index else next(others) for i in range(len(policies))]
@@ -127,6 +127,10 @@ class Outcomes:
             peak = stage_peak(self._bases[stage], stage, columns, self._moments[stage])
             self._known[key] = _StageCost(tuple(times), peak.bytes)
         return self._known[key]
+
+
+def _is_apart(policy: RecomputePolicy) -> bool:
+    return policy.offloads or policy.is_ahead
 
 
 def _evaluated(costs: PolicyCosts, policy: RecomputePolicy) -> Outcome:

@@ -127,6 +127,9 @@ class StageBase:
     nothing else uses, that of the optimizer step."""
     deferred_bytes: int = 0
     """Of one deferred run of the output layer; `Moment.deferred` counts them."""
+    posts_both: bool = False
+    """Whether one call posts a forward's and a backward's receive, and waits for both: several
+    chunks without overlap_p2p_comm. What is recomputed in that wait is there in the forward."""
     exchanged: int = 1
     """Hidden states in one tensor between this stage and its neighbours; more where MTP depths are
     on another stage than the loss."""
@@ -152,6 +155,7 @@ def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nom
     layers = tuple(sorted(layer for chunk in chunks for layer in chunk.layers))
     boundary, nothing = profile.boundary_bytes, ScheduleOverhead(0, 0)
     wide = max(hidden_states_received(profile, chunk) for chunk in chunks)
+    both = layout.num_chunks > 1 and not profile.overlap_p2p_comm
     waiting = profile.deferred.each_bytes if profile.deferred else 0
     if stage < len(profile.stages) == layout.num_stages:
         found = profile.stages[stage]
@@ -161,10 +165,10 @@ def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nom
             rest = found.overhead or nothing
             apart = found.optimizer_step_peak_bytes * profile.graph_of_iteration
             return StageBase(
-                found.static, peak, rest, boundary, residual, True, apart, waiting, wide
+                found.static, peak, rest, boundary, residual, True, apart, waiting, both, wide
             )
     static = _added_static(profile, chunks, stage)
-    return StageBase(static, 0, nothing, boundary, 0, False, 0, waiting, wide)
+    return StageBase(static, 0, nothing, boundary, 0, False, 0, waiting, both, wide)
 
 
 def stage_moments(profile: Profile, schedule: Schedule, stage: int) -> tuple[Moment, ...]:
@@ -272,7 +276,7 @@ def stage_peak(
             known[event] = _highest(base, columns, moment)
         reach, unit, direction = known[event]
         alive = constant_bytes(base, moment) + sum(map(mul, moment.in_flight, held))
-        alive += idle_bytes(base, columns, moment)
+        alive += idle_bytes(base, columns, moment) + early_bytes(base, columns, moment)
         copied = copies.during(number) if copies else 0
         if alive + reach + copied <= best[0]:
             continue
@@ -348,6 +352,13 @@ def idle_bytes(base: StageBase, columns: Sequence[ChunkColumns], moment: Moment)
         )
         if idle and chunk != running
     )
+
+
+def early_bytes(base: StageBase, columns: Sequence[ChunkColumns], moment: Moment) -> int:
+    """The most that has been recomputed for the backward after a forward, in the wait before it."""
+    if moment.direction == "backward" or not base.posts_both:
+        return 0
+    return max(own.early_bytes for own in columns)
 
 
 def _event(moment: Moment) -> tuple[object, ...]:
@@ -459,7 +470,7 @@ def moment_bytes(
     held = int(running.held_bytes[: unit + 1].sum())
     reach = held + int(running.transient_bytes(moment.direction, base.boundary_bytes)[unit])
     overhead = constant_bytes(base, moment) - base.static.total_bytes - base.apart_bytes
-    waiting += idle_bytes(base, columns, moment)
+    waiting += idle_bytes(base, columns, moment) + early_bytes(base, columns, moment)
     if moment.in_parts:
         late, own = late_bytes(base, moment), (moment.direction, unit)
         points = (p for p in _points(base, columns, moment) if (p.direction, p.unit) == own)

@@ -64,6 +64,9 @@ class StageCost:
     """Time that backwards wait for copies from host memory, for all microbatches."""
     host_bytes: int = 0
     """Host memory that one device's copies take at most."""
+    ahead_ms: tuple[float, ...] = ()
+    """Per chunk: of backward_ms the recompute that begins before the gradient is there; empty where
+    none does."""
 
     @property
     def busy_ms(self) -> float:
@@ -85,6 +88,8 @@ class PolicyCost:
     recompute."""
     stall_ms: float = 0.0
     """The part of step_ms that is added by waits for copies from host memory."""
+    ahead_ms: float = 0.0
+    """By how much step_ms is shorter because recompute begins before its gradient is there."""
 
     @property
     def peak_high_bytes(self) -> int:
@@ -141,6 +146,11 @@ class PolicyCosts:
         if policy not in self._known:
             self._known[policy] = self._of(policy)
         return self._known[policy]
+
+    def step_ms(self, policy: RecomputePolicy) -> float:
+        """Time of the step alone, of a policy that copies nothing. Raises: as `evaluate`."""
+        times = times_of(self._units("nominal", policy)).plus(self._residual)
+        return _step_ms(self.schedule, times)
 
     def _of(self, policy: RecomputePolicy) -> PolicyCost:
         policy.checked_length(self.profile.num_layers, "The policy")
@@ -213,6 +223,7 @@ class PolicyCosts:
         mean_ms = sum(work_ms) / len(work_ms)
         nominal = peaks["nominal"]
         low, high = peaks.get("low", nominal), peaks.get("high", nominal)
+        ahead_ms = () if times.ahead is None else (times.ahead / PS_PER_MS).tolist()
         stages = tuple(
             StageCost(
                 stage=stage,
@@ -224,11 +235,16 @@ class PolicyCosts:
                 ideal_ms=mean_ms,
                 imbalance_ms=work_ms[stage] - mean_ms,
                 recompute_ms=busy_ms[stage] - work_ms[stage],
+                ahead_ms=tuple(ahead_ms[stage]) if ahead_ms else (),
             )
             for stage in range(self.layout.num_stages)
         )
         step_ms = _step_ms(self.schedule, times)
         cost = PolicyCost(stages, step_ms, step_ms - max(busy_ms), step_ms - plain_ms)
+        if times.ahead is not None:
+            cost = replace(
+                cost, ahead_ms=_step_ms(self.schedule, replace(times, ahead=None)) - step_ms
+            )
         return cost if step is None else _with_copies(cost, step, m)
 
 
@@ -259,4 +275,5 @@ def _with_copies(cost: PolicyCost, step: OffloadedStep, num_microbatches: int) -
 
 
 def _step_ms(schedule: Schedule, times: Times) -> float:
-    return replay_ms(schedule, times.forward / PS_PER_MS, times.backward / PS_PER_MS)
+    ahead = None if times.ahead is None else times.ahead / PS_PER_MS
+    return replay_ms(schedule, times.forward / PS_PER_MS, times.backward / PS_PER_MS, ahead)

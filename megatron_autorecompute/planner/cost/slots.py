@@ -119,11 +119,11 @@ class Block:
             round_trip = self.lookback + number + hops - 2 * _group_size(schedule, event)
         return _Wait(view, before, after, round_trip)
 
-    def run(self, window: Ints, forward: Ints, backward: Ints) -> Ints:
+    def run(self, window: Ints, forward: Ints, backward: Ints, ahead: Ints | None = None) -> Ints:
         """The last `lookback` rows after the block, from those before it."""
-        return self.table(window, forward, backward)[self.shape[0] :, 1:-1]
+        return self.table(window, forward, backward, ahead)[self.shape[0] :, 1:-1]
 
-    def table(self, window: Ints, forward: Ints, backward: Ints) -> Ints:
+    def table(self, window: Ints, forward: Ints, backward: Ints, ahead: Ints | None = None) -> Ints:
         """The whole table: `[lookback + slot, column, ...]`."""
         count, stages = self.shape
         finish = np.empty((self.lookback + count, stages + 2, *forward.shape[2:]), np.int64)
@@ -135,11 +135,17 @@ class Block:
         number, stage, chunk = self.events[1]
         stage = stages - 1 - stage
         duration[number, stage] = backward[stage, self.last - chunk]
+        early = None if ahead is None else np.zeros_like(duration)
+        if early is not None and ahead is not None:
+            early[number, stage] = ahead[stage, self.last - chunk]
         views = (finish, finish[:, ::-1])
         for number, waits in enumerate(self.waits):
             row = self.lookback + number
             now = finish[row, 1:-1]
             now[...] = finish[row - 1, 1:-1]
+            if early is not None:
+                now += early[number]
+                duration[number] -= early[number]
             for wait in waits:
                 view = views[wait.view]
                 if wait.round_trip is not None:

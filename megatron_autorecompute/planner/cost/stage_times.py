@@ -7,7 +7,7 @@ forwards and backwards in proportion to the least time of each, so that none bec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,13 +27,14 @@ class Times:
     """`[stage, chunk]`"""
     backward: Ints
     """`[stage, chunk]`"""
+    ahead: Ints | None = None
+    """Of the backward what may begin before the gradient is there; None: nothing."""
 
     def plus(self, other: Times) -> Times:
         """The sum with other times; negative results become 0."""
-        return Times(
-            np.maximum(self.forward + other.forward, 0),
-            np.maximum(self.backward + other.backward, 0),
-        )
+        backward = np.maximum(self.backward + other.backward, 0)
+        ahead = None if self.ahead is None else np.minimum(self.ahead, backward)
+        return Times(np.maximum(self.forward + other.forward, 0), backward, ahead)
 
     @property
     def busy(self) -> Ints:
@@ -44,10 +45,13 @@ class Times:
 
 def times_of(units: Sequence[Sequence[tuple[Unit, ...]]]) -> Times:
     """Times of the units of every stage and chunk, `[stage][chunk]`."""
-    return Times(
-        np.array([[sum(u.forward_ps for u in own) for own in stage] for stage in units], np.int64),
-        np.array([[sum(u.backward_ps for u in own) for own in stage] for stage in units], np.int64),
-    )
+
+    def sums(figure: Callable[[Unit], int]) -> Ints:
+        return np.array([[sum(map(figure, own)) for own in stage] for stage in units], np.int64)
+
+    ahead = sums(lambda unit: unit.ahead.time_ps if unit.ahead else 0)
+    forward, backward = sums(lambda unit: unit.forward_ps), sums(lambda unit: unit.backward_ps)
+    return Times(forward, backward, ahead if ahead.any() else None)
 
 
 def residual_ms(profile: Profile, layout: Layout, stage: int) -> float:

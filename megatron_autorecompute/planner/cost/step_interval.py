@@ -101,7 +101,9 @@ class StepErrors:
         if residual.busy.any():
             self.readings.append(_Reading(costs.schedule, self._grown(own, residual), errors))
         self.waits_ms = costs.of(policy).stall_ms if offloads(units) else 0.0
-        """For copies; the same at both ends."""
+        """For copies, less what begins ahead; the same at both ends."""
+        if policy.is_ahead:
+            self.waits_ms -= costs.of(policy).ahead_ms
 
     def interval(self) -> StepInterval | None:
         """Of the step; None where no time of it is known to err."""

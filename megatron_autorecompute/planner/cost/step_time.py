@@ -33,6 +33,7 @@ def replay_ms(
     schedule: Schedule,
     forward_ms: Sequence[Sequence[float]] | Floats,
     backward_ms: Sequence[Sequence[float]] | Floats,
+    ahead_ms: Sequence[Sequence[float]] | Floats | None = None,
 ) -> float:
     """Milliseconds of a step: every event starts when its stage is free and its input has arrived.
 
@@ -40,13 +41,15 @@ def replay_ms(
         schedule: the order of events.
         forward_ms: time of one forward, `[stage][chunk]`.
         backward_ms: time of one backward, recompute included, `[stage][chunk]`.
+        ahead_ms: of that the part that begins before the gradient is there; None: nothing.
 
     Raises PipelineError for wrong shapes and for times that are negative or not finite.
     """
     forward = _times(schedule, forward_ms, "forward_ms")
     backward = _times(schedule, backward_ms, "backward_ms")
     per_ms = PS_PER_MS / step_unit(schedule, float((forward + backward).sum()) * PS_PER_MS)
-    finish = finished(schedule, _rounded(forward * per_ms), _rounded(backward * per_ms))
+    ahead = None if ahead_ms is None else _rounded(_times(schedule, ahead_ms, "ahead_ms") * per_ms)
+    finish = finished(schedule, _rounded(forward * per_ms), _rounded(backward * per_ms), ahead)
     return float(finish.max() / per_ms)
 
 
@@ -59,7 +62,7 @@ def step_unit(schedule: Schedule, all_ps: float) -> int:
     return 1 << max(0, power - (share == 0.5))
 
 
-def finished(schedule: Schedule, forward: Ints, backward: Ints) -> Ints:
+def finished(schedule: Schedule, forward: Ints, backward: Ints, ahead: Ints | None = None) -> Ints:
     """When each stage ends its last event, `[stage, ...]`.
 
     Args:
@@ -67,8 +70,10 @@ def finished(schedule: Schedule, forward: Ints, backward: Ints) -> Ints:
         forward: time of one forward, of shape [stage, chunk, ...]; further dimensions are
             candidates that are replayed together. In any unit; see `step_unit`.
         backward: time of one backward, of the same shape and unit.
+        ahead: of that the part that needs no gradient to begin, as soon as the stage is free; None:
+            nothing.
     """
-    for part in parts(schedule, forward, backward):
+    for part in parts(schedule, forward, backward, ahead):
         finish: Ints = part.after[-1]
     return finish
 
@@ -91,23 +96,25 @@ class Part:
         return following if self.step is None else following + (self.times - 1) * self.step
 
 
-def parts(schedule: Schedule, forward: Ints, backward: Ints) -> Iterator[Part]:
+def parts(
+    schedule: Schedule, forward: Ints, backward: Ints, ahead: Ints | None = None
+) -> Iterator[Part]:
     """A replay in order; arguments as of `finished`."""
     steady = Steady.of(schedule)
     shape = (lookback(schedule), schedule.num_stages, *forward.shape[2:])
     window, slot = np.zeros(shape, np.int64), 0
     if steady.periods >= _FEW_PERIODS:
         first = block(schedule, 0, steady.first)
-        part = Part(first, first.table(window, forward, backward))
+        part = Part(first, first.table(window, forward, backward, ahead))
         window = part.after
         yield part
         period = block(schedule, steady.first, steady.length)
-        for part in _repeated(period, window, forward, backward, steady.periods):
+        for part in _repeated(period, window, (forward, backward, ahead), steady.periods):
             window = part.after
             yield part
         slot = steady.first + steady.periods * steady.length
     rest = block(schedule, slot, num_slots(schedule) - slot)
-    yield Part(rest, rest.table(window, forward, backward))
+    yield Part(rest, rest.table(window, forward, backward, ahead))
 
 
 def _times(schedule: Schedule, times: Sequence[Sequence[float]] | Floats, name: str) -> Floats:
@@ -128,20 +135,20 @@ def _rounded(values: Floats) -> Ints:
 
 
 def _repeated(
-    period: Block, window: Ints, forward: Ints, backward: Ints, periods: int
+    period: Block, window: Ints, times: tuple[Ints, Ints, Ints | None], periods: int
 ) -> Iterator[Part]:
     """So many periods; those that are known to take what the two before them took are one part."""
     done, before = 0, None
     while done < periods:
-        part = Part(period, period.table(window, forward, backward))
+        part = Part(period, period.table(window, *times))
         yield part
         step, window, done = part.after - window, part.after, done + 1
         if before is None or done == periods or not np.array_equal(step, before):
             before = step
             continue
-        ahead = _ahead(lambda now: period.run(now, forward, backward), window, step, periods - done)
+        ahead = _ahead(lambda now: period.run(now, *times), window, step, periods - done)
         if ahead:
-            yield Part(period, period.table(window, forward, backward), step, ahead)
+            yield Part(period, period.table(window, *times), step, ahead)
         window, done = window + ahead * step, done + ahead
         before = None if ahead else step
 

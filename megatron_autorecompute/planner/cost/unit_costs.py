@@ -50,6 +50,18 @@ HELD, FORWARD, BACKWARD, TIMES = 0, 1, 2, slice(3, None)
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """Of a unit whose recompute begins before the gradient is there."""
+
+    time_ps: int
+    """Of its backward what is the recompute."""
+    held_bytes: int
+    """What it holds from then to its backward, on top of held_bytes."""
+    transient_bytes: int
+    """The most that the recompute needs on top of held_bytes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """Costs of one unit for one microbatch."""
 
@@ -77,6 +89,8 @@ class Unit:
     """As the record's."""
     graph: GraphBytes | None = None
     """As the record's."""
+    ahead: Ahead | None = None
+    """None: its recompute begins in its backward."""
 
     @property
     def time_ps(self) -> int:
@@ -177,7 +191,7 @@ class CostTable:
 
     def record(self, layer: int, choice: LayerPolicy) -> ChoiceRecord | None:
         """The shifted record of one layer's choice; None if the profile has none."""
-        return self._records[self._kinds[layer].name].get(choice)
+        return self._records[self._kinds[layer].name].get(choice.in_time)
 
     def choices(self, layer: int) -> tuple[LayerPolicy, ...]:
         """The choices of one layer that have records, without groups, in the profile's order.
@@ -269,9 +283,37 @@ class CostTable:
         """
         first, norm = layer == chunk.layers[0], self.profile.final_norm
         if layer != self.profile.model.num_layers:
-            return self.layer(layer, policy, first and not chunk.embedding, alone=chunk.head)
+            unit = self.layer(layer, policy.in_time, first and not chunk.embedding, chunk.head)
+            return self._early(unit, chunk) if policy.ahead else unit
         unit = self.layer(layer, policy, alone=chunk.head)
         return unit if first or norm is None else _behind(self._shifted(norm, 1.0), unit)
+
+    def _early(self, unit: Unit, chunk: Chunk) -> Unit:
+        """A unit of full layers whose recompute begins early; the same under the loss, where no
+        stage waits. Then its layers hold what they do under `none`, beside the checkpoint's input.
+        In the backward the recomputed output is gone.
+
+        While a stage recomputes it has posted a receive, what it sends next is still there, and of
+        the microbatch before the last gradient and, if there is a stage before, what it got.
+
+        Raises: ProfileError without a record of `none`.
+        """
+        if chunk.head or unit.layers[0] >= self.profile.model.num_layers:
+            return unit
+        units = [self.layer(layer, NONE) for layer in unit.layers]
+        first, boundary_bytes = self.record(unit.layers[0], NONE), self.profile.boundary_bytes
+        shared = unit.held_bytes if first and first.input_kept else 0
+        held, highest = -shared, 0
+        for none in units:
+            held += none.held_bytes
+            highest = max(highest, held + none.forward_transient_bytes)
+        highest += (3 - chunk.embedding) * boundary_bytes
+        time_ps = unit.backward_ps - sum(none.backward_ps for none in units)
+        return replace(
+            unit,
+            backward_transient_bytes=max(0, unit.backward_transient_bytes - boundary_bytes),
+            ahead=Ahead(max(0, time_ps), max(0, held), highest),
+        )
 
     def units_in(
         self, chunk: Chunk, layer: int, choices: tuple[LayerPolicy, ...]
@@ -453,7 +495,8 @@ class CostTable:
                 continue
             step = run.policy.group
             cut = (layers[i : i + step] for i in range(0, len(layers), step))
-            units += [self.checkpoint(each, run.policy) for each in cut]
+            together = [self.checkpoint(each, run.policy.in_time) for each in cut]
+            units += [self._early(u, chunk) if run.policy.ahead else u for u in together]
         return (*units, *after)
 
     def chunk_times_ps(self, chunk: Chunk, policy: RecomputePolicy) -> tuple[int, int]:
@@ -472,7 +515,7 @@ class CostTable:
                 continue
             for first in range(run.start, stop, run.policy.group):
                 layers = chunk.layers[first : first + run.policy.group]
-                unit = self.checkpoint(layers, run.policy)
+                unit = self.checkpoint(layers, run.policy.in_time)
                 forward, backward = forward + unit.forward_ps, backward + unit.backward_ps
         return forward, backward
 

@@ -132,13 +132,14 @@ class OffloadSearch:
 def without_offload(problem: Problem) -> Problem | None:
     """The problem if no layer offloaded; None where some layers can do nothing else."""
     kinds = [{record.policy for record in kind.choices} for kind in problem.profile.kinds]
-    if problem.only is not None:
+    if problem.only is not None and not problem.only.every:
         kinds = [{c for c in choices if c in problem.only.choices} for choices in kinds]
     plain = [{c for c in choices if not c.offload and c.group == 1} for choices in kinds]
     if not all(plain):
         return None
-    groups = problem.only is None or problem.only.groups
-    only = OnlyChoices(frozenset().union(*plain), groups)
+    given = problem.only
+    groups = given is None or given.groups or given.every
+    only = OnlyChoices(frozenset().union(*plain), groups, given is not None and given.ahead)
     return replace(problem, allowed=only.texts())
 
 

@@ -113,7 +113,8 @@ class Problem:
     records is the maximum. "stated" is `Profile.stated_percentile`."""
     allowed: Sequence[str] | None = None
     """Texts of the choices that may be used, such as "none" and "selective[core_attn]"; `full/N`
-    stands for checkpoints around several layers. None allows every recorded choice."""
+    stands for checkpoints around several layers. None allows every recorded choice. `ahead` lets
+    full layers recompute ahead, alone beside every recorded choice."""
     known: tuple[RecomputePolicy, ...] = ()
     """Policies of this model. No plan is slower than one of these that fits and is allowed."""
 
@@ -177,7 +178,14 @@ class Problem:
 
     def allows(self, layer: int, choice: LayerPolicy) -> bool:
         """Whether a layer may have a choice."""
-        return self.only is None or self.only.allow(self.table, layer, choice)
+        if self.only is None:
+            return not choice.ahead
+        return self.only.allow(self.table, layer, choice)
+
+    @property
+    def may_begin_early(self) -> bool:
+        """Whether layers may recompute ahead, and there are stages that wait."""
+        return self.only is not None and self.only.ahead and self.layout.num_stages > 1
 
     def may_be(self, policy: RecomputePolicy) -> bool:
         """Whether a policy is made of what is allowed."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_autorecompute.planner.cost.stage_times import residual_times
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.search.ahead import with_early
 from megatron_autorecompute.planner.search.evidence import proven
 from megatron_autorecompute.planner.search.manual import best_manual, fits
 from megatron_autorecompute.planner.search.problem import Problem
@@ -28,7 +29,8 @@ def shortest(problem: Problem) -> Solution | None:
     pairs = zip(problem.stages.leanest, problem.budgets, strict=True)
     if any(choice.peak_bytes > budget for choice, budget in pairs):
         return None
-    return _with_known(problem, _searched(problem))
+    found = _searched(problem)
+    return _with_known(problem, with_early(problem, found) if problem.may_begin_early else found)
 
 
 def _searched(problem: Problem) -> Solution:

@@ -29,6 +29,8 @@ Split = tuple[tuple[LayerPolicy, ...], ...]
 """`[chunk][position]` choices of a stage."""
 GROUPS = "full/N"
 """Text that stands for checkpoints around several layers, of any size."""
+EARLY = "ahead"
+"""Text that stands for any full choice with `+ahead`; alone, beside every recorded choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +41,43 @@ class OnlyChoices:
     """Choices of a single layer."""
     groups: bool
     """Whether checkpoints around several layers may be used, of any size."""
+    ahead: bool = False
+    """Whether full layers may begin their recompute before the gradient is there."""
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> OnlyChoices:
-        """Read choices; `full/N` stands for all groups. Raises PolicyError for other texts."""
+        """Read choices; `full/N` stands for all groups, `ahead` for `+ahead` of all. Raises
+        PolicyError for other texts."""
         wanted = set(texts)
-        alone = frozenset(LayerPolicy.parse(text) for text in wanted - {GROUPS})
+        alone = frozenset(LayerPolicy.parse(text) for text in wanted - {GROUPS, EARLY})
         for choice in alone:
             if choice.group > 1:
                 raise PolicyError(f"{choice}: groups are allowed all together, as {GROUPS}.")
-        return cls(alone, GROUPS in wanted)
+            if choice.ahead:
+                raise PolicyError(f"{choice}: +ahead is allowed for all choices, as {EARLY}.")
+        return cls(alone, GROUPS in wanted, EARLY in wanted)
+
+    @property
+    def every(self) -> bool:
+        """Whether every recorded choice is allowed."""
+        return self.ahead and not self.choices and not self.groups
 
     def texts(self) -> tuple[str, ...]:
         """What `parse` reads, sorted."""
-        return tuple(sorted([*map(str, self.choices), *[GROUPS] * self.groups]))
+        more = [GROUPS] * self.groups + [EARLY] * self.ahead
+        return tuple(sorted([*map(str, self.choices), *more]))
 
     def and_also(self, choice: LayerPolicy) -> OnlyChoices:
         """These choices, and one more choice of a single layer."""
-        return OnlyChoices(self.choices | {choice}, self.groups)
+        return self if self.every else replace(self, choices=self.choices | {choice})
 
     def allow(self, table: CostTable, layer: int, choice: LayerPolicy) -> bool:
         """Whether a layer may have a choice; an inert choice counts as the choice it equals."""
-        if choice.group > 1:
-            return self.groups
+        if choice.ahead and not self.ahead:
+            return False
+        if choice.group > 1 or self.every:
+            return self.groups or self.every
+        choice = choice.in_time
         return not self.choices.isdisjoint(table.names(layer, choice))
 
 
@@ -151,7 +167,7 @@ def chunk_problem(
     """Collect the options of a chunk; `only` restricts them, None allows every recorded choice."""
     before, after = table.pseudo_layers(chunk)
     layers = chunk.layers
-    grouped = only is None or only.groups
+    grouped = only is None or only.groups or only.every
     groups = [table.checkpoints(layers[i:] if grouped else ()) for i in range(len(layers))]
     return ChunkProblem(
         layers,

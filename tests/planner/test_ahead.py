@@ -1,0 +1,138 @@
+"""Which layers recompute ahead: against all that could."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from megatron_autorecompute.errors import InfeasibleError, PolicyError
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.search.ahead import begun_early
+from megatron_autorecompute.planner.search.manual import fits
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.report.timeline import event_peaks, timeline
+from tests.planner.random_profiles import drawn
+from tests.planner.uniform_profiles import FULL, NONE, peak_of, uniform_profile
+
+LAYERS = 8
+
+
+def problem_of(budget, p=4, m=8, **options):
+    profile = uniform_profile(LAYERS, NONE, FULL, boundary_bytes=4)
+    allowed = options.pop("allowed", ("ahead",))
+    return Problem(profile, Layout.from_flags(LAYERS, p), Schedule(p, 1, m), budget, None, allowed)
+
+
+def all_policies(problem):
+    """Every mixture of all choices and of what begins early."""
+    kinds = [problem.table.choices(layer) for layer in range(problem.profile.num_layers)]
+    for choices in itertools.product(*kinds):
+        full = [n for n, choice in enumerate(choices) if choice.granularity == "full"]
+        for marks in itertools.product([False, True], repeat=len(full)):
+            layers = list(choices)
+            for layer, ahead in zip(full, marks, strict=True):
+                layers[layer] = replace(layers[layer], ahead=ahead)
+            yield RecomputePolicy(tuple(layers))
+
+
+def small_problems():
+    for seed in range(400):
+        profile, layout, schedule, budget = drawn(seed)
+        has_none = all(kind.record("none") for kind in profile.kinds)
+        if layout.num_stages > 1 and profile.num_layers <= 4 and has_none:
+            yield Problem(profile, layout, schedule, budget, None, ("ahead",))
+
+
+def test_no_choices_make_a_shorter_step_than_the_bound_and_none_is_slower_with_more_choices():
+    count, shorter, best = 0, 0, 0
+    for problem in small_problems():
+        try:
+            found = solve(problem)
+        except InfeasibleError:
+            continue
+        plain = solve(replace(problem, allowed=None))
+        truth = min(
+            cost.step_ms
+            for policy in all_policies(problem)
+            if fits(problem, cost := problem.cost(policy))
+        )
+        step_ms, bound_ms = found.cost.step_ms, found.step_evidence.bound_ms
+        assert bound_ms <= truth * (1 + 1e-12)
+        assert truth <= step_ms * (1 + 1e-12)
+        assert step_ms <= plain.cost.step_ms
+        assert fits(problem, found.cost)
+        count, shorter = count + 1, shorter + (truth < plain.cost.step_ms * (1 - 1e-9))
+        best += step_ms <= truth * (1 + 1e-9)
+    assert count >= 20
+    assert shorter >= 3
+    assert best >= 0.8 * count, (best, count)
+
+
+@pytest.mark.parametrize("share", range(0, 11))
+def test_a_larger_budget_makes_no_slower_plan(share):
+    low, high = (
+        max(choice.peak_bytes for choice in choices)
+        for choices in (problem_of(1 << 40).stages.leanest, problem_of(1 << 40).stages.fastest)
+    )
+    budgets = [low + (high - low) * n // 10 for n in (share, share + 1)]
+    smaller, larger = (solve(problem_of(budget)).cost.step_ms for budget in budgets)
+    assert larger <= smaller
+
+
+def test_what_begins_early_counts_from_the_wait_to_its_backward():
+    """Two layers a stage. `full` holds 4 and takes 130 while its backward runs; the recompute holds
+    what `none` does, 100, but the checkpoint's input. A recomputed output, one boundary tensor of
+    4, is gone in the backward. In the first layer's backward that of the chunk's output is not."""
+    profile = uniform_profile(4, NONE, FULL, boundary_bytes=4)
+    layout, schedule = Layout.from_flags(4, 2), Schedule(2, 1, 4)
+    early = 100 - 4
+    plain = peak_of(profile, layout, schedule, "full").bytes
+    one = peak_of(profile, layout, schedule, "full*1,full+ahead*1,full*2").bytes
+    both = peak_of(profile, layout, schedule, "full+ahead*2,full*2").bytes
+    assert one == plain
+    assert both == plain - 4 + early
+    last = peak_of(profile, layout, schedule, "full*2,full+ahead*2", stage=1)
+    assert last == peak_of(profile, layout, schedule, "full*4", stage=1)
+
+
+def test_only_what_shortens_the_step_begins_early():
+    problem = problem_of(1 << 30)
+    policy = begun_early(problem, RecomputePolicy.parse("full", num_layers=LAYERS))
+    everything = RecomputePolicy.parse("full+ahead", num_layers=LAYERS)
+    assert problem.cost(policy).step_ms == problem.cost(everything).step_ms
+    assert problem.cost(policy).ahead_ms == 3 * 20.0  # (p - 1) R
+    for layer, choice in enumerate(policy.layers):
+        if choice.ahead:
+            layers = list(policy.layers)
+            layers[layer] = replace(choice, ahead=False)
+            fewer = RecomputePolicy(tuple(layers))
+            assert problem.cost(fewer).step_ms > problem.cost(policy).step_ms
+    assert not any(choice.ahead for choice in policy.layers[-2:])
+
+
+def test_nothing_begins_early_unless_it_is_asked_for():
+    tight = max(choice.peak_bytes for choice in problem_of(1 << 40).stages.leanest) + 100
+    assert solve(problem_of(tight)).policy.is_ahead
+    assert not solve(problem_of(tight, allowed=None)).policy.is_ahead
+    assert not solve(problem_of(tight, allowed=("none", "full"))).policy.is_ahead
+    assert solve(problem_of(tight, allowed=("none", "full", "ahead"))).policy.is_ahead
+    with pytest.raises(PolicyError, match="as ahead"):
+        solve(problem_of(tight, allowed=("full+ahead",)))
+
+
+def test_a_plan_file_keeps_what_begins_early(tmp_path):
+    tight = max(choice.peak_bytes for choice in problem_of(1 << 40).stages.leanest) + 100
+    plan = make_plan(problem_of(tight))
+    plan.save(tmp_path / "plan.json")
+    read = Plan.load(tmp_path / "plan.json")
+    assert read.policy == plan.policy
+    assert read.policy.is_ahead
+    assert read.cost == plan.cost
+    step = timeline(read)
+    assert step.step_ms == pytest.approx(plan.cost.step_ms)
+    for drawn_stage, cost in zip(step.stages, plan.cost.stages, strict=True):
+        assert event_peaks(drawn_stage).max() == cost.peak.bytes
