@@ -30,8 +30,8 @@ from megatron_autorecompute.planner.search.units import HELD
 Chosen = list[tuple[int, ...]]
 """Of every stage the plans of its chunks."""
 _RELAXATIONS = 14
-"""Twice as many: of interleaved rows of `benchmarks/solve_speed.py` gaps are a twelfth smaller, for a
-tenth more time."""
+"""With twice as many gaps of interleaved rows of `benchmarks/solve_speed.py` are a twelfth smaller,
+for a tenth more time."""
 _AGAIN = 4
 """The same after a round; half as many or twice as many change no answer there."""
 _ROUNDS = 2
