@@ -27,6 +27,8 @@ SLACK = 1e-9
 _SHORT = 16
 """Places up to which checkpoints of every length are tried in a table."""
 _LENGTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 256)
+"""Of checkpoints in a longer chunk: up to 128 each is at most half as long again as the one before.
+What is left out counts as not proven."""
 _WORK = 24_000
 """Rows of all places of a table together, about."""
 WIDTHS = (60, 600)

@@ -24,6 +24,7 @@ from megatron_autorecompute.planner.search.units import (
 )
 
 _PRICINGS = 8
+"""Programs until prices stand; half as many or twice as many change no answer."""
 _TOLERANCE = 1e-7
 """Of linear programs, relative."""
 _WIDTHS = (90, 270, 810, 2430, 7290)

@@ -23,6 +23,7 @@ COLUMNS = FORWARD_PS, BACKWARD_PS, HELD, FORWARD, BACKWARD = range(5)
 unit what it needs besides what is held."""
 HIGHEST = slice(FORWARD, None)
 _ROUNDS = 24
+"""Cuts, which `_CLOSE` ends before; half as many or twice as many change no answer."""
 _CLOSE = 1e-5
 """A bound that can rise by no more than this share of the prices is the highest."""
 
