@@ -16,7 +16,7 @@ _MOST = 1000
 """Of a stage, than which no other is shorter everywhere."""
 _ROUNDS = 60
 """Ends the few programs whose paths have no end in sight; half as many or twice as many change no
-answer of 200 random problems, nor do the next one's."""
+answer of 60 random problems, nor do the next one's."""
 _NODES = 20_000
 _TOLERANCE = 1e-7
 """Of the solver, as a share of the step."""
