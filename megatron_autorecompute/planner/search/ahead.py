@@ -3,18 +3,20 @@
 A recompute that begins early takes bytes and never makes a step longer. So every chunk begins early
 as many layers as fit, the last ones first, and lets go of what the step does not need. Choices that
 hold less leave more room for that: rungs of a ladder of budgets are tried, the same whatever the
-budget is.
+budget is, on each stage.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
+from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.peak_memory import stage_base, stage_moments, stage_peak
 from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
@@ -32,46 +34,68 @@ def with_early(problem: Problem, found: Solution) -> Solution:
     """The solution, or a policy with layers that recompute ahead if its step is shorter; with a
     bound on all such."""
     bases = dict.fromkeys([found.policy, *_ladder(problem)])
-    plans = [found.policy, *(begun_early(problem, base) for base in bases)]
-    best = min(plans, key=problem.costs.step_ms)
+    plans = [found.policy, *(_all_that_fit(problem, base) for base in bases)]
+    best = _without_needless(problem, _stage_by_stage(problem, plans))
+    shorter = problem.costs.step_ms(best) < problem.costs.step_ms(found.policy)
+    best = best if shorter else found.policy
     return proven(problem, best, _bound_ms(problem, found.evidence))
 
 
 def begun_early(problem: Problem, policy: RecomputePolicy) -> RecomputePolicy:
     """A policy that fits, with the layers that recompute ahead for the shortest step, no more."""
-    chunks = [c for chunks in problem.layout.stages for c in reversed(chunks)]
-    marks = [_units(problem, policy, chunk.layers) * (not chunk.head) for chunk in chunks]
-    stages = [s for s, own in enumerate(problem.layout.stages) for _ in own]
-    for number, stage in enumerate(stages):
-        for unit in marks[number]:
-            more = _marked(policy, [unit])
-            if not _fits(problem, stage, more):
-                break
-            policy = more
-    most = problem.costs.step_ms(policy)
-    for own in marks:
-        policy = _without_needless(problem, policy, own, most)
+    return _without_needless(problem, _all_that_fit(problem, policy))
+
+
+def _all_that_fit(problem: Problem, policy: RecomputePolicy) -> RecomputePolicy:
+    for stage, chunks in enumerate(problem.layout.stages):
+        for chunk in reversed(chunks):
+            for unit in _units(problem, policy, chunk):
+                more = _marked(policy, [unit])
+                if not _fits(problem, stage, more):
+                    break
+                policy = more
     return policy
 
 
-def _without_needless(
-    problem: Problem, policy: RecomputePolicy, units: list[range], most_ms: float
-) -> RecomputePolicy:
-    """With the fewest of a chunk's units begun early whose step is no longer."""
-    begun = [unit for unit in units if policy.layers[unit[0]].ahead]
-    few, enough = -1, len(begun)
-    while enough - few > 1:
-        some = (few + enough) // 2
-        if problem.costs.step_ms(_marked(policy, begun[some:], ahead=False)) <= most_ms:
-            enough = some
-        else:
-            few = some
-    return _marked(policy, begun[enough:], ahead=False)
+def _stage_by_stage(problem: Problem, plans: Sequence[RecomputePolicy]) -> RecomputePolicy:
+    """The shortest of some plans, whose stages take over those of others while it gets shorter."""
+    step_ms = problem.costs.step_ms
+    best, before = min(plans, key=step_ms), math.inf
+    while step_ms(best) < before:
+        before = step_ms(best)
+        for chunks in problem.layout.stages:
+            own = [layer for chunk in chunks for layer in chunk.layers]
+            best = min((_with(best, plan, own) for plan in (best, *plans)), key=step_ms)
+    return best
 
 
-def _units(problem: Problem, policy: RecomputePolicy, layers: tuple[int, ...]) -> list[range]:
+def _with(policy: RecomputePolicy, other: RecomputePolicy, layers: list[int]) -> RecomputePolicy:
+    """A policy whose choices of some layers are another's."""
+    choices = list(policy.layers)
+    for layer in layers:
+        choices[layer] = other.layers[layer]
+    return RecomputePolicy(tuple(choices))
+
+
+def _without_needless(problem: Problem, policy: RecomputePolicy) -> RecomputePolicy:
+    """With the fewest units of every chunk begun early whose step is no longer."""
+    most_ms = problem.costs.step_ms(policy)
+    for chunk in (chunk for chunks in problem.layout.stages for chunk in reversed(chunks)):
+        units = _units(problem, policy, chunk)
+        begun = [unit for unit in units if policy.layers[unit[0]].ahead]
+        few, enough = -1, len(begun)
+        while enough - few > 1:
+            some = (few + enough) // 2
+            fewer = _marked(policy, begun[some:], ahead=False)
+            shown = problem.costs.step_ms(fewer) <= most_ms
+            few, enough = (few, some) if shown else (some, enough)
+        policy = _marked(policy, begun[enough:], ahead=False)
+    return policy
+
+
+def _units(problem: Problem, policy: RecomputePolicy, chunk: Chunk) -> list[range]:
     """The layers of each full checkpoint of a chunk that can begin early, the last one first."""
-    found = []
+    layers, found = () if chunk.head else chunk.layers, []
     for run in policy.chunk_runs(layers):
         size, choice = run.policy.group, run.policy
         if choice.granularity == "full" and not choice.inner:
