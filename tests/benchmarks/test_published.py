@@ -153,8 +153,9 @@ def test_the_newest_release_is_judged_and_older_ones_are_a_range():
 def test_roles_are_told_apart_once_a_recipe_is_fitted(monkeypatch):
     assert 'no role is "fitted"' in " ".join(page.text(results.results(FOUND, [])).split())
     monkeypatch.setattr(results, "FITTED", ("b_config",))
-    text = page.text(results.results(FOUND, []))
-    assert "were fitted on 1 of these 3 rows" in text
+    found = results.results(FOUND, [])
+    assert "were fitted on 1 of these 3 rows" in page.text(found)
+    text = page.rows(found)
     assert "| fitted | h100 | MoE | 1 | 20.0%" in text
     assert "| judges | h100 | all | 1 | 10.0%" in text
 
@@ -162,8 +163,9 @@ def test_roles_are_told_apart_once_a_recipe_is_fitted(monkeypatch):
 def test_a_recipe_that_changed_since_its_run_does_not_judge(monkeypatch):
     monkeypatch.setattr(page, "CHANGED", {"b_config": "EP overlap since"})
     monkeypatch.setattr(results, "CHANGED", page.CHANGED)
-    text = page.text(results.results(FOUND, []))
-    assert "| judges | all | all | 2 |" in text
+    found = results.results(FOUND, [])
+    assert "| judges | all | all | 2 |" in page.text(found)
+    text = page.rows(found)
     assert "| changed since | h100 | MoE | 1 | 20.0%" in text
     assert "| b | EP overlap since |" in text
 
