@@ -286,9 +286,9 @@ class ChoiceRecord:
     """With CUDA graphs of layers: the part of the byte figures that lies in the graphs' memory
     pool. The pool's highest point counts beside the highest point of everything else."""
     offload_groups: tuple[OffloadGroup, ...] = ()
-    """Of a choice that offloads: what goes to host memory, in the order in which copies out begin.
-    held_bytes are without `device_bytes` of all of them, backward_transient_bytes have them as they
-    come back, and times are without waiting for copies."""
+    """What a choice with offload moves to host memory, in the order in which the copies out begin.
+    held_bytes leave out all `device_bytes`, backward_transient_bytes contain them as they come
+    back, and times contain no waiting for copies."""
     turns: Positive = 1
     """In how many turns of steps in a row, other choices between them, the runs were."""
     turn_spread_ms: Milliseconds = 0.0

@@ -139,10 +139,10 @@ class Measurement:
     ) -> Iterator[None]:
         """Switch through policies that together show every choice of every kind.
 
-        For each choice to be measured, one layer of every kind has it, at random; all other layers
-        have their leanest choice, so that a step needs hardly more than the leanest policy. A model
-        with more layers of each kind than choices needs one step. Choices that offload have steps
-        of their own, so that nothing waits for copies in the others.
+        For each choice to be measured, one layer of every kind has it; all other layers have their
+        leanest choice, so that a step needs hardly more than the leanest policy. A model with more
+        layers of each kind than choices needs one step. Choices that offload have steps of their
+        own, so that nothing waits for copies in the others.
 
         Args:
             room: for every stage, how many layers may leave the leanest choice in one step. By
@@ -164,10 +164,11 @@ class Measurement:
         samples: int = SAMPLES,
     ) -> Iterator[bool]:
         """Switch through policies whose steps are timed: TURNS times those of `policies`, with the
-        choices on other layers every time, and so many steps of each that a choice has its samples.
+        choices on layers at random every time, and so many steps of each that a choice has its
+        samples.
 
         Yields, before each step, whether it is timed: the first one after a switch is not, but
-        where `most_steps` allow no other.
+        where there are too few steps to show all choices otherwise.
 
         Args:
             microbatches: of a step on one rank, each of which is a sample.
@@ -175,24 +176,29 @@ class Measurement:
             most_steps: stop after so many steps.
             samples: of every choice on a rank, at least.
         """
-        timed, steps = -(-samples // (TURNS * microbatches)), 0
+        left = math.inf if most_steps is None else most_steps
+        wanted = 1 - (-samples // (TURNS * microbatches))
         for turn in range(TURNS):
-            for policy in self._in_turn(room, lambda choice: not choice.offload, mixes=turn > 0):
-                left = math.inf if most_steps is None else most_steps - steps
-                if left < 1:
+            policies = list(self._in_turn(room, _stays, turn))
+            later = len(policies) * (TURNS - 1 - turn)
+            for here in range(len(policies), 0, -1):
+                least = 2 if turn else max(1, min(2, left / here))
+                each = int(max(least, min(wanted, left / (here + later))))
+                if each > left:
                     return
-                self._turn, self._took_turns = turn, True
-                self.applied.switch(policy)
-                asked = [False] * (left > 1) + [True] * timed
-                for is_timed in asked[: round(min(left, len(asked)))]:
-                    steps += 1
-                    yield is_timed
+                self._turn, self._took_turns, left = turn, True, left - each
+                self.applied.switch(policies[-here])
+                yield from (number > 0 or each == 1 for number in range(each))
+
+    def steps_to_show(self, room: Sequence[int]) -> int:
+        """How many steps it takes to time every choice once."""
+        return sum(1 for _ in self._in_turn(room, _stays))
 
     def richest(self, room: Sequence[int]) -> RecomputePolicy:
         """No recompute on as many layers of each stage as there is room for."""
         left, layers = list(room), list(self.shard.leanest().layers)
         for kind in self.shard.kinds:
-            for index in self._with_room(kind.layers, left):
+            for index in self._with_room(kind.layers, left, at_random=False):
                 layers[index] = NONE if NONE in kind.choices else layers[index]
         return RecomputePolicy(tuple(layers))
 
@@ -200,27 +206,30 @@ class Measurement:
         self,
         room: Sequence[int] | None,
         wanted: Callable[[LayerPolicy], bool],
-        mixes: bool = False,
+        turn: int | None = None,
     ) -> Iterator[RecomputePolicy]:
-        """Policies that together show every wanted choice once; mixes: in another order every time,
-        so that choices of which one step shows few are not always shown together."""
+        """Policies that together show every wanted choice once, on the first layers with room.
+
+        In a turn, on layers at random; after the first turn in another order every time, so that
+        choices of which one step shows few are not always shown together."""
         for moved in (False, True):
             due = [
                 [c for c in kind.choices if wanted(c) and bool(c.offload) is moved]
                 for kind in self.shard.kinds
             ]
-            for choices in due if mixes else []:
+            for choices in due if turn else []:
                 self._rng.shuffle(choices)
             while any(due):
                 left, layers = list(room or ()), list(self.shard.leanest().layers)
                 for kind, choices in zip(self.shard.kinds, due, strict=True):
-                    for index in self._with_room(kind.layers, left)[: len(choices)]:
+                    found = self._with_room(kind.layers, left, at_random=turn is not None)
+                    for index in found[: len(choices)]:
                         layers[index] = choices.pop(0)
                 yield RecomputePolicy(tuple(layers))
 
-    def _with_room(self, layers: Sequence[int], left: list[int]) -> list[int]:
+    def _with_room(self, layers: Sequence[int], left: list[int], *, at_random: bool) -> list[int]:
         """The layers of a kind that may leave the leanest choice; reduces `left` by them."""
-        turned = self._rng.sample(layers, len(layers))
+        turned = self._rng.sample(layers, len(layers)) if at_random else list(layers)
         if not left:
             return turned
         if not any(left):
@@ -604,6 +613,11 @@ class Measurement:
             optimizer_step_peak_bytes=max(0, self.optimizer_step_peak_bytes),
             overhead=self.overhead,
         )
+
+
+def _stays(choice: LayerPolicy) -> bool:
+    """Whether a choice is timed; one that offloads takes its times from the same without."""
+    return not choice.offload
 
 
 def _squares(one: Pass, split: int) -> int:
