@@ -17,7 +17,7 @@ whichever module saves it; its output belongs to the next layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -29,7 +29,7 @@ from megatron_autorecompute.block_names import DECODER, ENCODER
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.lines import Line, RecordLines
 from megatron_autorecompute.policy import ALL, LayerPolicy, RecomputePolicy
-from megatron_autorecompute.work_order import contains, ordered_ms
+from megatron_autorecompute.work_order import contains, launches_more, ordered_ms
 
 SCHEMA_VERSION = 1
 
@@ -198,6 +198,36 @@ class HostLink:
 
 
 @dataclass(frozen=True, slots=True)
+class HostTimes:
+    """What the host takes to launch a layer for one microbatch, without waiting for the device."""
+
+    forward_ms: Milliseconds
+    """Of the forward, lower quartile."""
+    backward_ms: Milliseconds
+    """Of the backward, recompute included, lower quartile."""
+    spread_ms: Milliseconds = 0.0
+    """Within turns, as in the record."""
+    turn_spread_ms: Milliseconds = 0.0
+    """Between turns, as in the record."""
+    forward_waits: bool = False
+    """Whether it waits for the device in the forward, as where it reads how many tokens an expert
+    got; the forward's time is then that of both."""
+    backward_waits: bool = False
+    """The same for the backward."""
+
+    def plus(self, other: HostTimes) -> HostTimes:
+        """One after the other."""
+        return HostTimes(
+            self.forward_ms + other.forward_ms,
+            self.backward_ms + other.backward_ms,
+            self.spread_ms + other.spread_ms,
+            self.turn_spread_ms + other.turn_spread_ms,
+            self.forward_waits or other.forward_waits,
+            self.backward_waits or other.backward_waits,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceRecord:
     """Cost of one choice on one layer of a kind, for one microbatch."""
 
@@ -213,13 +243,14 @@ class ChoiceRecord:
     """The most bytes that the backward needs on top of held_bytes; gradients and what is recomputed
     are included."""
     forward_ms: Milliseconds
-    """Median time of the forward."""
+    """Forward time on the device, lower quartile."""
     backward_ms: Milliseconds
-    """Median time of the backward, recompute included."""
+    """Backward time on the device, lower quartile, recompute included."""
     spread_ms: Milliseconds = 0.0
-    """How far single runs spread: half the interquartile range of forward plus that of backward."""
+    """How far single runs spread within a turn of steps in a row: half the interquartile range of
+    forward plus that of backward."""
     runs: Positive = 1
-    """How many runs the times are medians of. The error of a time follows from runs and spread."""
+    """How many runs the times are lower quartiles of; 1: they err as much as one run does."""
     uncertainty_bytes: Bytes = 0
     """How far each of the three byte figures may be off. A budget is met with it added."""
     input_kept: bool = True
@@ -258,6 +289,13 @@ class ChoiceRecord:
     """What a choice with offload moves to host memory, in the order in which the copies out begin.
     held_bytes leave out all `device_bytes`, backward_transient_bytes contain them as they come
     back, and times contain no waiting for copies."""
+    turns: Positive = 1
+    """In how many turns of steps in a row, other choices between them, the runs were."""
+    turn_spread_ms: Milliseconds = 0.0
+    """How far turns spread: the standard deviation of their lower quartiles, of forward plus that
+    of backward."""
+    host: HostTimes | None = None
+    """What the host takes; None: not known, or there is no device beside it."""
 
     def __post_init__(self) -> None:
         modules = self.policy.offload if self.offload_groups else ()
@@ -299,6 +337,7 @@ class ChoiceRecord:
 
 
 _HasBytes = TypeVar("_HasBytes", ChoiceRecord, BytesAt)
+_HasTimes = TypeVar("_HasTimes", ChoiceRecord, HostTimes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -645,6 +684,11 @@ class Profile:
     routed_line: Line | None = None
     """The number of tokens that plans allow for the experts of a rank in one layer, as a line in
     the tokens of a call's longest microbatch. None: no experts, or lengths do not vary."""
+    times_error: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 0.0
+    """By how much all times on the device may be off together, as a share of them: one standard
+    deviation, from how far whole steps differed from turn to turn."""
+    host_times_error: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 0.0
+    """The same of the host's times."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """Versions, device, and settings of model, DDP and optimizer. A plan is used again only if all
     of them are equal."""
@@ -728,24 +772,42 @@ def in_order(records: Sequence[ChoiceRecord], weights: Sequence[float]) -> tuple
         weights: of each record's times, above 0; for example the number of samples.
     """
     choices = [record.policy for record in records]
-    forward_ms = [record.forward_ms for record in records]
-    backward_ms = [record.backward_ms for record in records]
-    times = zip(records, *ordered_ms(choices, forward_ms, backward_ms, weights), strict=True)
-    return tuple(_with_times(*each) for each in times)
+
+    hosts = [record.host for record in records if record.host is not None]
+    waits = any(host.forward_waits or host.backward_waits for host in hosts)
+
+    def ordered(times: Sequence[_HasTimes], of_host: bool) -> Iterator[_HasTimes]:
+        forward_ms, backward_ms = [t.forward_ms for t in times], [t.backward_ms for t in times]
+        is_more = launches_more if of_host else contains
+        right = ordered_ms(choices, forward_ms, backward_ms, weights, is_more)
+        return map(_with_times, times, *right)
+
+    found = tuple(ordered(records, waits))
+    if len(hosts) < len(found):
+        return found
+    return tuple(map(lambda record, host: replace(record, host=host), found, ordered(hosts, True)))
 
 
-def _with_times(record: ChoiceRecord, forward_ms: float, backward_ms: float) -> ChoiceRecord:
-    moved_ms = abs(forward_ms + backward_ms - record.forward_ms - record.backward_ms)
+def _with_times(times: _HasTimes, forward_ms: float, backward_ms: float) -> _HasTimes:
+    moved_ms = abs(forward_ms + backward_ms - times.forward_ms - times.backward_ms)
     return replace(
-        record,
+        times,
         forward_ms=forward_ms,
         backward_ms=backward_ms,
-        spread_ms=max(record.spread_ms, moved_ms),
+        spread_ms=max(times.spread_ms, moved_ms),
     )
 
 
+def with_times_of(record: ChoiceRecord, other: ChoiceRecord) -> ChoiceRecord:
+    """A record with the times of another one, and all that is known of them."""
+    names = ("forward_ms", "backward_ms", "spread_ms", "runs", "turns", "turn_spread_ms", "host")
+    return replace(record, **{name: getattr(other, name) for name in names})
+
+
 def _check_order(kind: LayerKind) -> None:
-    """Refuse a choice that is faster than one it contains: a planner would recompute needlessly."""
+    """Refuse a choice that is faster than one it contains: a planner would recompute needlessly.
+
+    One checkpoint of a layer may be faster than several of its modules, where a host decides."""
     choices = [record.policy for record in kind.choices]
     layer_ms = [
         (record.forward_ms + record.backward_ms) / choice.group
@@ -754,7 +816,7 @@ def _check_order(kind: LayerKind) -> None:
     timed = list(zip(choices, layer_ms, strict=True))
     for larger, larger_ms in timed:
         for smaller, smaller_ms in timed:
-            if larger_ms < smaller_ms * (1 - ROUNDING) and contains(larger, smaller):
+            if larger_ms < smaller_ms * (1 - ROUNDING) and launches_more(larger, smaller):
                 raise ValueError(
                     f"kind {kind.name!r}: {larger} takes {larger_ms:g} ms a layer (forward "
                     f"and backward), less than {smaller} with {smaller_ms:g} ms, although it does "

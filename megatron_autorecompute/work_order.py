@@ -9,7 +9,7 @@ measured nor on how plans use them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,16 @@ def contains(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
     return reruns(smaller) < reruns(larger)
 
 
+def launches_more(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
+    """Whether a host launches at `larger` all that it does at `smaller`, and more.
+
+    A checkpoint costs the host something of its own, so that one of the whole layer may take it
+    less than several of modules, though the device runs more.
+    """
+    is_one_for_several = larger.granularity == "full" and smaller.granularity == "selective"
+    return contains(larger, smaller) and not is_one_for_several
+
+
 def _is_full_of(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
     return larger.granularity == "full" and smaller.granularity != "full"
 
@@ -99,6 +109,7 @@ def ordered_ms(
     forward_ms: Sequence[float],
     backward_ms: Sequence[float],
     weights: Sequence[float],
+    is_more: Callable[[LayerPolicy, LayerPolicy], bool] = contains,
 ) -> tuple[list[float], list[float]]:
     """The nearest times of one layer in which a choice takes longer than all choices it contains.
 
@@ -111,12 +122,13 @@ def ordered_ms(
         forward_ms: forward of one layer for one microbatch.
         backward_ms: its backward, recompute included.
         weights: of each choice's times, above 0; for example the number of samples.
+        is_more: whether the first of two choices takes longer: `contains`, or `launches_more`.
 
     Returns:
         The forward and the backward times, in ms, in the order of `choices`.
     """
     forward, backward = np.array(forward_ms, np.float64), np.array(backward_ms, np.float64)
-    order = _order(choices)
+    order = _order(choices, is_more)
     least = GAP_MS * np.array(_heights(len(choices), order))
     shares = np.array(weights, np.float64)
     later = isotonic(backward - least, shares, order) - (backward - least)
@@ -177,9 +189,11 @@ def _upper_part(excess: Floats, block: NDArray[np.int64], order: Pairs) -> NDArr
     return part if -best.fun > 1e-9 else np.zeros(len(block), np.bool_)
 
 
-def _order(choices: Sequence[LayerPolicy]) -> list[tuple[int, int]]:
+def _order(
+    choices: Sequence[LayerPolicy], is_more: Callable[[LayerPolicy, LayerPolicy], bool]
+) -> list[tuple[int, int]]:
     numbered = itertools.permutations(enumerate(choices), 2)
-    return [(a, b) for (a, lower), (b, upper) in numbered if contains(upper, lower)]
+    return [(a, b) for (a, lower), (b, upper) in numbered if is_more(upper, lower)]
 
 
 def _heights(count: int, order: Pairs) -> list[int]:

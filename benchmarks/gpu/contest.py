@@ -5,7 +5,6 @@ Used by every part that trains in this process. Budgets are bytes that torch may
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ from megatron_autorecompute.report.recorded import recorded_step
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import ModelShard, choices
+from megatron_autorecompute.runtime.samples import lower_quartile
 
 CORRECTIONS = 4
 """How often a plan that does not fit when run is corrected before it is reported as not fitting."""
@@ -159,10 +159,10 @@ class Contest:
         with apply(self.policy("full"), job.chunks, holder="the benchmark") as applied:
             measurement = Measurement(ModelShard(job.chunks), applied)
             for _ in measurement.policies():
-                with memory() as reader, measurement.watch(reader, times=job.on_cuda):
+                with memory() as reader, measurement.watch(reader, times=False):
                     job.step()
-            for _ in measurement.policies(self.tries):
-                with measurement.watch(None):
+            for is_timed in measurement.turns(microbatches=shape.num_microbatches):
+                with measurement.watch(None, times=is_timed):
                     job.step()
             dtype = "bfloat16" if shape.bf16 else "float32"
             profile = measurement.profile(
@@ -245,9 +245,14 @@ class Contest:
         }
 
     def rest_ms(self, profile: Profile) -> float:
-        """What a step takes besides forward and backward (the optimizer), measured under full."""
-        measured = statistics.median(self.times_ms("full", 5))
-        return measured - self.cost(profile, self.policy("full")).step_ms
+        """What a step takes besides forward and backward (the optimizer): what the leanest and the
+        richest of our policies both show, in turns; never negative."""
+        measured = self.in_turns(["full", "none"], 3 * self.tries)
+        left = (
+            lower_quartile(ms) - self.cost(profile, self.policy(text)).step_ms
+            for text, ms in measured.items()
+        )
+        return max(0.0, min(left))
 
 
 def _corrected(profile: Profile, predicted: int, peak: Peak, budget_bytes: int) -> Profile:

@@ -552,11 +552,11 @@ class Contest:
             measurement = Measurement(shard, applied)
             for _ in measurement.policies():
                 self._step("ours: measuring memory")
-                with job.memory() as memory, measurement.watch(memory, times=job.on_cuda):
+                with job.memory() as memory, measurement.watch(memory, times=False):
                     job.step()
-            for _ in measurement.policies(self.settings.tries):
+            for is_timed in measurement.turns(microbatches=shape.num_microbatches):
                 self._step("ours: measuring time")
-                with measurement.watch(None):
+                with measurement.watch(None, times=is_timed):
                     job.step()
             model = shard.model()
             return measurement.profile(

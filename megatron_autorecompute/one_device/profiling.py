@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -52,10 +52,6 @@ from megatron_autorecompute.runtime.model_shard import ModelShard, alone
 from megatron_autorecompute.runtime.oom_guard import is_out_of_memory
 from megatron_autorecompute.runtime.probe import CudaBytes, Memory
 
-AHEAD_CYCLES = 60_000_000
-"""Clock cycles, about 30 ms, that the device waits at the start of a step, so that the host is
-ahead of it as in a job, and layers follow each other without gaps."""
-
 
 def profile_on_device(
     job: Job,
@@ -72,8 +68,7 @@ def profile_on_device(
         device: where its layers run.
         gpu: the job's GPU, for the rates of links, and for workspaces among static bytes.
         efficiency: what is assumed of the GPU; by default its own. Only links and network are used.
-        repeats: how often each choice is measured, the first time as a warm-up; by default
-            `default_repeats`.
+        repeats: how often each choice is timed, at least; by default `default_repeats`.
         progress: called with a sentence before each step.
 
     Raises:
@@ -166,25 +161,24 @@ def _measured(
     nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
 
     def run() -> None:
-        if on_cuda:
-            torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
         loss: Any = step(None, model)[0].float().mean()
         loss.backward()
 
     with apply(nothing, model, groups=()) as applied:
         whole = ModelShard([model], all_gather=alone, choices_of=every_choice)
         measurement = Measurement(whole, applied)
-        steps = max(len(kind.choices) for kind in whole.kinds)
-        repeats = repeats or default_repeats(steps)
+        repeats = repeats or default_repeats(max(len(kind.choices) for kind in whole.kinds))
 
-        def watched(memory: Memory | None, repeats: int, what: str, *, times: bool) -> None:
-            for number, _ in enumerate(measurement.policies(repeats)):
-                progress(f"{job.name}: {what}, step {number + 1} of {steps * repeats}")
-                text = applied.policy.format()
-                with _short_of_memory(job, text), measurement.watch(memory, times=times):
-                    run()
-                for gradient in gradients:
-                    gradient.zero_()
+        def watched(what: str, number: int, watching: AbstractContextManager[None]) -> None:
+            progress(f"{job.name}: {what}, step {number + 1}")
+            with _short_of_memory(job, applied.policy.format()), watching:
+                run()
+            for gradient in gradients:
+                gradient.zero_()
+
+        def bytes_read(memory: Memory) -> None:
+            for number, _ in enumerate(measurement.policies()):
+                watched("bytes", number, measurement.watch(memory, times=False))
 
         with even_routing.checked(model), _short_of_memory(job, "none"):
             run()
@@ -194,12 +188,13 @@ def _measured(
                 with _short_of_memory(job, applied.policy.format()):
                     run()
             torch.cuda.empty_cache()
-            watched(CudaBytes(), repeats, "bytes and times", times=True)
+            bytes_read(CudaBytes())
         else:
             with LiveBytes(static) as live, kept_between_steps([model], live):
                 run()  # what a MoE layer's dispatcher keeps until the next forward is there before
-                watched(live, 1, "bytes", times=False)
-            watched(None, repeats, "times", times=True)
+                bytes_read(live)
+        for number, timed in enumerate(measurement.turns(microbatches=1, samples=repeats)):
+            watched("times", number, measurement.watch(None, times=timed))
         if unseen := measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in unseen)
             raise ProfileError(
@@ -272,7 +267,7 @@ def _together(measured: ChoiceRecord, modelled: ChoiceRecord) -> ChoiceRecord:
 
 
 def least_runs(kinds: Sequence[LayerKind]) -> int:
-    """How many runs the times of the least measured choice are the median of."""
+    """How many runs the times of the least measured choice are the lower quartile of."""
     return min(record.runs for kind in kinds for record in kind.choices)
 
 
@@ -282,8 +277,8 @@ def assumed(
     """What of the figures was measured and what modelled, one sentence each."""
     sentences = [
         f"Measured on one {device_name(device)}: held and transient bytes, and the time of "
-        "arithmetic, of one layer of every kind, embedding and head; times are medians of at "
-        f"least {runs} runs after a warm-up.",
+        "arithmetic, of one layer of every kind, embedding and head; times are the lower "
+        f"quartiles of at least {runs} runs, in turns, whose first steps do not count.",
         f"Modelled: communication, which moved no data here, by {gpu.name}'s links ({gpu.source}) "
         f"at {efficiency.link:.0%} of their peaks, {efficiency.network:.0%} between nodes; what "
         f"runs beside arithmetic in a job is hidden as far as arithmetic lasts by the roofline.",
@@ -294,8 +289,8 @@ def assumed(
     if device.type == "cuda":
         sentences.append(
             "Bytes are those of torch's allocator, whose blocks are larger than their tensors. "
-            "The device waits before each step, so that the host is ahead: where the host is the "
-            "slower one in a job, its steps are longer."
+            "The device waits before each timed forward and backward, so that the host is ahead; "
+            "what the host takes is recorded beside."
         )
     else:
         sentences.append(

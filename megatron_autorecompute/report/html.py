@@ -289,6 +289,8 @@ def _time_card(plan: Plan) -> str:
         lost["waiting for copies"] = cost.stall_ms
     if plan.policy.is_ahead:
         lost["less by recompute that begins while stages wait"] = cost.ahead_ms
+    if cost.is_host_bound:
+        lost["waiting for the host to launch kernels"] = cost.launch_ms
     what = ", ".join(
         f"<b>{duration(time)}</b> ({percent(time / cost.step_ms)}) {how}"
         for how, time in lost.items()

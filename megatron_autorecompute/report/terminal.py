@@ -20,7 +20,7 @@ from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
 from megatron_autorecompute.report.rows import Column, Rows
-from megatron_autorecompute.report.words import proof
+from megatron_autorecompute.report.words import host_bound, proof
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
 MOST_RANKS = 16
@@ -197,6 +197,8 @@ def _header(plan: Plan, speed: str) -> Text:
             f"Interval: {plan.step_interval.low_ms:.1f} to {plan.step_interval.high_ms:.1f} ms a "
             f"step. {COVERS}"
         )
+    if plan.cost.is_host_bound:
+        lines.append(host_bound(plan))
     if speed:
         lines.append(speed)
     if plan.best_manual is not None:
@@ -328,6 +330,7 @@ def stages_explained(plan: Plan) -> RenderableType:
                     f"{unit.name} of the peak wait to leave, stay, or came back early"
                 )
             )
+    parts += [Text(host_bound(plan))] * plan.cost.is_host_bound
     parts += [Text(note) for note in plan.notes if note.startswith(WITH_OFFLOAD)]
     return Group(*parts, *measured_step_view(plan))
 

@@ -39,6 +39,16 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f}%" if text in ("0.0", "100.0") and share != 1 else f"{text}%"
 
 
+def host_bound(plan: Plan) -> str:
+    """What decides the step of a job whose device waits for launches, and what helps."""
+    launch_ms, share = plan.cost.launch_ms, plan.cost.launch_ms / plan.cost.step_ms
+    return (
+        f"Host-bound: for {duration(launch_ms)} of the step ({percent(share)}) the device waits "
+        "for the host to launch its kernels. CUDA graphs or a larger micro-batch "
+        "help; a choice costs what its launches take."
+    )
+
+
 def came_from(profile: Profile) -> str:
     """Whether the figures of a profile are measured."""
     sources = {record.source for kind in profile.kinds for record in kind.choices}

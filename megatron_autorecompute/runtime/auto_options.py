@@ -53,8 +53,8 @@ class AutoOptions:
     )
     recompute_measure_steps: int = option(
         12,
-        "measure during at most this many training steps, and at least two (three without CUDA); "
-        "they train like any other",
+        "measure during at most this many training steps, and at least two; they train like "
+        "any other",
     )
     recompute_plan_path: str | None = option(
         None,

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.errors import ApplyError, PipelineError
@@ -21,7 +22,6 @@ from megatron_autorecompute.planner.cost.p2p_tensors import extra_owners
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
-    BytesAt,
     ChoiceRecord,
     LayerBytes,
     LayerKind,
@@ -32,6 +32,7 @@ from megatron_autorecompute.profile import (
     StageRecord,
     StaticBytes,
     in_order,
+    with_times_of,
 )
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.lengths_seen import Figure, Points
@@ -40,128 +41,33 @@ from megatron_autorecompute.runtime.offload_counter import Groups, most, with_gr
 from megatron_autorecompute.runtime.probe import (
     DEVICE_CLOCK,
     Clock,
+    Host,
     Mark,
     Memory,
     Pass,
     Place,
     Probe,
     Span,
+    host_beside,
+    host_ms_between,
     spans,
 )
+from megatron_autorecompute.runtime.samples import (
+    SAMPLES,
+    TURNS,
+    Evened,
+    Reading,
+    Samples,
+    SamplesByKey,
+    evened,
+    percentiles,
+)
 
-PERCENTILES = (50.0, 90.0, 95.0, 99.0, 100.0)
-"""Of microbatches, at which the bytes of layers with experts are recorded."""
-
-
-@dataclass(slots=True)
-class Samples:
-    """Measurements of one (place, choice), with an entry for every layer and microbatch.
-
-    A level is the most bytes alive that belong to the layer: held and transient together.
-    """
-
-    held_bytes: list[int] = field(default_factory=list)
-    """Without the place's input."""
-    input_bytes: list[int] = field(default_factory=list)
-    """Size of the place's input, 0 if nothing keeps it. An input that another stage sent has no
-    entry, because the schedule keeps it in any case."""
-    forward_level_bytes: list[int] = field(default_factory=list)
-    backward_level_bytes: list[int] = field(default_factory=list)
-    """Of layers whose output's gradient no schedule keeps."""
-    kept_level_bytes: list[int] = field(default_factory=list)
-    """In backward, with the gradient of the layer's output alive to the end."""
-    forward_ms: list[float] = field(default_factory=list)
-    backward_ms: list[float] = field(default_factory=list)
-
-    def add(self, other: Samples) -> None:
-        """Append the entries of another rank."""
-        for name in self.__slots__:
-            getattr(self, name).extend(getattr(other, name))
-
-    def settled(self) -> Samples:
-        """Without the first times, if there are others: on its first run on a rank, code is
-        compiled, tuned or loaded, which can take a thousand times as long."""
-        forward_ms, backward_ms = self.forward_ms, self.backward_ms
-        return replace(
-            self,
-            forward_ms=forward_ms[1:] or forward_ms,
-            backward_ms=backward_ms[1:] or backward_ms,
-        )
-
-    def complete(self, choice: LayerPolicy = NONE) -> bool:
-        """Whether there is enough for a record. A choice that offloads takes its times from the
-        same choice without."""
-        counted = self.held_bytes and self.forward_level_bytes and self._backward_levels
-        return bool(counted and (choice.offload or (self.forward_ms and self.backward_ms)))
-
-    @property
-    def _backward_levels(self) -> list[int]:
-        """If all layers were the last of their chunk, with the gradient that the schedule keeps."""
-        return self.backward_level_bytes or self.kept_level_bytes
-
-    def at(self, percentile: float) -> tuple[int, int, int]:
-        """Held bytes without the input, and both levels, at a percentile."""
-        held, forward, backward = (
-            _nearest_rank(values, percentile)
-            for values in (self.held_bytes, self.forward_level_bytes, self._backward_levels)
-        )
-        return held, forward, backward
-
-    def record(self, choice: LayerPolicy, boundary_bytes: int) -> ChoiceRecord:
-        """The maximum of bytes, the median of times, and half their interquartile range as spread.
-
-        If it is not known whether the place keeps its input, it counts as kept.
-        """
-        input_bytes = max(self.input_bytes, default=boundary_bytes)
-        held = max(self.held_bytes) + input_bytes
-        backward_level = max(self._backward_levels)
-        kept_level = max(self.kept_level_bytes, default=None)
-        return ChoiceRecord(
-            choice=str(choice),
-            held_bytes=held,
-            forward_transient_bytes=max(0, max(self.forward_level_bytes) - held),
-            backward_transient_bytes=max(0, backward_level - held),
-            forward_ms=statistics.median(self.forward_ms),
-            backward_ms=statistics.median(self.backward_ms),
-            spread_ms=_half_middle_half(self.forward_ms) + _half_middle_half(self.backward_ms),
-            runs=min(len(self.forward_ms), len(self.backward_ms)),
-            input_kept=input_bytes > 0 or boundary_bytes == 0,
-            kept_gradient_bytes=None
-            if kept_level is None
-            else min(boundary_bytes, max(0, kept_level - max(held, backward_level))),
-        )
-
-
-def _nearest_rank(values: Sequence[int], percentile: float) -> int:
-    """The smallest value that `percentile` percent of all values do not exceed."""
-    return sorted(values)[max(0, math.ceil(len(values) * percentile / 100) - 1)]
-
-
-def _percentiles(record: ChoiceRecord, ranks: Sequence[Samples]) -> tuple[BytesAt, ...]:
-    """A record's bytes at percentiles of the microbatches of one rank, the fullest.
-
-    Ranks are not pooled, because popular experts stay on their rank.
-    """
-    input_bytes = record.held_bytes - max(max(seen.held_bytes) for seen in ranks)
-    points = []
-    for percentile in PERCENTILES:
-        by_rank = zip(*(seen.at(percentile) for seen in ranks), strict=True)
-        held, forward, backward = (max(values) for values in by_rank)
-        held += input_bytes
-        points.append(BytesAt(percentile, held, max(0, forward - held), max(0, backward - held)))
-    return tuple(points)
-
-
-def _half_middle_half(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return (high - low) / 2
-
-
-SamplesByKey = dict[tuple[str, LayerPolicy], Samples]
-"""Keys: (signature of the kind or name of the place, choice)."""
-
+SEED = 1
+"""Of the places at which choices are shown."""
+FIRST_AHEAD_MS, AHEAD = 30.0, 2.0
+"""For how long the device waits at the beginning of a timed pass while it is not known how long the
+host takes for one; then, times what it took."""
 
 NEAR_PEAK = 0.8
 """Lines for what a call holds beside layers are of moments that need this share of its peak; on one
@@ -172,8 +78,6 @@ _LISTS: dict[Figure, str] = {
     "forward_level": "forward_level_bytes",
     "backward_level": "backward_level_bytes",
     "kept_level": "kept_level_bytes",
-    "forward_ms": "forward_ms",
-    "backward_ms": "backward_ms",
 }
 
 
@@ -194,6 +98,7 @@ class Measurement:
         points: keeps figures with the lengths they were seen at, if microbatches differ.
         routed: what experts got in the step that ends, as `SeenTokens.routed`.
         left: what left under choices that offload, by layer, on this rank.
+        host: beside the device, whose clock is read as well; None where there is no device.
     """
 
     def __init__(
@@ -204,10 +109,14 @@ class Measurement:
         points: Points | None = None,
         routed: Callable[[], Sequence[Mapping[int, int]]] = tuple,
         left: Callable[[], Groups] = dict,
+        host: Host | None = None,
     ) -> None:
         self.shard, self._left = shard, left
         self.applied = applied
-        self._clock = clock
+        self._clock, self._host = clock, host or host_beside()
+        self._ahead_ms = {"forward": FIRST_AHEAD_MS, "backward": FIRST_AHEAD_MS}
+        self._turn = self._step = 0
+        self._took_turns, self._rng = False, random.Random(SEED)
         self.points, self._routed = points, routed
         self.boundary_bytes = 0
         self.static_bytes = 0
@@ -223,13 +132,12 @@ class Measurement:
 
     def policies(
         self,
-        repeats: int = 1,
         *,
         room: Sequence[int] | None = None,
         most_steps: int | None = None,
         wanted: Callable[[LayerPolicy], bool] = lambda _: True,
     ) -> Iterator[None]:
-        """Switch through policies that together show every choice of every kind `repeats` times.
+        """Switch through policies that together show every choice of every kind.
 
         For each choice to be measured, one layer of every kind has it; all other layers have their
         leanest choice, so that a step needs hardly more than the leanest policy. A model with more
@@ -237,31 +145,91 @@ class Measurement:
         own, so that nothing waits for copies in the others.
 
         Args:
-            repeats: how often each choice is shown, each time on other layers.
             room: for every stage, how many layers may leave the leanest choice in one step. By
                 default all; if there is room for none, one on the last stage.
             most_steps: stop after so many steps; choices that are left stay unmeasured.
             wanted: of the choices, those that are shown.
         """
-        steps = 0
-        for repeat, moved in itertools.product(range(repeats), (False, True)):
+        steps = itertools.count() if most_steps is None else range(most_steps)
+        for policy, _ in zip(self._in_turn(room, wanted), steps, strict=False):
+            self.applied.switch(policy)
+            yield
+
+    def turns(
+        self,
+        *,
+        microbatches: int,
+        room: Sequence[int] | None = None,
+        most_steps: int | None = None,
+        samples: int = SAMPLES,
+    ) -> Iterator[bool]:
+        """Switch through policies whose steps are timed: TURNS times those of `policies`, with the
+        choices on layers at random every time, and so many steps of each that a choice has its
+        samples.
+
+        Yields, before each step, whether it is timed: the first one after a switch is not, but
+        where there are too few steps to show all choices otherwise.
+
+        Args:
+            microbatches: of a step on one rank, each of which is a sample.
+            room: as in `policies`.
+            most_steps: stop after so many steps.
+            samples: of every choice on a rank, at least.
+        """
+        left = math.inf if most_steps is None else most_steps
+        wanted = 1 - (-samples // (TURNS * microbatches))
+        for turn in range(TURNS):
+            policies = list(self._in_turn(room, _stays, turn))
+            later = len(policies) * (TURNS - 1 - turn)
+            for here in range(len(policies), 0, -1):
+                least = 2 if turn else max(1, min(2, left / here))
+                each = int(max(least, min(wanted, left / (here + later))))
+                if each > left:
+                    return
+                self._turn, self._took_turns, left = turn, True, left - each
+                self.applied.switch(policies[-here])
+                yield from (number > 0 or each == 1 for number in range(each))
+
+    def steps_to_show(self, room: Sequence[int]) -> int:
+        """How many steps it takes to time every choice once."""
+        return sum(1 for _ in self._in_turn(room, _stays))
+
+    def richest(self, room: Sequence[int]) -> RecomputePolicy:
+        """No recompute on as many layers of each stage as there is room for."""
+        left, layers = list(room), list(self.shard.leanest().layers)
+        for kind in self.shard.kinds:
+            for index in self._with_room(kind.layers, left, at_random=False):
+                layers[index] = NONE if NONE in kind.choices else layers[index]
+        return RecomputePolicy(tuple(layers))
+
+    def _in_turn(
+        self,
+        room: Sequence[int] | None,
+        wanted: Callable[[LayerPolicy], bool],
+        turn: int | None = None,
+    ) -> Iterator[RecomputePolicy]:
+        """Policies that together show every wanted choice once, on the first layers with room.
+
+        In a turn, on layers at random; after the first turn in another order every time, so that
+        choices of which one step shows few are not always shown together."""
+        for moved in (False, True):
             due = [
                 [c for c in kind.choices if wanted(c) and bool(c.offload) is moved]
                 for kind in self.shard.kinds
             ]
-            while any(due) and (most_steps is None or steps < most_steps):
+            for choices in due if turn else []:
+                self._rng.shuffle(choices)
+            while any(due):
                 left, layers = list(room or ()), list(self.shard.leanest().layers)
                 for kind, choices in zip(self.shard.kinds, due, strict=True):
-                    for index in self._with_room(kind.layers, left, repeat)[: len(choices)]:
+                    found = self._with_room(kind.layers, left, at_random=turn is not None)
+                    for index in found[: len(choices)]:
                         layers[index] = choices.pop(0)
-                self.applied.switch(RecomputePolicy(tuple(layers)))
-                steps += 1
-                yield
+                yield RecomputePolicy(tuple(layers))
 
-    def _with_room(self, layers: Sequence[int], left: list[int], repeat: int) -> list[int]:
+    def _with_room(self, layers: Sequence[int], left: list[int], *, at_random: bool) -> list[int]:
         """The layers of a kind that may leave the leanest choice; reduces `left` by them."""
-        shift = repeat % len(layers)
-        turned = [*layers[shift:], *layers[:shift]]
+        turned = self._rng.sample(layers, len(layers)) if at_random else list(layers)
         if not left:
             return turned
         if not any(left):
@@ -286,8 +254,8 @@ class Measurement:
 
         Args:
             memory: source of bytes; None in a step that measures times only.
-            times: whether times are measured; False if reading bytes slows the step down
-                (`LiveBytes`).
+            times: whether times are measured. Reading bytes makes a step longer, so what is timed
+                in the same step must be what a clock counts, such as operations.
             counts: called after the step, with the same result on every rank: False if the step
                 was lost.
 
@@ -297,10 +265,15 @@ class Measurement:
         """
         if memory is not None:
             self.static_bytes = memory.current_bytes
-        with Probe(self.shard.chunks, memory, self._clock) as probe:
+        host = self._host if memory is None else None
+        ahead_ms = self._ahead_ms if times else {}
+        with Probe(self.shard.chunks, memory, self._clock, host, ahead_ms) as probe:
             yield
         if not counts():
             return
+        self._step += times
+        if host is not None and not times:
+            self._note_launches(probe.passes)
         self._check_measurable(probe.passes)
         events = self._schedule(probe.passes).events(self.shard.stage)
         numbers = [event.microbatch for event in events]
@@ -317,6 +290,12 @@ class Measurement:
             bases = self._bases(one, forwards.get(id(one), one))
             for span in self._spans(one):
                 self._note(one, number, span, bases, memory is not None, times)
+
+    def _note_launches(self, passes: Sequence[Pass]) -> None:
+        """How long the device must wait for the host to launch all of a pass."""
+        for phase in self._ahead_ms:
+            took_ms = [one.host_ms for one in passes if one.phase == phase]
+            self._ahead_ms[phase] = AHEAD * max(took_ms, default=0.0)
 
     def _begin_call(self, passes: Sequence[Pass], numbers: Sequence[int]) -> None:
         if self.points is None:
@@ -355,11 +334,13 @@ class Measurement:
         follows = one.backward is not None and one.backward.marks[0] is after
         kept_bytes = 0 if follows else max(0, after.current_bytes - end.current_bytes)
         more_ms = self._clock.ms_between(end.at, after.at) if follows else 0.0
+        more_host_ms = host_ms_between(end, after) if follows else 0.0
         return replace(
             head,
             peak_bytes=peak_bytes,
             end_bytes=head.end_bytes + kept_bytes,
             ms=head.ms + more_ms,
+            host_ms=head.host_ms and head.host_ms + (more_host_ms or 0.0),
         )
 
     def _check_measurable(self, passes: Sequence[Pass]) -> None:
@@ -453,12 +434,15 @@ class Measurement:
             else:
                 found = {"backward_level": span.peak_bytes - base}
                 found["kept_level"] = span.kept_peak_bytes - base
-        if with_times:
-            found["forward_ms" if one.phase == "forward" else "backward_ms"] = span.ms
         for figure, value in found.items():
             getattr(seen, _LISTS[figure]).append(value)
-            if self.points is not None:
-                layer = place if isinstance(place, int) else -1
+        if with_times:
+            readings = seen.forward if one.phase == "forward" else seen.backward
+            readings.append(Reading(self._turn, self._step, span.ms, span.host_ms, span.is_ahead))
+            found["forward_ms" if one.phase == "forward" else "backward_ms"] = span.ms
+        if self.points is not None:
+            layer = place if isinstance(place, int) else -1
+            for figure, value in found.items():
                 self.points.note((signature, self._choice(place)), figure, number, layer, value)
 
     def _received_by(self, one: Pass) -> Place | None:
@@ -578,7 +562,7 @@ class Measurement:
         fingerprint: dict[str, str] | None = None,
         assumptions: tuple[str, ...] = (),
     ) -> Profile:
-        """Combine all ranks' figures: the most bytes, the median times. The same on every rank.
+        """Combine all ranks' figures: the most bytes, lower quartiles of times. Equal on all ranks.
 
         Args:
             model: the whole model.
@@ -587,7 +571,9 @@ class Measurement:
             fingerprint: facts that must be equal for the figures to hold.
             assumptions: sentences about what was assumed, not measured.
         """
-        by_rank = self.shard.all_gather(dict(self.samples))
+        mine = evened(self.samples) if self._took_turns else Evened(dict(self.samples))
+        even = self.shard.all_gather(mine)
+        by_rank = [one.seen for one in even]
         seen = _put_together(by_rank)
         groups = most(*self.shard.all_gather(self._left()))
         stages: dict[int, StageRecord] = {}
@@ -614,6 +600,8 @@ class Measurement:
             stages=tuple(stages[rank] for rank in sorted(stages)),
             deallocate_pipeline_outputs=bool(config.deallocate_pipeline_outputs),
             overlap_p2p_comm=bool(config.overlap_p2p_comm),
+            times_error=max(one.device_error for one in even),
+            host_times_error=max(one.host_error for one in even),
             fingerprint=fingerprint or {},
             assumptions=assumptions,
         )
@@ -625,6 +613,11 @@ class Measurement:
             optimizer_step_peak_bytes=max(0, self.optimizer_step_peak_bytes),
             overhead=self.overhead,
         )
+
+
+def _stays(choice: LayerPolicy) -> bool:
+    """Whether a choice is timed; one that offloads takes its times from the same without."""
+    return not choice.offload
 
 
 def _squares(one: Pass, split: int) -> int:
@@ -673,6 +666,8 @@ def _together(embedding: ChoiceRecord, between: ChoiceRecord) -> ChoiceRecord:
         forward_ms=embedding.forward_ms + between.forward_ms,
         backward_ms=embedding.backward_ms + between.backward_ms,
         spread_ms=embedding.spread_ms + between.spread_ms,
+        turn_spread_ms=embedding.turn_spread_ms + between.turn_spread_ms,
+        host=embedding.host and between.host and embedding.host.plus(between.host),
     )
 
 
@@ -680,7 +675,7 @@ def _put_together(by_rank: Sequence[SamplesByKey]) -> SamplesByKey:
     everything: SamplesByKey = defaultdict(Samples)
     for seen in by_rank:
         for key, found in seen.items():
-            everything[key].add(found.settled())
+            everything[key].add(found)
     return everything
 
 
@@ -707,13 +702,13 @@ def _layer_kind(
         if kind.has_experts:
             own = (one.get((kind.signature, choice)) for one in by_rank)
             ranks = [samples for samples in own if samples and samples.held_bytes]
-            record = replace(record, percentiles=_percentiles(record, ranks))
+            record = replace(record, percentiles=percentiles(record, ranks))
         records[choice] = record
     equal = _inert(records)
     equal |= {larger: equal.get(smaller, smaller) for larger, smaller in moves_nothing.items()}
     inert = {str(larger): str(smaller) for larger, smaller in equal.items()}
-    samples = [len(seen[kind.signature, choice.recompute].backward_ms) for choice in records]
-    ordered = in_order(list(records.values()), samples)
+    given = list(records.values())
+    ordered = in_order(given, [record.runs for record in given])
     planned = tuple(record for record in ordered if record.choice not in inert)
     return LayerKind(kind.name, kind.layers, planned, inert)
 
@@ -723,9 +718,7 @@ def _moved(
 ) -> ChoiceRecord:
     """The record of a choice that offloads: its backwards waited for copies, which the planner
     replays, so its times are those of the same choice without."""
-    timed = replace(found, forward_ms=[plain.forward_ms], backward_ms=[plain.backward_ms])
-    record = timed.record(choice, boundary_bytes)
-    return replace(record, spread_ms=plain.spread_ms, runs=plain.runs)
+    return with_times_of(found.record(choice, boundary_bytes), plain)
 
 
 def _inert(records: dict[LayerPolicy, ChoiceRecord]) -> dict[LayerPolicy, LayerPolicy]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,14 +27,14 @@ from megatron_autorecompute.runtime.seen_tokens import SeenTokens
 from megatron_autorecompute.runtime.static_bytes import static_bytes
 from megatron_autorecompute.runtime.whole_steps import WholeStep, covered, median_step, residuals_ms
 
+WHOLE_STEPS = 3
+"""Under each of two policies, in which nothing but Megatron's timers is read."""
 Steps = Generator[AbstractContextManager[None], None, None]
 """One context for each training step."""
 
 SETTLING_STEPS = 2
 """Steps under the leanest policy before measuring. They allocate what stays (optimizer state,
 communication buffers), and show what the leanest policy needs."""
-FEWEST_TIMES = 4
-"""Times to take of each choice on a rank, if the steps allow it; the first one is dropped."""
 
 
 class Measuring:
@@ -80,6 +80,9 @@ class Measuring:
         self._left = 0
         """The most steps still to come, as printed; 0 while this is not known."""
         self._whole_steps: list[WholeStep] = []
+        self._whole_steps_each = 0
+        """Steps under each of two policies that only Megatron's timers watch; 0: they run in the
+        timed steps."""
 
     def run(
         self, fingerprint: dict[str, str], ended_before: int = 0
@@ -157,22 +160,24 @@ class Measuring:
         return 0 if calls is None else calls.max_tokens or math.ceil(AHEAD * calls.seen)
 
     def _all_choices(self, lean: tuple[int, ...], ended_before: int) -> Steps:
-        # If reading bytes distorts times, bytes and times take separate steps.
-        slow, asked = self.job.without_cuda, self.decisions.options.recompute_measure_steps
+        """Bytes, then times: to ask the allocator takes a host as long as a few launches do."""
+        asked = self.decisions.options.recompute_measure_steps
         no_room = [0] * self.shard.layout.num_stages
         # One measured layer without recompute tells how many will fit at once.
-        yield from self._in_turn(list(no_room), 1, reads_bytes=True)
+        yield from self._bytes(list(no_room), 1)
         room = self._room(lean) if self.measurement.most_held_bytes() else no_room
         room = [layers >> ended_before for layers in room]
-        self._left = max(1 + slow, asked - 1)
-        if slow:
-            yield from self._in_turn(room, self._left // 2, reads_bytes=True)
-        repeats = max(2, -(-FEWEST_TIMES // self.job.num_microbatches()))
-        yield from self._in_turn(room, self._left, repeats=repeats, reads_bytes=not slow)
+        self._left = max(1, asked - 1)
+        yield from self._bytes(room, self._left // 2)
+        if self.job.timers:
+            spare = self._left - self.measurement.steps_to_show(room)
+            self._whole_steps_each = max(0, min(WHOLE_STEPS, asked // 8, spare // 2))
+        yield from self._times(room, self._left - 2 * self._whole_steps_each)
+        yield from self._whole(room, self._whole_steps_each)
         while self.measurement.lacks_leanest():  # too many of these steps were lost
-            self._left = 1 + slow
-            yield from self._in_turn(list(no_room), 1, reads_bytes=True)
-            yield from self._in_turn(list(no_room), self._left, reads_bytes=False)
+            self._left = 2
+            yield from self._bytes(list(no_room), 1)
+            yield from self._times(list(no_room), 1)
         if missing := self.measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in missing)
             self.job.say(
@@ -180,30 +185,54 @@ class Measuring:
                 + " More: --recompute-measure-steps." * (self.job.calls is None)
             )
 
-    def _in_turn(
-        self, room: list[int], most_steps: int, *, reads_bytes: bool, repeats: int = 1
-    ) -> Steps:
-        """Steps in which layers take turns at every choice.
+    def _bytes(self, room: list[int], most_steps: int) -> Steps:
+        """Steps in which layers take turns at every choice, and bytes are read.
 
         Args:
             room: how many layers of each stage may leave the leanest choice at once; halved when a
                 step is lost.
             most_steps: the most steps to run; choices that are left stay unmeasured.
-            reads_bytes: whether bytes are read; otherwise only times.
-            repeats: how often every choice is shown.
         """
+
+        def shown(left: int) -> Iterator[bool]:
+            for _ in self.measurement.policies(room=room, most_steps=left):
+                yield False
+
+        yield from self._in_turn(room, most_steps, shown, self._read)
+
+    def _times(self, room: list[int], most_steps: int) -> Steps:
+        """Steps in which layers take turns at every choice, and are timed; as `_bytes`."""
+        shown = partial(self.measurement.turns, microbatches=self.job.num_microbatches(), room=room)
+        yield from self._in_turn(room, most_steps, lambda left: shown(most_steps=left), self._timed)
+
+    def _whole(self, room: list[int], each: int) -> Steps:
+        """So many steps in which nothing but Megatron's own timers is read, under the leanest
+        policy and under the richest that there is room for; of several the first does not count."""
+        policies = self.measurement.richest(room), self.decisions.leanest
+
+        def shown(_: int) -> Iterator[bool]:
+            for policy in policies:
+                self.applied.switch(policy)
+                yield from (number > 0 or each == 1 for number in range(each))
+
+        yield from self._in_turn(room, 2 * each, shown, self._unwatched)
+
+    def _in_turn(
+        self,
+        room: list[int],
+        most_steps: int,
+        shown: Callable[[int], Iterator[bool]],
+        watched: Callable[[bool], AbstractContextManager[None]],
+    ) -> Steps:
         last = self.guard.steps + most_steps
         while (left := last - self.guard.steps) > 0:
-            policies = self.measurement.policies(
-                repeats, room=room, most_steps=left, wanted=lambda c: reads_bytes or not c.offload
-            )
-            for _ in policies:
+            for is_timed in shown(left):
                 if self._left:
                     self._left -= 1
                     more = f"at most {self._left} more after this step"
                     words = more if self._left else "this step is the last"
                     self.job.say(f"recompute auto: measuring, {words}")
-                yield from until_done(self.guard, partial(self._watched, reads_bytes))
+                yield from until_done(self.guard, partial(watched, is_timed))
                 if self._was_lost() and any(room):
                     room[:] = [layers // 2 for layers in room]
                     break
@@ -261,25 +290,32 @@ class Measuring:
             self._left_layers.keep(self.applied.policy.layers)
 
     @contextmanager
-    def _watched(self, reads_bytes: bool) -> Iterator[None]:
-        slow = self.job.without_cuda  # reading bytes distorts times there
-        if not reads_bytes:
-            watched = self.measurement.watch(None, counts=self._counts)
-            with running(self.job.timers) as took_ms, watched, self.guard.step():
-                yield
+    def _timed(self, is_timed: bool) -> Iterator[None]:
+        watched = self.measurement.watch(None, times=is_timed, counts=self._counts)
+        timers = running(None if self._whole_steps_each else self.job.timers)
+        with timers as took_ms, self.memory.beside(), watched, self.guard.step():
+            yield
+        if not self._whole_steps_each:
             self._note_whole_step(took_ms)
-            return
+
+    @contextmanager
+    def _unwatched(self, counts: bool) -> Iterator[None]:
+        timers = running(self.job.timers)
+        with timers as took_ms, self.memory.beside(), self.guard.step():
+            yield
+        if counts:
+            self._note_whole_step(took_ms)
+
+    @contextmanager
+    def _read(self, _: bool) -> Iterator[None]:
         with self.memory.measuring() as memory:
-            watched = self.measurement.watch(memory, times=not slow, counts=self._counts)
-            timers = running(None if slow else self.job.timers)
-            with timers as took_ms, self._copying(), watched, self.guard.step():
+            watched = self.measurement.watch(memory, times=False, counts=self._counts)
+            with self._copying(), watched, self.guard.step():
                 yield
             if self._counts():
                 self.memory.note(memory, self.measurement.peak_bytes)
                 if self.points is not None:
                     self.points.note_peak(self.applied.policy, self.memory.peak_bytes)
-        if not slow:
-            self._note_whole_step(took_ms)
 
     def _note_whole_step(self, took_ms: Mapping[str, float]) -> None:
         """Keep Megatron's timers and torch's statistics of the step that has just run."""

@@ -6,6 +6,7 @@ It only sets hooks on modules and on the hidden states between them, so steps ru
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,6 +91,34 @@ class DeviceClock:
 
 DEVICE_CLOCK = DeviceClock()
 
+CYCLES_PER_MS = 2_000_000
+"""Of a GPU's clock: more than any reaches, so that a wait is no shorter than asked."""
+
+
+class Host:
+    """The host beside a CUDA device: its own clock, and work that keeps the device busy meanwhile.
+
+    Events around a layer measure its launches where the device waits for them. Behind a wait that
+    lasts until the host has launched it, they measure the device.
+    """
+
+    def now_s(self) -> float:
+        """The present moment on the host, without waiting for the device."""
+        return time.perf_counter()
+
+    def is_ahead_of(self, event: Any) -> bool:
+        """Whether the device has not come to an event yet."""
+        return not event.query()
+
+    def run_ahead(self, ms: float) -> None:
+        """Let the device wait, while the host goes on."""
+        torch.cuda._sleep(math.ceil(ms * CYCLES_PER_MS))
+
+
+def host_beside() -> Host | None:
+    """The host of a CUDA device; None without one, where both are the same."""
+    return Host() if torch.cuda.is_available() else None
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -106,6 +135,10 @@ class Mark:
     kept_peak_bytes: int = 0
     """Backward only: `peak_bytes`, had the gradient of the place's output stayed alive, as a
     schedule keeps that of a chunk's output."""
+    host_s: float | None = None
+    """By the host's clock; None if it is not read."""
+    is_ahead: bool = False
+    """Whether the device had not even come to the mark before when the host came here."""
 
 
 @dataclass(slots=True)
@@ -137,6 +170,11 @@ class Pass:
     beginning of the backward, if the loss is computed outside the model."""
 
     @property
+    def host_ms(self) -> float:
+        """From its first boundary to its last by the host's clock; 0 if that is not read."""
+        return host_ms_between(self.marks[0], self.marks[-1]) or 0.0
+
+    @property
     def first_place(self) -> Place:
         """The first layer, or head, of the chunk."""
         return self.marks[1].place if self.phase == "forward" else self.marks[-2].place
@@ -152,6 +190,8 @@ class Probe:
         chunks: this rank's model chunks, wrapped or bare.
         memory: source of bytes, or None to note times only.
         clock: source of times.
+        host: its clock is read as well; None where the clock is the host's.
+        ahead_ms: for how long the device waits at the beginning of a forward and of a backward.
     """
 
     def __init__(
@@ -159,6 +199,8 @@ class Probe:
         chunks: Sequence[torch.nn.Module],
         memory: Memory | None,
         clock: Clock = DEVICE_CLOCK,
+        host: Host | None = None,
+        ahead_ms: Mapping[str, float] | None = None,
     ) -> None:
         self.passes: list[Pass] = []
         self.peak_bytes = 0
@@ -168,6 +210,7 @@ class Probe:
         self._chunks = chunks
         self._memory = memory
         self._clock = clock
+        self._host, self._ahead_ms = host, ahead_ms or {}
         self._hooks: list[TemporaryHook] = []
         self._forward: Pass | None = None
         self._inputs: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -333,6 +376,8 @@ class Probe:
     def _begun(self, phase: Literal["forward", "backward"], chunk: int, at: Place) -> Pass:
         one = Pass(phase, chunk, [])
         self.passes.append(one)
+        if self._host is not None and self._ahead_ms.get(phase):
+            self._host.run_ahead(self._ahead_ms[phase])
         self._mark(one, at)
         if len(self.passes) > 1:
             self.passes[-2].after = one.marks[0]
@@ -346,8 +391,19 @@ class Probe:
             peak, kept_peak = self._gradient.peaks(peak)
             self._gradient = None
         alive_bytes = sum(self._alive().values())
+        host, before = self._host, one.marks[-1:]
         one.marks.append(
-            Mark(place, self._clock.now(), current, peak, input_bytes, alive_bytes, kept_peak)
+            Mark(
+                place,
+                self._clock.now(),
+                current,
+                peak,
+                input_bytes,
+                alive_bytes,
+                kept_peak,
+                None if host is None else host.now_s(),
+                host is not None and bool(before) and host.is_ahead_of(before[0].at),
+            )
         )
         self.peak_bytes = max(self.peak_bytes, peak)
         if memory:
@@ -431,6 +487,17 @@ class Span:
     """Forward only: bytes of earlier hidden states that were freed during the span."""
     kept_peak_bytes: int = 0
     """Backward only: `peak_bytes`, had the gradient of the place's output stayed alive."""
+    host_ms: float | None = None
+    """What the host took to launch it; None if its clock was not read."""
+    is_ahead: bool = False
+    """Whether all of it was launched before the device began with it, so that `ms` has no wait."""
+
+
+def host_ms_between(begin: Mark, end: Mark) -> float | None:
+    """Milliseconds by the host's clock; None if it was not read."""
+    if begin.host_s is None or end.host_s is None:
+        return None
+    return (end.host_s - begin.host_s) * 1e3
 
 
 def spans(one: Pass, clock: Clock = DEVICE_CLOCK) -> Iterator[Span]:
@@ -448,4 +515,6 @@ def spans(one: Pass, clock: Clock = DEVICE_CLOCK) -> Iterator[Span]:
             last.input_bytes,
             begin.alive_bytes + begin.input_bytes - end.alive_bytes if forward else 0,
             max(end.kept_peak_bytes, begin.current_bytes),
+            host_ms_between(begin, end),
+            end.is_ahead,
         )

@@ -45,11 +45,11 @@ class StepMemory:
         self.peak_bytes = 0
         """The most bytes allocated in the last step that was read, or since the plan began."""
         self.fragmentation_bytes = 0
-        """The most reserved less the most allocated, over all steps of `measuring`."""
+        """The most reserved less the most allocated, over all measuring steps."""
         self._chunks, self._optimizer = chunks, optimizer
         self._without_cuda, self._source, self._resets = without_cuda, source, resets
         self.torch_peaks: tuple[int | None, int | None] = (None, None)
-        """The most bytes allocated, and reserved, by the process in the last step of `measuring`;
+        """The most bytes allocated, and reserved, by the process in the last step of `beside`;
         None without CUDA."""
         self.others_bytes: int | None = None
         """Bytes other than model and optimizer at the beginning of a step, the most of those read;
@@ -90,8 +90,18 @@ class StepMemory:
         """Keep the peak of a step that was measured."""
         self.peak_bytes = self._with_static(memory, peak_bytes)
         self._note_fragmentation(peak_bytes)
-        if isinstance(memory, CudaBytes):
-            self.torch_peaks = peak_bytes, torch.cuda.max_memory_reserved()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Surround a measuring step inside which nothing is read; keeps torch's peaks of it."""
+        if self._without_cuda:
+            yield
+            return
+        self._note_fragmentation(torch.cuda.max_memory_allocated())  # as in `measuring`
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        self.torch_peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        self._note_fragmentation(torch.cuda.max_memory_allocated())
 
     def plan_begins(self) -> None:
         """Forget the peak of what ran before."""

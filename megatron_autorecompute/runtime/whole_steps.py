@@ -7,12 +7,14 @@ difference is the stage's residual.
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import MeasuredStep, RankStep, covers
+from megatron_autorecompute.runtime.samples import lower_quartile
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +40,25 @@ class WholeStep:
 def residuals_ms(problem: Problem, ranks: Sequence[Sequence[WholeStep]]) -> tuple[float, ...]:
     """Time of one microbatch that layers do not explain, for every stage; 0 if no timer ran.
 
+    Of each policy's steps the lower quartile counts, and of policies the one that leaves least:
+    what disturbs steps makes them longer. It is never negative, because no step takes less than its
+    layers.
+
     Args:
         problem: of a profile whose residual times are 0.
         ranks: the steps of every rank: at least one each, or none on all.
     """
     by_stage: list[list[float]] = [[] for _ in range(problem.layout.num_stages)]
-    costs = [problem.cost(step.policy).stages for step in ranks[0]]
+    costs = {policy: problem.costs.met_ms(policy) for policy in {s.policy for s in ranks[0]}}
     for steps in ranks:
-        left = [
-            step.compute_ms / step.num_microbatches - sum(own.forward_ms) - sum(own.backward_ms)
-            for step, cost in zip(steps, costs, strict=True)
-            for own in (cost[step.seen.stage],)
-            if step.compute_ms is not None
-        ]
+        left: dict[RecomputePolicy, list[float]] = defaultdict(list)
+        for step in steps:
+            if step.compute_ms is not None:
+                took_ms = step.compute_ms / step.num_microbatches
+                left[step.policy].append(took_ms - costs[step.policy][step.seen.stage])
         if left:
-            by_stage[steps[0].seen.stage].append(statistics.median(left))
-    return tuple(statistics.mean(values) if values else 0.0 for values in by_stage)
+            by_stage[steps[0].seen.stage].append(min(map(lower_quartile, left.values())))
+    return tuple(max(0.0, statistics.mean(values)) if values else 0.0 for values in by_stage)
 
 
 def covered(problem: Problem, steps: Sequence[WholeStep]) -> list[WholeStep]:

@@ -155,8 +155,8 @@ def faulty(folder):
         return step(iterator, model)
 
     draw = random.Random(rank)
-    for number in range(15):
-        if number in (1, 4, 14):  # settling, measuring, under a plan
+    for number in range(17):
+        if number in (1, 4, 16):  # settling, measuring, under a plan
             with pytest.raises(RuntimeError, match="no batch"):
                 train([64], by=breaks)
             with pytest.raises(torch.OutOfMemoryError, match="as a device says it"):
@@ -164,7 +164,7 @@ def faulty(folder):
             raised = auto.policy.format()
         if number == 8:  # an evaluation with gradients, longer than what is said of the next call
             gpt.call(gpt.microbatches([256], 0), plain, forward_only=True, forward_step=step)
-        if number in (6, 14):  # as slime does while it generates
+        if number in (6, 16):  # as slime does while it generates
             new_world(f"{folder}/world-{number}")
         train([8 * draw.randint(3, 32) for _ in range(2 + rank)], by=inside)
         assert number != 4 or policies[-1] == raised  # not measured yet, so it is shown again
@@ -208,7 +208,7 @@ def test_ranks_of_other_lengths_agree_whatever_fails_on_them(faults):
 
 def test_running_out_of_memory_is_raised_and_leaves_a_smaller_plan_for_a_restart(faults):
     for rank in faults:
-        assert rank["policies"][13] == rank["policies"][14]  # the loop that catches it goes on
+        assert rank["policies"][15] == rank["policies"][16]  # the loop that catches it goes on
         assert any("stage 0 short of memory, went down" in note for note in rank["notes"])
 
 
@@ -221,7 +221,7 @@ def test_a_microbatch_longer_than_said_is_noticed_on_all_ranks(faults):
 
 
 def test_an_engine_that_grows_beside_one_rank_makes_all_leaner_and_ends_nothing(faults):
-    before, grown, after = faults[0]["policies"][15:18]
+    before, grown, after = faults[0]["policies"][17:20]
     assert before == after != grown
     assert "none" not in grown  # even this needs more: it runs, and this is said
     assert any("OVER BUDGET" in line for line in faults[0]["said"])
@@ -372,7 +372,7 @@ def test_what_others_hold_in_the_process_counts(one_rank):
         auto = attached(gpt, said, budget_gib=BUDGET_GIB)
     forward_backward = auto.schedule(get_forward_backward_func())
     peaks = []
-    for number in range(15):
+    for number in range(17):
         lengths = [8 * random.Random(number).randint(3, 32) for _ in range(3)]
         auto.tokens(lengths)
         call(gpt, lengths, forward_backward, number)

@@ -7,6 +7,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_autorecompute.compare.comparison import Shape
@@ -16,8 +17,8 @@ from megatron_autorecompute.planner.cost.policy_cost import evaluate
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
-from megatron_autorecompute.runtime.measurement import Samples
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, DeviceClock
+from megatron_autorecompute.runtime.samples import Reading, Samples
 from megatron_autorecompute.work_order import contains
 from testing.ranks import run_ranks
 from tests.support import MICRO_BATCH_SIZE, SEQ_LENGTH, VOCAB, microbatch
@@ -224,13 +225,31 @@ def test_whatever_the_clock_says_doing_more_is_not_recorded_as_faster():
     assert sum(contains(a, b) for (a, _), (b, _) in itertools.permutations(records, 2)) > 20
 
 
-def test_the_first_time_of_a_choice_is_set_aside_where_there_are_others():
-    # Compiling at first use: CheckpointWithoutOutput's C++ since core 0.17, autotuned kernels.
-    once = Samples([1], [0], [1], [1], forward_ms=[9.0], backward_ms=[2000.0])
-    again = Samples([1], [0], [1], [1], forward_ms=[9.0, 3.0], backward_ms=[2000.0, 6.0])
-    assert once.settled().record(FULL, 0).backward_ms == 2000.0
-    assert again.settled().record(FULL, 0).backward_ms == 6.0
-    assert again.settled().held_bytes == again.held_bytes
+def samples(ways):
+    """Of some turns, each with times of readings on the device and on the host."""
+    readings = [Reading(turn, turn, *way) for turn, own in enumerate(ways) for way in own]
+    return Samples([1], [0], [1], [1], forward=readings, backward=readings)
+
+
+def test_a_time_is_the_lower_quartile_and_turns_that_differ_are_seen_to():
+    turns = [[(ms + 10.0 * turn, 1.0) for ms in (1.0, 2.0, 3.0, 9.0)] for turn in range(3)]
+    record = samples(turns).record(FULL, 0)
+    everything = [ms for turn in turns for ms, _ in turn]
+    assert record.forward_ms == record.backward_ms == np.percentile(everything, 25)
+    assert record.spread_ms == pytest.approx(np.subtract(*np.percentile([1, 2, 3, 9], [75, 25])))
+    assert record.turn_spread_ms == pytest.approx(2 * np.std([0.0, 10.0, 20.0], ddof=1))
+    assert (record.runs, record.turns) == (12, 3)
+
+
+def test_what_waited_for_launches_is_no_time_of_the_device_and_what_waits_for_it_is_of_both():
+    launched_ahead = samples([[(5.0, 3.0, False), (2.0, 3.0, True), (2.0, 3.0, True)]])
+    record = launched_ahead.record(NONE, 0)
+    assert (record.forward_ms, record.runs) == (2.0, 2)
+    assert (record.host.forward_ms, record.host.forward_waits) == (3.0, False)
+    never_ahead = samples([[(5.0, 40.0, False)] * 4]).record(NONE, 0)
+    assert (never_ahead.forward_ms, never_ahead.host.forward_ms) == (5.0, 5.0)
+    assert never_ahead.host.forward_waits
+    assert samples([[(5.0,)] * 4]).record(NONE, 0).host is None
 
 
 def routed_unevenly(microbatches):

@@ -103,7 +103,7 @@ def measured(beside=None, when=("before", "between", "after")):
     return {
         key: (of.held_bytes, of.input_bytes, of.forward_level_bytes, of.backward_level_bytes)
         for key, of in seen
-    }, {key: (len(of.forward_ms), len(of.backward_ms)) for key, of in seen}
+    }, {key: (len(of.forward), len(of.backward)) for key, of in seen}
 
 
 def test_forwards_without_a_backward_are_not_counted():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_autorecompute.planner.cost import two_clocks
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.offloaded_step import (
@@ -38,6 +39,9 @@ from megatron_autorecompute.planner.cost.unit_costs import (
 )
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
+
+HOST_BOUND = 0.01
+"""Share of a step that waits for launches: below it the first kernels of a step make it up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,13 @@ class PolicyCost:
     """The part of step_ms that is added by waits for copies from host memory."""
     ahead_ms: float = 0.0
     """By how much step_ms is shorter because recompute begins before its gradient is there."""
+    launch_ms: float = 0.0
+    """The part of step_ms in which the device waits for the host to launch its kernels."""
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether the host decides how long the step is."""
+        return self.launch_ms > HOST_BOUND * self.step_ms
 
     @property
     def peak_high_bytes(self) -> int:
@@ -138,6 +149,9 @@ class PolicyCosts:
         self.percentile = percentile
         bounds: tuple[Bound, ...] = tuple(SIGN) if _is_uncertain(profile) else ("nominal",)
         self._tables = {bound: CostTable(profile, percentile, bound) for bound in bounds}
+        host = [two_clocks.mixed(profile, 1.0)] if two_clocks.knows_host(profile) else []
+        self.clocks = profile, *host
+        """The profile, and where the host's times are known, that of the host alone."""
         self._bases: dict[tuple[int, Bound], StageBase] = {}
         self._known: dict[RecomputePolicy, PolicyCost] = {}
 
@@ -157,7 +171,44 @@ class PolicyCosts:
         units = {bound: self._units(bound, policy) for bound in self._tables}
         step = self._offloaded(units["nominal"])
         peaks = {bound: self._peaks(bound, own, step) for bound, own in units.items()}
-        return self._with_times(units["nominal"], peaks, step)
+        cost = self._with_times(units["nominal"], peaks, step)
+        both_ms = self._both_ms(policy, units["nominal"])
+        if both_ms is None:
+            return cost
+        plain_ms = self._both_ms(self._fastest, self._units("nominal", self._fastest)) or 0.0
+        launch_ms = max(0.0, both_ms - cost.step_ms - cost.ahead_ms)
+        step_ms = cost.step_ms + launch_ms
+        recompute_ms = step_ms - cost.stall_ms - plain_ms
+        return replace(cost, step_ms=step_ms, launch_ms=launch_ms, recompute_ms=recompute_ms)
+
+    def met_ms(self, policy: RecomputePolicy) -> tuple[float, ...]:
+        """Forward plus backward of one microbatch on each stage, if host and device meet before and
+        after each, as Megatron's timers make them."""
+        units = self._units("nominal", policy)
+        host = self._on_host(policy)
+        if host is None:
+            return tuple((times_of(units).plus(self._residual).busy / PS_PER_MS).tolist())
+        return two_clocks.met_ms(self.profile, policy, (units, host), self._residual)
+
+    def _both_ms(self, policy: RecomputePolicy, units: StageUnits) -> float | None:
+        """The step of both clocks; None where the host's is not known."""
+        host = self._on_host(policy)
+        if host is None:
+            return None
+        return two_clocks.step_ms(
+            self.profile, self.schedule, policy, (units, host), self._residual
+        )
+
+    def _on_host(self, policy: RecomputePolicy) -> StageUnits | None:
+        table = self._host
+        if table is None:
+            return None
+        return [[table.chunk_units(c, policy) for c in cs] for cs in self.layout.stages]
+
+    @cached_property
+    def _host(self) -> CostTable | None:
+        """Of the host's times."""
+        return CostTable(self.clocks[1]) if len(self.clocks) > 1 else None
 
     def _units(self, bound: Bound, policy: RecomputePolicy) -> StageUnits:
         table = self._tables[bound]
@@ -201,11 +252,15 @@ class PolicyCosts:
         return CostTable(self.profile)
 
     @cached_property
-    def _plain(self) -> tuple[Times, float]:
-        """Times with every layer at `none`, or at its fastest choice if `none` has no record; and
-        the step."""
+    def _fastest(self) -> RecomputePolicy:
+        """Every layer at `none`, or at its fastest choice if `none` has no record."""
         layers = range(self.profile.num_layers)
-        policy = RecomputePolicy(tuple(fastest_choice(self._table, layer) for layer in layers))
+        return RecomputePolicy(tuple(fastest_choice(self._table, layer) for layer in layers))
+
+    @cached_property
+    def _plain(self) -> tuple[Times, float]:
+        """Times without recompute, and the step."""
+        policy = self._fastest
         units = [[self._table.chunk_units(c, policy) for c in cs] for cs in self.layout.stages]
         times = times_of(units).plus(self._residual)
         return times, _step_ms(self.schedule, times)

@@ -1,7 +1,7 @@
 """What the errors of a profile's times make of a step: its interval, and which of two is shorter.
 
-A measured time is the median of some runs, so it errs. The error of a record is shared by all
-layers and microbatches that it stands for, and so does not average out over a step; errors of
+A measured time is the lower quartile of some runs, so it errs. The error of a record is shared by
+all layers and microbatches that it stands for, and so does not average out over a step; errors of
 different records are independent. A stage's residual is added under every policy; it may as well
 be a share of the stage's work, and both readings count.
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import zip_longest
 from statistics import NormalDist
 
@@ -24,7 +23,6 @@ import numpy as np
 from megatron_autorecompute.planner.cost.arrays import Floats, Ints
 from megatron_autorecompute.planner.cost.critical_path import critical_paths
 from megatron_autorecompute.planner.cost.layout import Chunk
-from megatron_autorecompute.planner.cost.offloaded_step import offloads
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.stage_times import (
@@ -34,9 +32,10 @@ from megatron_autorecompute.planner.cost.stage_times import (
     times_of,
 )
 from megatron_autorecompute.planner.cost.step_time import finished, step_unit
+from megatron_autorecompute.planner.cost.two_clocks import records_of
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable, Unit
-from megatron_autorecompute.policy import FULL, RecomputePolicy
-from megatron_autorecompute.profile import ChoiceRecord
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import ChoiceRecord, Profile
 
 COVERAGE = 0.95
 COVERS = f"It covers the step of the true times in at least {COVERAGE:.0%} of profiles."
@@ -45,8 +44,9 @@ _ENDS = NormalDist().inv_cdf((1 + COVERAGE) / 2)
 _SURELY = NormalDist().inv_cdf(COVERAGE)
 _OF_MIDDLE_HALF = 1 / NormalDist().inv_cdf(0.75)
 """Standard deviation of runs, as a multiple of half their interquartile range."""
-_OF_MEDIAN = math.sqrt(math.pi / 2)
-"""Standard deviation of the median of n runs, as a multiple of theirs divided by sqrt(n)."""
+_OF_QUARTILE = math.sqrt(0.25 * 0.75) / NormalDist().pdf(NormalDist().inv_cdf(0.25))
+"""Standard deviation of the lower quartile of n runs, as a multiple of theirs divided by
+sqrt(n)."""
 _FEW_RUNS = 4
 """Of few runs the spread is itself uncertain: n of them err by 1 + 4 / n times as much."""
 _MOST_PATHS = 16
@@ -71,13 +71,15 @@ class StepInterval:
 def deviation_ms(record: ChoiceRecord) -> float:
     """Standard deviation of the error of a record's forward plus backward.
 
-    One run errs as runs spread. The median of n errs by 1.25 / sqrt(n) of that, and by more where
-    runs are so few that they hardly say how they spread.
+    One run errs as runs spread. The lower quartile of n errs by 1.36 / sqrt(n) of that, and by more
+    where runs are so few that they hardly say how they spread. Where turns spread by more than
+    their runs explain, their number counts instead.
     """
     one = record.spread_ms * _OF_MIDDLE_HALF
-    if record.runs == 1:
-        return one
-    return one * _OF_MEDIAN / math.sqrt(record.runs) * (1 + _FEW_RUNS / record.runs)
+    if record.runs > 1:
+        one *= _OF_QUARTILE / math.sqrt(record.runs) * (1 + _FEW_RUNS / record.runs)
+    turns = record.turn_spread_ms / math.sqrt(record.turns) * (1 + _FEW_RUNS / record.turns)
+    return max(one, turns)
 
 
 class StepErrors:
@@ -89,8 +91,44 @@ class StepErrors:
     """
 
     def __init__(self, costs: PolicyCosts, policy: RecomputePolicy) -> None:
-        self.policy, self._layout, self._profile = policy, costs.layout, costs.profile
-        self._table = CostTable(costs.profile)
+        self._clocks = [_Clock(costs, policy, profile) for profile in costs.clocks]
+        """The device's, and where it is known, the host's."""
+        longest_ms = max(clock.step_ps for clock in self._clocks) / PS_PER_MS
+        waits_ms = costs.of(policy).step_ms - longest_ms
+        self.waits_ms = waits_ms if policy.is_ahead else max(0.0, waits_ms)
+        """For copies, and of the clocks for each other, less what begins ahead; the same at both
+        ends."""
+
+    def interval(self) -> StepInterval | None:
+        """Of the step; None where no time of it is known to err."""
+        ends = [clock.ends_ps() for clock in self._clocks]
+        low_ps, high_ps = max(low for low, _ in ends), max(high for _, high in ends)
+        if low_ps == high_ps:
+            return None
+        waits_ms = self.waits_ms
+        return StepInterval(max(0.0, low_ps) / PS_PER_MS + waits_ms, high_ps / PS_PER_MS + waits_ms)
+
+    def surely_shorter(self, other: StepErrors) -> bool:
+        """Whether this step is shorter than the other one in at least 95% of profiles, by the clock
+        that decides it.
+
+        Errors that both share count only as far as they make a difference. True where this step is
+        shorter and no time errs.
+        """
+        pairs = zip_longest(self._clocks, other._clocks, fillvalue=other._clocks[0])
+        own, others = max(pairs, key=lambda pair: pair[0].step_ps)
+        return own.is_surely_shorter(others)
+
+
+class _Clock:
+    """Errors of a step that one clock alone decides.
+
+    profile: with that clock's times.
+    """
+
+    def __init__(self, costs: PolicyCosts, policy: RecomputePolicy, profile: Profile) -> None:
+        self.policy, self._layout, self._profile = policy, costs.layout, profile
+        self._table = CostTable(profile)
         units = [
             [self._table.chunk_units(chunk, policy) for chunk in chunks]
             for chunks in costs.layout.stages
@@ -100,26 +138,15 @@ class StepErrors:
         self.readings = [_Reading(costs.schedule, own.plus(residual), errors)]
         if residual.busy.any():
             self.readings.append(_Reading(costs.schedule, self._grown(own, residual), errors))
-        self.waits_ms = costs.of(policy).stall_ms if offloads(units) else 0.0
-        """For copies, less what begins ahead; the same at both ends."""
-        if policy.is_ahead:
-            self.waits_ms -= costs.of(policy).ahead_ms
+        self.step_ps = self.readings[0].step_ps
 
-    def interval(self) -> StepInterval | None:
-        """Of the step; None where no time of it is known to err."""
+    def ends_ps(self) -> tuple[float, float]:
+        """Low and high end."""
         ends = [reading.ends_ps() for reading in self.readings]
-        low_ps, high_ps = min(low for low, _ in ends), max(high for _, high in ends)
-        if low_ps == high_ps:
-            return None
-        waits_ms = self.waits_ms
-        return StepInterval(max(0.0, low_ps) / PS_PER_MS + waits_ms, high_ps / PS_PER_MS + waits_ms)
+        return min(low for low, _ in ends), max(high for _, high in ends)
 
-    def surely_shorter(self, other: StepErrors) -> bool:
-        """Whether this step is shorter than the other one in at least 95% of profiles.
-
-        Errors that both share count only as far as they make a difference. True where this step is
-        shorter and no time errs.
-        """
+    def is_surely_shorter(self, other: _Clock) -> bool:
+        """See `StepErrors.surely_shorter`."""
         pairs = zip_longest(self.readings, other.readings)  # one where no residual is read
         first = self.readings[0], other.readings[0]
         return all((own or first[0]).is_surely_shorter(others or first[1]) for own, others in pairs)
@@ -156,39 +183,21 @@ class StepErrors:
                 for source, forward_ps, backward_ps in self._shares(own):
                     error = found.setdefault(source, np.zeros(shape))
                     error[:, stage, chunk] += forward_ps, backward_ps
+        if self._profile.times_error:
+            whole = times_of([[tuple(chunk) for chunk in chunks] for chunks in units])
+            every = np.stack([whole.forward, whole.backward]).astype(np.float64)
+            found["all times",] = self._profile.times_error * every
         return found
 
     def _shares(self, units: Sequence[Unit]) -> Iterator[tuple[_Source, float, float]]:
         """What each unit adds: its error is shared by forward and backward as its time is."""
         size = self._profile.parallelism.micro_batch_size  # another size was measured on its own
         for unit in units:
-            for name, record in self._records(unit):
+            for name, record in records_of(self._profile, self.policy, unit):
                 error_ps = deviation_ms(record) * PS_PER_MS
                 if error_ps:
                     share = unit.forward_ps / unit.time_ps if unit.time_ps else 0.0
                     yield (size, *name), share * error_ps, (1 - share) * error_ps
-
-    def _records(self, unit: Unit) -> Iterator[tuple[_Source, ChoiceRecord]]:
-        """The records that a unit's time is made of."""
-        if not unit.layers:
-            if unit.name in self._outside:
-                yield (unit.name,), self._outside[unit.name]
-            return
-        kinds = [self._profile.kind_of(layer) for layer in unit.layers]
-        whole = kinds[0].record(self.policy.layers[unit.layers[0]])
-        if whole is not None and all(kind is kinds[0] for kind in kinds):
-            yield (kinds[0].name, whole.choice), whole
-            return
-        for kind in kinds:  # a checkpoint that is worked out from its layers' own
-            record = kind.record(FULL)
-            if record is not None:
-                yield (kind.name, record.choice), record
-
-    @cached_property
-    def _outside(self) -> Mapping[str, ChoiceRecord]:
-        named = {"embedding": self._profile.embedding, "head": self._profile.head}
-        norm = self._profile.final_norm
-        return named if norm is None else {**named, "final norm": norm}
 
 
 class _Reading:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron_autorecompute.planner.cost.two_clocks import knows_host
+from megatron_autorecompute.planner.search.clocks import deciding
 from megatron_autorecompute.planner.search.offload import OffloadSearch, spread, without_offload
 from megatron_autorecompute.planner.search.offload_settings import (
     host_over,
@@ -49,6 +51,8 @@ def pareto(
     """
     if may_offload(problem):
         return _replayed(problem, points, progress)
+    if knows_host(problem.profile):
+        return pareto(deciding(problem), points, progress)
     return (curve or BudgetCurve(problem)).points(points, progress)
 
 

@@ -15,6 +15,7 @@ from megatron_autorecompute.planner.cost.arrays import Ints
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.peak_memory import stage_base, stage_moments, stage_peak
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
+from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import MegatronStrategy, RecomputePolicy
 
@@ -67,9 +68,10 @@ def may_fit(problem: Problem, policy: RecomputePolicy) -> bool:
 
 
 def _by_time(problem: Problem) -> Iterator[tuple[MegatronStrategy, RecomputePolicy, Ints]]:
-    """Settings that differ in effect, each with forward and backward times of every chunk; the
-    least busy first."""
+    """Settings that differ in effect, each with forward and backward times of every chunk by every
+    clock; the least busy first."""
     chunks = [c for stage in problem.layout.stages for c in stage]
+    tables = [CostTable(p, problem.imbalance_percentile, "high") for p in problem.costs.clocks]
     seen, found = set(), []
     for setting, policy in manual_policies(problem):
         runs = policy.runs()
@@ -77,7 +79,7 @@ def _by_time(problem: Problem) -> Iterator[tuple[MegatronStrategy, RecomputePoli
             continue
         seen.add(runs)
         try:
-            times = [problem.table.chunk_times_ps(chunk, policy) for chunk in chunks]
+            times = [table.chunk_times_ps(c, policy) for table in tables for c in chunks]
         except (PolicyError, ProfileError):
             continue  # a layer has no record of it
         found.append((sum(map(sum, times)), setting, policy, np.array(times, np.int64)))

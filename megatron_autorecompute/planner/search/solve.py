@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from megatron_autorecompute.errors import InfeasibleError
+from megatron_autorecompute.planner.cost.two_clocks import knows_host
+from megatron_autorecompute.planner.search.clocks import shortest_of_clocks
 from megatron_autorecompute.planner.search.offload import OffloadSearch, leanest_whole
 from megatron_autorecompute.planner.search.offload_settings import may_offload
 from megatron_autorecompute.planner.search.problem import Problem
@@ -28,7 +30,9 @@ def solve(problem: Problem) -> Solution:
 
 def try_solve(problem: Problem) -> Solution | None:
     """As `solve`, but returns None if nothing fits; for searches that try many problems."""
-    return OffloadSearch(problem).solve() if may_offload(problem) else shortest(problem)
+    if may_offload(problem):
+        return OffloadSearch(problem).solve()
+    return shortest_of_clocks(problem) if knows_host(problem.profile) else shortest(problem)
 
 
 def _infeasible(problem: Problem) -> InfeasibleError:

@@ -1,0 +1,193 @@
+"""A step under two clocks: the host launches kernels, and the device runs them in a queue.
+
+Whatever is launched, the host goes on after h, and the device is done with it d after it was done
+with what is before, but no sooner than the host has launched it: kernels are taken to be launched
+evenly, so that a layer that the device waits for is done after the longer of h and d. Where the
+host waits for the device, in a layer that reads a value of it, both go on together. So from the
+two moments (host, device) before a layer those after it follow by a matrix in which a sum is a
+maximum and a product a sum, and those after a microbatch by the product of its layers' matrices.
+
+On one stage both clocks run on from microbatch to microbatch. In a pipeline a stage's host waits at
+each exchange with its neighbours (Megatron's `batch_p2p_sync`), so they meet at every forward and
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import reduce
+
+import numpy as np
+
+from megatron_autorecompute.planner.cost.arrays import Floats
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.stage_times import Times
+from megatron_autorecompute.planner.cost.step_time import replay_ms
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, Unit
+from megatron_autorecompute.policy import FULL, RecomputePolicy
+from megatron_autorecompute.profile import ChoiceRecord, HostTimes, LayerKind, Profile
+
+Units = Sequence[Sequence[Sequence[Unit]]]
+"""`[stage][chunk]`"""
+_NEVER = -np.inf
+
+
+def knows_host(profile: Profile) -> bool:
+    """Whether any record says what the host takes."""
+    return any(record.host for kind in profile.kinds for record in kind.choices)
+
+
+def mixed(profile: Profile, share: float) -> Profile:
+    """The profile of one clock: a share of the host's times, and the rest of the device's.
+
+    A step takes at least what either clock alone takes, and so at least any mixture of them.
+    """
+
+    def of(record: ChoiceRecord) -> ChoiceRecord:
+        host = record.host
+        if host is None:
+            return record
+        return replace(
+            record,
+            forward_ms=share * host.forward_ms + (1 - share) * record.forward_ms,
+            backward_ms=share * host.backward_ms + (1 - share) * record.backward_ms,
+            spread_ms=share * host.spread_ms + (1 - share) * record.spread_ms,
+            turn_spread_ms=share * host.turn_spread_ms + (1 - share) * record.turn_spread_ms,
+            host=None,
+        )
+
+    def of_kind(kind: LayerKind) -> LayerKind:
+        return replace(kind, choices=tuple(map(of, kind.choices)))
+
+    norm = profile.final_norm
+    return replace(
+        profile,
+        kinds=tuple(map(of_kind, profile.kinds)),
+        embedding=of(profile.embedding),
+        head=of(profile.head),
+        final_norm=None if norm is None else of(norm),
+        times_error=share * profile.host_times_error + (1 - share) * profile.times_error,
+    )
+
+
+def records_of(
+    profile: Profile, policy: RecomputePolicy, unit: Unit
+) -> Iterator[tuple[tuple[object, ...], ChoiceRecord]]:
+    """The records that a unit's time is made of, each with its name."""
+    if not unit.layers:
+        outside = {"embedding": profile.embedding, "head": profile.head}
+        found = outside.get(unit.name, profile.final_norm if unit.name == "final norm" else None)
+        if found is not None:
+            yield (unit.name,), found
+        return
+    kinds = [profile.kind_of(layer) for layer in unit.layers]
+    whole = kinds[0].record(policy.layers[unit.layers[0]])
+    if whole is not None and all(kind is kinds[0] for kind in kinds):
+        yield (kinds[0].name, whole.choice), whole
+        return
+    for kind in kinds:  # a checkpoint that is worked out from its layers' own
+        record = kind.record(FULL)
+        if record is not None:
+            yield (kind.name, record.choice), record
+
+
+def step_ms(
+    profile: Profile,
+    schedule: Schedule,
+    policy: RecomputePolicy,
+    units: tuple[Units, Units],
+    residual: Times,
+) -> float:
+    """Milliseconds of a step.
+
+    Args:
+        profile: of both clocks.
+        schedule: the order of events.
+        policy: that runs.
+        units: with the device's times, and with the host's.
+        residual: what every pass takes besides, on both clocks.
+    """
+    forward, backward = _passes(profile, policy, units, residual)
+    if schedule.num_stages == schedule.num_chunks == 1:
+        microbatch = _then(forward[0][0], backward[0][0])
+        return float(_repeated(microbatch, schedule.num_microbatches).max())
+    return replay_ms(schedule, _met(forward), _met(backward))
+
+
+def met_ms(
+    profile: Profile, policy: RecomputePolicy, units: tuple[Units, Units], residual: Times
+) -> tuple[float, ...]:
+    """Forward plus backward of one microbatch on each stage, if host and device meet before and
+    after each, as Megatron's timers make them; arguments as of `step_ms`."""
+    ways = map(_met, _passes(profile, policy, units, residual))
+    return tuple(sum(map(sum, both)) for both in zip(*ways, strict=True))
+
+
+def _met(matrices: Sequence[Sequence[Floats]]) -> list[list[float]]:
+    return [[float(each.max()) for each in chunks] for chunks in matrices]
+
+
+def _passes(
+    profile: Profile, policy: RecomputePolicy, units: tuple[Units, Units], residual: Times
+) -> list[list[list[Floats]]]:
+    """The matrix of the forward and of the backward of every `[stage][chunk]`."""
+    return [
+        [
+            [
+                _pass(profile, policy, (device, host), direction, extra)
+                for device, host, extra in zip(*stage, strict=True)
+            ]
+            for stage in zip(*units, (rest / PS_PER_MS).tolist(), strict=True)
+        ]
+        for direction, rest in enumerate((residual.forward, residual.backward))
+    ]
+
+
+def _pass(
+    profile: Profile,
+    policy: RecomputePolicy,
+    units: tuple[Sequence[Unit], Sequence[Unit]],
+    direction: int,
+    extra_ms: float,
+) -> Floats:
+    """The matrix of one forward (direction 0) or backward (1) of a chunk."""
+    found = [_launched(extra_ms, extra_ms)]
+    for device, host in zip(*units, strict=True):
+        hosts = [record.host for _, record in records_of(profile, policy, device)]
+        device_ms, host_ms = _ms(device, direction), _ms(host, direction)
+        waits = any(_waits(each, direction) for each in hosts if each is not None)
+        found.append(_waited(device_ms) if waits else _launched(host_ms, device_ms))
+    return reduce(_then, found if direction == 0 else reversed(found))
+
+
+def _ms(unit: Unit, direction: int) -> float:
+    return (unit.backward_ps if direction else unit.forward_ps) / PS_PER_MS
+
+
+def _waits(host: HostTimes, direction: int) -> bool:
+    return host.backward_waits if direction else host.forward_waits
+
+
+def _launched(host_ms: float, device_ms: float) -> Floats:
+    """Rows: the host and the device after it; columns: the same before it."""
+    return np.array([[host_ms, _NEVER], [max(host_ms, device_ms), device_ms]])
+
+
+def _waited(ms: float) -> Floats:
+    return np.full((2, 2), ms)
+
+
+def _then(first: Floats, second: Floats) -> Floats:
+    """What happens first, and then the second."""
+    found: Floats = (second[:, :, None] + first[None, :, :]).max(axis=1)
+    return found
+
+
+def _repeated(once: Floats, times: int) -> Floats:
+    """By squaring: a step may have thousands of microbatches."""
+    if times == 1:
+        return once
+    half = _repeated(once, times // 2)
+    twice = _then(half, half)
+    return _then(twice, once) if times % 2 else twice
