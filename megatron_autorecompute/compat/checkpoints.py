@@ -18,6 +18,9 @@ Function = Callable[..., Any]
 class Wrapped(Protocol):
     """The function of one checkpoint, wrapped."""
 
+    early_ones: list[Callable[[], None]] | None
+    """What begins early is added to it; None: this one does not."""
+
     def __call__(self, *args: Any) -> Any:
         """Run the function."""
 
@@ -71,7 +74,8 @@ def dispatching(original: Function) -> Function:
             return original(function, distribute_saved_activations, *args)
         wrapped = _wrappers[0](function)
         outputs = original(wrapped, distribute_saved_activations, *args)
-        wrapped.note(outputs)
+        if wrapped.early_ones is not None:
+            wrapped.note(outputs)
         return outputs
 
     setattr(checkpoint, _DISPATCHES, True)

@@ -165,7 +165,6 @@ class ProductPart(Part):
 
 class _Products(torch.overrides.TorchFunctionMode):
     def __init__(self, part: Part) -> None:
-        super().__init__()
         self.part = part
 
     def __torch_function__(
@@ -275,6 +274,7 @@ class _Checkpoint:
         self.keys: dict[Any, tuple[Key, str | None]] = {}
         self.early: _Early | None = None
         """The second run, if it has begun before the backward."""
+        self.early_ones = _running.early if self.runs_twice else None
 
     def __call__(self, *args: Any) -> Any:
         if not self.runs_twice:
@@ -289,14 +289,14 @@ class _Checkpoint:
 
     def note(self, outputs: Any) -> None:
         """After the first run: the second one may begin early."""
-        if _running.early is not None and self.runs_twice:
-            node = next(e.grad_fn for e in _flat(outputs) if getattr(e, "grad_fn", None))
-            _running.early.append(functools.partial(_begin, weakref.ref(node)))
+        assert self.early_ones is not None  # or nobody asks
+        node = next(e.grad_fn for e in _flat(outputs) if getattr(e, "grad_fn", None))
+        self.early_ones.append(functools.partial(_begin, weakref.ref(node)))
 
     def begin(self, inputs: Sequence[Any]) -> None:
         """Run again before the backward, which the outputs wait for."""
         early = _Early(inputs)
-        early.keep(self._again(early.inputs))
+        early.keep(self._again(tuple(early.inputs or ())))
         self.early = early
 
     def run(self, part: Part, function: Any, args: Any, kwargs: Any) -> Any:
@@ -418,17 +418,16 @@ class _Unseen(_Dead):
 class _Apart:
     """A graph that is cut off at its inputs, until its backward."""
 
-    def __init__(self) -> None:
-        self.gradients: list[Any] = []  # of the inputs; the graph refers to this list, not to self
-        self.edges: list[Any] = []
-        self.kept: list[Any] = []
-        """What stands for the outputs where the graph is put into another one."""
+    inputs: Sequence[torch.Tensor] | None
+    gradients: list[Any]  # of the inputs; the graph refers to this list, not to self
+    edges: list[Any]
+    kept: list[Any]
+    """What stands for the outputs where the graph is put into another one."""
 
     def cut(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The inputs that the graph begins with."""
-        self.count = len(inputs)
-        with torch.enable_grad():
-            found: tuple[torch.Tensor, ...] = _Entry.apply(self.gradients, _token(), *inputs)
+        """The inputs that the graph begins with; gradients are enabled."""
+        self.count, self.gradients, self.edges, self.kept = len(inputs), [], [], []
+        found: tuple[torch.Tensor, ...] = _Entry.apply(self.gradients, _token(), *inputs)
         return found
 
     def run_backward(self, gradients: Sequence[Any]) -> list[Any]:
@@ -439,6 +438,7 @@ class _Apart:
             torch.autograd.backward([e for e, _ in arrived], [g for _, g in arrived])
         found = list(self.gradients) or [None] * self.count
         self.gradients.clear()
+        self.inputs = None
         return found
 
 
@@ -446,7 +446,6 @@ class _Early(_Apart):
     """A checkpoint's second run that began before the backward."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        super().__init__()
         self.where = [i for i, e in enumerate(inputs) if getattr(e, "requires_grad", False)]
         given = [e.detach() if isinstance(e, torch.Tensor) else e for e in inputs]
         for i, each in zip(self.where, self.cut([given[i] for i in self.where]), strict=True):
@@ -476,7 +475,6 @@ class _Call(_Apart):
     """One call of a part, from its forward to its backward."""
 
     def __init__(self, part: Part, key: Key, *, is_watched: bool = False) -> None:
-        super().__init__()
         self.part, self.key, self.is_watched = part, key, is_watched
         self.runs_again = False
         """The second run runs it as any other function."""
@@ -500,8 +498,8 @@ class _Call(_Apart):
         before = checkpoints.generator_states() if self.part.draws else None
         count = self.part.inputs
         versions = [each._version for each in args[:count]]
-        inputs = self.cut([each.detach() for each in args[:count]])
         with torch.enable_grad():
+            inputs = self.cut([each.detach() for each in args[:count]])
             outputs = function(*inputs, *args[count:], **kwargs)
         if self.part.draws:
             after = checkpoints.generator_states()
@@ -586,12 +584,6 @@ class _Call(_Apart):
     def let_go(self) -> None:
         """After the second run: its graph has all that is still needed."""
         self.kept, self.node = [], None
-
-    def run_backward(self, gradients: Sequence[Any]) -> list[Any]:
-        """As of any graph apart; then nothing fills what was dropped."""
-        found = super().run_backward(gradients)
-        self.inputs = None
-        return found
 
     def fill(self, slot: _Slot) -> torch.Tensor:
         """What was dropped, as a view of the recomputed input."""

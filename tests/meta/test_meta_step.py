@@ -48,7 +48,9 @@ CAPACITY = {
 
 
 def small_config(kind: str, fields: dict):
-    sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4}
+    # Of narrower layers with experts the router's temporaries are highest, which are not counted.
+    width = 128 if kind == "moe" else 64
+    sizes = {"num_layers": 8, "hidden_size": width, "num_attention_heads": 4}
     usual = {"attention_softmax_in_fp32": False, "normalization": "RMSNorm", "bf16": True}
     return tiny_config(kind, **{**sizes, **usual, **fields})
 

@@ -43,9 +43,9 @@ STRATEGIES = {
 RUNS = {"full*2,none*2,full*2": 3, "full*1,none*1,full*1,none*1,full*1,none*1": 6}
 """Policies that Megatron has no setting for, and their runs of equal layers."""
 PARTS = {
-    "full": ("full+all", 90),
-    "full+keep[core_attn]": ("full", 160),
-    "selective[mlp]": ("selective[mlp]+all", 90),
+    "full": ("full+all", 95),
+    "full+keep[core_attn]": ("full", 165),
+    "selective[mlp]": ("selective[mlp]+all", 95),
     "selective[core_attn]": ("selective[core_attn]+all", 260),
 }
 """Policies with one part more that runs once than another policy, and calls of it."""
