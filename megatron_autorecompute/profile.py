@@ -28,7 +28,7 @@ from megatron_autorecompute import json_records
 from megatron_autorecompute.block_names import DECODER, ENCODER
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.lines import Line, RecordLines
-from megatron_autorecompute.policy import ALL, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import ALL, CHOICE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.work_order import contains, launches_more, ordered_ms
 
 SCHEMA_VERSION = 1
@@ -66,7 +66,8 @@ def _choice(text: str) -> str:
     try:
         written = str(LayerPolicy.parse(text))
     except PolicyError as error:
-        raise ValueError(str(error)) from error
+        # A file may have the same mistake in every layer: the grammar would be said each time.
+        raise ValueError(str(error).partition(f" A choice is {CHOICE}")[0]) from error
     if written != text:
         raise ValueError(f"write it as {written}")
     return text
