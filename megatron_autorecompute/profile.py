@@ -28,7 +28,7 @@ from megatron_autorecompute import json_records
 from megatron_autorecompute.block_names import DECODER, ENCODER
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.lines import Line, RecordLines
-from megatron_autorecompute.policy import CHOICE, ALL, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import ALL, CHOICE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.work_order import contains, ordered_ms
 
 SCHEMA_VERSION = 1
