@@ -29,7 +29,6 @@ from megatron_autorecompute.block_names import DECODER, ENCODER
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.lines import Line, RecordLines
 from megatron_autorecompute.policy import ALL, CHOICE, LayerPolicy, RecomputePolicy
-from megatron_autorecompute.policy import ALL, CHOICE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.work_order import contains, launches_more, ordered_ms
 
 SCHEMA_VERSION = 1
