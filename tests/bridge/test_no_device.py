@@ -30,7 +30,10 @@ def hub(bridge, monkeypatch):
     )
 
 
-def test_a_recipe_is_profiled_and_its_plan_is_printed_as_lines_for_it(hub, tmp_path, capsys):
+def test_a_recipe_is_profiled_and_its_plan_is_printed_as_lines_for_it(
+    hub, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # where the printed command writes plan.json
     path = tmp_path / "profile.json"
     words = ["estimate", "--gpu", "h100-80gb", "-o", str(path)]
     assert main([*words, "--recipe", "llama3_8b_pretrain_config", "--num-gpus", "8"]) == 0
