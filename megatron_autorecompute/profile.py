@@ -735,6 +735,17 @@ class Profile:
         """The kind of a global 0-based layer index."""
         return next(kind for kind in self.kinds if layer in kind.layers)
 
+    def each_record(self, changed: Callable[[ChoiceRecord], ChoiceRecord]) -> Profile:
+        """The profile with every record changed: of layers, and of what is outside of them."""
+        kinds = (replace(k, choices=tuple(map(changed, k.choices))) for k in self.kinds)
+        return replace(
+            self,
+            kinds=tuple(kinds),
+            embedding=changed(self.embedding),
+            head=changed(self.head),
+            final_norm=self.final_norm and changed(self.final_norm),
+        )
+
     def as_megatron(self) -> Profile:
         """The profile with Megatron's own choices alone; see `LayerKind.as_megatron`."""
         return replace(self, kinds=tuple(kind.as_megatron() for kind in self.kinds))
@@ -786,7 +797,8 @@ def in_order(records: Sequence[ChoiceRecord], weights: Sequence[float]) -> tuple
     found = tuple(ordered(records, waits))
     if len(hosts) < len(found):
         return found
-    return tuple(map(lambda record, host: replace(record, host=host), found, ordered(hosts, True)))
+    pairs = zip(found, ordered(hosts, True), strict=True)
+    return tuple(replace(record, host=host) for record, host in pairs)
 
 
 def _with_times(times: _HasTimes, forward_ms: float, backward_ms: float) -> _HasTimes:

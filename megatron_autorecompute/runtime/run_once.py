@@ -165,6 +165,7 @@ class ProductPart(Part):
 
 class _Products(torch.overrides.TorchFunctionMode):
     def __init__(self, part: Part) -> None:
+        super().__init__()
         self.part = part
 
     def __torch_function__(
@@ -275,6 +276,7 @@ class _Checkpoint:
         self.early: _Early | None = None
         """The second run, if it has begun before the backward."""
         self.early_ones = _running.early if self.runs_twice else None
+        """Gets the second run, to begin it early; None: it waits for the backward."""
 
     def __call__(self, *args: Any) -> Any:
         if not self.runs_twice:

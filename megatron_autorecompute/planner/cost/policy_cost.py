@@ -175,10 +175,9 @@ class PolicyCosts:
         both_ms = self._both_ms(policy, units["nominal"])
         if both_ms is None:
             return cost
-        plain_ms = self._both_ms(self._fastest, self._units("nominal", self._fastest)) or 0.0
         launch_ms = max(0.0, both_ms - cost.step_ms - cost.ahead_ms)
         step_ms = cost.step_ms + launch_ms
-        recompute_ms = step_ms - cost.stall_ms - plain_ms
+        recompute_ms = step_ms - cost.stall_ms - self._plain_both_ms
         return replace(cost, step_ms=step_ms, launch_ms=launch_ms, recompute_ms=recompute_ms)
 
     def met_ms(self, policy: RecomputePolicy) -> tuple[float, ...]:
@@ -198,6 +197,11 @@ class PolicyCosts:
         return two_clocks.step_ms(
             self.profile, self.schedule, policy, (units, host), self._residual
         )
+
+    @cached_property
+    def _plain_both_ms(self) -> float:
+        """The step of both clocks without recompute; 0 where the host's is not known."""
+        return self._both_ms(self._fastest, self._units("nominal", self._fastest)) or 0.0
 
     def _on_host(self, policy: RecomputePolicy) -> StageUnits | None:
         table = self._host

@@ -26,7 +26,7 @@ from megatron_autorecompute.planner.cost.stage_times import Times
 from megatron_autorecompute.planner.cost.step_time import replay_ms
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, Unit
 from megatron_autorecompute.policy import FULL, RecomputePolicy
-from megatron_autorecompute.profile import ChoiceRecord, HostTimes, LayerKind, Profile
+from megatron_autorecompute.profile import ChoiceRecord, HostTimes, Profile
 
 Units = Sequence[Sequence[Sequence[Unit]]]
 """`[stage][chunk]`"""
@@ -57,18 +57,8 @@ def mixed(profile: Profile, share: float) -> Profile:
             host=None,
         )
 
-    def of_kind(kind: LayerKind) -> LayerKind:
-        return replace(kind, choices=tuple(map(of, kind.choices)))
-
-    norm = profile.final_norm
-    return replace(
-        profile,
-        kinds=tuple(map(of_kind, profile.kinds)),
-        embedding=of(profile.embedding),
-        head=of(profile.head),
-        final_norm=None if norm is None else of(norm),
-        times_error=share * profile.host_times_error + (1 - share) * profile.times_error,
-    )
+    error = share * profile.host_times_error + (1 - share) * profile.times_error
+    return replace(profile.each_record(of), times_error=error)
 
 
 def records_of(

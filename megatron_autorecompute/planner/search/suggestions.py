@@ -268,8 +268,7 @@ def _scaled(profile: Profile, factor: float, static: float, state: float) -> Pro
         )
 
     def kind(old: LayerKind) -> LayerKind:
-        choices = tuple(map(record, old.choices))
-        return replace(old, choices=choices, static=old.static and scale(old.static))
+        return replace(old, static=old.static and scale(old.static))
 
     def stage(old: StageRecord) -> StageRecord:
         overhead = old.overhead and ScheduleOverhead(
@@ -286,12 +285,10 @@ def _scaled(profile: Profile, factor: float, static: float, state: float) -> Pro
             residual_ms=old.residual_ms * factor,
         )
 
+    scaled = profile.each_record(record)
     return replace(
-        profile,
-        kinds=tuple(map(kind, profile.kinds)),
-        embedding=record(profile.embedding),
-        head=record(profile.head),
-        final_norm=profile.final_norm and record(profile.final_norm),
+        scaled,
+        kinds=tuple(map(kind, scaled.kinds)),
         boundary_bytes=size(profile.boundary_bytes),
         deferred=profile.deferred
         and replace(profile.deferred, each_bytes=size(profile.deferred.each_bytes)),
