@@ -1,24 +1,43 @@
-"""What recompute ahead saves in real pipelines, against the replay's prediction.
+"""What recompute ahead saves: in real pipelines against the replay's prediction, and in plans.
 
     python -m benchmarks.ahead
 
 Every stage is a gloo process that runs Megatron's own schedule on CPU. A layer sleeps for its
 forward and twice as long for its backward, so that two cores stand for any number of devices. The
-table is written to `benchmarks/results/ahead.md`: milliseconds of the shortest of some steps with
-`full`, of the shortest with `full+ahead`, and what was saved, divided by what the replay predicts.
+tables are written to `benchmarks/results/ahead.md`.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_autorecompute.cli.estimate import default_budget_bytes
+from megatron_autorecompute.cli.jobs import EXAMPLES
+from megatron_autorecompute.meta.devices import device as gpu_of
+from megatron_autorecompute.meta.job import job_from, read_description
+from megatron_autorecompute.meta.meta_step import (
+    StepShape,
+    TokenStep,
+    build_chunks,
+    build_gpt,
+    run_step,
+)
+from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.step_time import replay_ms
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve
+from megatron_autorecompute.planner.search.stage_problem import EARLY
+from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.units import GIB
+from scripts.tables import markdown
 from testing.ranks import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "ahead.md"
@@ -31,7 +50,24 @@ LAYERS = 2
 """Of a stage."""
 REPEATS = 4
 WIDTH, TOKENS, VOCABULARY = 16, 8, 32
+CPU = torch.device("cpu")
 HEADER = ("stages", "chunks", "microbatches", "`full` ms", "`full+ahead` ms", "saved", "predicted")
+HEADER += ("saved / predicted",)
+PLANNED, GPU = ("llama3-70b", "llama31-405b", "deepseek-v3"), "h100-80gb"
+BUDGETS_GIB = (34, 36, 40, 44)
+PLAN_HEADER = ("profile", "stages", "chunks", "microbatches", "budget GiB", "step ms", "ahead ms")
+PLAN_HEADER += ("layers ahead", "less")
+ABOUT = f"""# Recompute that begins in waits
+
+Written by `python -m benchmarks.ahead`.
+
+Real pipelines: {LAYERS} layers a stage, each {LAYER_MS:.0f} ms of sleep in a forward and twice that
+in a backward; the shortest of {REPEATS} steps. Predicted: what the replay says is saved.
+
+{{}}
+Plans in the model, without and with `--choices ahead`:
+
+{{}}"""
 
 
 class _Sleep(torch.autograd.Function):
@@ -49,8 +85,6 @@ class _Sleep(torch.autograd.Function):
 
 def _chunks(pp: int, vpp: int | None) -> list[Any]:
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -70,22 +104,11 @@ def _chunks(pp: int, vpp: int | None) -> list[Any]:
         overlap_p2p_comm=vpp is not None,
         deallocate_pipeline_outputs=vpp is None,
     )
-    found = []
-    for number in range(vpp or 1):
-        where = {} if vpp is None else {"ignore_virtual": False, "vp_stage": number}
-        chunk = {} if vpp is None else {"vp_stage": number}
-        model = GPTModel(
-            config,
-            get_gpt_layer_local_spec(),
-            vocab_size=VOCABULARY,
-            max_sequence_length=TOKENS,
-            pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
-            share_embeddings_and_output_weights=False,
-            **chunk,
-        )
-        found.append(model.train())
-    return found
+    return build_chunks(config, _shape(0), build_gpt, CPU)
+
+
+def _shape(num_microbatches: int) -> StepShape:
+    return StepShape(TOKENS, 1, num_microbatches, VOCABULARY)
 
 
 def _slow(layer: Any) -> None:
@@ -98,29 +121,12 @@ def _slow(layer: Any) -> None:
     layer.forward = slow
 
 
-def _forward_step(iterator: Any, model: Any) -> Any:
-    return model(**next(iterator)), lambda losses: (losses.mean(), {})
-
-
 def _step_ms(models: list[Any], num_microbatches: int) -> float:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    ids = torch.zeros(1, TOKENS, dtype=torch.long)
-    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
-    batch = {"input_ids": ids, "position_ids": ids, "attention_mask": mask, "labels": ids}
-    several = len(models) > 1
-    data = [iter([batch] * num_microbatches) for _ in models]
+    shape = _shape(num_microbatches)
+    forward_step = TokenStep(shape, CPU)
     torch.distributed.barrier()
     start = time.perf_counter()
-    get_forward_backward_func()(
-        forward_step_func=_forward_step,
-        data_iterator=data if several else data[0],
-        model=models if several else models[0],
-        num_microbatches=num_microbatches,
-        seq_length=TOKENS,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    run_step(models, shape, forward_step)
     torch.distributed.barrier()
     return (time.perf_counter() - start) * 1e3
 
@@ -154,19 +160,48 @@ def predicted_ms(pp: int, vpp: int | None, num_microbatches: int) -> float:
     return plain - replay_ms(schedule, forward, backward, ahead)
 
 
-def main() -> None:
-    lines = ["| " + " | ".join((*HEADER, "saved / predicted")) + " |", "|---" * 8 + "|"]
+def pipelines() -> Iterator[tuple[Any, ...]]:
+    """The rows of the first table."""
     for pp, vpp, m in CASES:
         plain, early = run_ranks(measured, pp, pp, vpp, m, timeout_s=600)[0]
         saved, said = plain - early, predicted_ms(pp, vpp, m)
-        row = pp, vpp or 1, m, *(f"{ms:.0f}" for ms in (plain, early, saved, said))
-        lines.append("| " + " | ".join(map(str, (*row, f"{saved / said:.2f}"))) + " |")
-        print(lines[-1], flush=True)
-    about = (
-        f"Written by `python -m benchmarks.ahead`: {LAYERS} layers a stage, each {LAYER_MS:.0f} ms "
-        f"of sleep in a forward and twice that in a backward; the shortest of {REPEATS} steps.\n\n"
-    )
-    RESULTS.write_text(about + "\n".join(lines) + "\n")
+        times = (f"{ms:.0f}" for ms in (plain, early, saved, said))
+        yield (pp, vpp or 1, m, *times, f"{saved / said:.2f}")
+
+
+def plans() -> Iterator[tuple[Any, ...]]:
+    """The rows of the second table: by the profiles that come with the package, whose budget is
+    that of the example, and of the same layers in another pipeline."""
+    for name in PLANNED:
+        job = job_from(read_description(EXAMPLES / f"{name}.yaml"), name)
+        budget = default_budget_bytes(gpu_of(GPU), None, job)
+        yield _row(name, _profile(name), job.layout(), job.schedule(), budget)
+    for gib in BUDGETS_GIB:
+        profile = _profile(PLANNED[0])
+        layout = Layout.from_flags(profile.model.num_layers, 8)
+        yield _row(PLANNED[0], profile, layout, Schedule(8, 1, 16), gib * GIB)
+
+
+def _profile(name: str) -> Profile:
+    return Profile.load(EXAMPLES / f"{name}.{GPU}.json")
+
+
+def _row(
+    name: str, profile: Profile, layout: Layout, schedule: Schedule, budget: int
+) -> tuple[Any, ...]:
+    problem = Problem(profile, layout, schedule, budget)
+    plain, early = (solve(replace(problem, allowed=a)) for a in (None, (EARLY,)))
+    begun = sum(choice.ahead for choice in early.policy.layers)
+    less = 1 - early.cost.step_ms / plain.cost.step_ms
+    shape = schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
+    times = (f"{found.cost.step_ms:.1f}" for found in (plain, early))
+    return (name, *shape, f"{budget / GIB:.1f}", *times, begun, f"{less:.2%}")
+
+
+def main() -> None:
+    """Write both tables."""
+    tables = [markdown(HEADER, pipelines()), markdown(PLAN_HEADER, plans())]
+    RESULTS.write_text(ABOUT.format(*tables))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from benchmarks.gpu.results import Ledger
 from megatron_autorecompute.cli.estimate import default_budget_bytes
+from megatron_autorecompute.cli.jobs import EXAMPLES
 from megatron_autorecompute.meta.devices import device as gpu_of
 from megatron_autorecompute.meta.job import Job, job_from, read_description
 from megatron_autorecompute.meta.meta_step import StepShape, build_chunks, fake_ranks, run_step
@@ -45,7 +45,6 @@ from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.oom_guard import is_out_of_memory
 
 EXAMPLE, GPU = "llama3-70b", "h100-80gb"
-EXAMPLES = Path(build.__file__).parents[1] / "examples"
 TINY: dict[str, Any] = {
     "num_layers": 16,
     "hidden_size": 64,
