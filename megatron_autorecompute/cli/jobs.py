@@ -23,6 +23,18 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 them."""
 SOURCES = "JOB.yaml, --example NAME, --recipe NAME, or -- and the flags of pretrain_gpt.py"
 _CONFIG = "config."
+_SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "sp": "sequence_parallel",
+    "gbs": "global_batch_size",
+    "mbs": "micro_batch_size",
+}
+"""What people call the fields that they set most often."""
 
 
 def add_job(parser: ArgumentParser) -> None:
@@ -183,7 +195,7 @@ def _of_config(name: str, data: Mapping[str, Any]) -> str:
 
     known = config_names(bool(config.get("multi_latent_attention")))
     if field not in known:
-        near = nearest(field, [*_fields(), *known])
+        near = _SHORT.get(field) or nearest(field, [*_fields(), *known])
         raise OptionError(
             f"--set {name}: neither a job nor Megatron's config has such a field. The nearest name "
             f"is {near}."

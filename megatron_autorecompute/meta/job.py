@@ -429,8 +429,8 @@ def read_description(path: str | Path) -> Any:
         raise OptionError(f"Cannot read the job {path}: {reason:.300}.") from error
     if isinstance(data, dict) and "config" not in data and ("kinds" in data or "profile" in data):
         raise OptionError(
-            f"{path} is a profile or a plan, and a job was asked for. Plan what it describes: "
-            f"megatron-autorecompute plan --profile {path} --budget-gib GIB"
+            f"{path} is a profile or a plan, and a job was asked for. Give it as --profile {path} "
+            "to plan or pareto, which then need no job."
         )
     return data
 

@@ -315,8 +315,7 @@ def stages_explained(plan: Plan) -> RenderableType:
     for evidence, cost in zip(plan.evidence, plan.cost.stages, strict=True):
         parts.append(
             Text(
-                f"stage {evidence.stage}: peak {unit.text(cost.peak_low_bytes)} to "
-                f"{unit.text(cost.peak_high_bytes)} {unit.name} of "
+                f"stage {evidence.stage}: peak {_range(cost, unit)} {unit.name} of "
                 f"{unit.text(evidence.budget_bytes)}; "
                 f"bound by {evidence.binding}"
             )
@@ -333,6 +332,11 @@ def stages_explained(plan: Plan) -> RenderableType:
     parts += [Text(host_bound(plan))] * plan.cost.is_host_bound
     parts += [Text(note) for note in plan.notes if note.startswith(WITH_OFFLOAD)]
     return Group(*parts, *measured_step_view(plan))
+
+
+def _range(cost: StageCost, unit: Unit) -> str:
+    low, high = unit.text(cost.peak_low_bytes), unit.text(cost.peak_high_bytes)
+    return low if low == high else f"{low} to {high}"
 
 
 def _parts(cost: StageCost, *, graphs: bool) -> tuple[int, ...]:

@@ -120,8 +120,9 @@ def test_the_pattern_of_a_hybrid_model_can_be_set_with_all_that_follows_from_it(
             9,
             "The nearest name is tensor_model_parallel_size.",
         ),
+        ([*ASKED, "--set", "pp=8"], 9, "The nearest name is pipeline_model_parallel_size."),
         (["plan", "--profile", str(EXAMPLES / "llama3-70b.h100-80gb.json")], 9, "add --budget-gib"),
-        (["pareto", str(EXAMPLES / "llama3-70b.h100-80gb.json")], 9, "is a profile or a plan"),
+        (["pareto", str(EXAMPLES / "llama3-70b.h100-80gb.json")], 9, "Give it as --profile"),
     ],
 )
 def test_what_cannot_be_meant_is_one_error_that_says_what_to_write(words, code, said, capsys):
