@@ -9,7 +9,6 @@ met within 1e-6 of their scale, which is tens of kilobytes here.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
-from megatron_autorecompute.planner.search.stage_problem import ChunkProblem, StageProblem
+from megatron_autorecompute.planner.search.stage_problem import (
+    BACKWARD,
+    COLUMNS,
+    FORWARD,
+    HELD,
+    StageProblem,
+)
 
 MIB = 1 << 20
 
@@ -52,7 +57,7 @@ def solved(problem: StageProblem, budget_bytes: int, limit_s: float) -> Answer:
         bounds=Bounds(0, 1),
         options={"time_limit": limit_s, "mip_rel_gap": 0.0},
     )
-    fixed_ms = sum(u.time_ps for c in problem.chunks for u in (*c.before, *c.after)) / PS_PER_MS
+    fixed_ms = model.fixed[:, :HELD].sum() / PS_PER_MS
     status = {0: "optimal", 1: "time limit", 2: "infeasible"}.get(found.status, "other")
     return Answer(
         time.process_time() - start,
@@ -68,63 +73,67 @@ class _Model:
     """Columns: the choices of every layer of every chunk, in order."""
 
     def __init__(self, problem: StageProblem) -> None:
-        self.problem, self.starts, self.size = problem, [], 0
-        for chunk in problem.chunks:
-            own = []
-            for single in chunk.singles:
-                own.append(self.size)
-                self.size += len(single.policies)
-            self.starts.append(own)
+        self.problem = problem
+        self.layers = [
+            (place, rows)
+            for chunk in problem.chunks
+            for place, rows in enumerate(chunk.alone)
+            if chunk.policies[place]
+        ]
+        self.size = sum(len(rows) for _, rows in self.layers)
+        outside = [
+            rows[0]
+            for chunk in problem.chunks
+            for place, rows in enumerate(chunk.alone)
+            if not chunk.policies[place]
+        ]
+        self.fixed = np.array(outside, np.int64).reshape(-1, len(COLUMNS))
 
     def times_ms(self):
-        return (
-            np.concatenate(
-                [own.forward_ps + own.backward_ps for c in self.problem.chunks for own in c.singles]
-            )
-            / PS_PER_MS
-        )
+        return np.concatenate([rows[:, :HELD].sum(axis=1) for _, rows in self.layers]) / PS_PER_MS
 
     def one_of_each(self):
-        counts = [len(s.policies) for chunk in self.problem.chunks for s in chunk.singles]
+        counts = [len(rows) for _, rows in self.layers]
         rows = np.repeat(np.arange(len(counts)), counts)
         return csr_array((np.ones(self.size), (rows, np.arange(self.size))))
 
     def rows(self, budget_bytes: int):
         """MiB of every unit that runs in every moment, and the room for its choices."""
         problem, rows, rooms = self.problem, [], []
-        fixed = [sum(u.held_bytes for u in (*c.before, *c.after)) for c in problem.chunks]
-        held = [self._held(c) for c in range(len(problem.chunks))]
+        ends = [self._walk(c)[-1] for c in range(len(problem.chunks))]
         for k, (c, counts) in enumerate(zip(problem.running.tolist(), problem.counts, strict=True)):
-            waiting = sum((n * own for n, own in zip(counts.tolist(), held, strict=True)), 0.0)
-            alive = int(problem.constant[k]) + int(counts @ np.array(fixed))
-            for row, bytes_ in self._units(c, bool(problem.is_forward[k])):
-                rows.append((waiting + row) / MIB)
-                rooms.append((budget_bytes - alive - bytes_) / MIB)
+            pairs = list(zip(counts.tolist(), ends, strict=True))
+            waiting = sum((n * row for n, (row, _, _) in pairs), np.zeros(self.size))
+            alive = int(problem.constant[k]) + sum(n * held for n, (_, held, _) in pairs)
+            column = FORWARD if problem.is_forward[k] else BACKWARD
+            for row, held, needs in self._walk(c)[:-1]:
+                own, fixed = needs[column]
+                rows.append((waiting + row + own) / MIB)
+                rooms.append((budget_bytes - alive - held - fixed) / MIB)
         return np.array(rows), np.array(rooms)
 
-    def _held(self, c: int):
-        row = np.zeros(self.size)
-        for start, single in zip(self.starts[c], self.problem.chunks[c].singles, strict=True):
-            row[start : start + len(single.held)] = single.held
-        return row
-
-    def _units(self, c: int, forward: bool) -> Iterator[tuple[np.ndarray, int]]:
-        """Of each unit the bytes that its chunk's choices need while it runs, and those besides."""
-        chunk: ChunkProblem = self.problem.chunks[c]
-        gradient = 0 if forward else chunk.output_gradient_bytes
-        row, held = np.zeros(self.size), 0
-        for unit in chunk.before:
-            held += unit.held_bytes
-            own = unit.forward_transient_bytes if forward else unit.backward_transient_bytes
-            yield row.copy(), held + own + gradient
-        for i, (start, single) in enumerate(zip(self.starts[c], chunk.singles, strict=True)):
-            own = slice(start, start + len(single.held))
-            row[own] = single.held
-            now, last = row.copy(), i + 1 == len(chunk.singles) and not chunk.after
-            now[own] += single.forward if forward else single.backward
-            now[own] += single.kept_gradient if last and not forward else gradient
-            yield now, held
-        for unit in chunk.after:
-            held += unit.held_bytes
-            own = unit.forward_transient_bytes if forward else unit.backward_transient_bytes
-            yield row.copy(), held + own + gradient
+    def _walk(self, c: int):
+        """Of each unit of a chunk, and behind the last, the bytes that choices hold up to it, those
+        held besides, and by direction what choices need then, and what is needed besides."""
+        chunk = self.problem.chunks[c]
+        start = sum(
+            len(rows)
+            for before in self.problem.chunks[:c]
+            for place, rows in enumerate(before.alone)
+            if before.policies[place]
+        )
+        row, held, found = np.zeros(self.size), 0, []
+        for place, rows in enumerate(chunk.alone):
+            needs = {}
+            own = slice(start, start + len(rows))
+            for column in (FORWARD, BACKWARD):
+                now = np.zeros(self.size)
+                if chunk.policies[place]:
+                    now[own] = rows[:, column]
+                needs[column] = now, 0 if chunk.policies[place] else int(rows[0, column])
+            if chunk.policies[place]:
+                row[own], start = rows[:, HELD], start + len(rows)
+            else:
+                held += int(rows[0, HELD])
+            found.append((row.copy(), held, needs))
+        return [*found, (row, held, {})]

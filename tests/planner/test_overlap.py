@@ -9,6 +9,7 @@ from megatron_autorecompute.planner.cost.peak_memory import ChunkColumns
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.stage_problem import HELD
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import PartBytes
 from tests.planner.random_profiles import drawn
@@ -170,7 +171,7 @@ def test_what_is_found_fits_and_its_bound_holds_for_every_choice():
         stage = problem.stages.stage(0).problem
         splits = ((policy.layers,) for policy in every_policy(profile, layout))
         fitting = [
-            sum(stage.chunks[0].times_ps(split[0]))
+            int(stage.chunks[0].plan(split[0])[:HELD].sum())
             for split in splits
             if stage.true_peak(split) <= budget
         ]

@@ -103,18 +103,6 @@ class Unit:
         return tuple(getattr(self, column) for column in COLUMNS)
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoints:
-    """Costs of one checkpoint around the first g of some layers; arrays have index g - 1."""
-
-    held_bytes: Ints
-    forward_transient_bytes: Ints
-    backward_transient_bytes: Ints
-    forward_ps: Ints
-    backward_ps: Ints
-    spread_ps: Ints
-
-
 @dataclass(frozen=True)
 class CostTable:
     """A profile's records as the planner uses them: with imbalance, at one end of their interval.
@@ -376,8 +364,9 @@ class CostTable:
         decoder block without layers, before MTP depths, returns a copy of its input."""
         return chunk.layers[:1] == (self.profile.model.num_layers,)
 
-    def checkpoints(self, layers: Sequence[int], choice: LayerPolicy = FULL) -> Checkpoints:
-        """Costs of checkpoints around the first g of `layers`, for each g that may be grouped.
+    def checkpoints(self, layers: Sequence[int], choice: LayerPolicy = FULL) -> Ints:
+        """Costs of checkpoints around the first g of `layers`, for each g that may be grouped,
+        `[column, g - 1]`.
 
         choice: full or full+all, of which the last layer of a group reruns more.
 
@@ -395,8 +384,7 @@ class CostTable:
         own = np.array(layers, np.int64)
         own = own[: self._groupable(own)]
         if not len(own):
-            empty = np.zeros(0, np.int64)
-            return Checkpoints(*[empty] * 6)
+            return np.zeros((len(COLUMNS), 0), np.int64)
         none, full, whole = (costs[:, own] for costs in self._alone[1:])
         alone = none[HELD] + np.maximum(none[FORWARD], none[BACKWARD])
         reach = none[HELD].cumsum() + np.maximum(none[FORWARD], none[BACKWARD])
@@ -412,7 +400,7 @@ class CostTable:
         last = whole if choice.rerun_all else full
         costs[TIMES] = last[TIMES] + whole[TIMES].cumsum(axis=1) - whole[TIMES]
         self._put_measured(costs, layers, choice)
-        return Checkpoints(*costs)
+        return costs
 
     @cached_property
     def _alone(self) -> tuple[Bools, Ints, Ints, Ints]:
@@ -468,18 +456,14 @@ class CostTable:
                 f"{replace(choice, group=1)}."
             )
         costs = self.checkpoints(layers, replace(choice, group=1))
-        if len(costs.held_bytes) < len(layers):
-            lacking = layers[len(costs.held_bytes)]
+        if costs.shape[1] < len(layers):
+            lacking = layers[costs.shape[1]]
             raise ProfileError(
                 f"Layers {layers[0]}-{layers[-1]} in one checkpoint: layer {lacking} is an MTP "
                 "depth, lacks a record of none or full, or is a decoder layer after an encoder, so "
                 "the group's cost is not known. Measure both choices, or end the group before it."
             )
-        held, forward, backward, *times = (int(getattr(costs, column)[-1]) for column in COLUMNS)
-        forward_ps, backward_ps, spread_ps = times
-        name = f"layers {layers[0]}-{layers[-1]}"
-        sizes = held, forward, backward
-        return Unit(name, tuple(layers), *sizes, forward_ps, backward_ps, spread_ps)
+        return Unit(f"layers {layers[0]}-{layers[-1]}", tuple(layers), *costs[:, -1].tolist())
 
     def chunk_units(self, chunk: Chunk, policy: RecomputePolicy) -> tuple[Unit, ...]:
         """The units of one chunk under a policy, in the order their forwards run.

@@ -13,13 +13,8 @@ import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Floats, Ints
 from megatron_autorecompute.planner.search.labels import behind, different, nearest, undominated
-from megatron_autorecompute.planner.search.units import (
-    FORWARD,
-    HELD,
-    HIGHEST,
-    ChunkUnits,
-    Priced,
-)
+from megatron_autorecompute.planner.search.stage_problem import FORWARD, HELD, HIGHEST, ChunkUnits
+from megatron_autorecompute.planner.search.units import Priced
 from megatron_autorecompute.policy import LayerPolicy
 
 SLACK = 1e-9
@@ -59,31 +54,16 @@ class Walk:
         self.units, self.forward = units, forward
         end = np.array([[0, -1, -1, 0, -1]], np.int64)
         self._rows, self._back = {units.places: np.zeros((1, 5), np.int64)}, {units.places: end}
-        names: dict[LayerPolicy, int] = {}
         for place in reversed(range(units.places)):
-            self._go_on(place, self._units(place, pick, names), pick)
+            self._go_on(place, pick)
 
     @property
     def rows(self) -> Ints:
         """Of whole plans, `[plan, column]`."""
         return self._rows[0]
 
-    def _units(
-        self, place: int, pick: _Pick, names: dict[LayerPolicy, int]
-    ) -> tuple[Ints, Ints, Ints, Ints]:
-        """The rows of the units of a place, how many layers they are, their numbers and names."""
-        alone, sizes = self.units.alone[place], np.array([*pick.sizes(place)], np.int64)
-        chosen = [self.units.choice(place, number, 1) for number in range(len(alone))]
-        ids = [names.setdefault(one[0], len(names)) if one else -1 for one in chosen]
-        return (
-            np.concatenate([alone, self.units.together[place][sizes - 2]]),
-            np.concatenate([np.ones(len(alone), np.int64), sizes]),
-            np.concatenate([np.arange(len(alone)), np.full(len(sizes), -1)]),
-            np.concatenate([np.array(ids, np.int64), -sizes]),
-        )
-
-    def _go_on(self, place: int, units: tuple[Ints, Ints, Ints, Ints], pick: _Pick) -> None:
-        own, sizes, numbers, ids = units
+    def _go_on(self, place: int, pick: _Pick) -> None:
+        own, sizes, ids = self.units.options(place, np.array([*pick.sizes(place)], np.int64))
         ends = [place + size for size in sizes.tolist()]
         counts = np.array([len(self._rows[end]) for end in ends])
         which = np.repeat(np.arange(len(own)), counts)
@@ -94,7 +74,7 @@ class Walk:
         runs = known[:, 0] + (known[:, 1] != ids[which])
         kept = pick.keep(place, rows, runs)
         which, parent = which[kept], kept - (counts.cumsum() - counts)[which[kept]]
-        back = [sizes[which], numbers[which], parent, runs[kept], ids[which]]
+        back = [sizes[which], which, parent, runs[kept], ids[which]]
         self._rows[place], self._back[place] = rows[kept], np.stack(back, 1)
 
     def policies(self, row: int) -> tuple[LayerPolicy, ...]:

@@ -1,4 +1,4 @@
-"""Plans of the last units of a chunk, as rows of `units.COLUMNS`: put together, compared, thinned.
+"""Plans of the last units of a chunk, as rows of `COLUMNS`: put together, compared, thinned.
 
 A unit before others adds to their times and to what they hold, and lifts their highest points by
 what it holds itself. So nothing else of them matters to what stands before them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Bools, Floats, Ints
-from megatron_autorecompute.planner.search.units import (
+from megatron_autorecompute.planner.search.stage_problem import (
     BACKWARD,
     BACKWARD_PS,
     FORWARD_PS,

@@ -19,7 +19,7 @@ from megatron_autorecompute.planner.cost.arrays import Floats, Ints
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
 from megatron_autorecompute.planner.search.replay import Replay, length
 from megatron_autorecompute.planner.search.stage_plans import StagePlans
-from megatron_autorecompute.planner.search.units import HELD
+from megatron_autorecompute.planner.search.stage_problem import HELD
 
 _TOLERANCE = 1e-7
 _FRESH = 10

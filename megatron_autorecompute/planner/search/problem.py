@@ -21,9 +21,9 @@ from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.planner.search.stage import Stage, Tables, true_peak
 from megatron_autorecompute.planner.search.stage_problem import (
+    ChunkUnits,
     OnlyChoices,
     StageChoice,
-    chunk_problem,
     stage_problem,
 )
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
@@ -70,7 +70,7 @@ class Stages:
         profile, layout, table = self.costs.profile, self.costs.layout, self.table
         base, own = stage_base(profile, layout, number, "high"), layout.stages[number]
         moments = stage_moments(profile, self.costs.schedule, number)
-        chunks = [chunk_problem(table, chunk, base, self._only) for chunk in own]
+        chunks = [ChunkUnits(table, chunk, base.boundary_bytes, self._only) for chunk in own]
         problem = stage_problem(chunks, moments, base, true_peak(table, own, base, moments))
         return Stage(problem, self._chunk_tables, layout.num_stages)
 

@@ -29,13 +29,14 @@ from megatron_autorecompute.planner.search.leanest import leanest
 from megatron_autorecompute.planner.search.shrunk import Less, shrunk
 from megatron_autorecompute.planner.search.stage_plans import LEAST_WORK, WORK, StagePlans
 from megatron_autorecompute.planner.search.stage_problem import (
-    ChunkProblem,
+    BACKWARD,
+    HELD,
+    ChunkUnits,
     Split,
     StageChoice,
     StageProblem,
     runs,
 )
-from megatron_autorecompute.planner.search.units import ChunkUnits
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 
 
@@ -45,14 +46,12 @@ class Tables:
     def __init__(self) -> None:
         self._known: dict[object, ChunkTable] = {}
 
-    def of(self, chunk: ChunkProblem, *, forward: bool) -> ChunkTable:
+    def of(self, units: ChunkUnits, *, forward: bool) -> ChunkTable:
         """The table of a chunk, with the highest point in a forward or without."""
-        units = ChunkUnits(chunk)
         digest = blake2b()
         for rows in (*units.alone, *units.together):
             digest.update(len(rows).to_bytes(8, "little") + rows.tobytes())
-        choices = tuple(single.policies for single in chunk.singles)
-        key = digest.digest(), choices, units.first, forward
+        key = digest.digest(), tuple(units.policies), forward
         if key not in self._known:
             self._known[key] = ChunkTable(units, forward=forward)
         return self._known[key]
@@ -82,11 +81,8 @@ class Stage:
     @cached_property
     def least_ps(self) -> int:
         """Time of the fastest choices, whatever their peak."""
-        return sum(
-            sum(int((s.forward_ps + s.backward_ps).min()) for s in chunk.singles)
-            + sum(unit.time_ps for unit in (*chunk.before, *chunk.after))
-            for chunk in self.problem.chunks
-        )
+        places = (rows for chunk in self.problem.chunks for rows in chunk.alone)
+        return sum(int(rows[:, :HELD].sum(axis=1).min()) for rows in places)
 
     @cached_property
     def leanest(self) -> StageChoice:
@@ -180,7 +176,7 @@ class Stage:
         fewest = min(found, key=lambda split: sum(map(runs, split)))
         time = int(times.min())
         bound = time if listed.whole else min(time, int(np.ceil(listed.bound)))
-        return StageChoice(fewest, time, int(peaks[best[0]]), sum(map(runs, fewest)), bound)
+        return StageChoice(fewest, time, int(peaks[best[0]]), bound)
 
 
 def true_peak(
@@ -211,8 +207,7 @@ def arranged(problem: StageProblem, choice: StageChoice) -> StageChoice:
     splits = choice.policies, ascending(problem, choice.policies)
     peaks = [problem.true_peak(split) for split in splits]
     best = 1 if peaks[1] < peaks[0] else 0
-    number = sum(map(runs, splits[best]))
-    return replace(choice, policies=splits[best], peak_bytes=peaks[best], runs=number)
+    return replace(choice, policies=splits[best], peak_bytes=peaks[best])
 
 
 def ascending(problem: StageProblem, split: Split) -> Split:
@@ -220,15 +215,17 @@ def ascending(problem: StageProblem, split: Split) -> Split:
     return tuple(map(_ascending, problem.chunks, split))
 
 
-def _ascending(chunk: ChunkProblem, policies: tuple[LayerPolicy, ...]) -> tuple[LayerPolicy, ...]:
+def _ascending(units: ChunkUnits, policies: tuple[LayerPolicy, ...]) -> tuple[LayerPolicy, ...]:
     alike = defaultdict[object, list[int]](list)
-    for position, key in enumerate(chunk.signature):
-        if policies[position].group == 1:
+    for position, choice in enumerate(policies):
+        if choice.group == 1:
+            place = units.first + position
+            key = units.policies[place], units.alone[place][:, :BACKWARD].tobytes()
             alike[key].append(position)
     result = list(policies)
     for positions in alike.values():
-        single = chunk.singles[positions[0]]
-        held = dict(zip(single.policies, single.held.tolist(), strict=True))
+        place = units.first + positions[0]
+        held = dict(zip(units.policies[place], units.alone[place][:, HELD].tolist(), strict=True))
         own = sorted((policies[position] for position in positions), key=held.__getitem__)
         for position, policy in zip(positions, own, strict=True):
             result[position] = policy

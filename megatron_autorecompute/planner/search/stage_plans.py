@@ -14,14 +14,14 @@ import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Bools, Floats, Ints
 from megatron_autorecompute.planner.search.chunk_plans import SLACK, Plans, Pruned, Walk
-from megatron_autorecompute.planner.search.stage_problem import Split, StageProblem
-from megatron_autorecompute.planner.search.units import (
+from megatron_autorecompute.planner.search.stage_problem import (
     BACKWARD,
     FORWARD,
     HELD,
-    Priced,
-    close,
+    Split,
+    StageProblem,
 )
+from megatron_autorecompute.planner.search.units import Priced, close
 
 _PRICINGS = 8
 """Programs until prices stand; half as many or twice as many change no answer."""

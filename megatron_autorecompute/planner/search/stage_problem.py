@@ -10,10 +10,10 @@ max over its units of (held of the units up to it + its transient).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import groupby
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from megatron_autorecompute.planner.cost.arrays import Bools, Ints
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.planner.cost.p2p_tensors import Moment
 from megatron_autorecompute.planner.cost.peak_memory import StageBase, turned
-from megatron_autorecompute.planner.cost.unit_costs import Checkpoints, CostTable, Unit
+from megatron_autorecompute.planner.cost.unit_costs import CostTable, Unit
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 
 Split = tuple[tuple[LayerPolicy, ...], ...]
@@ -81,106 +81,120 @@ class OnlyChoices:
         return not self.choices.isdisjoint(table.names(layer, choice))
 
 
-@dataclass(frozen=True, slots=True)
-class Singles:
-    """Costs of the choices of a single layer; arrays of shape [choice]."""
-
-    policies: tuple[LayerPolicy, ...]
-    held: Ints
-    forward: Ints
-    backward: Ints
-    forward_ps: Ints
-    backward_ps: Ints
-    kept_gradient: Ints
-    """Of backward as the chunk's last unit, as `Unit.kept_gradient_bytes`."""
+COLUMNS = FORWARD_PS, BACKWARD_PS, HELD, FORWARD, BACKWARD = range(5)
+"""Of units and of plans: times, bytes held, and the highest point in a forward and a backward; of a
+unit what it needs besides what is held, with the gradient of the chunk's output."""
+HIGHEST = slice(FORWARD, None)
 
 
-@dataclass(frozen=True)
-class ChunkProblem:
-    """What may be chosen in one chunk. Independent of budget and schedule."""
+class ChunkUnits:
+    """What may be chosen in one chunk, place by place: before its layers, the layers, and after
+    them. Independent of budget and schedule.
 
-    layers: tuple[int, ...]
-    before: tuple[Unit, ...]
-    after: tuple[Unit, ...]
-    singles: tuple[Singles, ...]
-    """Per position in the chunk."""
-    groups: tuple[Checkpoints, ...]
-    """Per position: one checkpoint around the g layers from there on, with index g - 1."""
-    full: LayerPolicy
-    """What layers have in a group, without its number of layers."""
-    output_gradient_bytes: int
-    """In the backward of every unit but a layer or checkpoint that is the chunk's last; a head has
-    0."""
+    Args:
+        table: of what choices cost.
+        chunk: of the layout.
+        boundary_bytes: of the gradient of its output.
+        only: the choices that may be used; None allows every recorded choice.
+    """
 
-    @cached_property
-    def signature(self) -> tuple[Any, ...]:
-        """Per position, what tells layers of different cost apart."""
-        return tuple(
-            tuple(
-                tuple(column.tolist())
-                for column in (s.held, s.forward, s.backward, s.forward_ps, s.backward_ps)
-            )
-            for s in self.singles
+    def __init__(
+        self, table: CostTable, chunk: Chunk, boundary_bytes: int, only: OnlyChoices | None = None
+    ) -> None:
+        before, after = table.pseudo_layers(chunk)
+        self.layers, self.first, self.full = chunk.layers, len(before), table.full
+        self.places = self.first + len(self.layers) + len(after)
+        gradient = 0 if chunk.head else boundary_bytes
+        allowed = [_allowed(table, layer, only) for layer in self.layers]
+        self.policies = [*[()] * len(before), *allowed, *[()] * len(after)]
+        """Per place the choices of its layer; none where there is no layer."""
+        costs = [_outside(unit, gradient) for unit in before]
+        costs += [table.units_in(chunk, *own) for own in zip(self.layers, allowed, strict=True)]
+        costs += [_outside(unit, gradient) for unit in after]
+        self.alone: list[Ints] = [
+            _rows(own, kept if place + 1 == self.places else gradient)
+            for place, (own, kept) in enumerate(costs)
+        ]
+        """Per place what one unit may be, `[choice, column]`."""
+        grouped = only is None or only.groups or only.every
+        self.together: list[Ints] = [
+            self._checkpoints(table, place, gradient, grouped) for place in range(self.places)
+        ]
+        """Per place checkpoints around so many layers from there on, `[number - 2, column]`."""
+
+    def _checkpoints(self, table: CostTable, place: int, gradient: int, grouped: bool) -> Ints:
+        at = place - self.first
+        layers = self.layers[at:] if grouped and at >= 0 else ()
+        rows = _rows(table.checkpoints(layers)[:, 1:], gradient)
+        if len(rows) and place + 1 + len(rows) == self.places:
+            rows[-1, BACKWARD] -= gradient
+        return rows
+
+    def choice(self, place: int, number: int, size: int) -> tuple[LayerPolicy, ...]:
+        """The choices of the layers in a unit; none of a unit that is no layer."""
+        if size > 1:
+            return (replace(self.full, group=size),) * size
+        return self.policies[place][number : number + 1]
+
+    def options(self, place: int, sizes: Ints) -> tuple[Ints, Ints, Ints]:
+        """The rows of the units of a place, checkpoints of these sizes last; how many layers each
+        is, and a number that tells different choices apart, -1 where there is no layer."""
+        alone, names = self.alone[place], self._names[place]
+        return (
+            np.concatenate([alone, self.together[place][sizes - 2]]),
+            np.concatenate([np.ones(len(alone), np.int64), sizes]),
+            np.concatenate([names, -sizes]),
         )
 
-    def times_ps(self, policies: Sequence[LayerPolicy]) -> tuple[int, int]:
-        """Forward and backward of one microbatch, each counted once."""
-        forward = sum(unit.forward_ps for unit in (*self.before, *self.after))
-        backward = sum(unit.backward_ps for unit in (*self.before, *self.after))
-        position = 0
-        while position < len(policies):
-            policy = policies[position]
-            costs: Singles | Checkpoints = self.singles[position]
-            index = policy.group - 1
-            if policy.group > 1:
-                costs = self.groups[position]
+    @cached_property
+    def _names(self) -> list[Ints]:
+        known: dict[LayerPolicy, int] = {}
+        own = ([known.setdefault(p, len(known)) for p in choices] for choices in self.policies)
+        return [np.array(names or [-1], np.int64) for names in own]
+
+    def rows(self, policies: Sequence[LayerPolicy]) -> Iterator[tuple[int, Ints]]:
+        """The place and the row of every unit of a plan."""
+        place = 0
+        while place < self.places:
+            if not self.policies[place]:
+                yield place, self.alone[place][0]
+                place += 1
+                continue
+            choice = policies[place - self.first]
+            if choice.group > 1:
+                yield place, self.together[place][choice.group - 2]
             else:
-                index = self.singles[position].policies.index(policy)
-            forward += int(costs.forward_ps[index])
-            backward += int(costs.backward_ps[index])
-            position += policy.group
-        return forward, backward
+                yield place, self.alone[place][self.policies[place].index(choice)]
+            place += choice.group
+
+    def plan(self, policies: Sequence[LayerPolicy]) -> Ints:
+        """The figures of a plan."""
+        found = np.zeros(len(COLUMNS), np.int64)
+        for _, row in reversed(list(self.rows(policies))):
+            found[HIGHEST] = row[HELD] + np.maximum(found[HIGHEST], row[HIGHEST])
+            found[:FORWARD] += row[:FORWARD]
+        return found
 
     @cached_property
     def forward_is_below_backward_by(self) -> int:
-        """Least (backward transient - forward transient) over all units; negative if above."""
-        pairs = [
-            (u.forward_transient_bytes, u.backward_transient_bytes)
-            for u in (*self.before, *self.after)
-        ]
-        gaps = [b - f for f, b in pairs]
-        gaps += [int((s.backward - s.forward).min()) for s in self.singles]
-        gaps += [
-            int((g.backward_transient_bytes - g.forward_transient_bytes)[1:].min())
-            for g in self.groups
-            if len(g.held_bytes) > 1
-        ]
-        return min(gaps)
+        """Least (highest point in backward - in forward) of all units; negative if above."""
+        every = (rows for rows in (*self.alone, *self.together) if len(rows))
+        return min((int((rows[:, BACKWARD] - rows[:, FORWARD]).min()) for rows in every), default=0)
 
 
-def chunk_problem(
-    table: CostTable,
-    chunk: Chunk,
-    base: StageBase,
-    only: OnlyChoices | None = None,
-) -> ChunkProblem:
-    """Collect the options of a chunk; `only` restricts them, None allows every recorded choice."""
-    before, after = table.pseudo_layers(chunk)
-    layers = chunk.layers
-    grouped = only is None or only.groups or only.every
-    groups = [table.checkpoints(layers[i:] if grouped else ()) for i in range(len(layers))]
-    return ChunkProblem(
-        layers,
-        tuple(before),
-        tuple(after),
-        tuple(_singles(table, chunk, layer, only) for layer in layers),
-        tuple(groups),
-        table.full,
-        0 if chunk.head else base.boundary_bytes,
-    )
+def _outside(unit: Unit, gradient: int) -> tuple[Ints, Ints]:
+    """Of a unit that is no layer, as of `CostTable.units_in`."""
+    kept = min(gradient, unit.kept_gradient_bytes)
+    return np.array([unit.costs], np.int64).T, np.array([kept], np.int64)
 
 
-def _singles(table: CostTable, chunk: Chunk, layer: int, only: OnlyChoices | None) -> Singles:
+def _rows(costs: Ints, gradient: Ints | int) -> Ints:
+    """Of a cost table's columns, `[choice, column]`, with an output's gradient in the backward."""
+    held, forward, backward, forward_ps, backward_ps, _ = costs
+    return np.stack([forward_ps, backward_ps, held, forward, backward + gradient], 1)
+
+
+def _allowed(table: CostTable, layer: int, only: OnlyChoices | None) -> tuple[LayerPolicy, ...]:
     policies = tuple(p for p in table.choices(layer) if only is None or only.allow(table, layer, p))
     if not policies:
         raise ProfileError(
@@ -188,16 +202,14 @@ def _singles(table: CostTable, chunk: Chunk, layer: int, only: OnlyChoices | Non
             f"layer {layer}, which has {', '.join(map(str, table.choices(layer)))}. Allow one of "
             "these."
         )
-    costs, kept = table.units_in(chunk, layer, policies)
-    held, forward, backward, forward_ps, backward_ps, _ = costs
-    return Singles(policies, held, forward, backward, forward_ps, backward_ps, kept)
+    return policies
 
 
 @dataclass(frozen=True)
 class StageProblem:
     """One stage: its chunks and its binding moments; arrays have the first dimension [moment]."""
 
-    chunks: tuple[ChunkProblem, ...]
+    chunks: tuple[ChunkUnits, ...]
     counts: Ints
     """`[moment, chunk]` microbatches in flight."""
     running: Ints
@@ -219,7 +231,7 @@ class StageProblem:
 
 
 def stage_problem(
-    chunks: Sequence[ChunkProblem],
+    chunks: Sequence[ChunkUnits],
     moments: Sequence[Moment],
     base: StageBase,
     true_peak: Callable[[Split], int] | None = None,
@@ -242,7 +254,7 @@ def stage_problem(
 
 
 def _implied(
-    moment: Moment, moments: Sequence[Moment], chunks: Sequence[ChunkProblem], base: StageBase
+    moment: Moment, moments: Sequence[Moment], chunks: Sequence[ChunkUnits], base: StageBase
 ) -> bool:
     """Whether a forward never needs more than some backward of the same chunk."""
     if moment.direction == "backward":
@@ -271,7 +283,7 @@ def put_together(layout: Layout, splits: Sequence[Split]) -> RecomputePolicy:
 
 def runs(policies: Sequence[object]) -> int:
     """Runs of equal choices in a row."""
-    return sum(1 for i, one in enumerate(policies) if i == 0 or one != policies[i - 1])
+    return sum(1 for _ in groupby(policies))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +295,13 @@ class StageChoice:
     time_ps: int
     """Forward plus backward of one microbatch through all chunks."""
     peak_bytes: int
-    runs: int
-    """Runs of equal choices, counted per chunk."""
     bound_ps: int
     """Lower bound: no choices that fit are faster than this."""
+
+    @property
+    def runs(self) -> int:
+        """Runs of equal choices, counted per chunk."""
+        return sum(map(runs, self.policies))
 
     @property
     def gap(self) -> float:

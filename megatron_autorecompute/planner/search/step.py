@@ -24,8 +24,7 @@ from megatron_autorecompute.planner.search.master import Master
 from megatron_autorecompute.planner.search.replay import Replay
 from megatron_autorecompute.planner.search.stage import Stage, ascending
 from megatron_autorecompute.planner.search.stage_plans import Effort, StagePlans
-from megatron_autorecompute.planner.search.stage_problem import Split
-from megatron_autorecompute.planner.search.units import HELD
+from megatron_autorecompute.planner.search.stage_problem import HELD, Split
 
 Chosen = list[tuple[int, ...]]
 """Of every stage the plans of its chunks."""

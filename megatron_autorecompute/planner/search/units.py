@@ -1,4 +1,4 @@
-"""What may stand at every place of a chunk, and the least that any plan of it costs at some prices.
+"""The least that any plan of a chunk costs at some prices.
 
 A plan costs its time in forwards and backwards, the bytes that it holds, and its highest points in
 both directions, each at a price. The highest point is at least any mixture of the heights of its
@@ -8,99 +8,24 @@ whose least over all plans is found from place to place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Floats, Ints
-from megatron_autorecompute.planner.cost.unit_costs import Unit
-from megatron_autorecompute.planner.search.stage_problem import ChunkProblem
+from megatron_autorecompute.planner.search.stage_problem import (
+    FORWARD,
+    HELD,
+    HIGHEST,
+    ChunkUnits,
+)
 from megatron_autorecompute.policy import LayerPolicy
 
-COLUMNS = FORWARD_PS, BACKWARD_PS, HELD, FORWARD, BACKWARD = range(5)
-"""Of units and of plans: times, bytes held, and the highest point in a forward and a backward; of a
-unit what it needs besides what is held."""
-HIGHEST = slice(FORWARD, None)
 _ROUNDS = 24
 """Cuts, which `_CLOSE` ends before; half as many or twice as many change no answer."""
 _CLOSE = 1e-5
 """A bound that can rise by no more than this share of the prices is the highest."""
-
-
-class ChunkUnits:
-    """The units of a chunk, place by place: before its layers, the layers, and after them."""
-
-    def __init__(self, chunk: ChunkProblem) -> None:
-        self.chunk, self.first = chunk, len(chunk.before)
-        self.places = self.first + len(chunk.layers) + len(chunk.after)
-        self.alone: list[Ints] = [*map(self._outside, range(self.first))]
-        """Per place what one unit may be, `[choice, column]`."""
-        self.alone += map(self._layer, range(len(chunk.layers)))
-        self.alone += map(self._outside, range(self.first + len(chunk.layers), self.places))
-        self.together: list[Ints] = [
-            self._checkpoints(place - self.first) for place in range(self.places)
-        ]
-        """Per place checkpoints around so many layers from there on, `[number - 2, column]`."""
-
-    def _outside(self, place: int) -> Ints:
-        layers = len(self.chunk.layers)
-        of = self.chunk.before if place < self.first else self.chunk.after
-        unit: Unit = of[place if place < self.first else place - self.first - layers]
-        gradient = self.chunk.output_gradient_bytes
-        if place + 1 == self.places:
-            gradient = min(gradient, unit.kept_gradient_bytes)
-        row = [unit.forward_ps, unit.backward_ps, unit.held_bytes, unit.forward_transient_bytes]
-        return np.array([[*row, unit.backward_transient_bytes + gradient]], np.int64)
-
-    def _layer(self, at: int) -> Ints:
-        own, last = self.chunk.singles[at], self.first + at + 1 == self.places
-        backward = own.backward + (own.kept_gradient if last else self.chunk.output_gradient_bytes)
-        return np.stack([own.forward_ps, own.backward_ps, own.held, own.forward, backward], 1)
-
-    def _checkpoints(self, at: int) -> Ints:
-        if not 0 <= at < len(self.chunk.layers) or len(self.chunk.groups[at].held_bytes) < 2:
-            return np.zeros((0, len(COLUMNS)), np.int64)
-        own = self.chunk.groups[at]
-        bytes_ = own.held_bytes, own.forward_transient_bytes, own.backward_transient_bytes
-        rows = np.stack([own.forward_ps, own.backward_ps, *bytes_], 1)[1:]
-        rows[:, BACKWARD] += self.chunk.output_gradient_bytes
-        if self.first + at + 1 + len(rows) == self.places:
-            rows[-1, BACKWARD] -= self.chunk.output_gradient_bytes
-        return rows
-
-    def choice(self, place: int, number: int, size: int) -> tuple[LayerPolicy, ...]:
-        """The choices of the layers in a unit; none of a unit that is no layer."""
-        at = place - self.first
-        if not 0 <= at < len(self.chunk.layers):
-            return ()
-        if size > 1:
-            return (replace(self.chunk.full, group=size),) * size
-        return (self.chunk.singles[at].policies[number],)
-
-    def rows(self, policies: Sequence[LayerPolicy]) -> Iterator[tuple[int, Ints]]:
-        """The place and the row of every unit of a plan."""
-        place = 0
-        while place < self.places:
-            at = place - self.first
-            if not 0 <= at < len(self.chunk.layers):
-                yield place, self.alone[place][0]
-                place += 1
-            elif policies[at].group > 1:
-                yield place, self.together[place][policies[at].group - 2]
-                place += policies[at].group
-            else:
-                number = self.chunk.singles[at].policies.index(policies[at])
-                yield place, self.alone[place][number]
-                place += 1
-
-    def plan(self, policies: Sequence[LayerPolicy]) -> Ints:
-        """The figures of a plan."""
-        found = np.zeros(len(COLUMNS), np.int64)
-        for _, row in reversed(list(self.rows(policies))):
-            found[HIGHEST] = row[HELD] + np.maximum(found[HIGHEST], row[HIGHEST])
-            found[:FORWARD] += row[:FORWARD]
-        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

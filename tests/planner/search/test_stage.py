@@ -14,7 +14,7 @@ from megatron_autorecompute.planner.search.chunk_plans import Pruned, Walk
 from megatron_autorecompute.planner.search.curve import BudgetCurve
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.stage_problem import put_together
-from megatron_autorecompute.planner.search.units import ChunkUnits, Priced, close
+from megatron_autorecompute.planner.search.units import Priced, close
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerKind,
@@ -140,7 +140,7 @@ def test_where_no_plan_within_a_limit_begins_a_unit_nothing_is_kept():
         head_static=StaticBytes(),
     )
     problem = Problem(profile, Layout.from_flags(4, 1), Schedule(1, 1, 1))
-    units = ChunkUnits(problem.stages.stage(0).problem.chunks[0])
+    units = problem.stages.stage(0).problem.chunks[0]
     a_byte = np.array([0.0, 0.0, 1.0, 0.0, 0.0])
     pruned = Pruned(Priced.at_the_end(units, a_byte), np.ones(2), 2.0, 10)
     walk = Walk(units, pruned, forward=True)
