@@ -9,7 +9,7 @@ import contextlib
 import torch
 from torch.nn import functional
 
-from megatron_autorecompute.meta.mamba import rearrange, repeat
+from megatron_autorecompute.meta.mixers import rearrange, repeat
 from megatron_autorecompute.patched import patched
 
 SIZES = {

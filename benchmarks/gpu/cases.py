@@ -270,7 +270,7 @@ def built(case: Case) -> Any:
     """The case's `TrainingJob`, on the device that is there."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from megatron_autorecompute.compare.text import read_text
+    from megatron_autorecompute.compare.comparison import read_text
     from megatron_autorecompute.compare.workload import TrainingJob, Variant
 
     make = {

@@ -18,7 +18,7 @@ from megatron.core.models.T5.t5_model import T5Model
 from benchmarks.measured.rounding import StaticBlocks
 from benchmarks.measured.stage_need import Need, need_of
 from megatron_autorecompute.meta import kernels
-from megatron_autorecompute.meta.attention_backend import with_backend
+from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import fake_ranks

@@ -23,7 +23,7 @@ from benchmarks.measured.evaluation import evaluation_bytes, flushed_bytes
 from benchmarks.measured.grad_buffers import laid_out
 from benchmarks.measured.live_blocks import FirstUse, LiveBlocks
 from megatron_autorecompute.meta import kernels, ops
-from megatron_autorecompute.meta.attention_backend import with_backend
+from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.measured.rounding import StaticBlocks, few_microbatches, rounding_of
-from megatron_autorecompute.meta.attention_backend import with_backend
+from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import StepShape, applied, trace_step

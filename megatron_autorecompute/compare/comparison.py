@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megatron_autorecompute import json_records
+from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.options import option
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
@@ -197,3 +198,26 @@ class Comparison:
     def load(cls, path: str | Path) -> Comparison:
         """Read a file; raises ProfileError."""
         return json_records.load(cls, path, major=SCHEMA_VERSION)
+
+
+def read_text(path: Path) -> bytes:
+    """The training text.
+
+    Raises:
+        MachineError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise MachineError(f"Cannot read the text {path}: {error.strerror}.") from error
+
+
+def check_length(text: bytes, shape: Shape) -> None:
+    """Raises MachineError for a text that is shorter than one microbatch."""
+    needed = (shape.seq_length + 1) * shape.micro_batch_size
+    if len(text) < needed:
+        raise MachineError(
+            f"The training text has {len(text)} bytes; a microbatch of {shape.micro_batch_size} "
+            f"sequences of {shape.seq_length} tokens needs {needed}. Give a longer file with "
+            "--text."
+        )

@@ -11,9 +11,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from megatron_autorecompute.compare.comparison import Comparison, Family, StrategyResult
-from megatron_autorecompute.report.chart import FRAME, Chart, Name, circle, path
+from megatron_autorecompute.report.chart import FRAME, Box, Chart, Name, circle, path
 from megatron_autorecompute.report.drawn import save_picture
-from megatron_autorecompute.report.labels import Box
 from megatron_autorecompute.units import MIB
 
 _COLOUR: dict[Family, str] = {

@@ -32,10 +32,11 @@ from megatron_autorecompute.compare.comparison import (
     NotTried,
     Shape,
     StrategyResult,
+    check_length,
     needless,
+    read_text,
 )
 from megatron_autorecompute.compare.rendering import markdown, picture, table
-from megatron_autorecompute.compare.text import check_length, read_text
 from megatron_autorecompute.errors import (
     AutorecomputeError,
     InfeasibleError,

@@ -29,8 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_autorecompute import megatron_fields
-from megatron_autorecompute.compare.comparison import Shape
-from megatron_autorecompute.compare.text import check_length
+from megatron_autorecompute.compare.comparison import Shape, check_length
 from megatron_autorecompute.compat import (
     layer_modules,
     layer_specs,

@@ -12,9 +12,11 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_autorecompute.compat import model_layers, validator
+from megatron_autorecompute.compat import model_layers, versions
 from megatron_autorecompute.compat.untyped import Block, Layer
+from megatron_autorecompute.errors import UnsupportedVersionError
 
 MODULE_FLAGS: dict[str, tuple[str, ...]] = {
     "core_attn": (
@@ -36,7 +38,7 @@ reads them again."""
 
 def names() -> tuple[str, ...]:
     """The modules in `MODULE_FLAGS`, and what else the installed Megatron allows."""
-    return tuple(dict.fromkeys((*MODULE_FLAGS, *validator.allowed_modules())))
+    return tuple(dict.fromkeys((*MODULE_FLAGS, *allowed_modules())))
 
 
 def flags(layer: Layer, module: str) -> list[tuple[Any, str]]:
@@ -66,7 +68,7 @@ def of_whole_block(block: Block) -> list[str]:
     kinds = type(block).__mro__
     return [
         module
-        for module in validator.allowed_modules()
+        for module in allowed_modules()
         if module not in MODULE_FLAGS and any(_attribute(kind, module) for kind in kinds)
     ]
 
@@ -154,3 +156,33 @@ def settings(layer: Layer) -> Iterator[tuple[Any, str]]:
     for module in layer.modules():
         if hasattr(module, "save_original_input"):
             yield module, "save_original_input"
+
+
+def allowed_modules() -> tuple[str, ...]:
+    """The installed Megatron's `recompute_modules`, from its validator's own message.
+
+    Raises:
+        UnsupportedVersionError: the validator no longer lists them.
+    """
+    return _listed("recompute_modules", recompute_granularity="selective")
+
+
+def allowed_offload_modules() -> tuple[str, ...]:
+    """The installed Megatron's `offload_modules`, likewise."""
+    return _listed("offload_modules", fine_grained_activation_offloading=True)
+
+
+@functools.cache
+def _listed(field: str, **fields: Any) -> tuple[str, ...]:
+    """The values that the validator of a field allows, from its message about another one."""
+    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    try:
+        TransformerConfig(**sizes, **fields, **{field: ["?"]})
+    except (AssertionError, ValueError) as error:
+        found = re.findall(r"'(\w+)'", str(error).split("Allowed", 1)[-1])
+        if found:
+            return tuple(sorted(found))
+    raise UnsupportedVersionError(
+        f"megatron-core {versions.installed()} does not say which {field} it allows; "
+        f"tested are {', '.join(versions.TESTED)}."
+    )

@@ -23,8 +23,8 @@ from megatron_autorecompute.compat import (
     pipeline_waits,
     versions,
 )
+from megatron_autorecompute.compat.layer_modules import allowed_modules, allowed_offload_modules
 from megatron_autorecompute.compat.untyped import Layer
-from megatron_autorecompute.compat.validator import allowed_modules, allowed_offload_modules
 from megatron_autorecompute.errors import MachineError, PolicyError
 from megatron_autorecompute.policy import OWN_MODULES, WHOLE_LAYER, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.work_order import RERUN_WITH

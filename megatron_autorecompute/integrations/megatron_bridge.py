@@ -28,8 +28,8 @@ from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
 from megatron_autorecompute.planner import launch_lines
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
-from megatron_autorecompute.runtime.auto_options import AutoOptions
-from megatron_autorecompute.runtime.auto_rules import (
+from megatron_autorecompute.runtime.auto_options import (
+    AutoOptions,
     as_field,
     refuse_beyond_device,
     refuse_percentile,

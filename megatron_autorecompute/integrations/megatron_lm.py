@@ -38,8 +38,8 @@ from megatron_autorecompute.errors import (
 )
 from megatron_autorecompute.options import add_flags, from_flags
 from megatron_autorecompute.planner.cost.hybrid_pattern import check_flags
-from megatron_autorecompute.runtime.auto_options import AutoOptions
-from megatron_autorecompute.runtime.auto_rules import (
+from megatron_autorecompute.runtime.auto_options import (
+    AutoOptions,
     refuse_beyond_device,
     refuse_percentile,
     refuse_unmeasurable,

@@ -12,7 +12,7 @@ import torch
 
 from megatron_autorecompute.compat import layer_specs, model_layers
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta import gated_delta, kernels, mamba
+from megatron_autorecompute.meta import kernels, mixers
 from megatron_autorecompute.meta.meta_step import StepShape
 from megatron_autorecompute.patched import patched
 
@@ -103,34 +103,34 @@ def _replacements() -> Iterator[tuple[str, dict[str, Any]]]:
             "HAVE_EINOPS": True,
             "MAMBA_HAS_STATE_DTYPE": False,
             "_check_mamba_sequence_packing_support": lambda **_: (True, None),
-            "RMSNormGated": mamba.GroupNorm,
-            "ExtendedRMSNorm": mamba.GroupNorm,
-            "mamba_split_conv1d_scan_combined": mamba.split_conv1d_scan,
-            "rearrange": mamba.rearrange,
+            "RMSNormGated": mixers.GroupNorm,
+            "ExtendedRMSNorm": mixers.GroupNorm,
+            "mamba_split_conv1d_scan_combined": mixers.split_conv1d_scan,
+            "rearrange": mixers.rearrange,
         },
     )
     yield (
         "ssm.mamba_context_parallel",
         {
             "HAVE_EINOPS": True,
-            "repeat": mamba.repeat,
+            "repeat": mixers.repeat,
             "is_te_min_version": lambda *_: True,
-            "tex": mamba.PackedIndices,
+            "tex": mixers.PackedIndices,
         },
     )
     yield (
         "ssm.gated_delta_net.common",
         {
             "HAVE_FLA": True,
-            "l2norm": gated_delta.l2norm,
-            "chunk_gated_delta_rule": gated_delta.chunk_gated_delta_rule,
+            "l2norm": mixers.l2norm,
+            "chunk_gated_delta_rule": mixers.chunk_gated_delta_rule,
         },
     )
     yield (
         "ssm.gated_delta_net.gdn",
         {
-            "causal_conv1d": gated_delta.causal_conv1d,
-            "chunk_gated_delta_rule": gated_delta.chunk_gated_delta_rule,
+            "causal_conv1d": mixers.causal_conv1d,
+            "chunk_gated_delta_rule": mixers.chunk_gated_delta_rule,
         },
     )
     for module, name, function in layer_specs.places_of_packed_tokens():

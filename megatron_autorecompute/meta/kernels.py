@@ -23,11 +23,10 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_autorecompute.compat import versions
 from megatron_autorecompute.meta import (
-    context_parallel,
+    attention,
     hybrid_ep,
     ops,
     permutation,
-    unfused_attention,
 )
 from megatron_autorecompute.patched import patched
 
@@ -617,15 +616,15 @@ class Attention(torch.nn.Module):
         if self.dropout is not None:
             padded = attn_mask_type is not None and "padding" in attn_mask_type.name
             in_place = _settings.softmax_in_place
-            out = unfused_attention.attend(
+            out = attention.attend_with_scores(
                 query, key, value, self.dropout, padded, in_place=in_place
             )
         elif self.group is None:
-            out = _Attention.apply(query, key, value, context_parallel.CAUSAL, self.window_size)
+            out = _Attention.apply(query, key, value, attention.CAUSAL, self.window_size)
         else:
             # Views of the projection are copied first, as `_Attention` says.
             tensors = [part.contiguous() for part in (query, key, value)]
-            out = context_parallel.attend(
+            out = attention.attend_in_parallel(
                 self.comm_type, tensors, self.group, self.window_size, self.hierarchy
             )
         out = (out.clone() if turned else out).flatten(2)
@@ -858,9 +857,9 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield (
         module("fusions.fused_softmax"),
         {
-            "ScaledUpperTriangMaskedSoftmax": unfused_attention.SOFTMAX,
-            "ScaledMaskedSoftmax": unfused_attention.SOFTMAX,
-            "ScaledSoftmax": unfused_attention.SOFTMAX,
+            "ScaledUpperTriangMaskedSoftmax": attention.SOFTMAX,
+            "ScaledMaskedSoftmax": attention.SOFTMAX,
+            "ScaledSoftmax": attention.SOFTMAX,
         },
     )
     yield (

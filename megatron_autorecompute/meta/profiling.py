@@ -20,7 +20,7 @@ import torch
 from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta import hybrid_ep, kernels
-from megatron_autorecompute.meta.attention_backend import with_backend
+from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.collective_times import Spread
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.dispatchers import KeptBeside, counted_once, kept_beside

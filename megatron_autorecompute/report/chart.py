@@ -7,9 +7,70 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megatron_autorecompute.report.labels import Box, placed
 from megatron_autorecompute.report.words import size
 from megatron_autorecompute.units import GIB, MIB
+
+_DISTANCES = (7, 14, 24, 38, 56, 80)
+_SIDES = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (-1, -1), (1, 1), (-1, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle; x and y are its corner with the smallest coordinates."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+    def overlap(self, other: Box) -> float:
+        """Common area."""
+        wide = min(self.x + self.width, other.x + other.width) - max(self.x, other.x)
+        high = min(self.y + self.height, other.y + other.height) - max(self.y, other.y)
+        return wide * high if wide > 0 and high > 0 else 0.0
+
+    def nearest(self, x: float, y: float) -> tuple[float, float]:
+        """The nearest of its points to one."""
+        across, up = self.x + self.width, self.y + self.height
+        return min(max(x, self.x), across), min(max(y, self.y), up)
+
+    def within(self, other: Box) -> bool:
+        """Whether it lies completely in another box."""
+        return (
+            other.x <= self.x
+            and other.y <= self.y
+            and self.x + self.width <= other.x + other.width
+            and self.y + self.height <= other.y + other.height
+        )
+
+    def moved_into(self, other: Box) -> Box:
+        """The same box, moved to the nearest place within another."""
+        x = min(max(self.x, other.x), other.x + other.width - self.width)
+        y = min(max(self.y, other.y), other.y + other.height - self.height)
+        return Box(x, y, self.width, self.height)
+
+
+def beside(
+    point: tuple[float, float], extent: tuple[float, float], inside: Box, taken: Sequence[Box]
+) -> Box:
+    """A box of this width and height near a point, on nothing that is taken; where there is no free
+    place, the one that covers least."""
+    candidates = list(_around(point, extent))
+    possible = [box for box in candidates if box.within(inside)]
+    possible = possible or [box.moved_into(inside) for box in candidates]
+    free = (box for box in possible if not any(box.overlap(other) for other in taken))
+    return next(free, None) or min(possible, key=lambda b: sum(b.overlap(o) for o in taken))
+
+
+def _around(point: tuple[float, float], extent: tuple[float, float]) -> Iterator[Box]:
+    """Candidate boxes around a point, nearest first: among equally free places the first wins."""
+    (x, y), (width, height) = point, extent
+    for distance in _DISTANCES:
+        for right, down in _SIDES:
+            left = x + right * distance - (width if right < 0 else width / 2 if not right else 0)
+            top = y + down * distance - (height if down < 0 else height / 2 if not down else 0)
+            yield Box(left, top, width, height)
+
 
 FRAME = Box(62, 14, 1096, 270)
 INK, QUIET, GRID = "#1c2024", "#5d666f", "#d9dee3"
@@ -104,8 +165,8 @@ class Chart:
         taken += [Box(name.x - 4, name.y - 4, 8, 8) for name in names]
         written: list[Box] = []
         for name in names:
-            size_of = (6.4 * len(name.text), 13.0)
-            (box,) = placed([(name.x, name.y)], [size_of], FRAME, [*taken, *written])
+            extent = (6.4 * len(name.text), 13.0)
+            box = beside((name.x, name.y), extent, FRAME, [*taken, *written])
             x, y = box.nearest(name.x, name.y)
             leads = math.dist((x, y), (name.x, name.y)) > _LEADER
             leader = list(_along(name.x, name.y, x, y)) if leads else []

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult
-from megatron_autorecompute.report.chart import FRAME, INK, Chart, Name, circle, path, text
+from megatron_autorecompute.report.chart import FRAME, INK, Box, Chart, Name, circle, path, text
 from megatron_autorecompute.report.data import Curve
-from megatron_autorecompute.report.labels import Box
 from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.words import duration, size
 

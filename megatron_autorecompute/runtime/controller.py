@@ -27,8 +27,12 @@ from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime import offload_choices
 from megatron_autorecompute.runtime.apply import apply, blocks
-from megatron_autorecompute.runtime.auto_options import MEGATRONS_CHOICES, AutoOptions
-from megatron_autorecompute.runtime.auto_rules import refuse_beyond_device, refuse_unmeasurable
+from megatron_autorecompute.runtime.auto_options import (
+    MEGATRONS_CHOICES,
+    AutoOptions,
+    refuse_beyond_device,
+    refuse_unmeasurable,
+)
 from megatron_autorecompute.runtime.call_guard import RAISED, Step
 from megatron_autorecompute.runtime.climb import climb, that_hides
 from megatron_autorecompute.runtime.decisions import Decisions

@@ -13,19 +13,18 @@ This works between pipeline stages and between data-parallel ranks. With collect
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from torch.distributed import ProcessGroup
 
 from megatron_autorecompute.compat import lost_step, model_layers
-from megatron_autorecompute.compat.bucket_syncs import BucketSyncs
 from megatron_autorecompute.compat.untyped import Chunk
-from megatron_autorecompute.patched import Temporary, replaced
-from megatron_autorecompute.runtime.collectives import Meetings
+from megatron_autorecompute.patched import Temporary, patched, replaced
 from megatron_autorecompute.runtime.ranks import all_reduce_max
 
 FINE, SHORT, FAILED = 0, 1, 2
@@ -76,7 +75,7 @@ class StepGuard:
             self._why_not = lost_step.why_no_stand_in(self._config)
         self._buffers = _MovingBuffers(chunks)
         self._loss_groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._syncs = [BucketSyncs(chunk, self._meetings.elsewhere) for chunk in chunks]
+        self._syncs = [lost_step.BucketSyncs(chunk, self._meetings.elsewhere) for chunk in chunks]
         self._returned: dict[int, _Output] = {}
         """By chunk number: the output of its last forward, or of an earlier one of equal sizes."""
 
@@ -363,3 +362,52 @@ def _zeros_like(tensors: Any) -> Any:
     if isinstance(tensors, (list, tuple)):
         return [_zeros_like(tensor) for tensor in tensors]
     return None if tensors is None else torch.zeros_like(tensors)
+
+
+_ENTER = ("all", "reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv")
+"""Parts of the names of a process group's methods that enter a collective. Collectives entered from
+C++ are not seen: functional collectives, and those of other libraries' transports."""
+
+
+class Meetings:
+    """Collectives of several ranks that are entered while `inside` is set.
+
+    with meetings.watched():
+        meetings.inside = True
+        layer(hidden_states)
+        meetings.inside = False
+    meetings.found  # ["allreduce of 4 ranks"]
+    """
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.found: list[str] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch every call of a process group's methods in the block."""
+        entering = [name for name in vars(ProcessGroup) if any(part in name for part in _ENTER)]
+        with ExitStack() as undo:
+            for name in entering:
+                noted = self._noted(name, getattr(ProcessGroup, name))
+                undo.enter_context(patched(ProcessGroup, name, noted))
+            yield
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Do not count collectives in the block, although `inside` is set."""
+        was, self.inside = self.inside, False
+        try:
+            yield
+        finally:
+            self.inside = was
+
+    def _noted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if self.inside and group.size() > 1:
+                entered = f"{name.strip('_')} of {group.size()} ranks"
+                if entered not in self.found:
+                    self.found.append(entered)
+            return original(group, *args, **kwargs)
+
+        return method

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_autorecompute.meta.attention_backend import with_backend
+from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.profiling import profile_job
 from tests.meta.test_no_device import H100, SEQUENCE, UNIT, job, records

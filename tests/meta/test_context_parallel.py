@@ -5,7 +5,7 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta import context_parallel
+from megatron_autorecompute.meta.attention import attend_in_parallel
 from megatron_autorecompute.meta.devices import Efficiency
 from megatron_autorecompute.meta.roofline import Roofline
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
@@ -52,7 +52,7 @@ def attention(comm_type, ranks, mode, read):
         with mode(parts) as running:
             before = read(running)
             group = torch.distributed.group.WORLD
-            out = context_parallel.attend(comm_type, parts, group, 0, None)
+            out = attend_in_parallel(comm_type, parts, group, 0, None)
             between = read(running)
             out.backward(torch.empty_like(out))
     finally:

@@ -84,7 +84,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def test_mambas_scan_saves_what_mamba_ssm_does():
-    from megatron_autorecompute.meta import mamba
+    from megatron_autorecompute.meta import mixers
 
     length, heads, width, groups, state = 512, 8, 64, 2, 32
     inner, mixed = heads * width, heads * width + 2 * groups * state
@@ -92,10 +92,10 @@ def test_mambas_scan_saves_what_mamba_ssm_does():
         projected = torch.empty(1, length, inner + mixed + heads, dtype=BF16, requires_grad=True)
         weight, bias = torch.empty(mixed, 4, dtype=BF16), torch.empty(mixed, dtype=BF16)
         rest = [torch.empty(heads) for _ in range(3)]
-        norm = mamba.GroupNorm(inner, 1e-5, inner // groups, False, dtype=BF16)
+        norm = mixers.GroupNorm(inner, 1e-5, inner // groups, False, dtype=BF16)
 
         def scan(projected):
-            return mamba.split_conv1d_scan(projected, weight, bias, *rest, 128, width, groups)
+            return mixers.split_conv1d_scan(projected, weight, bias, *rest, 128, width, groups)
 
         kept = saved(scan, projected)
         normed = saved(norm, torch.empty(length, 1, inner, dtype=BF16, requires_grad=True))
@@ -172,15 +172,15 @@ def test_the_linear_layers_of_latent_experts_save_their_input_and_weight():
 
 
 def test_gated_delta_rule_saves_what_fla_does():
-    from megatron_autorecompute.meta import gated_delta
+    from megatron_autorecompute.meta import mixers
 
     heads = (2, 512, 4)
     with torch.device("meta"):
         q, k, v = (torch.empty(*heads, n, dtype=BF16, requires_grad=True) for n in (32, 32, 64))
         g, beta = torch.empty(heads, requires_grad=True), torch.empty(heads, dtype=BF16)
-        kept = saved(gated_delta.chunk_gated_delta_rule, q, k, v, g, beta)
+        kept = saved(mixers.chunk_gated_delta_rule, q, k, v, g, beta)
         x, taps = torch.empty(2, 512, 96, dtype=BF16, requires_grad=True), torch.empty(96, 4)
-        conv, unit = saved(gated_delta.causal_conv1d, x, taps), saved(gated_delta.l2norm, x)
+        conv, unit = saved(mixers.causal_conv1d, x, taps), saved(mixers.l2norm, x)
     # chunk.py: q, k, v, g (its sums), beta, A; convolution.py: x, weight; l2norm.py: y, rstd
     wide = [((*heads, n), BF16) for n in (32, 32, 64, 64)]
     assert kept == listed([*wide, (heads, FP32), (heads, BF16)])

@@ -5,9 +5,21 @@ import random
 
 import pytest
 
-from megatron_autorecompute.report.labels import Box, placed
+from megatron_autorecompute.report.chart import Box, beside
 
 INSIDE = Box(0, 0, 800, 500)
+
+
+def mark(point):
+    return Box(point[0] - 4, point[1] - 4, 8, 8)
+
+
+def placed(points, extent, inside, taken=()):
+    """A box for each point, one after the other."""
+    boxes = []
+    for point in points:
+        boxes.append(beside(point, extent, inside, [*taken, *map(mark, points), *boxes]))
+    return boxes
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -15,20 +27,18 @@ def test_names_overlap_neither_each_other_nor_points_nor_what_is_kept_free(seed)
     rng = random.Random(seed)
     points = [(rng.uniform(20, 780), rng.uniform(20, 480)) for _ in range(15)]
     line = Box(400, 0, 2, 500)
-    boxes = placed(points, [(rng.uniform(30, 120), 12)] * len(points), INSIDE, [line])
-    marks = [Box(x - 4, y - 4, 8, 8) for x, y in points]
+    boxes = placed(points, (rng.uniform(30, 120), 12), INSIDE, [line])
     assert all(box.within(INSIDE) for box in boxes)
     for first, second in itertools.combinations([*boxes, line], 2):
         assert first.overlap(second) == 0
-    for box, mark in itertools.product(boxes, marks):
-        assert box.overlap(mark) == 0
+    for box, point in itertools.product(boxes, points):
+        assert box.overlap(mark(point)) == 0
 
 
 def test_of_free_places_the_nearest_to_the_right_is_taken():
-    (box,) = placed([(100, 100)], [(50, 10)], INSIDE)
-    assert box == Box(107, 95, 50, 10)
+    assert beside((100, 100), (50, 10), INSIDE, []) == Box(107, 95, 50, 10)
 
 
 def test_where_there_is_no_room_a_name_still_stands_inside():
-    boxes = placed([(20, 10)] * 9, [(30, 12)] * 9, Box(0, 0, 40, 20))
+    boxes = placed([(20, 10)] * 9, (30, 12), Box(0, 0, 40, 20))
     assert all(box.within(Box(0, 0, 40, 20)) for box in boxes)

@@ -934,11 +934,11 @@ class BlockOfMain:
 
 def test_a_module_of_whole_blocks_is_refused_with_what_to_do(monkeypatch, tmp_path):
     """Megatron main's mhc, whose flag is the block's (transformer_block.py)."""
-    from megatron_autorecompute.compat import rules, validator
+    from megatron_autorecompute.compat import layer_modules, rules
     from megatron_autorecompute.runtime.apply import apply
 
-    names = (*validator.allowed_modules(), "mhc")
-    monkeypatch.setattr(validator, "allowed_modules", lambda: names)
+    names = (*layer_modules.allowed_modules(), "mhc")
+    monkeypatch.setattr(layer_modules, "allowed_modules", lambda: names)
     monkeypatch.setattr(rules, "allowed_modules", lambda: names)
     monkeypatch.setattr(rules, "refusal", lambda *_: None)
     (model,) = tiny_gpt(tiny_config())

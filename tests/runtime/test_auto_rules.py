@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.runtime.auto_options import AutoOptions
-from megatron_autorecompute.runtime.auto_rules import (
+from megatron_autorecompute.runtime.auto_options import (
+    AutoOptions,
     as_field,
     as_flag,
     refuse_beyond_device,

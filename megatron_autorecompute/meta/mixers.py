@@ -1,9 +1,11 @@
-"""Stand-ins for Mamba-2's fused training kernel and its norm, for meta tensors.
+"""Stand-ins for kernels of layers that mix tokens without attention, for meta tensors: Mamba-2's
+fused training kernel and its norm, and Gated DeltaNet's. No values are computed.
 
-They save what mamba-ssm 2.3.2 saves, and hold while they run what its host code allocates, in its
-order: mamba_ssm/ops/triton/ssd_combined.py, ssd_chunk_state.py, ssd_chunk_scan.py,
-ssd_state_passing.py, ssd_bmm.py and layernorm_gated.py. Floating-point operations are those of the
-products in these kernels. No values are computed.
+They save what mamba-ssm 2.3.2 and flash-linear-attention 0.5 and 0.6 save, and hold while they run
+what their host code allocates, in its order: mamba_ssm/ops/triton/ssd_combined.py,
+ssd_chunk_state.py, ssd_chunk_scan.py, ssd_state_passing.py, ssd_bmm.py and layernorm_gated.py;
+fla/ops/gated_delta_rule/chunk.py, fla/modules/convolution.py and fla/modules/l2norm.py.
+Floating-point operations are those of the products in these kernels.
 """
 
 from __future__ import annotations
@@ -232,3 +234,114 @@ def repeat(x: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
         raise NotImplementedError(f"einops.repeat of {pattern!r} under context parallelism")
     groups = x.unflatten(-1, (sizes["g"], 1, sizes["n"]))
     return groups.expand(-1, -1, -1, sizes["r"], -1).flatten(2)
+
+
+CHUNK = 64
+"""Tokens that fla's kernels take at once."""
+
+
+class _Delta(torch.autograd.Function):
+    """Saves: q, k, v, g (fp32), beta, and the solved triangular matrix of every chunk, 64 elements
+    for each token and head. `ChunkGatedDeltaRuleFunction` without its own l2norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
+        sums = torch.empty_like(g, dtype=_FP32)
+        solved = k.new_empty(*k.shape[:3], CHUNK)
+        w, u, states, new_v = _recomputed(k, v)
+        out = torch.empty_like(v)
+        ops.kernel([q, k, v, sums, beta, solved, w, u, states, new_v, out], _flops(k, v)[0])
+        del w, u, states, new_v
+        ctx.save_for_backward(q, k, v, sums, beta, solved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, sums, beta, solved = ctx.saved_tensors
+        w, u, states, new_v = _recomputed(k, v)
+        dv = torch.empty_like(v)
+        dstates, dv_more = torch.empty_like(states), torch.empty_like(v)
+        dq, dk, dw = (torch.empty_like(q) for _ in range(3))
+        moved = [q, k, v, sums, beta, solved, w, u, states, new_v, dstates, dv, dv_more, dq, dk, dw]
+        ops.kernel([*moved, gradient], _flops(k, v)[1])
+        return dq, dk, dv, torch.empty_like(sums), torch.empty_like(beta)
+
+
+def _recomputed(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """w, u, the state before every chunk, and the values that chunks add to it."""
+    batch, length, heads, k_width = k.shape
+    states = k.new_empty(batch, -(-length // CHUNK), heads, k_width, v.shape[3])
+    return torch.empty_like(k), torch.empty_like(v), states, torch.empty_like(v)
+
+
+def _flops(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
+    """Of forward and backward: products with states, and products within chunks."""
+    batch, length, heads, k_width = k.shape
+    v_width, rows = v.shape[3], batch * length * heads
+    return (
+        rows * (6 * k_width * v_width + CHUNK * (6 * k_width + 4 * v_width)),
+        rows * (16 * k_width * v_width + CHUNK * (20 * k_width + 10 * v_width)),
+    )
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Stands for fla's function. q and k [batch, length, heads, k width], v [..., v width], g and
+    beta [batch, length, heads]; returns the shape of v, and no state."""
+    return cast(torch.Tensor, _Delta.apply(q, k, v, g, beta)), None
+
+
+class _Convolution(torch.autograd.Function):
+    """Saves: input and weight. `CausalConv1dFunction` with the activation inside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        ops.kernel([x, weight, y], 2 * weight.shape[-1] * x.numel())
+        ctx.save_for_backward(x, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        ops.kernel([x, weight, gradient, dx], 6 * weight.shape[-1] * x.numel())
+        return dx, torch.empty_like(weight)
+
+
+def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    """Stands for fla's function. x [batch, length, channels], weight [channels, taps]."""
+    return cast(torch.Tensor, _Convolution.apply(x, weight)), None
+
+
+class _Unit(torch.autograd.Function):
+    """Saves: output, and one fp32 for each row. `L2NormFunction`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y, statistics = ops.norm(x, x[..., :1])
+        ctx.save_for_backward(y, statistics)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return ops.norm_backward(gradient, *ctx.saved_tensors)
+
+
+def l2norm(x: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Stands for fla's function; the last dimension gets length 1."""
+    return cast(torch.Tensor, _Unit.apply(x))

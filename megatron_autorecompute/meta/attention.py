@@ -1,27 +1,60 @@
-"""Stand-ins for fused attention under context parallelism, by `cp_comm_type`.
+"""Attention without a device: which one Transformer Engine takes where a job leaves it the choice,
+and stand-ins for those with scores, and for fused ones under context parallelism.
 
-They save, and hold while they run, what Transformer Engine 2.11 does in bf16: NVIDIA/
-TransformerEngine pytorch/attention/dot_product_attention/context_parallel.py, by class. q, k and v
-have the layout [sequence of this rank, batch, heads, width]. Every communication of a class runs,
-over the fake process group; the attention of all steps is one operation of a rank's share of the
-whole causal product.
+The choice is that of NVIDIA/TransformerEngine of August 2026, pytorch/attention/
+dot_product_attention/utils.py `get_attention_backend`, and for cuDNN common/fused_attn/
+fused_attn.cpp `nvte_get_fused_attn_backend`.
+
+Stand-ins by `cp_comm_type` save, and hold while they run, what Transformer Engine 2.11 does in
+bf16: pytorch/attention/dot_product_attention/context_parallel.py, by class. q, k and v have the
+layout [sequence of this rank, batch, heads, width]. Every communication of a class runs, over the
+fake process group; the attention of all steps is one operation of a rank's share of the whole
+causal product.
+
+Scores exist with `--attention-backend unfused` and in Megatron's local layers: products of torch
+around one fused softmax.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 from megatron_autorecompute.meta import ops
+from megatron_autorecompute.meta.devices import Device
+from megatron_autorecompute.meta.job import Job
+
+
+def with_backend(job: Job, device: Device) -> Job:
+    """The job with `attention_backend` flash or unfused, if that is what will run.
+
+    Before Hopper flash-attn is preferred to cuDNN's fused attention, from Hopper on it is the other
+    way round. Where the job is deterministic there is no fused attention before Hopper, and on
+    Blackwell only without dropout. What neither can run takes the unfused one. Multi-latent
+    attention has values of another width than keys, which flash-attn 2 does not take.
+    """
+    config = job.resolved
+    if job.transformer_impl == "local" or config.attention_backend != "auto":
+        return job
+    flash = job.flash_attn and not config.multi_latent_attention
+    fused = not config.deterministic_mode or (
+        device.capability >= 9 and not (device.capability >= 10 and config.attention_dropout)
+    )
+    if fused and (device.capability >= 9 or not flash):
+        return job
+    return replace(job, config={**job.config, "attention_backend": "flash" if flash else "unfused"})
+
 
 CAUSAL = 0.5
 """Share of all pairs of a query and a key that a causal mask keeps."""
 
 
-def attend(
+def attend_in_parallel(
     comm_type: str,
     tensors: Sequence[torch.Tensor],
     group: Any,
@@ -235,3 +268,79 @@ def _scattered_in_order(whole: torch.Tensor, group: Any) -> torch.Tensor:
     part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
     torch.distributed.reduce_scatter_tensor(part, ordered, group=group)
     return part
+
+
+class _Softmax(torch.autograd.Function):
+    """Scale, mask and softmax as one kernel. Saves: its output. TE
+    pytorch/attention/dot_product_attention/softmax.py `scaled_masked_softmax_fwd`; Megatron
+    fusions/fused_softmax.py `ScaledUpperTriangMaskedSoftmax`. The scores' gradient takes the place
+    of the output's (Apex; TE pytorch/csrc/extensions/softmax.cpp until 2.19, commit 0c8cf2c03)."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, *_: Any) -> torch.Tensor:
+        ctx.inputs = len(_)
+        out = ops.pointwise(scores, None)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _ = ctx.saved_tensors  # what is offloaded stays in its group until it is read
+        return (gradient.contiguous(), *(None,) * ctx.inputs)
+
+
+class _SoftmaxApart(_Softmax):
+    """The same with a gradient of its own: Transformer Engine since 2.19."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (out,) = ctx.saved_tensors
+        return (ops.pointwise(gradient, out),)
+
+
+SOFTMAX = SimpleNamespace(apply=_Softmax.apply)
+"""In place of Megatron's fused softmaxes, which are called with more arguments."""
+
+
+def attend_with_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    padded: bool = False,
+    *,
+    in_place: bool = True,
+) -> torch.Tensor:
+    """q, k, v [s, b, heads, width] to [s, b, heads, v width].
+
+    Keeps q, k, v, the softmax's output [b, heads, s, s] and, with dropout, its mask (one byte) and
+    its output. Transformer Engine pytorch/attention/dot_product_attention/backends.py
+    `UnfusedDotProductAttention._forward`; q, k and v that do not lie side by side in one tensor are
+    copied before (`get_qkv_layout`). With padding the layer's own mask [b, 1, s, s] too, by which
+    what the softmax gave to padding is overwritten. Masks that nothing keeps are left out.
+    `in_place`: whether the softmax's backward overwrites the gradient that it gets.
+    """
+    if not _side_by_side(query, key, value):
+        query, key, value = (part.contiguous() for part in (query, key, value))
+    groups = query.shape[2] // key.shape[2]
+    if groups > 1:
+        key, value = (part.repeat_interleave(groups, dim=2) for part in (key, value))
+    length, batch, heads, _ = query.shape
+    queries, keys, values = (part.flatten(1, 2).transpose(0, 1) for part in (query, key, value))
+    scores = queries.new_empty(batch * heads, length, keys.shape[1])
+    scores = torch.baddbmm(scores, queries, keys.transpose(1, 2), beta=0.0)
+    probabilities = (_Softmax if in_place else _SoftmaxApart).apply(scores)
+    if padded:
+        mask = queries.new_empty(batch, 1, *probabilities.shape[1:], dtype=torch.bool)
+        by_sample = probabilities.view(batch, heads, *probabilities.shape[1:])
+        probabilities = by_sample.masked_fill(mask, 0).view(probabilities.shape)
+        del mask, by_sample
+    probabilities = torch.nn.functional.dropout(probabilities, dropout)
+    context = torch.bmm(probabilities, values)
+    return context.view(batch, heads, length, -1).permute(2, 0, 1, 3).contiguous()
+
+
+def _side_by_side(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether all are views of one tensor of equal shapes, as of a projection without rotation."""
+    storages = {part.untyped_storage()._cdata for part in (query, key, value)}
+    return len(storages) == 1 and query.shape == key.shape == value.shape
