@@ -56,12 +56,12 @@ class Chart:
         )
 
     def x(self, size_bytes: float) -> float:
-        """In pixels."""
+        """The horizontal place of a size, in pixels."""
         share = (size_bytes - self.low_bytes) / (self.high_bytes - self.low_bytes)
         return round(FRAME.x + share * FRAME.width, 1)
 
     def y(self, time_ms: float) -> float:
-        """In pixels."""
+        """The vertical place of a time, in pixels."""
         share = (time_ms - self.low_ms) / (self.high_ms - self.low_ms)
         return round(FRAME.y + (1 - share) * FRAME.height, 1)
 

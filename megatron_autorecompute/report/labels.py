@@ -39,7 +39,7 @@ class Box:
         )
 
     def moved_into(self, other: Box) -> Box:
-        """The same box, moved to the nearest place within another."""
+        """This box, moved to the nearest place within another."""
         x = min(max(self.x, other.x), other.x + other.width - self.width)
         y = min(max(self.y, other.y), other.y + other.height - self.height)
         return Box(x, y, self.width, self.height)
