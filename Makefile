@@ -89,7 +89,7 @@ recorded: $(TRITON)
 measured: $(TRITON) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m benchmarks.measured $(ARGS)
 
-## Hold NVIDIA's recipes that offload against the planner: docs/offload-recipes.md. Takes minutes.
+## Hold NVIDIA's recipes that offload against the planner: benchmarks/results/offload_recipes.md. Takes minutes.
 offload-recipes: $(TRITON) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python scripts/offload_recipes.py $(ARGS)
 

@@ -4,7 +4,7 @@
 
 GPT-3 760M widened to 48 layers on two GPUs. Predicts bytes and relative times of the published
 settings, and plans for the published limit; writes benchmarks/results/autodist.json and
-docs/autodist.md.
+benchmarks/results/autodist.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_autorecompute.units import GIB  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "autodist.json"
-PAGE = ROOT / "docs" / "autodist.md"
+PAGE = ROOT / "benchmarks" / "results" / "autodist.md"
 LAYERS = 48
 MANUAL = "Megatron manual: first 31 full"
 POLICIES = {
@@ -311,11 +311,12 @@ MEASURED_HEADER = ("setting", "measured ms", "to full", "predicted", "off by")
 MEASURED = """## What a GPU measured
 
 **We measured nothing above.** The same model ran on one H100, which holds it whole. The budget was
-0.88 of the way from full to selective, as the document's limit is ([run](../{run}),
-[criterion](gpu-evidence.md)). Ours took **{manual}** less time than the best manual setting there,
-which is a set of modules that the document did not try. It took {block} less than the best
-`block`, the document's own measure, where the document's best saves {best}. The predictions are
-for an H100 without the kernels of Megatron's masked softmax, which were not installed there.
+0.88 of the way from full to selective, as the document's limit is ([run](../../{run}),
+[criterion](../../docs/gpu-evidence.md)). Ours took **{manual}** less time than the best manual
+setting there, which is a set of modules that the document did not try. It took {block} less than
+the best `block`, the document's own measure, where the document's best saves {best}. The
+predictions are for an H100 without the kernels of Megatron's masked softmax, which were not
+installed there.
 """
 
 
@@ -350,8 +351,8 @@ Megatron's selective setting.
   dropout 0.1, linear biases and learned positions.
 - Tensor parallel is 2, with and without sequence parallelism. Data parallel 2 would put
   {data_parallel} GB between full and selective (predicted), where 10.1 are published.
-- Times are a roofline of an A100 ([how](estimate-model.md#times)). The published step is 2.7 times
-  as long, so only ratios are compared.
+- Times are a roofline of an A100 ([how](../../docs/estimate-model.md#times)). The published step
+  is 2.7 times as long, so only ratios are compared.
 - The published 7.09 GB of full recompute leave no room for Adam's state beside fp32 gradients. So
   static bytes are the published bytes of the full row less its predicted activations, and the
   bytes of that row prove nothing. GB are read as GiB.

@@ -1,6 +1,6 @@
 """Do the settings of Megatron Bridge's performance recipes fit in this model? Writes a page.
 
-python -m benchmarks.bridge_recipes [--only NAME] [--output docs/bridge-recipes.md]
+python -m benchmarks.bridge_recipes [--only NAME] [--output benchmarks/results/bridge_recipes.md]
     [--rows benchmarks/results/bridge_recipes.md]
 
 Needs a Bridge with perf_recipes and the Megatron-LM it pins: `make bridge-recipes`.
@@ -113,7 +113,7 @@ def rows(found: dict[str, list[str] | str]) -> str:
     refused = [[text, str(len(each)), ", ".join(each)] for text, each in sorted(why_not.items())]
     lines = [cells for cells in found.values() if isinstance(cells, list)]
     table = nvidia_recipes.table
-    head, reasons = "# Every recipe of docs/bridge-recipes.md\n", ("reason", "recipes", "which")
+    head, reasons = "## Every recipe\n", ("reason", "recipes", "which")
     return "\n".join([head, table(HEADER, lines), "## Not covered\n", table(reasons, refused)])
 
 
@@ -124,9 +124,8 @@ HEADER = (
 )
 INTRODUCTION = """# Do the settings of Bridge's performance recipes fit?
 
-Written by `make bridge-recipes`. **Nothing here is measured.** [A file of its
-own](../benchmarks/results/bridge_recipes.md) has every recipe.
-[nvidia-recipes.md](nvidia-recipes.md) compares 40 of these settings with plans.
+Written by `make bridge-recipes`. **Nothing here is measured.**
+[nvidia_recipes.md](nvidia_recipes.md) compares 40 of these settings with plans.
 
 The recipes are the functions of `megatron.bridge.perf_recipes` (Bridge and Megatron-LM of August
 2026), read as `estimate --recipe perf_recipes.NAME` reads them. They are NVIDIA's own benchmarks.
@@ -166,8 +165,7 @@ CHECKED_TOO = """- **llama31_405b in bf16 on 256 GPUs** has the same activations
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="recipes whose name contains this")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "bridge-recipes.md")
-    parser.add_argument("--rows", type=Path, default=RESULTS / "bridge_recipes.md")
+    parser.add_argument("--output", type=Path, default=RESULTS / "bridge_recipes.md")
     args = parser.parse_args()
     try:
         runs.all_read(runs.PUBLISHED)
@@ -178,9 +176,8 @@ def main() -> None:
     with context.Pool(2, maxtasksperchild=12) as workers:
         found = list(track(workers.imap(line, names), description="recipes", total=len(names)))
     by_name = dict(zip(names, found, strict=True))
-    args.output.write_text(page(by_name), encoding="utf-8")
-    args.rows.write_text(rows(by_name), encoding="utf-8")
-    print(f"Written to {args.output} and {args.rows}.")
+    args.output.write_text(page(by_name) + "\n" + rows(by_name), encoding="utf-8")
+    print(f"Written to {args.output}.")
 
 
 if __name__ == "__main__":

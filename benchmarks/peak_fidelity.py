@@ -6,7 +6,7 @@ A profile is measured on a shard of a few layers in one pipeline stage, by the c
 in a job, on meta tensors. From it the peaks of random mixed policies are predicted, and compared
 with the bytes that are alive in Megatron's own schedule of the whole pipeline, stage by stage, for
 policies that the profile never saw. Results are written as they come, those of the installed
-megatron-core beside those of others, and the table of docs/peak-fidelity.md is made of them.
+megatron-core beside those of others, and the table of peak_fidelity.md beside it is made of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import MAX_CHOICES, ModelShard, alone
 
 RESULTS = Path(__file__).parent / "results" / "peak_fidelity.json"
-PAGE = Path(__file__).parents[1] / "docs" / "peak-fidelity.md"
+PAGE = RESULTS.with_suffix(".md")
 BEGIN, END = "<!-- table: benchmarks/results/peak_fidelity.json -->", "<!-- end of table -->"
 LOWEST, HIGHEST = -0.002, 0.005
 """How far a prediction may lie from the real activation peak, as a share of it."""

@@ -22,7 +22,7 @@ class _Callable(ModuleType):
         model: torch.nn.Module | Sequence[torch.nn.Module],
         **options: Any,
     ) -> AppliedPolicy:
-        """As the function `apply`."""
+        """Run the function `apply`."""
         return apply(policy, model, **options)
 
 

@@ -14,7 +14,7 @@ from multiprocessing import connection, resource_tracker
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """In this block SIGINT waits, and processes that start in it never see one."""
+    """Makes SIGINT wait until the block ends; processes that start in the block never see one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -196,7 +196,7 @@ def check_writable(path: str | Path, reads: Iterable[str | Path] = ()) -> None:
 
 
 def check_other(path: str | Path, reads: Iterable[str | Path]) -> None:
-    """Raise OptionError if a file to write is one of those that are read, by whatever name."""
+    """Raise OptionError if a file to write is also a file to read, under any name."""
     for read in reads:
         if _is_same_file(path, read):
             raise OptionError(

@@ -51,11 +51,11 @@ class Line:
     constant: Coefficient = 0.0
     """What does not depend on lengths."""
     per_token: Coefficient = 0.0
-    """For each token of the microbatch on this rank."""
+    """Bytes or time for each token of the microbatch on this rank."""
     per_square: Coefficient = 0.0
-    """For each unit of the sum of squared lengths of samples."""
+    """Bytes or time for each unit of the sum of squared lengths of samples."""
     per_routed_token: Coefficient = 0.0
-    """For each token that the experts of this rank get in a layer."""
+    """Bytes or time for each token that the experts of this rank get in a layer."""
     residual: Coefficient = 0.0
     """The largest distance of a point from the line before the line was lifted, as a share of the
     largest point."""
@@ -83,7 +83,7 @@ class Line:
         )
 
     def times(self, factor: float) -> Line:
-        """The line of a figure that is larger by a factor, whatever the lengths."""
+        """The line whose figure is larger by a factor at all lengths."""
         return replace(
             self,
             constant=factor * self.constant,

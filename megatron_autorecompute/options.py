@@ -63,5 +63,5 @@ def from_flags(options: type[Options], parsed: argparse.Namespace, **others: Any
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Of the known names the one that is spelled most like `name`."""
+    """The known name that is spelled most like `name`."""
     return difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)[0]

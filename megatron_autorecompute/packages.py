@@ -25,8 +25,8 @@ KERNELS_OF_SYMBOLS = {
     "G": {"fla": "flash-linear-attention"},
     "D": {"fast_hadamard_transform": "fast-hadamard-transform"},
 }
-"""For each symbol of a HybridModel's pattern: the modules of its kernels, and their packages. G
-asks for its package even in deterministic_mode."""
+"""The modules of the kernels of each HybridModel symbol, and the packages that have them. G needs
+its package even in deterministic_mode."""
 
 
 def lacking_kernels(symbol: str) -> list[str]:

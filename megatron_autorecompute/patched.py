@@ -42,7 +42,7 @@ def patched_environ(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def unchanged_environ() -> Iterator[None]:
-    """Whatever the block does to the environment's variables, afterwards they are as before."""
+    """Restores the environment's variables after the block."""
     held = dict(os.environ)
     try:
         yield

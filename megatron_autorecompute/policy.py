@@ -72,7 +72,7 @@ GRAMMAR = (
 OWN_MODULES = ("experts", "mlp_act", "qkv")
 """Modules that Megatron's checkpoints lack; `runtime.layer_checkpoints` puts ours around them."""
 ALL = "+all"
-"""In a choice's text where `LayerPolicy.rerun_all` is true."""
+"""Marks a choice's text where `LayerPolicy.rerun_all` is true."""
 AHEAD = "+ahead"
 """The end of a choice's text where `LayerPolicy.ahead` is true."""
 KEPT_IN_MOE = ("dispatch",)
@@ -269,7 +269,8 @@ class LayerPolicy:
 NONE = LayerPolicy()
 FULL = LayerPolicy("full")
 WHOLE = LayerPolicy(offload=(WHOLE_LAYER,))
-"""Of a layer that leaves as a whole: one of the first ones under `megatron:cpu_offloading/N`."""
+"""The choice of a layer that leaves as a whole: one of the first ones under
+`megatron:cpu_offloading/N`."""
 
 
 @dataclass(frozen=True, slots=True)

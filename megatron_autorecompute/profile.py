@@ -52,7 +52,7 @@ SignedBytes = Annotated[int, Field(ge=-MOST_BYTES, le=MOST_BYTES)]
 Milliseconds = Annotated[float, Field(ge=0, le=MOST_MS, allow_inf_nan=False)]
 SignedMilliseconds = Annotated[float, Field(ge=-MOST_MS, le=MOST_MS, allow_inf_nan=False)]
 StepMilliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-"""Of a step with all its microbatches."""
+"""Milliseconds of a step with all its microbatches."""
 Positive = Annotated[int, Field(ge=1, le=1 << 40)]
 Version = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
@@ -92,13 +92,13 @@ class LayerBytes:
         )
 
     def each(self, change: Callable[[int], int]) -> LayerBytes:
-        """The same change applied to all three."""
+        """These figures after the same change to all three."""
         return LayerBytes(
             change(self.held), change(self.forward_transient), change(self.backward_transient)
         )
 
     def into(self, record: _HasBytes) -> _HasBytes:
-        """The record with these figures in place of its own."""
+        """A copy of the record that has these figures."""
         return replace(
             record,
             held_bytes=self.held,
@@ -143,7 +143,7 @@ class PartBytes:
     layer keeps until its next forward, without what `ChoiceRecord.input_stays` says."""
 
     def each(self, change: Callable[[int], int]) -> PartBytes:
-        """The same change applied to all."""
+        """These figures after the same change to all."""
         return PartBytes(*(change(getattr(self, one.name)) for one in fields(self)))
 
 
@@ -203,18 +203,18 @@ class HostTimes:
     """What the host takes to launch a layer for one microbatch, without waiting for the device."""
 
     forward_ms: Milliseconds
-    """Of the forward, lower quartile."""
+    """The forward's time: the lower quartile of all runs."""
     backward_ms: Milliseconds
-    """Of the backward, recompute included, lower quartile."""
+    """The backward's time, recompute included: the lower quartile of all runs."""
     spread_ms: Milliseconds = 0.0
-    """Within turns, as in the record."""
+    """The spread of times within turns, as in the record."""
     turn_spread_ms: Milliseconds = 0.0
-    """Between turns, as in the record."""
+    """The spread of times between turns, as in the record."""
     forward_waits: bool = False
-    """Whether it waits for the device in the forward, as where it reads how many tokens an expert
-    got; the forward's time is then that of both."""
+    """Whether the host waits for the device in the forward, for example to read how many tokens an
+    expert got. The forward's time then contains the device's."""
     backward_waits: bool = False
-    """The same for the backward."""
+    """Whether the host waits for the device in the backward."""
 
     def plus(self, other: HostTimes) -> HostTimes:
         """One after the other."""
@@ -291,7 +291,8 @@ class ChoiceRecord:
     held_bytes leave out all `device_bytes`, backward_transient_bytes contain them as they come
     back, and times contain no waiting for copies."""
     turns: Positive = 1
-    """In how many turns of steps in a row, other choices between them, the runs were."""
+    """The number of turns in which the runs were made. A turn is a sequence of consecutive steps;
+    other choices run between turns."""
     turn_spread_ms: Milliseconds = 0.0
     """How far turns spread: the standard deviation of their lower quartiles, of forward plus that
     of backward."""
@@ -371,7 +372,7 @@ class StaticBytes:
 
     @classmethod
     def sum(cls, parts: Iterable[StaticBytes]) -> StaticBytes:
-        """Of all parts together; of a shared buffer that several name, the largest counts."""
+        """The sum of all parts. Of a shared buffer that several parts name, the largest counts."""
         counted = list(parts)
         shared: dict[str, int] = {}
         for part in counted:
@@ -686,10 +687,10 @@ class Profile:
     """The number of tokens that plans allow for the experts of a rank in one layer, as a line in
     the tokens of a call's longest microbatch. None: no experts, or lengths do not vary."""
     times_error: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 0.0
-    """By how much all times on the device may be off together, as a share of them: one standard
-    deviation, from how far whole steps differed from turn to turn."""
+    """The error that all device times share, as a share of them: one standard deviation, estimated
+    from how far whole steps differed from turn to turn."""
     host_times_error: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 0.0
-    """The same of the host's times."""
+    """The error that all host times share, in the same measure as `times_error`."""
     fingerprint: dict[str, str] = field(default_factory=dict)
     """Versions, device, and settings of model, DDP and optimizer. A plan is used again only if all
     of them are equal."""

@@ -172,7 +172,7 @@ def isotonic(values: Floats, weights: Floats, order: Pairs) -> Floats:
 
 
 def _upper_part(excess: Floats, block: NDArray[np.int64], order: Pairs) -> NDArray[np.bool_]:
-    """Of a block the upper part with the largest summed excess, as a mask; empty if that is 0."""
+    """A mask of a block's upper part with the largest summed excess; empty if that excess is 0."""
     from scipy.optimize import linprog  # 0.2 s to import, and needed for noisy times alone
 
     where = {int(position): number for number, position in enumerate(block)}
@@ -197,7 +197,7 @@ def _order(
 
 
 def _heights(count: int, order: Pairs) -> list[int]:
-    """For every position the length of the longest chain of positions below it."""
+    """The length of the longest chain of positions below each position."""
     below = [[lower for lower, upper in order if upper == position] for position in range(count)]
     heights: dict[int, int] = {}
     for position in sorted(range(count), key=lambda position: len(below[position])):

@@ -1,7 +1,6 @@
 """Hold NVIDIA's hand-tuned recipes against the planner, without a device; write a page.
 
-python scripts/nvidia_recipes.py [--only NAME] [--output docs/nvidia-recipes.md]
-    [--rows benchmarks/results/nvidia_recipes.md]
+python scripts/nvidia_recipes.py [--only NAME] [--output benchmarks/results/nvidia_recipes.md]
 """
 
 from __future__ import annotations
@@ -222,7 +221,7 @@ def uncovered(row: dict[str, str]) -> str | None:
     """Why a recipe is not covered, or None."""
     if row["megatron_fsdp"] == "True":
         reason = "Megatron FSDP shards weights and gradients, which is not modelled"
-        moved = "; layers moved to the host are in offload-recipes.md"
+        moved = "; layers moved to the host are in offload_recipes.md"
         return reason + (moved if row["cpu_offloading_num_layers"] else "")
     return None
 
@@ -501,8 +500,8 @@ def measured_row(run: MeasuredRun) -> list[str]:
     return [name, f"[{modules}]", *shown, *errors, stages[-1].peak.moment]
 
 
-def pages(only: str | None, workers: Executor) -> tuple[str, str]:
-    """The page, and a line for every recipe; workers: where recipes are run."""
+def page(only: str | None, workers: Executor) -> str:
+    """The page, with a line for every recipe; workers: where recipes are run."""
     with open(RECIPES, newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if not only or only in row["recipe"]]
     found = list(track(workers.map(line, rows), description="recipes", total=len(rows)))
@@ -511,10 +510,10 @@ def pages(only: str | None, workers: Executor) -> tuple[str, str]:
     failed = [[name, reason] for name, reason in named if isinstance(reason, str)]
     parts = [INTRODUCTION, counted(rows, lines), "## Against measured peaks\n", MEASURED_TEXT]
     parts += [table(MEASURED_HEADER, list(workers.map(measured_row, measured_runs())))]
-    parts += [MEASURED_EXPLAINED]
-    own = [ROWS, table(HEADER, lines), "## Not covered\n", table(("recipe", "reason"), failed)]
-    own += ["## Dimensions\n", DIMENSIONS_TEXT, dimensions()]
-    return "\n".join(parts), "\n".join(own)
+    parts += [MEASURED_EXPLAINED, ROWS, table(HEADER, lines)]
+    parts += ["## Not covered\n", table(("recipe", "reason"), failed)]
+    parts += ["## Dimensions\n", DIMENSIONS_TEXT, dimensions()]
+    return "\n".join(parts)
 
 
 def counted(rows: list[dict[str, str]], lines: list[list[str]]) -> str:
@@ -538,13 +537,12 @@ def dimensions() -> str:
 INTRODUCTION = """# NVIDIA's hand-tuned recipes, seen from a laptop
 
 Written by `python scripts/nvidia_recipes.py` from `benchmarks/data/nvidia_tuned_recipes.csv`.
-[A file of its own](../benchmarks/results/nvidia_recipes.md) has every recipe with both plans.
 **Nothing is measured, except the column "measured GB".** `estimate` counts bytes and models times
-([how](estimate-model.md)). The step times compare choices; they do not predict throughput.
-
-In that file the columns from weights to graphs are GiB at the peak of NVIDIA's own setting on its
-fullest stage, and add up to the peak. Buffers are dummies of weight gradients, workspaces, and what
-layers keep between steps. Graphs are what the memory pool of CUDA graphs adds.
+([how](../../docs/estimate-model.md)). The step times compare choices; they do not predict
+throughput. [A table](#every-recipe) has every recipe with both plans. Its columns from weights to
+graphs are GiB at the peak of NVIDIA's own setting on its fullest stage, and add up to the peak.
+Buffers are dummies of weight gradients, workspaces, and what layers keep between steps. Graphs are
+what the memory pool of CUDA graphs adds.
 
 For every recipe these are assumed:
 
@@ -555,7 +553,7 @@ For every recipe these are assumed:
 - a budget of the device's memory less 5% and less what is assumed outside torch, the buffers of
   DeepEP or HybridEP included
 """
-ROWS = "# Every recipe of docs/nvidia-recipes.md\n"
+ROWS = "## Every recipe\n"
 DIMENSIONS_TEXT = "`tests/bridge/test_no_device.py` and `tests/meta/test_job.py` compare these.\n"
 MEASURED_TEXT = """NVIDIA published peaks of runs on H100, in GB of 10^9 bytes. The table compares
 them with this model's predictions for the first and the last pipeline stage. "Without both" is the
@@ -596,15 +594,12 @@ MEASURED_EXPLAINED = """None of what follows was verified on a device:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="recipes whose name contains this")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "nvidia-recipes.md")
-    parser.add_argument("--rows", type=Path, default=RESULTS / "nvidia_recipes.md")
+    parser.add_argument("--output", type=Path, default=RESULTS / "nvidia_recipes.md")
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=2, mp_context=context) as workers:
-        page, rows = pages(args.only, workers)
-    args.output.write_text(page, encoding="utf-8")
-    args.rows.write_text(rows, encoding="utf-8")
-    print(f"Written to {args.output} and {args.rows}.")
+        args.output.write_text(page(args.only, workers), encoding="utf-8")
+    print(f"Written to {args.output}.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Hold NVIDIA's recipes that offload activations against the planner; write a page.
 
-python scripts/offload_recipes.py [--only NAME] [--output docs/offload-recipes.md]
+python scripts/offload_recipes.py [--only NAME] [--output benchmarks/results/offload_recipes.md]
 
 With megatron-core 0.19, for the hybrid models.
 """
@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 from nvidia_recipes import MODELS, PRECISIONS, summary, table  # noqa: E402
 
+RESULTS = ROOT / "benchmarks" / "results" / "offload_recipes.md"
 RECIPES = ROOT / "benchmarks" / "data" / "offload_recipes.csv"
 EXAMPLES = ROOT / "megatron_autorecompute" / "examples"
 Row = dict[str, str]
@@ -200,7 +201,7 @@ def shown(policy: RecomputePolicy, row: Row) -> str:
 PAGE = """# NVIDIA's recipes that offload activations
 
 Written by `make offload-recipes`. **Nothing on this page is measured.** `estimate` counts bytes and
-models times, and copies are replayed ([how](offload.md#plan-with-it)).
+models times, and copies are replayed ([how](../../docs/offload.md#plan-with-it)).
 
 These are Megatron Bridge's performance recipes of August 2026 that offload. A row compares NVIDIA's
 own setting, the plan with offload allowed, and the plan without. Each plan may have the peak that
@@ -220,9 +221,9 @@ shorter a step could be at most. Where copies hide, nothing is left to gain.
 
 ## What is assumed
 
-- **Links and host memory** are those of [the table](offload.md#plan-with-it). GB/s are of one
-  device while its neighbours copy, both ways at once. `cpu_offloading` copies both ways on one
-  stream, as Transformer Engine does.
+- **Links and host memory** are those of [the table](../../docs/offload.md#plan-with-it). GB/s are
+  of one device while its neighbours copy, both ways at once. `cpu_offloading` copies both ways on
+  one stream, as Transformer Engine does.
 - **Left out of every column**: Megatron FSDP and with it weights, gradients and optimizer states,
   CUDA graphs, EP overlap (`deepseek_v3_256gpu_gb200_fp8mx_partial_cg_dev`), paged stash of
   experts' activations (`…_hsdp`), and `fine_grained_offloading_max_inflight_offloads`, which lets
@@ -252,7 +253,7 @@ def main() -> None:
     """Write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="recipes whose name contains this; no page is written")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "offload-recipes.md")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
     with RECIPES.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if (asked.only or "") in row["recipe"]]

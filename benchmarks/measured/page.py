@@ -180,7 +180,7 @@ Written by `make measured` (`python -m benchmarks.measured`, megatron-core {core
 
 - **Measured**: torch's peak of allocated bytes since the process began, as the sources give it.
 - **Predicted**: this package's peak for the same flags on the same number of GPUs, without a
-  device, plus what torch's blocks add ([how](decisions/blocks.md)). Nothing in it is fitted to a
+  device, plus what torch's blocks add ([how](decisions/bytes.md)). Nothing in it is fitted to a
   row.
 - Median and percentile are of absolute errors. A GB is 10^9 bytes.
 

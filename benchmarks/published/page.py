@@ -132,8 +132,9 @@ def _fitting(data: Data) -> str:
 INTRODUCTION = """# Predictions against NVIDIA's published steps
 
 Written by `make published-steps`. [A file of its own](../benchmarks/results/published_steps.md)
-has every row, and the statistics of each GPU. [bridge-recipes.md](bridge-recipes.md) has the
-bytes of the same recipes, and [measured-runs.md](measured-runs.md#times) other measured steps.
+has every row, and the statistics of each GPU.
+[bridge_recipes.md](../benchmarks/results/bridge_recipes.md) has the bytes of the same recipes, and
+[measured-runs.md](measured-runs.md#times) other measured steps.
 
 **Recipes** are the functions of `megatron.bridge.perf_recipes` (Bridge and Megatron-LM of August
 2026), read as `estimate --recipe perf_recipes.NAME` reads them.

@@ -184,7 +184,7 @@ def check_lengths(output: Path | None, job: Job) -> None:
 
 
 def checked_output(args: Namespace) -> Path | None:
-    """Where the profile is written; None for standard output.
+    """The path to write the profile to; None for standard output.
 
     Raises OptionError if a file is there that was not named or that is read, or for options that
     others leave without effect; ProfileError if it cannot be written.

@@ -29,7 +29,7 @@ from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import Curve, best_points, strategies_of
 
 STRATEGY_FIELDS = ("name", "step_ms", "peak_high_bytes")
-"""Of one of Megatron's own settings in the JSON."""
+"""The fields of one of Megatron's own settings, as the JSON output names them."""
 
 
 class ParetoCommand(Command):
@@ -136,7 +136,7 @@ def as_json(
 
 
 def as_csv(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> str:
-    """The same as rows; a setting of Megatron's has no budget."""
+    """The curve and Megatron's own settings as CSV; a setting of Megatron's has no budget."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["budget_bytes", "step_ms", "peak_high_bytes", "recompute_policy"])

@@ -43,15 +43,15 @@ class Known:
     """What a file knows of the pipeline that its profile was made for."""
 
     layout: Layout | None = None
-    """None: not known."""
+    """The layers of each stage and chunk; None: not known."""
     num_microbatches: int | None = None
-    """None: not known."""
+    """The number of microbatches of a step; None: not known."""
     microbatch_group_size: int | None = None
-    """None: Megatron's default, the number of stages."""
+    """Megatron's setting of that name; None: its default, the number of stages."""
     overlap_moe_expert_parallel_comm: bool = False
     """Megatron's setting of that name."""
     megatron_flags: Mapping[str, str] = field(default_factory=dict)
-    """Of a plan file: further flags that its plan needs, name to value."""
+    """Further flags that a plan file's plan needs, name to value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Asked:
     layout: Layout
     schedule: Schedule
     notes: tuple[str, ...] = ()
-    """Where flags contradict the profile."""
+    """One sentence for each flag that contradicts the profile."""
     megatron_flags: Mapping[str, str] = field(default_factory=dict)
     """Flags that the layout, or the profile's micro-batch size, needs."""
 

@@ -142,7 +142,7 @@ def _budget(args: Namespace, source: Source) -> Budget:
 
 
 def _say_more(args: Namespace, source: Source, output: Path | None) -> None:
-    """Where budget and profile of a job are from, and how its next plan needs no estimate."""
+    """Print where a job's budget and profile come from, and how its next plan needs no estimate."""
     if source.job is None or source.gpu is None:
         return
     if args.budget_gib is None:

@@ -46,7 +46,7 @@ class Source:
     job: Job | None = None
     """The job whose profile it is, if the command line describes one."""
     gpu: Device | None = None
-    """The job's."""
+    """The GPU of that job."""
     recorded: bool = False
     """Whether the profile is one that this package carries."""
 

@@ -31,7 +31,7 @@ class ReportCommand(Command):
     reads = ("plan", "snapshot")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the plan's file, and the page's."""
+        """Add the paths of plan and page."""
         parser.add_argument("plan", metavar="PLAN.json")
         parser.add_argument(
             "-o",

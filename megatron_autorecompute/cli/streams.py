@@ -69,7 +69,7 @@ def is_standard_output(path: Path) -> bool:
 
 
 class Printable:
-    """A view whose texts are `printable`, whatever names a file gave them."""
+    """A view whose texts are `printable`, even if they come from a file."""
 
     def __init__(self, view: RenderableType) -> None:
         self._view = view

@@ -23,7 +23,7 @@ class TraceCommand(Command):
     reads = ("plan",)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the plan's file, and the trace's."""
+        """Add the paths of plan and trace."""
         parser.add_argument("plan", metavar="PLAN.json")
         parser.add_argument(
             "-o",

@@ -141,7 +141,7 @@ def table(checks: Sequence[StageCheck], unit: Unit) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Which further columns the table has."""
+    """The further columns of the table."""
 
     steps: bool = False
     """Whether rows name their step: more than the plan's own runs."""

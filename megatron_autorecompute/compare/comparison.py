@@ -24,7 +24,7 @@ class NotTried:
     """A setting that was not run."""
 
     name: str
-    """As in the table: `block/5`, `selective[core_attn+mlp]`."""
+    """The table's name for it: `block/5`, `selective[core_attn+mlp]`."""
     reason: str
     """A clause: why it cannot be the fastest that fits, or cannot be run."""
 
@@ -80,7 +80,7 @@ class Shape:
 
     @property
     def pattern(self) -> HybridPattern | None:
-        """Of a HybridModel, read; None for a GPTModel."""
+        """The parsed pattern of a HybridModel; None for a GPTModel."""
         text = self.hybrid_layer_pattern
         return None if text is None else HybridPattern.parse(text)
 
@@ -105,8 +105,8 @@ class StrategyResult:
     """A label: `none`, `full`, `block/3`, `manual: block/3`, `ours`."""
 
     family: Family
-    """Its row of the table; `skips` is full without what no backward reads, `manual` the best of
-    the manual search, `tried` all that it ran."""
+    """The row of the table that it belongs to. `skips` is full without work that no backward reads,
+    `manual` the best of the manual search, `tried` everything that the search ran."""
 
     policy: str
     """The policy, as text for `--recompute-policy`."""
@@ -151,7 +151,7 @@ class Comparison:
     """Bytes that each pipeline stage may use; None until none and full have been measured."""
 
     strategies: tuple[StrategyResult, ...] = ()
-    """In table order, then everything else the manual search tried."""
+    """The strategies in table order, then everything else that the manual search tried."""
 
     not_tried: tuple[NotTried, ...] = ()
     """Settings that the manual search did not need to run, or could not."""

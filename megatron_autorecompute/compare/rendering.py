@@ -53,7 +53,7 @@ def table(comparison: Comparison) -> Group:
 
 
 def markdown(comparison: Comparison) -> str:
-    """The same table in Markdown, with what each strategy recomputes as last column."""
+    """The table in Markdown, with what each strategy recomputes as last column."""
     headings = (*HEADINGS, "policy")
     lines = [_budget(comparison), "", f"| {' | '.join(headings)} |", f"|{' --- |' * len(headings)}"]
     for strategy in comparison.rows():
@@ -135,7 +135,7 @@ def _place(chart: Chart, strategy: StrategyResult) -> tuple[float, float]:
 
 
 def _bar(chart: Chart, strategy: StrategyResult) -> Box:
-    """From the lower to the upper quartile; of a setting that was tried only its point."""
+    """A bar from the lower to the upper quartile; only a point if the setting was merely tried."""
     (x, y), spread = _place(chart, strategy), strategy.spread_ms / (chart.high_ms - chart.low_ms)
     reach = 0 if strategy.family == "tried" else FRAME.height * spread / 2
     return Box(x - 4, y - reach - 3, 8, 2 * reach + 6)

@@ -74,7 +74,7 @@ RECORD, TABLE = "comparison.json", "comparison.md"
 PICTURE, PLAN, PAGE = "comparison.png", "plan.json", "plan.html"
 FILES = (RECORD, TABLE, PICTURE, PLAN, PAGE)
 RANK_BYTES = 1 << 28
-"""Of a process that has loaded torch and Megatron, at least."""
+"""The least memory of a process that has loaded torch and Megatron."""
 CORRECTIONS = 3
 """How often a plan whose measured peak exceeds the budget is corrected."""
 

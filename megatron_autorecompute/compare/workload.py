@@ -60,7 +60,7 @@ EXPERTS: Mapping[str, Any] = {
     "moe_router_topk": 2,
     "moe_token_dispatcher_type": "alltoall",
 }
-"""Of a HybridModel with E layers; each expert is as wide as an MLP."""
+"""The experts of a HybridModel with E layers; each expert is as wide as an MLP."""
 
 
 def _local_layers(config: TransformerConfig) -> ModuleSpec:
@@ -71,7 +71,7 @@ def _local_layers(config: TransformerConfig) -> ModuleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Which model is trained; by default a plain one with unfused layers."""
+    """Which model is trained. The default is a plain one with unfused layers."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the TransformerConfig, in place of those from the shape."""

@@ -348,7 +348,7 @@ def _refuse_cpu(options: AutoOptions) -> None:
 
 @contextmanager
 def claimed() -> Iterator[None]:
-    """In this block models may be built with `auto` in their field."""
+    """Allows models to be built with `auto` in their field, as long as the block runs."""
     from megatron_autorecompute.runtime import config_field
 
     config_field.claim_auto(HOLDER)

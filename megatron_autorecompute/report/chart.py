@@ -44,7 +44,7 @@ class Box:
         )
 
     def moved_into(self, other: Box) -> Box:
-        """The same box, moved to the nearest place within another."""
+        """This box, moved to the nearest place within another."""
         x = min(max(self.x, other.x), other.x + other.width - self.width)
         y = min(max(self.y, other.y), other.y + other.height - self.height)
         return Box(x, y, self.width, self.height)
@@ -117,12 +117,12 @@ class Chart:
         )
 
     def x(self, size_bytes: float) -> float:
-        """In pixels."""
+        """The horizontal place of a size, in pixels."""
         share = (size_bytes - self.low_bytes) / (self.high_bytes - self.low_bytes)
         return round(FRAME.x + share * FRAME.width, 1)
 
     def y(self, time_ms: float) -> float:
-        """In pixels."""
+        """The vertical place of a time, in pixels."""
         share = (time_ms - self.low_ms) / (self.high_ms - self.low_ms)
         return round(FRAME.y + (1 - share) * FRAME.height, 1)
 

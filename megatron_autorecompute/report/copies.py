@@ -39,11 +39,11 @@ class StepCopies:
     copies: tuple[Copy, ...]
     """The copies, in the order in which they were asked for."""
     waits: tuple[tuple[tuple[float, float], ...], ...]
-    """Per event: how long it computes before it waits for a copy, and how long it waits; in ms."""
+    """For each event: ms that it computes before it waits for a copy, and ms that it waits."""
     unit_bytes: tuple[Ints, ...]
-    """Per event: further bytes beside those of records, at most, while each unit runs."""
+    """For each event: the most bytes that copies add to those of records while each unit runs."""
     after_bytes: Ints
-    """Per event: such bytes from its end until the next event."""
+    """For each event: the bytes that copies add from its end to the next event."""
 
 
 def step_copies(step: OffloadedStep, stage: int, moments: Sequence[Moment]) -> StepCopies:

@@ -56,7 +56,7 @@ _THIS = ("this plan", INK, True)
 
 
 def _line(points: list[CurvePoint], places: list[tuple[float, float]]) -> Iterator[str]:
-    """The line, in steps: a plan is best for all budgets up to the next faster plan's."""
+    """The line as steps: a plan is best for all budgets up to the next faster plan's."""
     if not points:
         return
     (left, top), bottom = places[0], FRAME.y + FRAME.height

@@ -62,7 +62,7 @@ class Paste:
     """A text to paste into a launch."""
 
     where: str
-    """Where to paste it."""
+    """The place to paste it."""
     text: str
     """The text itself."""
 
@@ -74,9 +74,9 @@ class ReportData:
     plan: Plan
     """The plan."""
     timeline: Timeline
-    """Its step."""
+    """The step of the plan."""
     effects: tuple[tuple[ChoiceEffect, ...], ...]
-    """Per layer, its other choices."""
+    """The other choices of each layer."""
     curve: Curve
     """Time against budget, with Megatron's own settings."""
     pastes: tuple[Paste, ...]

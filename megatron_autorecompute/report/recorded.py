@@ -163,9 +163,9 @@ class _Stacks:
             for one, frames in found.items()
         }
         self.kinds = [kinds[id(frames)] for frames in history.frames]
-        """Of every event what it belongs to; meaningless for frees."""
+        """What each event belongs to; meaningless for frees."""
         self.places = [places[id(frames)] for frames in history.frames]
-        """Of every event its place in a layer's forward, `_place_in_layer`."""
+        """The place of each event in a layer's forward, from `_place_in_layer`."""
 
 
 def _kind(frames: Frames) -> str:
@@ -225,7 +225,7 @@ def _pieces(runs: Sequence[_Run], stage: StageTimeline) -> tuple[list[_Piece], _
 
 
 def _by_stacks(plan: Plan, step: Timeline, history: History, number: int) -> RecordedStep | None:
-    """None if the stacks do not show a step with the plan's forwards and backwards."""
+    """The step by its stacks; None if they do not show the plan's forwards and backwards."""
     stage = step.stages[number]
     stacks = _Stacks(history)
     found = _pieces(_runs(history, stacks), stage)
@@ -371,7 +371,7 @@ def _kept(
 def _by_unit(
     plan: Plan, stage: StageTimeline, kept: dict[tuple[int, int], list[int]]
 ) -> Iterator[Difference]:
-    """Of every unit with layers: the median over microbatches beside what is planned."""
+    """The median over microbatches of every unit with layers, beside what is planned."""
     for number, chunk in enumerate(plan.layout.stages[stage.stage]):
         events = np.flatnonzero(~stage.backward & (stage.chunk == number)).tolist()
         units = [unit for unit in stage.units[number] if unit.layers]
@@ -451,7 +451,7 @@ def _reaches_the_top(history: History, length: int) -> bool:
 
 
 def _repeats(values: Sequence[int]) -> list[int]:
-    """At every place how many values from there on equal the first ones (the Z function)."""
+    """How many values from each place on equal the first ones (the Z function)."""
     count = len(values)
     found = [0] * count
     left = right = 0

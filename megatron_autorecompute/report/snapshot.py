@@ -53,8 +53,8 @@ class History:
     start_bytes: int
     """Bytes allocated before the first event."""
     freed_at: NDArray[np.intp]
-    """For an allocation the event that frees it, or the number of events if it is alive at the end.
-    For a free its own number."""
+    """The event that frees an allocation, or the number of events if it is alive at the end. A free
+    has its own number."""
     frames: tuple[Frames, ...]
     """The stack of an allocation, equal calls as one object. A free has none."""
 

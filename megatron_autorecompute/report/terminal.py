@@ -300,7 +300,7 @@ def _factors(kinds: Sequence[LayerKind], percentile: float) -> Iterator[str]:
 
 
 def stages_explained(plan: Plan) -> RenderableType:
-    """Per stage: the binding moment, and the parts of the peak."""
+    """The binding moment of each stage, and the parts of its peak."""
     unit = unit_for(cost.peak_high_bytes for cost in plan.cost.stages)
     graphs = any(cost.peak.breakdown.graph_bytes for cost in plan.cost.stages)
     columns = (
@@ -447,7 +447,7 @@ def unbeaten(strategies: Iterable[ManualResult]) -> list[ManualResult]:
 
 
 def evenly(items: Sequence[Item], most: int) -> list[Item]:
-    """At most so many items, evenly chosen, the first and the last among them."""
+    """Evenly chosen items, at most so many, the first and the last among them."""
     if len(items) <= most:
         return list(items)
     return [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]

@@ -70,7 +70,7 @@ class UnitCost:
 
     @property
     def is_layer(self) -> bool:
-        """Whether its bytes are a layer's rather than the embedding's or the head's."""
+        """Whether the bytes are a layer's rather than the embedding's or the head's."""
         return self.name not in OUTSIDE
 
 
@@ -306,7 +306,7 @@ def _stage(
 def _copied(
     reach: Sequence[Sequence[Bytes]], moments: Sequence[PlannedMoment], copies: StepCopies
 ) -> Bytes:
-    """For each event the highest bytes of what runs in it beside its copies."""
+    """The highest bytes of what runs in each event, with its copies."""
     of_units = [reach[moment.direction == "backward"][moment.chunk] for moment in moments]
     both = zip(of_units, copies.unit_bytes, strict=True)
     return np.array([(own + beside).max() for own, beside in both], np.int64)
@@ -315,8 +315,8 @@ def _copied(
 def _beside(
     columns: Sequence[ChunkColumns], moments: Sequence[PlannedMoment], base: StageBase
 ) -> Bytes:
-    """For each event in parts the highest bytes of it, of the one beside it and of idle chunks; 0
-    for others."""
+    """For each event in parts: the highest bytes of the event, of the one beside it and of idle
+    chunks. For other events: 0."""
     known: dict[PlannedMoment, int] = {}
     found = []
     for moment in moments:

@@ -68,7 +68,7 @@ def _about(plan: Plan) -> dict[str, Any]:
 
 
 def _ends_ns(stage: StageTimeline, num_stages: int) -> Iterator[tuple[Place, int]]:
-    """When each event ends, by what it is."""
+    """The end of each event, by what the event is."""
     columns = stage.backward, stage.chunk * num_stages + stage.stage, stage.microbatch
     places = zip(*(column.tolist() for column in columns), strict=True)
     return zip(places, map(_ns, stage.end_ms.tolist()), strict=True)
@@ -134,7 +134,7 @@ def _spans(stage: StageTimeline, event: int) -> Iterator[tuple[UnitCost, int, in
 
 
 def _waits(stage: StageTimeline, event: int) -> Iterator[tuple[int, int]]:
-    """When an event waits for copies."""
+    """The times in which an event waits for copies."""
     waited, start = 0, _ns(stage.start_ms[event])
     for at, wait in _waits_ps(stage, event):
         first, last = ((at + waited + more) / PS_PER_NS for more in (0, wait))

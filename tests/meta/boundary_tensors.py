@@ -1,6 +1,6 @@
 """Boundary tensors counted in Megatron's own schedule, in units of one of them.
 
-See docs/decisions/boundary-tensors.md.
+See docs/decisions/bytes.md.
 """
 
 import copy

@@ -131,7 +131,7 @@ def test_a_typed_figure_of_a_result_is_found():
     "program", ["scripts/nvidia_recipes", "benchmarks/bridge_recipes", "scripts/offload_recipes"]
 )
 def test_a_page_says_what_its_program_would_write_today(program):
-    page = (ROOT / f"docs/{Path(program).name.replace('_', '-')}.md").read_text()
+    page = (ROOT / f"benchmarks/results/{Path(program).name}.md").read_text()
     paragraphs = [text for text in texts(ROOT / f"{program}.py") if text.count("\n") > 1]
     assert paragraphs
     assert [text for text in paragraphs if "{" not in text and text.strip() not in page] == []

@@ -165,7 +165,7 @@ ONE_VERSION = (
 def test_a_megatron_strategy_runs_the_same_operations_and_holds_the_same_bytes(name, monkeypatch):
     if name == "megatron:uniform/3" and not is_core(17):
         pytest.skip("before 0.17 Megatron's own uniform/3 of 4 layers is an IndexError")
-    # Without what we mend: docs/decisions/boundary-tensors.md.
+    # Without what we mend: docs/decisions/bytes.md.
     monkeypatch.setattr("megatron_autorecompute.compat.defects.graph_keepers", lambda layer: [])
     kind, fields = STRATEGIES[name]
     model = SHARED_EXPERTS if kind == "moe" else {}
