@@ -69,6 +69,8 @@ class _Step:
     backwards: int = 0
     lost: bool = False
     """Whether something failed in it: nothing of it begins early any more."""
+    short: str | None = None
+    """What an out-of-memory error said in something begun early; the next backward raises it."""
     waiting: collections.defaultdict[int, collections.deque[list[Begin]]] = field(
         default_factory=lambda: collections.defaultdict(collections.deque)
     )
@@ -171,6 +173,8 @@ class _Watch:
 
     def _backward_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         step = self._step
+        if step.short is not None:
+            raise torch.OutOfMemoryError(step.short)
         chunk = step.chunk_of_backward(step.backwards)
         if chunk is not None:
             step.waiting[chunk].popleft().clear()
@@ -196,9 +200,15 @@ class _Watch:
         is_last_stage, waits = self._posting
 
         def begin() -> None:
-            early = self._step.next_backward(is_last_stage)
-            while early:
-                early.pop()()  # the last layer's first, as backward needs them
+            step = self._step
+            early = step.next_backward(is_last_stage)
+            try:
+                while early:
+                    early.pop()()  # the last layer's first, as backward needs them
+            except torch.OutOfMemoryError as error:
+                # Whoever goes on after one expects it in a forward or a backward.
+                step.short = str(error)
+                early.clear()
 
         if isinstance(found, list):
             return [_Request(each, begin) for each in found]

@@ -118,9 +118,14 @@ def _stage_data(plan: Plan, stage: StageTimeline) -> dict[str, Any]:
         "binding": None if stage.binding is None else [stage.binding.event, stage.binding.unit],
         "moment": cost.peak.moment.partition(", ")[2],
         "chunks": [
-            {"ms": ms, "units": [_unit_data(plan, unit) for unit in units]}
-            for ms, units in zip(
-                zip(cost.forward_ms, cost.backward_ms, strict=True), stage.units, strict=True
+            {"ms": (forward, backward - ahead), "ahead": ahead}
+            | {"units": [_unit_data(plan, unit) for unit in units]}
+            for forward, backward, ahead, units in zip(
+                cost.forward_ms,
+                cost.backward_ms,
+                cost.ahead_ms or (0.0,) * len(stage.units),
+                stage.units,
+                strict=True,
             )
         ],
         "code": (stage.chunk * 2 + stage.backward).tolist(),

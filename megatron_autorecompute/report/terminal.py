@@ -186,12 +186,7 @@ def _header(plan: Plan, speed: str) -> Text:
         f"{schedule.num_microbatches} microbatches: {plan.cost.step_ms:.1f} ms a step, "
         f"{plan.cost.recompute_ms:.1f} ms of it recompute",
     ]
-    if plan.policy.is_ahead:
-        layers = sum(choice.ahead for choice in plan.policy.layers)
-        lines.append(
-            f"{layers} layers recompute ahead, while their stages wait for gradients: without that "
-            f"{plan.cost.ahead_ms:.1f} ms more"
-        )
+    lines += _begun_early(plan)
     if plan.step_interval is not None:
         lines.append(
             f"Interval: {plan.step_interval.low_ms:.1f} to {plan.step_interval.high_ms:.1f} ms a "
@@ -299,6 +294,20 @@ def _factors(kinds: Sequence[LayerKind], percentile: float) -> Iterator[str]:
             yield f"{kind.name} x {point.factor:g}{of}"
 
 
+def _begun_early(plan: Plan) -> Iterator[str]:
+    """Of which layers recompute begins early, and what it saves; nothing if of none."""
+    if plan.policy.is_ahead:
+        counts = (
+            sum(plan.policy.layers[layer].ahead for chunk in chunks for layer in chunk.layers)
+            for chunks in plan.layout.stages
+        )
+        layers = ", ".join(f"{n} of stage {stage}" for stage, n in enumerate(counts) if n)
+        yield (
+            "Recompute that begins early, while stages wait for gradients, saves "
+            f"{plan.cost.ahead_ms:.1f} ms of a step. Layers: {layers}"
+        )
+
+
 def stages_explained(plan: Plan) -> RenderableType:
     """The binding moment of each stage, and the parts of its peak."""
     unit = unit_for(cost.peak_high_bytes for cost in plan.cost.stages)
@@ -329,6 +338,7 @@ def stages_explained(plan: Plan) -> RenderableType:
                     f"{unit.name} of the peak wait to leave, stay, or came back early"
                 )
             )
+    parts += [Text(line) for line in _begun_early(plan)]
     parts += [Text(host_bound(plan))] * plan.cost.is_host_bound
     parts += [Text(note) for note in plan.notes if note.startswith(WITH_OFFLOAD)]
     return Group(*parts, *measured_step_view(plan))

@@ -25,8 +25,8 @@ from megatron_autorecompute.planner.cost.peak_memory import (
     highest_in_parts,
     stage_base,
 )
-from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts, StageCost
-from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
+from megatron_autorecompute.planner.cost.step_time import event_ends_ms
 from megatron_autorecompute.planner.cost.unit_costs import (
     OUTSIDE,
     PS_PER_MS,
@@ -64,7 +64,7 @@ class UnitCost:
     forward_ms: float
     """Time of the forward of one microbatch."""
     backward_ms: float
-    """Time of the backward of one microbatch, recompute included."""
+    """Time of the backward of one microbatch, recompute included but what began early."""
     recompute_ms: float
     """The part of backward_ms that recompute adds."""
 
@@ -104,6 +104,8 @@ class StageTimeline:
     """Since the step began."""
     end_ms: Times
     """Since the step began."""
+    ahead_ms: Times
+    """How long recompute of the event runs that begins early, as soon as the event before ends."""
     in_flight_bytes: Bytes
     """Bytes held by layers for microbatches that wait for their backward. Two events side by side
     (EP overlap) have as much as makes the highest point of each right."""
@@ -176,7 +178,9 @@ def timeline(plan: Plan) -> Timeline:
     costs = PolicyCosts(plan.profile, plan.layout, plan.schedule, plan.imbalance_percentile)
     copying = costs.copies(plan.policy) if plan.policy.offloads else None
     if copying is None:
-        ends = _ends_ms(plan.schedule, plan.cost.stages)
+        rows = [(c.forward_ms, c.backward_ms, c.ahead_ms) for c in plan.cost.stages]
+        forward, backward, ahead = zip(*rows, strict=True)
+        ends = event_ends_ms(plan.schedule, forward, backward, ahead if all(ahead) else None)
         stages = tuple(_stage(plan, stage, end_ms) for stage, end_ms in enumerate(ends))
     else:
         plan = replace(plan, schedule=copying.schedule)
@@ -206,36 +210,6 @@ def event_peaks(stage: StageTimeline) -> Bytes:
         for event, units in enumerate(every)
     ]
     return np.array(highest, np.int64)
-
-
-def _ends_ms(schedule: Schedule, costs: Sequence[StageCost]) -> list[Times]:
-    """End of each event of each stage; it starts when its stage is free and its input is there, or
-    as soon as its stage is free with what begins ahead."""
-    last = schedule.num_stages * schedule.num_chunks - 1
-    events = [schedule.events(stage) for stage in range(schedule.num_stages)]
-    ends: list[list[float]] = [[] for _ in events]
-    done: dict[tuple[str, int, int], float] = {}
-    waiting = set(range(schedule.num_stages))
-    while waiting:
-        for stage in sorted(waiting):
-            own = ends[stage]
-            for event in events[stage][len(own) :]:
-                place = event.chunk * schedule.num_stages + stage
-                before = place + (-1 if event.direction == "forward" else 1)
-                arrived = done.get((event.direction, before, event.microbatch))
-                if arrived is None and 0 <= before <= last:
-                    break
-                cost, ahead = costs[stage], 0.0
-                times = cost.forward_ms
-                if event.direction == "backward":
-                    times = cost.backward_ms
-                    ahead = cost.ahead_ms[event.chunk] if cost.ahead_ms else 0.0
-                start = max((own[-1] if own else 0.0) + ahead, arrived or 0.0)
-                own.append(start + times[event.chunk] - ahead)
-                done[event.direction, place, event.microbatch] = own[-1]
-            else:
-                waiting.remove(stage)
-    return [np.array(own) for own in ends]
 
 
 def _with_copies(plan: Plan, stage: int, step: OffloadedStep) -> StageTimeline:
@@ -281,6 +255,7 @@ def _stage(
         binding = Moment(event, int(fullest.argmax()))
     cost = plan.cost.stages[stage]
     taken = np.where(backward, np.array(cost.backward_ms)[chunk], np.array(cost.forward_ms)[chunk])
+    ahead = np.where(backward, np.array(cost.ahead_ms or (0.0,) * len(chunks))[chunk], 0.0)
     return StageTimeline(
         stage=stage,
         budget_bytes=plan.budget_bytes[stage],
@@ -288,8 +263,9 @@ def _stage(
         backward=backward,
         chunk=chunk,
         microbatch=np.array([e.microbatch for e in plan.schedule.events(stage)], np.intp),
-        start_ms=end_ms - taken,
+        start_ms=end_ms - (taken - ahead),
         end_ms=end_ms,
+        ahead_ms=ahead,
         in_flight_bytes=in_flight @ (held - outside) + other,
         outside_bytes=in_flight @ outside,
         overhead_bytes=constant
@@ -340,8 +316,8 @@ def _units(table: CostTable, columns: ChunkColumns, base: StageBase) -> tuple[Un
             forward,
             backward,
             unit.forward_ps / PS_PER_MS,
-            unit.backward_ps / PS_PER_MS,
-            _recompute_ps(table, columns.chunk, unit) / PS_PER_MS,
+            (unit.backward_ps - unit.ahead_ps) / PS_PER_MS,
+            (_recompute_ps(table, columns.chunk, unit) - unit.ahead_ps) / PS_PER_MS,
         )
         for unit, forward, backward in zip(columns.units, *transients, strict=True)
     )

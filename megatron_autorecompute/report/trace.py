@@ -103,6 +103,11 @@ def _running(plan: Plan, stage: StageTimeline, event: int) -> Iterator[TraceEven
     start, end = _ns(stage.start_ms[event]), _ns(stage.end_ms[event])
     name = f"{_direction(backward)} microbatch {microbatch}"
     args = {"chunk": chunk, "microbatch": microbatch}
+    if early := _ns(stage.ahead_ms[event]):
+        first = _ns(stage.end_ms[event - 1])
+        for thread in (COMPUTE, RECOMPUTE):
+            of = f"recompute early for {name}"
+            yield _slice(stage.stage, thread, of, first, min(first + early, start), args)
     yield _slice(stage.stage, COMPUTE, name, start, end, args)
     for unit, first, again, last in _spans(stage, event):
         about = {**args, "choice": _choice(plan, unit)}
@@ -157,18 +162,22 @@ def _messages(
     """Tensors that arrive from other stages, and how long the stage waits for one."""
     free = 0
     columns = stage.backward, stage.chunk, stage.microbatch, stage.start_ms, stage.end_ms
-    for backward, chunk, microbatch, start_ms, end_ms in zip(
-        *(column.tolist() for column in columns), strict=True
+    for backward, chunk, microbatch, start_ms, end_ms, ahead_ms in zip(
+        *(column.tolist() for column in (*columns, stage.ahead_ms)), strict=True
     ):
-        start = _ns(start_ms)
+        start, free = _ns(start_ms), free + _ns(ahead_ms)
         before = chunk * num_stages + stage.stage + (1 if backward else -1)
         arrived = ends.get((backward, before, microbatch))
         if arrived is not None and num_stages > 1:
             sender = before % num_stages
             name = f"{_direction(backward)} microbatch {microbatch} from stage {sender}"
             args = {"chunk": chunk, "microbatch": microbatch, "bytes": boundary_bytes}
-            if start > free:
-                yield _slice(stage.stage, P2P, f"wait for {name}", free, start, args)
+            there = min(max(free, arrived), start)
+            if there > free:
+                yield _slice(stage.stage, P2P, f"wait for {name}", free, there, args)
+            if start > there + 1:  # times are rounded
+                sent = "wait until what was sent is received"
+                yield _slice(stage.stage, P2P, sent, there, start, args)
             at = {"ph": "i", "s": "t", "pid": stage.stage, "tid": P2P, "ts": arrived / 1000}
             yield {**at, "name": f"receive {name}", "args": args}
         free = _ns(end_ms)

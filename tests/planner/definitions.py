@@ -48,10 +48,20 @@ def order(schedule, stage):
         schedule.num_stages,
         schedule.num_chunks,
         schedule.num_microbatches,
-        schedule.microbatch_group_size or schedule.num_stages,
-        schedule.overlap_moe_expert_parallel_comm,
+        *_options(schedule),
         stage,
     )
+
+
+def _options(schedule):
+    group = schedule.microbatch_group_size or schedule.num_stages
+    return group, schedule.overlap_moe_expert_parallel_comm
+
+
+def _alone(p, v, forwards, group, overlap, stage):
+    """How many forwards of a stage warm it up."""
+    alone = p - 1 - stage if v == 1 else 2 * (p - 1 - stage) + (v - 1) * group
+    return min(alone + overlap, forwards)
 
 
 @functools.cache
@@ -62,12 +72,11 @@ def _order(p, v, m, group, overlap, stage):
     the opposite order.
     """
     if v == 1:
-        forwards, ahead = [(0, microbatch) for microbatch in range(m)], p - 1 - stage
+        forwards = [(0, microbatch) for microbatch in range(m)]
     else:
         groups = [range(first, min(first + group, m)) for first in range(0, m, group)]
         forwards = [(chunk, microbatch) for g in groups for chunk in range(v) for microbatch in g]
-        ahead = 2 * (p - 1 - stage) + (v - 1) * group
-    ahead = min(ahead + overlap, len(forwards))
+    ahead = _alone(p, v, m * v, group, overlap, stage)
     events = [("forward", chunk, microbatch) for chunk, microbatch in forwards]
     backwards = [("backward", v - 1 - chunk, microbatch) for chunk, microbatch in forwards]
     turns = zip(events[ahead:], backwards, strict=False)
@@ -77,28 +86,53 @@ def _order(p, v, m, group, overlap, stage):
 
 def finish_by_plain_replay(schedule, forward, backward, ahead=None):
     """When each stage ends: whatever stage can run does, until all have run everything."""
-    last = schedule.num_stages * schedule.num_chunks - 1
-    queues = [list(order(schedule, stage)) for stage in range(schedule.num_stages)]
-    free, done, moved = [0] * schedule.num_stages, {}, True
+    p, last = schedule.num_stages, schedule.num_stages * schedule.num_chunks - 1
+    queues = [list(order(schedule, stage)) for stage in range(p)]
+    ends = {(phase, stage): [] for phase in ("forward", "backward") for stage in range(p)}
+    free, asks, done, moved = [0] * p, [None] * p, {}, True
     while moved:
         moved = False
         for stage, queue in enumerate(queues):
             while queue:
                 phase, chunk, microbatch = queue[0]
-                position = chunk * schedule.num_stages + stage
+                position = chunk * p + stage
                 neighbour = position - 1 if phase == "forward" else position + 1
                 needs = (phase, neighbour, microbatch)
                 if 0 <= neighbour <= last and needs not in done:
                     break
+                asked = 0
+                if asks[stage] is not None:
+                    receiver, number = asks[stage]
+                    if number >= len(ends[receiver]):
+                        break
+                    asked = ends[receiver][number]
                 durations = forward if phase == "forward" else backward
                 early = ahead[stage][chunk] if ahead is not None and phase == "backward" else 0
-                start = max(free[stage] + early, done.get(needs, -math.inf))
+                start = max(free[stage] + early, asked, done.get(needs, -math.inf))
                 free[stage] = start + durations[stage][chunk] - early
                 done[phase, position, microbatch] = free[stage]
+                asks[stage] = _asks(schedule, phase, position, len(ends[phase, stage]))
+                ends[phase, stage].append(free[stage])
                 queue.pop(0)
                 moved = True
     assert not any(queues), "deadlock"
     return free
+
+
+def _asks(schedule, phase, position, number):
+    """After which event, `((phase, stage), number)`, the receiver of a stage's n-th forward or
+    backward asks for it, if the stage waits until then: interleaved, in warm-up and cool-down. It
+    asks after its own event before the one that needs it; at the ends of the pipeline as many
+    events sooner as a microbatch takes from end to end. None: nothing is waited for."""
+    p, v = schedule.num_stages, schedule.num_chunks
+    stage, every, is_forward = position % p, schedule.num_microbatches * v, phase == "forward"
+    alone = _alone(p, v, every, *_options(schedule), stage)
+    waits = number < alone if is_forward else number >= every - alone
+    if v == 1 or not waits or position == (p * v - 1 if is_forward else 0):
+        return None
+    receiver = stage + (1 if is_forward else -1)
+    after = number - 1 if 0 <= receiver < p else number + p - 1
+    return ((phase, receiver % p), after) if after >= 0 else None
 
 
 def boundary_tensors(profile, schedule, stage):

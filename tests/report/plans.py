@@ -28,6 +28,14 @@ def random_plan(seed):
     return make_plan(problem.at(budget if try_solve(problem.at(budget)) else 1 << 40))
 
 
+def early_plan():
+    """Of four stages, some of which begin recompute early."""
+    profile = uniform_profile(8, NONE, FULL, boundary_bytes=4)
+    problem = Problem(profile, Layout.from_flags(8, 4), Schedule(4, 1, 8))
+    tight = max(choice.peak_bytes for choice in problem.at(1 << 40).stages.leanest) + 100
+    return make_plan(replace(problem.at(tight), allowed=("ahead",)))
+
+
 def copying_plan(seed):
     """Of two stages, on one or two chunks each, that offload at random over a slow link."""
     rng = random.Random(seed)

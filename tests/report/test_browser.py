@@ -12,7 +12,7 @@ from megatron_autorecompute.report.html import html
 from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.words import size
 from testing.browser import chromium, opened
-from tests.report.plans import copying_plan, long_step
+from tests.report.plans import copying_plan, early_plan, long_step
 from tests.support import EXAMPLE_JOBS
 
 WHOLE = "view[0] === 0 && view[1] === end"
@@ -77,6 +77,20 @@ def test_copies_have_rows_of_their_own_and_the_step_is_as_long_as_with_its_waits
         assert found.tip == "Stage 0: nothing is copied to the device"
         found.over("#pipeline", 0.3, (26 + 24 + 13) / height)
         assert "stage 1" in found.tip
+        assert found.said == []
+
+
+def test_what_begins_early_has_a_bar_of_its_own(browser, tmp_path):
+    plan = early_plan()
+    page = tmp_path / "plan.html"
+    page.write_text(html(report_data(plan)))
+    with opened(browser, page) as found:
+        ends = found.page.evaluate("Math.max(...stages.map(stage => stage.end[stage.count - 1]))")
+        assert ends == pytest.approx(plan.cost.step_ms)
+        begun = "stages.map(stage => stage.chunks.map(chunk => chunk.ahead))"
+        chunks = [list(cost.ahead_ms) for cost in plan.cost.stages]
+        assert found.page.evaluate(begun) == chunks
+        assert "recompute begun early" in found.page.inner_text("#pipeline-keys")
         assert found.said == []
 
 

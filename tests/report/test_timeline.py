@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_autorecompute.planner.cost.peak_memory import Breakdown
 from megatron_autorecompute.report.timeline import event_peaks, timeline
 from tests.planner import moments
-from tests.report.plans import copying_plan, example_plan, random_plan
+from tests.report.plans import copying_plan, early_plan, example_plan, random_plan
 
 SEEDS = range(18)
 
@@ -67,6 +68,24 @@ def test_the_step_ends_when_the_plan_says_and_stages_do_one_thing_at_a_time(seed
     for stage, cost in zip(step.stages, plan.cost.stages, strict=True):
         assert (stage.start_ms[1:] >= stage.end_ms[:-1] - 1e-9).all()
         assert (stage.end_ms - stage.start_ms).sum() == pytest.approx(cost.busy_ms)
+
+
+def test_what_begins_early_runs_after_the_event_before_and_is_the_rest_of_its_backward():
+    plan = early_plan()
+    assert plan.policy.is_ahead
+    step = timeline(plan)
+    assert step.step_ms == pytest.approx(plan.cost.step_ms)
+    for stage, cost in zip(step.stages, plan.cost.stages, strict=True):
+        early = np.array([0.0, *stage.end_ms[:-1]]) + stage.ahead_ms
+        assert (early <= stage.start_ms + 1e-9).all()
+        assert not stage.ahead_ms[~stage.backward].any()
+        begun_ms = sum(cost.ahead_ms) * plan.schedule.num_microbatches
+        assert stage.ahead_ms.sum() == pytest.approx(begun_ms)
+        later_ms = (stage.end_ms - stage.start_ms).sum()
+        assert later_ms + stage.ahead_ms.sum() == pytest.approx(cost.busy_ms)
+        units = sum(unit.backward_ms for units in stage.units for unit in units)
+        rest_ms = sum(cost.backward_ms) - sum(cost.ahead_ms)
+        assert units == pytest.approx(rest_ms)
 
 
 def test_recompute_of_units_adds_up_to_the_stages():

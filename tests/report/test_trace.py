@@ -19,7 +19,7 @@ from megatron_autorecompute.report.trace import (
     trace,
 )
 from megatron_autorecompute.units import GIB
-from tests.report.plans import THREE, copying_plan, example_plan, random_plan
+from tests.report.plans import THREE, copying_plan, early_plan, example_plan, random_plan
 
 SEEDS = range(20)
 
@@ -67,6 +67,20 @@ def test_slices_of_a_thread_lie_within_each_other_or_apart(seed):
                     open_ends.pop()
                 assert not open_ends or end <= open_ends[-1]
                 open_ends.append(end)
+
+
+def test_what_begins_early_has_slices_of_its_own_before_the_wait_for_its_gradient():
+    plan = early_plan()
+    events = trace(plan)["traceEvents"]
+    computed, waits = slices(events, COMPUTE), slices(events, P2P)
+    for stage, cost in enumerate(plan.cost.stages):
+        early = [span for span in computed[stage] if span[2].startswith("recompute early")]
+        assert len(early) == (plan.schedule.num_microbatches if sum(cost.ahead_ms) else 0)
+        for begin, end, _ in early:
+            assert all(last <= begin or first >= end for first, last, _ in waits[stage])
+        again_ns = sum(end - begin for begin, end, _ in slices(events, RECOMPUTE)[stage])
+        assert again_ns == pytest.approx(cost.recompute_ms * 1e6)
+    assert any("recompute early" in name for _, _, name in computed[0])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -118,6 +132,7 @@ def test_a_message_arrives_when_its_sender_ends_and_a_stage_waits_until_then(eve
             assert round(event["ts"] * 1000) in ends[int(sender), what]
             arrived[event["pid"], f"{what} from stage {sender}"].add(round(event["ts"] * 1000))
     waits = [(stage, *span) for stage, spans in slices(events, P2P).items() for span in spans]
+    waits = [wait for wait in waits if wait[-1].startswith("wait for ")]
     assert waits
     for stage, _, end, name in waits:
         assert end in arrived[stage, name.removeprefix("wait for ")]

@@ -28,7 +28,7 @@ class Failure:
 
     rank: int
     where: str
-    """forward or backward."""
+    """forward, backward, or again: where a layer runs again with gradients."""
     microbatch: int
     layer: int
     """Of the rank's last chunk; a backward fails behind this layer's."""
@@ -108,8 +108,10 @@ class Job:
         original, passes, fail = layer.forward, itertools.count(), self._fail
 
         def forward(*args: Any, **named: Any) -> Any:
+            if failure.where == "again" and not torch.is_grad_enabled():
+                return original(*args, **named)
             due = next(passes) % self.case.microbatches == failure.microbatch
-            if due and failure.where == "forward":
+            if due and failure.where in ("forward", "again"):
                 fail()
             output = original(*args, **named)
             if due and failure.where == "backward":
@@ -274,6 +276,23 @@ def test_a_lost_step_between_pipeline_stages_leaves_no_trace(chunks):
         varied = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
         cases += [replace(case, config=varied, lengths=(32, 16, 24)) for case in cases]
     check_survived(cases, 2)
+
+
+@pytest.mark.any_version
+@pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
+def test_a_recompute_begun_in_a_wait_leaves_no_trace_either():
+    sizes = {"pipeline_model_parallel_size": 2}
+    places = [Failure(0, "again", microbatch, layer=0) for microbatch in (0, 3)]
+    cases = [
+        Case(str(at), at, sizes=sizes, microbatches=4, changed=recomputing_ahead) for at in places
+    ]
+    check_survived(cases, 2)
+
+
+def recomputing_ahead(model):
+    from megatron_autorecompute.runtime.apply import apply
+
+    apply("full+ahead", model)
 
 
 @pytest.mark.any_version

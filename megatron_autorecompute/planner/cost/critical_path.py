@@ -23,9 +23,9 @@ _Place = tuple[int, int]
 def critical_paths(schedule: Schedule, forward: Ints, backward: Ints) -> list[Ints]:
     """How often each event is on a longest path, `[direction, stage, chunk]`, forwards first.
 
-    Where an event could start neither sooner for its stage nor for its input, one path goes on
-    with the stage's event before it, and the other with where its input was made. Two, or one
-    where they are the same.
+    Where an event could start neither sooner for its stage nor for another one, one path goes on
+    with the stage's event before it, and the other with where its input was made, or where what the
+    stage sent was received. Two, or one where they are the same.
 
     Args:
         schedule: the order of events.
@@ -105,9 +105,14 @@ class _Walk:
                 counts[event.direction, stage, event.chunk] += 1
                 start = table.item(row, stage) - self.times[event.direction][stage][event.chunk]
                 own = table.item(row - 1, stage) == start
-                sent = event.row is not None and table.item(event.row, event.stage) == start
-                if event.row is not None and sent and not (own and self.own_first):
-                    row, stage = event.row, event.stage
+                others = [(event.row, event.stage), (row - 2, event.receiver)]
+                met = [
+                    (before, by)
+                    for before, by in others
+                    if before is not None and by is not None and table.item(before, by) == start
+                ]
+                if met and not (own and self.own_first):
+                    row, stage = met[0]
                     continue
             row -= 1
         return (row, stage), counts

@@ -153,5 +153,6 @@ def _replay(schedule: Schedule, make: Make) -> tuple[tuple[Copies, ...], int]:
             event = slots.input(number, stage)
             if event is not None:
                 arrived = 0 if event.row is None else finish[event.row][event.stage]
-                finish[row][stage] = copies.run(max(finish[row - 1][stage], arrived))
+                taken = 0 if event.receiver is None else finish[row - 2][event.receiver]
+                finish[row][stage] = copies.run(max(finish[row - 1][stage], arrived, taken))
     return tuple(stages), max(finish[-1])

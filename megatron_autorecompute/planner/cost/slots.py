@@ -5,17 +5,23 @@ forward `uncapped warm-up + j`. A stage then has at most one event per slot, in 
 every event's input stands in an earlier slot (`stride` slots earlier, or, where a microbatch goes
 from the last stage round to the first, more, since groups have at least p microbatches). While all
 stages do both, slots repeat with a *period*: one group of microbatches through all chunks.
+
+Of several chunks, in the warm-up and in the cool-down, a stage goes on when what it has sent is
+received, even with `overlap_p2p_comm`: a large message is taken straight into the receiver's
+memory. The receiver asks for it when it has done its own event two slots before the one that needs
+it. With one chunk a stage waits no longer for that than for what it receives.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.arrays import Ints
+from megatron_autorecompute.planner.cost.arrays import Bools, Ints
 from megatron_autorecompute.planner.cost.schedule import Schedule
 
 _NOTHING_CAME = -(1 << 62)
@@ -79,6 +85,8 @@ class Input:
     row: int | None
     """Of a block's table; None where the input comes from no other stage."""
     stage: int
+    receiver: int | None = None
+    """The stage that must have done its event two slots before, to take what this one sent then."""
 
 
 class Block:
@@ -94,6 +102,8 @@ class Block:
         self.shape, self.last = (count, schedule.num_stages), schedule.num_chunks - 1
         self.waits: list[list[_Wait]] = [[] for _ in range(count)]
         self._inputs: dict[tuple[int, int], Input | None] = {}
+        self.receivers: list[list[tuple[Ints, Ints]]] = [[] for _ in range(count)]
+        """By slot: columns of stages whose event waits for a receiver, and of receivers."""
         found: tuple[list[Ints], list[Ints]] = ([], [])
         for view, start in enumerate((0, first_backward(schedule))):
             for number in range(count):
@@ -103,6 +113,7 @@ class Block:
                     self.waits[number].append(self._wait(schedule, view, number, since, stages))
                     own = np.array(stages, np.int64)
                     events = (since - schedule.stride * own) // 2
+                    self.receivers[number] += _receivers(schedule, view, own, events)
                     found[view].append(
                         np.stack([np.full(len(own), number), own, _chunk(schedule, events)])
                     )
@@ -146,6 +157,8 @@ class Block:
             if early is not None:
                 now += early[number]
                 duration[number] -= early[number]
+            for own, receivers in self.receivers[number]:
+                finish[row, own] = np.maximum(finish[row, own], finish[row - 2, receivers])
             for wait in waits:
                 view = views[wait.view]
                 if wait.round_trip is not None:
@@ -164,6 +177,12 @@ class Block:
             standing[:, number, stage] = np.stack([np.full_like(own, view), own])
         return standing
 
+    @property
+    def stands(self) -> Bools:
+        """Whether anything stands there, `[slot, stage]`."""
+        found: Bools = self._standing[0] >= 0
+        return found
+
     def input(self, number: int, stage: int) -> Input | None:
         """What stands in a slot of a stage; None where nothing does."""
         place = number, stage
@@ -173,11 +192,13 @@ class Block:
         return self._inputs[place]
 
     def _input(self, number: int, stage: int, view: int, chunk: int) -> Input:
+        pairs = (pair.T.tolist() for pair in map(np.array, self.receivers[number]))
+        receiver = {own - 1: by - 1 for own, by in itertools.chain.from_iterable(pairs)}.get(stage)
         before = stage + 1 if view else stage - 1
         if 0 <= before < self.shape[1]:
-            return Input(view, chunk, self.lookback + number - self.stride, before)
+            return Input(view, chunk, self.lookback + number - self.stride, before, receiver)
         rows = (wait.round_trip for wait in self.waits[number] if wait.view == view)
-        return Input(view, chunk, next(rows), self.shape[1] - 1 - stage)
+        return Input(view, chunk, next(rows), self.shape[1] - 1 - stage, receiver)
 
 
 block = functools.lru_cache(maxsize=32)(Block)
@@ -191,6 +212,23 @@ def _active(since: int, schedule: Schedule) -> range:
     if stride == 2:
         return range(low, high + 1) if since % 2 == 0 else range(0)
     return range(low + (since - low) % 2, high + 1, 2)
+
+
+def _receivers(
+    schedule: Schedule, view: int, places: Ints, events: Ints
+) -> list[tuple[Ints, Ints]]:
+    """Columns of the stages whose events wait until what they sent last is received, and of those
+    that receive it. Backwards are seen from the last stage."""
+    p, every = schedule.num_stages, schedule.num_microbatches * schedule.num_chunks
+    if schedule.num_chunks == 1:
+        return []
+    stages = p - 1 - places if view else places
+    warmup = np.array([schedule.warmup(stage) for stage in stages.tolist()])
+    waits = events > every - warmup if view else (events >= 1) & (events <= warmup)
+    is_last = _chunk(schedule, events - 1) == schedule.num_chunks - 1
+    waits &= ~((places == p - 1) & is_last)
+    own, receivers = stages[waits], (stages[waits] + (-1 if view else 1)) % p
+    return [(own + 1, receivers + 1)] if len(own) else []
 
 
 def _chunk(schedule: Schedule, events: Ints) -> Ints:

@@ -49,7 +49,7 @@ def times_of(units: Sequence[Sequence[tuple[Unit, ...]]]) -> Times:
     def sums(figure: Callable[[Unit], int]) -> Ints:
         return np.array([[sum(map(figure, own)) for own in stage] for stage in units], np.int64)
 
-    ahead = sums(lambda unit: unit.ahead.time_ps if unit.ahead else 0)
+    ahead = sums(lambda unit: unit.ahead_ps)
     forward, backward = sums(lambda unit: unit.forward_ps), sums(lambda unit: unit.backward_ps)
     return Times(forward, backward, ahead if ahead.any() else None)
 

@@ -1,6 +1,7 @@
 """How long a step takes: every event starts when its stage is free and its input has arrived.
 
-Messages take no time (as with Megatron's `overlap_p2p_comm`). A forward and a backward that EP
+Messages take no time (as with Megatron's `overlap_p2p_comm`), but some are waited for until they
+are received (`slots.py`). A forward and a backward that EP
 overlap runs side by side are replayed one after the other. Optimizer and gradient reduction are not
 included.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -45,12 +47,22 @@ def replay_ms(
 
     Raises PipelineError for wrong shapes and for times that are negative or not finite.
     """
-    forward = _times(schedule, forward_ms, "forward_ms")
-    backward = _times(schedule, backward_ms, "backward_ms")
-    per_ms = PS_PER_MS / step_unit(schedule, float((forward + backward).sum()) * PS_PER_MS)
-    ahead = None if ahead_ms is None else _rounded(_times(schedule, ahead_ms, "ahead_ms") * per_ms)
-    finish = finished(schedule, _rounded(forward * per_ms), _rounded(backward * per_ms), ahead)
-    return float(finish.max() / per_ms)
+    times, per_ms = _whole(schedule, forward_ms, backward_ms, ahead_ms)
+    return float(finished(schedule, *times).max() / per_ms)
+
+
+def event_ends_ms(
+    schedule: Schedule,
+    forward_ms: Sequence[Sequence[float]] | Floats,
+    backward_ms: Sequence[Sequence[float]] | Floats,
+    ahead_ms: Sequence[Sequence[float]] | Floats | None = None,
+) -> list[Floats]:
+    """When each event of each stage ends, in the stage's order; arguments as of `replay_ms`."""
+    times, per_ms = _whole(schedule, forward_ms, backward_ms, ahead_ms)
+    slots = block(schedule, 0, num_slots(schedule))
+    window = np.zeros((slots.lookback, schedule.num_stages), np.int64)
+    ends = slots.table(window, *times)[slots.lookback :, 1:-1] / per_ms
+    return [ends[slots.stands[:, stage], stage] for stage in range(schedule.num_stages)]
 
 
 def step_unit(schedule: Schedule, all_ps: float) -> int:
@@ -128,6 +140,17 @@ def _times(schedule: Schedule, times: Sequence[Sequence[float]] | Floats, name: 
     if not (np.isfinite(values).all() and (values >= 0).all()):
         raise PipelineError(f"{name} must be finite and not negative; found {values.tolist()}.")
     return values
+
+
+def _whole(
+    schedule: Schedule, forward_ms: Any, backward_ms: Any, ahead_ms: Any
+) -> tuple[tuple[Ints, Ints, Ints | None], float]:
+    """Times in a unit whose sums stay exact, and how many of it a millisecond has."""
+    forward = _times(schedule, forward_ms, "forward_ms")
+    backward = _times(schedule, backward_ms, "backward_ms")
+    per_ms = PS_PER_MS / step_unit(schedule, float((forward + backward).sum()) * PS_PER_MS)
+    ahead = None if ahead_ms is None else _rounded(_times(schedule, ahead_ms, "ahead_ms") * per_ms)
+    return (_rounded(forward * per_ms), _rounded(backward * per_ms), ahead), per_ms
 
 
 def _rounded(values: Floats) -> Ints:

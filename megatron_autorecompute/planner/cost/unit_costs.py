@@ -98,6 +98,11 @@ class Unit:
         return self.forward_ps + self.backward_ps
 
     @property
+    def ahead_ps(self) -> int:
+        """Of its backward what begins before the gradient is there."""
+        return self.ahead.time_ps if self.ahead else 0
+
+    @property
     def costs(self) -> tuple[int, ...]:
         """All its `COLUMNS`."""
         return tuple(getattr(self, column) for column in COLUMNS)

@@ -193,6 +193,7 @@ function eventTip(stage, event) {
   const shown = units.length > 12 ? [...units.slice(0, 11), `<tr><td>… ${units.length - 11} more</td></tr>`] : units;
   return `<b>${back ? "Backward" : "Forward"}: ${eventName(stage, event)}</b><br>` +
     `${duration(ms)}${again > 0 ? `, ${duration(again)} of it recompute` : ""}` +
+    `${aheadOf(stage, event) ? `, after ${duration(aheadOf(stage, event))} of recompute begun early` : ""}` +
     `${waited > 0 ? `, ${duration(waited)} of it waiting for copies` : ""}; begins at ${duration(stage.start[event])}<br>` +
     `at most ${size(stage.peak[event])} alive of ${size(stage.budget)}` +
     `<table><tr><th></th><th></th><th>time</th><th>held</th></tr>${shown.join("")}</table>`;
@@ -235,7 +236,7 @@ function memoryTip(stage, time) {
 function readColours() {
   const style = getComputedStyle(document.documentElement);
   const names = ["page", "ink", "quiet", "line", "idle", "mark", "bad", "forward-0", "forward-1", "backward-0",
-    "backward-1", "recompute-0", "recompute-1", "stall", ...PARTS.map(part => part[0])];
+    "backward-1", "recompute-0", "recompute-1", "stall", "ahead", ...PARTS.map(part => part[0])];
   colours = Object.fromEntries(names.map(name => [name, style.getPropertyValue(`--${name}`).trim()]));
   const chunks = stages[0].chunks.length;
   for (const kind of ["forward", "backward", "recompute"]) {
@@ -345,6 +346,9 @@ function label(ctx, text, y, strong, quiet = "") {
   ctx.font = "11px system-ui, sans-serif";
 }
 
+// Recompute of an event that begins as soon as the event before ends, while the stage waits.
+const aheadOf = (stage, e) => stage.backward[e] ? stage.chunks[stage.chunk[e]].ahead : 0;
+
 function drawEvents(ctx, stage, y, h, width, perPixel) {
   for (let e = Math.max(0, lastBegun(stage, view[0])); e < stage.count && stage.start[e] < view[1]; e++) {
     const x = xOf(stage.start[e], width), w = Math.max((stage.end[e] - stage.start[e]) / perPixel, 0.5);
@@ -353,6 +357,8 @@ function drawEvents(ctx, stage, y, h, width, perPixel) {
     ctx.fillStyle = colours[back ? "backward" : "forward"][c];
     ctx.fillRect(x, y, inner, h);
     if (back && chunk.recompute > 0) drawRecompute(ctx, stage, e, x, y, inner, h);
+    ctx.fillStyle = colours.ahead;
+    if (aheadOf(stage, e)) ctx.fillRect(xOf(stage.end[e - 1], width), y, aheadOf(stage, e) / perPixel, h);
     ctx.fillStyle = colours.stall;
     for (const [from, to] of waitsOf(stage, e)) ctx.fillRect(xOf(from, width), y, (to - from) / perPixel, h);
     if (w > 26) {
@@ -399,7 +405,7 @@ function drawRecompute(ctx, stage, e, x, y, w, h) {
 
 // More events than pixels: every column shows the shares of time in it, the rest is waiting.
 function drawDensity(ctx, stage, y, h, width, perPixel) {
-  const columns = Math.ceil(width), shares = [0, 1, 2, 3].map(() => new Float64Array(columns));
+  const columns = Math.ceil(width), shares = [0, 1, 2, 3, 4].map(() => new Float64Array(columns));
   const add = (which, from, to) => {
     const first = Math.max(0, Math.floor(from)), last = Math.min(columns - 1, Math.floor(to));
     for (let x = first; x <= last; x++) shares[which][x] += Math.min(to, x + 1) - Math.max(from, x);
@@ -408,6 +414,8 @@ function drawDensity(ctx, stage, y, h, width, perPixel) {
     const begin = (stage.start[e] - view[0]) / perPixel, to = (stage.end[e] - view[0]) / perPixel;
     const from = begin + waitedBefore(stage, e, Infinity) / perPixel;
     if (from > begin) add(3, begin, from);
+    const early = e ? (stage.end[e - 1] - view[0]) / perPixel : 0;
+    if (aheadOf(stage, e)) add(4, early, early + aheadOf(stage, e) / perPixel);
     if (!stage.backward[e]) { add(0, from, to); continue; }
     const split = from + (to - from) * stage.chunks[stage.chunk[e]].recompute;
     add(2, from, split);
@@ -415,9 +423,9 @@ function drawDensity(ctx, stage, y, h, width, perPixel) {
   }
   const middle = stage.chunks.length >> 1;
   let below = new Float64Array(columns);
-  [["recompute", 2], ["backward", 1], ["forward", 0], ["stall", 3]].forEach(([kind, which]) => {
+  [["recompute", 2], ["backward", 1], ["forward", 0], ["stall", 3], ["ahead", 4]].forEach(([kind, which]) => {
     const top = below.map((value, x) => value + shares[which][x]);
-    const colour = kind === "stall" ? colours.stall : colours[kind][middle];
+    const colour = which > 2 ? colours[kind] : colours[kind][middle];
     area(ctx, below.map(share => y + h * (1 - share)), top.map(share => y + h * (1 - share)), colour);
     below = top;
   });
@@ -810,6 +818,7 @@ function writeKeys() {
   const ramp = kind => `<span class="key"><i class="${chunks > 1 ? "ramp" : ""}${kind === "recompute" ? " hatched" : ""}" style="background-color:${colours[kind][chunks >> 1]};` +
     (chunks > 1 && kind !== "recompute" ? `background-image:linear-gradient(90deg,${colours[kind].map((c, i) => `${c} ${100 * i / chunks}% ${100 * (i + 1) / chunks}%`).join()})` : "") + `"></i>${kind}</span>`;
   $("pipeline-keys").innerHTML = `<b>Pipeline</b> &nbsp; ${["forward", "backward", "recompute"].map(ramp).join("")}` +
+    (stages.some(stage => stage.chunks.some(chunk => chunk.ahead)) ? `<span class="key"><i style="background:var(--ahead)"></i>recompute begun early</span>` : "") +
     `<span class="key"><i style="background:var(--idle)"></i>waiting (bubble)</span>` + (stages.some(stage => stage.copies) ? `<span class="key"><i style="background:var(--stall)"></i>waiting for copies</span>` +
     `<span class="key"><i style="background:var(--copies)"></i>copies of the stage that is picked</span>` : "") +
     (chunks > 1 ? `<span class="quiet">light: chunk 0, dark: chunk ${chunks - 1}</span>` : "");
