@@ -278,7 +278,7 @@ def assumed(
     sentences = [
         f"Measured on one {device_name(device)}: held and transient bytes, and the time of "
         "arithmetic, of one layer of every kind, embedding and head; times are the lower "
-        f"quartiles of at least {runs} runs, in turns, whose first steps do not count.",
+        f"quartiles of at least {runs} runs, in turns.",
         f"Modelled: communication, which moved no data here, by {gpu.name}'s links ({gpu.source}) "
         f"at {efficiency.link:.0%} of their peaks, {efficiency.network:.0%} between nodes; what "
         f"runs beside arithmetic in a job is hidden as far as arithmetic lasts by the roofline.",

@@ -167,8 +167,9 @@ class Measurement:
         choices on layers at random every time, and so many steps of each that a choice has its
         samples.
 
-        Yields, before each step, whether it is timed: the first one after a switch is not, but
-        where there are too few steps to show all choices otherwise.
+        Yields, before each step, whether it is timed. With a device the first one after a switch is
+        not, because what the host did in the step before hides launches of this one; but where
+        there are too few steps to show all choices otherwise, it is.
 
         Args:
             microbatches: of a step on one rank, each of which is a sample.
@@ -177,18 +178,19 @@ class Measurement:
             samples: of every choice on a rank, at least.
         """
         left = math.inf if most_steps is None else most_steps
-        wanted = 1 - (-samples // (TURNS * microbatches))
+        settling = int(self._host is not None)
+        wanted = settling - (-samples // (TURNS * microbatches))
         for turn in range(TURNS):
             policies = list(self._in_turn(room, _stays, turn))
             later = len(policies) * (TURNS - 1 - turn)
             for here in range(len(policies), 0, -1):
-                least = 2 if turn else max(1, min(2, left / here))
+                least = 1 + settling if turn else max(1, min(1 + settling, left / here))
                 each = int(max(least, min(wanted, left / (here + later))))
                 if each > left:
                     return
                 self._turn, self._took_turns, left = turn, True, left - each
                 self.applied.switch(policies[-here])
-                yield from (number > 0 or each == 1 for number in range(each))
+                yield from (number >= settling or each == 1 for number in range(each))
 
     def steps_to_show(self, room: Sequence[int]) -> int:
         """How many steps it takes to time every choice once."""

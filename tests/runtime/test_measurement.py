@@ -438,3 +438,24 @@ def test_depths_and_head_take_all_of_their_stretches_and_peak_as_megatrons_sched
         assert all(stage.recompute_ms >= 0 for stage in cost.stages)
         for stage, (_, _, peaks) in zip(cost.stages, ranks, strict=True):
             assert stage.peak.bytes == pytest.approx(peaks[number], rel=0.005), (text, stage.stage)
+
+
+def steps_in_turns():
+    """Which steps are timed where nothing is beside the host, and beside a device."""
+    from megatron_autorecompute.runtime.apply import apply
+    from megatron_autorecompute.runtime.measurement import Measurement
+    from megatron_autorecompute.runtime.model_shard import ModelShard
+    from megatron_autorecompute.runtime.probe import Host
+    from tests.support import start_parallel, tiny_config, tiny_gpt
+
+    start_parallel()
+    (model,) = tiny_gpt(tiny_config(num_layers=12))
+    with apply(RecomputePolicy((NONE,) * 12), model) as applied:
+        measured = [Measurement(ModelShard([model]), applied, host=h) for h in (None, Host())]
+        return [list(measurement.turns(microbatches=4)) for measurement in measured]
+
+
+def test_the_step_after_a_switch_is_timed_where_no_device_is_ahead_or_behind():
+    alone, beside_a_device = run_ranks(steps_in_turns, 1)[0]
+    assert alone == [True] * 4
+    assert beside_a_device == [False, True] * 4
