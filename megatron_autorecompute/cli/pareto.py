@@ -109,7 +109,6 @@ def _draw(
         task = bars.add_task("Picture", total=1)
         points = best_points(
             problem,
-            Outcomes(problem.costs),
             terminal.unbeaten(strategies),
             (),
             lambda share: bars.update(task, completed=share),

@@ -9,6 +9,7 @@ from argparse import ArgumentParser, Namespace
 from megatron_autorecompute import json_records
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.for_hybrid import for_hybrid, pattern_of_plan
 from megatron_autorecompute.cli.output import (
     add_json,
     add_verbose,
@@ -20,7 +21,6 @@ from megatron_autorecompute.cli.output import (
 )
 from megatron_autorecompute.cli.profile_view import profile_view
 from megatron_autorecompute.cli.values import file
-from megatron_autorecompute.planner.for_hybrid import for_hybrid, pattern_of_plan
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report.strip import strip_svg

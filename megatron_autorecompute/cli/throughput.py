@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_autorecompute.cli.model_flops import flops_per_token
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Device, device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.planner.cost.model_flops import flops_per_token
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import MEASURED, MEASURED_ON_ONE_DEVICE, Profile
 

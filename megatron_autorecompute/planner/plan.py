@@ -25,15 +25,14 @@ from megatron_autorecompute.errors import AutorecomputeError, ProfileError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.cost.stage_times import residual_ms
 from megatron_autorecompute.planner.cost.step_interval import StepErrors, StepInterval
 from megatron_autorecompute.planner.search.curve import ParetoPoint
+from megatron_autorecompute.planner.search.evidence import stage_evidence
 from megatron_autorecompute.planner.search.manual import ManualStrategy, best_manual
 from megatron_autorecompute.planner.search.offload import bought
 from megatron_autorecompute.planner.search.offload_settings import may_offload
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import (
-    NOTHING_BINDS,
     StageEvidence,
     StepEvidence,
 )
@@ -251,7 +250,7 @@ def make_plan(
         cost=solution.cost,
         evidence=solution.evidence,
         step_evidence=solution.step_evidence,
-        step_interval=StepErrors(problem.costs, solution.policy).interval(),
+        step_interval=_interval(problem, solution.policy),
         profile=problem.profile,
         imbalance_percentile=problem.imbalance_percentile,
         allowed=None if problem.only is None else problem.only.texts(),
@@ -277,12 +276,13 @@ def _result(manual: ManualStrategy) -> ManualResult:
 
 def _checked(plan: Plan, source: str, *, as_written: bool) -> Plan:
     try:
-        cost = plan.problem().cost(plan.policy)
+        problem = plan.problem()
+        cost = problem.cost(plan.policy)
         if plan.step_interval is None:  # plans of before do not say
-            plan = replace(plan, step_interval=_interval(plan))
+            plan = replace(plan, step_interval=_interval(problem, plan.policy))
         if as_written and not any(_differences("cost", asdict(plan.cost), asdict(cost))):
             return plan
-        right = _worked_out(plan, cost)
+        right = _worked_out(plan, problem)
     except AutorecomputeError as error:
         raise ProfileError(f"{source} holds no plan that could run: {error}") from error
     if as_written:
@@ -291,11 +291,15 @@ def _checked(plan: Plan, source: str, *, as_written: bool) -> Plan:
             f"{plan.cost.step_ms:,.1f} ms a step; the figures are this version's."
         )
         return _without_proof(replace(right, notes=(*plan.notes, note)))
-    _refuse_wrong(plan, right, source)
+    _refuse_wrong(plan, right, source, problem)
     return _without_proof(replace(plan, measured_peak_bytes=()))
 
 
-def _refuse_wrong(plan: Plan, right: Plan, source: str) -> None:
+def _refuse_wrong(plan: Plan, right: Plan, source: str, problem: Problem) -> None:
+    for layer, choice in enumerate(plan.policy.layers):
+        if not problem.allows(layer, choice):
+            name = "full/N" if choice.group > 1 else str(choice)
+            raise _refused(source, f"recompute_policy[{layer}] is {choice}, allowed has no {name}")
     said, true = asdict(plan), asdict(right)
     for name in WORKED_OUT:
         for path, found, expected in _differences(name, said[name], true[name]):
@@ -306,11 +310,6 @@ def _refuse_wrong(plan: Plan, right: Plan, source: str) -> None:
             raise _refused(
                 source, f"{path} is {budget_bytes}, the stage needs {stage.peak_high_bytes}"
             )
-    problem = plan.problem()
-    for layer, choice in enumerate(plan.policy.layers):
-        if not problem.allows(layer, choice):
-            name = "full/N" if choice.group > 1 else str(choice)
-            raise _refused(source, f"recompute_policy[{layer}] is {choice}, allowed has no {name}")
 
 
 def _refused(source: str, wrong: str) -> ProfileError:
@@ -321,42 +320,25 @@ def _refused(source: str, wrong: str) -> ProfileError:
     )
 
 
-def _worked_out(plan: Plan, cost: PolicyCost) -> Plan:
-    manual = best_manual(plan.problem())
+def _worked_out(plan: Plan, problem: Problem) -> Plan:
+    """The plan with its figures computed again; the file's bounds are used, up to these."""
+    cost, manual = problem.cost(plan.policy), best_manual(problem)
+    evidence = (
+        stage_evidence(problem, stage, plan.policy, cost, said.bound_ms)
+        for stage, said in enumerate(plan.evidence)
+    )
     return replace(
         plan,
         cost=cost,
-        evidence=tuple(_evidence(plan, cost, stage) for stage in range(plan.layout.num_stages)),
+        evidence=tuple(evidence),
         step_evidence=StepEvidence.of(cost.step_ms, plan.step_evidence.bound_ms),
-        step_interval=_interval(plan),
+        step_interval=_interval(problem, plan.policy),
         best_manual=_result(manual) if manual else None,
     )
 
 
-def _interval(plan: Plan) -> StepInterval | None:
-    return StepErrors(plan.problem().costs, plan.policy).interval()
-
-
-def _evidence(plan: Plan, cost: PolicyCost, stage: int) -> StageEvidence:
-    """A stage's evidence from its cost; the file's bound is used, at most up to the objective."""
-    own, said = cost.stages[stage], plan.evidence[stage]
-    residual = residual_ms(plan.profile, plan.layout, stage)
-    objective_ms = sum(own.forward_ms) + sum(own.backward_ms) - residual
-    bound_ms = said.bound_ms
-    if bound_ms is not None and not 0 <= bound_ms <= objective_ms:
-        bound_ms = objective_ms
-    gap = None
-    if bound_ms is not None:
-        gap = (objective_ms - bound_ms) / objective_ms if objective_ms else 0.0
-    return StageEvidence(
-        stage,
-        plan.budget_bytes[stage],
-        objective_ms,
-        bound_ms,
-        gap,
-        own.peak_high_bytes,
-        NOTHING_BINDS if said.binding == NOTHING_BINDS else own.peak.moment,
-    )
+def _interval(problem: Problem, policy: RecomputePolicy) -> StepInterval | None:
+    return StepErrors(problem.costs, policy).interval()
 
 
 def _without_proof(plan: Plan) -> Plan:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.outcomes import Outcome, Outcomes
 from megatron_autorecompute.planner.launch_lines import bridge_lines, job_lines, pretrain_lines
-from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
-from megatron_autorecompute.planner.search.curve import BudgetCurve, pareto
+from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan, curve_point
+from megatron_autorecompute.planner.search.curve import pareto
 from megatron_autorecompute.planner.search.manual import manual_policy, manual_settings
 from megatron_autorecompute.planner.search.neighbours import changed_at
 from megatron_autorecompute.planner.search.problem import Problem
@@ -149,61 +149,39 @@ def _curve(plan: Plan, problem: Problem, outcomes: Outcomes, progress: Progress)
     )
     known = [here] if len(set(plan.budget_bytes)) == 1 else []
     points = best_points(
-        problem, outcomes, unbeaten(strategies), known, lambda share: progress("Curve", share)
+        problem, unbeaten(strategies), known, lambda share: progress("Curve", share)
     )
     return Curve(plan.profile.model.name, points, strategies, min(plan.budget_bytes), here)
 
 
 def best_points(
     problem: Problem,
-    outcomes: Outcomes,
     strategies: Iterable[ManualResult],
     known: Iterable[CurvePoint],
     progress: Callable[[float], None],
     num_points: int = CURVE_POINTS,
 ) -> tuple[CurvePoint, ...]:
-    """The best policies for some budgets, largest first.
-
-    `pareto` solves `num_points` evenly spaced budgets quickly; the step of a plan is
-    searched further. The bytes of a strategy are a budget too if it is faster than what these
-    budgets give within its bytes.
-    """
-    curve = BudgetCurve(problem)
-    even = pareto(problem, num_points, lambda share: progress(share / 2), curve)
-    least, most = even[-1].budget_bytes, even[0].budget_bytes
-    points = {point.budget_bytes: point for point in known}
-    budgets = {point.budget_bytes for point in even} - set(points)
-    points |= _solved(curve, outcomes, budgets, lambda share: progress(0.5 + 0.4 * share))
-    faster = {
+    """The best policies for some budgets, largest first: for evenly spaced ones, and for what a
+    strategy needs that is faster than these within its bytes. `pareto` solves them quickly; the
+    step of a plan is searched further."""
+    even = pareto(problem, num_points, lambda share: progress(0.8 * share))
+    points = {own.budget_bytes: own for own in (*map(curve_point, even), *known)}
+    faster = [
         strategy.peak_high_bytes
         for strategy in strategies
-        if least <= strategy.peak_high_bytes <= most
+        if strategy.peak_high_bytes >= even[-1].budget_bytes
         and strategy.step_ms < _fastest_within(points.values(), strategy.peak_high_bytes)
-    }
-    points |= _solved(curve, outcomes, faster, lambda share: progress(0.9 + 0.1 * share))
+    ]
+    more = pareto(problem, 1, lambda share: progress(0.8 + 0.2 * share), faster)
+    points = {own.budget_bytes: own for own in map(curve_point, more)} | points
     return tuple(_never_slower(sorted(points.values(), key=lambda point: point.budget_bytes)))
-
-
-def _solved(
-    curve: BudgetCurve, outcomes: Outcomes, budgets: set[int], progress: Callable[[float], None]
-) -> dict[int, CurvePoint]:
-    """The best policy for every budget, by the budget."""
-    policies: dict[int, RecomputePolicy] = {}
-    for done, budget in enumerate(sorted(budgets), start=1):
-        policies[budget] = curve.policy(budget)
-        progress(done / len(budgets))
-    found = zip(policies.items(), outcomes.of(list(policies.values())), strict=True)
-    return {
-        budget: CurvePoint(budget, outcome.step_ms, max(outcome.peak_high_bytes), policy.format())
-        for (budget, policy), outcome in found
-    }
 
 
 def _fastest_within(points: Iterable[CurvePoint], budget_bytes: int) -> float:
     return min(p.step_ms for p in points if p.budget_bytes <= budget_bytes)
 
 
-def _never_slower(points: Sequence[CurvePoint]) -> list[CurvePoint]:
+def _never_slower(points: Iterable[CurvePoint]) -> list[CurvePoint]:
     """Points, largest budget first, in which a larger budget is never slower than a smaller one."""
     found: list[CurvePoint] = []
     for point in points:

@@ -14,11 +14,11 @@ from rich.text import Text
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost, StageCost
 from megatron_autorecompute.planner.cost.step_interval import COVERS
-from megatron_autorecompute.planner.layer_sums import LayerSums, sums_of_layers
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
+from megatron_autorecompute.report.layer_sums import LayerSums, sums_of_layers
 from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.report.words import host_bound, proof
 from megatron_autorecompute.units import GIB, Unit, unit_for

@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_autorecompute.cli.for_hybrid import for_hybrid, pattern_of_plan
 from megatron_autorecompute.compat import layer_modules, model_layers, rules
 from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta import model, recipe, stage_runs, without_cuda
@@ -21,7 +22,6 @@ from megatron_autorecompute.meta.meta_step import fake_ranks
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import TOLERANCE, verify
 from megatron_autorecompute.patched import patched
-from megatron_autorecompute.planner.for_hybrid import for_hybrid, pattern_of_plan
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy

@@ -1,8 +1,8 @@
-"""Step time against budget: many budgets of one problem, each helped by those before it."""
+"""Step time against budget: many budgets of one problem, each helped by the larger ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.planner.cost.two_clocks import knows_host
@@ -15,6 +15,7 @@ from megatron_autorecompute.planner.search.offload_settings import (
     settings_of_whole_layers,
 )
 from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.stage import Stage
 from megatron_autorecompute.planner.search.stage_problem import StageChoice, put_together
 from megatron_autorecompute.policy import RecomputePolicy
 
@@ -38,31 +39,37 @@ def pareto(
     problem: Problem,
     points: int = 64,
     progress: Progress = lambda _: None,
-    curve: BudgetCurve | None = None,
+    also: Collection[int] = (),
 ) -> tuple[ParetoPoint, ...]:
     """Step time against budget, from the largest useful budget down to the least that fits.
 
     Points are each stage's choices of the least busy time, whose step is not searched further:
-    `solve` is as fast or faster, mostly in a schedule with several chunks per stage. What a `curve`
-    finds, it keeps for further budgets.
+    `solve` is as fast or faster, mostly in a schedule with several chunks per stage.
 
     Where layers may offload, budgets are those at which the best of some replayed policies
     changes, and `solve` is as fast or faster.
+
+    Args:
+        problem: its own budgets do not matter.
+        points: how many budgets, at even distances.
+        progress: told of.
+        also: further budgets, of which those between the least and the largest count.
     """
     if may_offload(problem):
         return _replayed(problem, points, progress)
     if knows_host(problem.profile):
-        return pareto(deciding(problem), points, progress)
-    return (curve or BudgetCurve(problem)).points(points, progress)
+        return pareto(deciding(problem), points, progress, also)
+    return _least_busy(problem, points, progress, also)
 
 
 def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[ParetoPoint, ...]:
     """Of policies that are found without offload or where copies take no time, with their
     copies."""
-    relaxed = BudgetCurve(OffloadSearch(problem).relaxed)
-    found = relaxed.points(min(points, _RELAXED_POINTS), lambda share: progress(share / 2))
+    relaxed = OffloadSearch(problem).relaxed
+    number = min(points, _RELAXED_POINTS)
+    found = _least_busy(relaxed, number, lambda share: progress(share / 2))
     without = without_offload(problem)
-    plain = () if without is None else BudgetCurve(without).points(points)
+    plain = () if without is None else _least_busy(without, points)
     policies = dict.fromkeys(point.policy for point in (*found, *plain))
     spreads = [spread(problem, own, late=late) for own in policies for late in (False, True)]
     settings = settings_of_whole_layers(problem) + settings_of_modules(problem)
@@ -81,72 +88,47 @@ def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[Pareto
     return tuple(reversed(curve))
 
 
-class BudgetCurve:
-    """Each stage's choices of the least busy time, for any number of budgets.
+def _least_busy(
+    problem: Problem, number: int, progress: Progress = lambda _: None, also: Collection[int] = ()
+) -> tuple[ParetoPoint, ...]:
+    """As `pareto`, where no layer may offload."""
+    stages = problem.stages
+    low = max(choice.peak_bytes for choice in stages.leanest)
+    high = max(max(choice.peak_bytes for choice in stages.fastest), low)
+    budgets = {high - (high - low) * i // max(number - 1, 1) for i in range(number)}
+    budgets |= {budget for budget in also if low <= budget <= high}
+    found: list[list[StageChoice]] = [[] for _ in stages.all]
+    for done, (stage, own) in enumerate(zip(stages.all, found, strict=True)):
+        for choice in _of_stage(stage, sorted(budgets, reverse=True)):
+            own.append(choice)
+            progress((done + len(own) / len(budgets)) / len(found))
+    curve = list[ParetoPoint]()
+    for budget, *choices in zip(sorted(budgets), *map(reversed, found), strict=True):
+        point = _point(problem, budget, choices)
+        if curve and point.step_ms > curve[-1].step_ms:
+            # As fast on every stage, but split over chunks so that other stages wait longer.
+            point = replace(curve[-1], budget_bytes=budget)
+        curve.append(point)
+    return tuple(reversed(curve))
 
-    Of choices that are equally good, which one is found may depend on the budgets asked before; a
-    new curve knows of none.
+
+def _of_stage(stage: Stage, budgets: Sequence[int]) -> Iterator[StageChoice]:
+    """The least busy choices at budgets that fit, the largest first.
+
+    The optimum of a larger budget that fits is the optimum here, too. Nothing is faster here than a
+    larger budget's bound.
     """
+    found, bound_ps = None, 0
+    for budget in budgets:
+        if found is None or found.gap or found.peak_bytes > budget:
+            found = stage.fastest(budget)
+            assert found is not None  # the leanest choices fit
+        bound_ps = max(bound_ps, found.bound_ps)
+        found = replace(found, bound_ps=bound_ps)
+        yield found
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self._solved: dict[int, dict[int, StageChoice]] = {}
 
-    def points(self, number: int, progress: Progress = lambda _: None) -> tuple[ParetoPoint, ...]:
-        """As `pareto`, where no layer may offload."""
-        stages = self.problem.stages
-        low = max(choice.peak_bytes for choice in stages.leanest)
-        high = max(max(choice.peak_bytes for choice in stages.fastest), low)
-        steps = max(number - 1, 1)
-        budgets = [high - (high - low) * i // steps for i in range(number)]
-        # By halving intervals: a budget between two solved ones is solved fastest.
-        stride, done = 1 << number.bit_length(), set[int]()
-        while stride := stride // 2:
-            for budget in budgets[::stride]:
-                for stage in range(self.problem.layout.num_stages):
-                    self.choose(stage, budget)
-                done.add(budget)
-                progress(len(done) / number)
-        curve = [self._point(min(budgets))]
-        for budget in sorted(set(budgets))[1:]:
-            point = self._point(budget)
-            if point.step_ms > curve[-1].step_ms:
-                # As fast on every stage, but split over chunks so that other stages wait longer.
-                point = replace(curve[-1], budget_bytes=budget)
-            curve.append(point)
-        return tuple(reversed(curve))
-
-    def _point(self, budget_bytes: int) -> ParetoPoint:
-        policy = self.policy(budget_bytes)
-        cost = self.problem.cost(policy)
-        stages = range(self.problem.layout.num_stages)
-        found = (self.choose(stage, budget_bytes) for stage in stages)
-        peak_bytes = max(choice.peak_bytes for choice in found if choice is not None)
-        return ParetoPoint(budget_bytes, cost.step_ms, peak_bytes, policy)
-
-    def policy(self, budget_bytes: int) -> RecomputePolicy:
-        """Every stage's choices, for a budget that is known to fit."""
-        stages = range(self.problem.layout.num_stages)
-        found = [choice for s in stages if (choice := self.choose(s, budget_bytes)) is not None]
-        return put_together(self.problem.layout, [choice.policies for choice in found])
-
-    def choose(self, stage: int, budget_bytes: int) -> StageChoice | None:
-        """Best choices of one stage; None when none fit."""
-        solved = self._solved.setdefault(stage, {})
-        below = solved.get(max((b for b in solved if b <= budget_bytes), default=-1))
-        above = solved.get(min((b for b in solved if b >= budget_bytes), default=-1))
-        # If the optimum of a larger budget fits this budget, it is the optimum here, too. If a
-        # larger and a smaller budget are equally fast, so is every budget between them. Nothing is
-        # faster here than a larger budget's bound.
-        if above is not None and above.gap == 0 and above.peak_bytes <= budget_bytes:
-            return above
-        if above is not None and below is not None and above.time_ps == below.time_ps:
-            return below
-        bound_ps = 0 if above is None else above.bound_ps
-        found = below
-        if below is None or below.time_ps > bound_ps:
-            found = self.problem.stages.stage(stage).fastest(budget_bytes)
-        if found is not None:
-            found = replace(found, bound_ps=max(found.bound_ps, bound_ps))
-            solved[budget_bytes] = found
-        return found
+def _point(problem: Problem, budget_bytes: int, choices: Sequence[StageChoice]) -> ParetoPoint:
+    policy = put_together(problem.layout, [choice.policies for choice in choices])
+    peak_bytes = max(choice.peak_bytes for choice in choices)
+    return ParetoPoint(budget_bytes, problem.cost(policy).step_ms, peak_bytes, policy)

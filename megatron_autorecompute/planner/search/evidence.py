@@ -35,7 +35,7 @@ def proven(
         choice = problem.stages.stage(number).fastest(budget_bytes)
         bounds_ps = [] if choice is None else [choice.bound_ps]
         bounds_ps += [_busy_ps(problem, number, other) for other in others]
-        evidence.append(_of_stage(problem, number, policy, cost, min(bounds_ps) / PS_PER_MS))
+        evidence.append(stage_evidence(problem, number, policy, cost, min(bounds_ps) / PS_PER_MS))
     return Solution(policy, cost, tuple(evidence), StepEvidence.of(cost.step_ms, bound_ms))
 
 
@@ -43,7 +43,7 @@ def instead(problem: Problem, policy: RecomputePolicy, fastest: Solution) -> Sol
     """A policy in place of the fastest one, whose budgets it fits; nothing is searched."""
     cost = problem.cost(policy)
     evidence = (
-        _of_stage(problem, own.stage, policy, cost, own.bound_ms or 0.0) for own in fastest.evidence
+        stage_evidence(problem, own.stage, policy, cost, own.bound_ms) for own in fastest.evidence
     )
     return Solution(
         policy,
@@ -54,18 +54,27 @@ def instead(problem: Problem, policy: RecomputePolicy, fastest: Solution) -> Sol
     )
 
 
-def _of_stage(
-    problem: Problem, stage: int, policy: RecomputePolicy, cost: PolicyCost, bound_ms: float
+def stage_evidence(
+    problem: Problem, stage: int, policy: RecomputePolicy, cost: PolicyCost, bound_ms: float | None
 ) -> StageEvidence:
-    time_ps = _busy_ps(problem, stage, policy)
-    time_ms = time_ps / PS_PER_MS
-    own, free = cost.stages[stage], time_ps <= problem.stages.stage(stage).least_ps
+    """How busy a policy makes a stage; a bound that is none, or above that, says it is the least.
+
+    Args:
+        problem: with its budgets.
+        stage: the pipeline rank.
+        policy: of all layers.
+        cost: of the policy.
+        bound_ms: on how busy the stage is at least; None where nobody has worked one out.
+    """
+    time_ps, own = _busy_ps(problem, stage, policy), cost.stages[stage]
+    time_ms, free = time_ps / PS_PER_MS, time_ps <= problem.stages.stage(stage).least_ps
+    known = StepEvidence.of(time_ms, bound_ms)
     return StageEvidence(
         stage,
         problem.budgets[stage],
         time_ms,
-        bound_ms,
-        (time_ms - bound_ms) / time_ms if time_ps else 0.0,
+        known.bound_ms,
+        known.gap,
         own.peak_high_bytes,
         NOTHING_BINDS if free else own.peak.moment,
     )

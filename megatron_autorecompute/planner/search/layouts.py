@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import itemgetter
 
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
@@ -32,7 +32,7 @@ INTERLEAVED = (
 _PARTITIONS = 2000
 """Up to which all are looked at."""
 _MOST_PRICED = 128
-"""Interleaved layouts whose steps are bounded closely."""
+"""Layouts whose steps are bounded as closely as can be."""
 _LAYERS_SOLVED = 1 << 10
 """Of all those together that are solved; the others' bounds are less close."""
 
@@ -132,56 +132,47 @@ _Found = tuple[Problem, Solution | None, float]
 
 
 def _best(problem: Problem, first: Solution | None, below_ms: float) -> _Found:
-    """All layouts, those first whose step is bounded the lowest."""
+    """Layouts are solved as they come, until none that is left can be shorter."""
     chosen, best = problem, first
     limit_ms = below_ms if first is None else first.cost.step_ms
-    candidates, rest_ms = _priced(problem, limit_ms)
-    most = max(1, _LAYERS_SOLVED // problem.layout.num_layers)
-    bounds = [rest_ms] if first is None else [rest_ms, first.step_evidence.bound_ms or 0.0]
-    for count, (bound_ms, _, candidate) in enumerate(candidates):
-        cut = math.isfinite(limit_ms) and count >= most
-        if cut or bound_ms >= limit_ms:
+    bounds = [math.inf] if first is None else [first.step_evidence.bound_ms or 0.0]
+    left = max(1, _LAYERS_SOLVED // problem.layout.num_layers)
+    for bound_ms, candidate in _lowest_first(problem, bounds):
+        if bound_ms >= limit_ms or (not left and math.isfinite(limit_ms)):
             bounds.append(bound_ms)
             break
-        solution = try_solve(candidate)
+        solution = try_solve(candidate) if candidate else None
+        left -= left and candidate is not None
         if solution is None:
             continue
         bounds.append(solution.step_evidence.bound_ms or 0.0)
-        if solution.cost.step_ms < limit_ms:
+        if candidate and solution.cost.step_ms < limit_ms:
             chosen, best, limit_ms = candidate, solution, solution.cost.step_ms
     return chosen, best, min(bounds)
 
 
-_Priced = tuple[float, int, Problem]
-"""A bound on a layout's step, where it comes among layouts, and its problem."""
-
-
-def _priced(problem: Problem, limit_ms: float) -> tuple[list[_Priced], float]:
-    """Other layouts whose step may be shorter than this, the lowest bound first; and a bound on
-    the step of all others."""
-    own = all_layouts(problem.layout, _PARTITIONS)
-    layouts = [layout for layout in own if layout != problem.layout]
-    least = LeastSteps(problem)
-    order = sorted((least.without_budget_ms(own), number) for number, own in enumerate(layouts))
-    order, rest_ms = _first_below(order, limit_ms)
-    busy = sorted((least.busy_ms(layouts[number]), number) for _, number in order)
-    busy, busy_rest_ms = _first_below(busy, limit_ms)
-    found: list[_Priced] = []
-    for count, (least_ms, number) in enumerate(busy):
-        if count >= _MOST_PRICED and math.isfinite(least_ms):
-            busy_rest_ms = least_ms
-            break
-        candidate = replace(problem, layout=layouts[number], known=())
-        found.append((least.step_ms(candidate), count, candidate))
-    return sorted(found, key=itemgetter(0, 1)), min(rest_ms, busy_rest_ms)
-
-
-def _first_below(
-    order: list[tuple[float, int]], limit_ms: float
-) -> tuple[list[tuple[float, int]], float]:
-    """Those below a limit, and the first one that is not."""
-    count = sum(own_ms < limit_ms for own_ms, _ in order)
-    return order[:count], order[count][0] if count < len(order) else math.inf
+def _lowest_first(
+    problem: Problem, unpriced: list[float]
+) -> Iterator[tuple[float, Problem | None]]:
+    """Bounds on the steps of other layouts, the lowest first, with the layout's problem where it is
+    the closest one; after any other the layout is bounded more closely, and comes again. Where too
+    many have been, the bound goes to the `unpriced`."""
+    layouts = [own for own in all_layouts(problem.layout, _PARTITIONS) if own != problem.layout]
+    least, priced = LeastSteps(problem), dict[int, Problem]()
+    left = [(least.without_budget_ms(own), 0, number) for number, own in enumerate(layouts)]
+    heapq.heapify(left)
+    while left:
+        bound_ms, step, number = heapq.heappop(left)
+        yield bound_ms, priced.get(number)
+        if step == 0:
+            closer_ms = least.busy_ms(layouts[number])
+        elif step == 1 and len(priced) < _MOST_PRICED:
+            priced[number] = replace(problem, layout=layouts[number], known=())
+            closer_ms = least.step_ms(priced[number])
+        else:
+            unpriced += [bound_ms] * (step == 1)
+            continue
+        heapq.heappush(left, (max(bound_ms, closer_ms), step + 1, number))
 
 
 def _gain(chosen: Problem, best: Solution, asked: Solution | None) -> str:

@@ -11,7 +11,6 @@ from rich.console import Console, Group
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.layer_sums import sums_of_layers
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.profile import (
@@ -21,6 +20,7 @@ from megatron_autorecompute.profile import (
     StageRecord,
     StaticBytes,
 )
+from megatron_autorecompute.report.layer_sums import sums_of_layers
 from megatron_autorecompute.report.terminal import MOST_RANKS, measured_step_view
 
 LLAMA = Path(__file__).parents[2] / "examples" / "profiles" / "llama3-70b.json"
