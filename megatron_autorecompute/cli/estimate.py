@@ -191,7 +191,12 @@ def checked_output(args: Namespace) -> Path | None:
     """
     output = _profile_file(args)
     refuse_ignored(args)
-    _refuse_without_effect(args)
+    for option, given in (
+        ("--sensitivity", args.sensitivity),
+        ("--reserve-gib", args.reserve_gib is not None),
+    ):
+        if given and args.json:
+            raise without_effect(option, "--json", "it prints the profile, which lacks this")
     return output
 
 
@@ -204,16 +209,6 @@ def _profile_file(args: Namespace) -> Path | None:
                 "-o FILE."
             )
     return output_file(args)
-
-
-def _refuse_without_effect(args: Namespace) -> None:
-    """Raises OptionError for options that others leave without effect."""
-    for option, given in (
-        ("--sensitivity", args.sensitivity),
-        ("--reserve-gib", args.reserve_gib is not None),
-    ):
-        if given and args.json:
-            raise without_effect(option, "--json", "it prints the profile, which lacks this")
 
 
 HOST, SLOWEST_HOST = "host", 100

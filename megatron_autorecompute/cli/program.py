@@ -12,7 +12,7 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron_autorecompute import __version__
 from megatron_autorecompute.cli import streams
@@ -22,7 +22,7 @@ from megatron_autorecompute.options import Parser, nearest
 from megatron_autorecompute.packages import needed
 
 PROGRAM = "megatron-autorecompute"
-COMMANDS: dict[str, str | None] = {
+COMMANDS = {
     "example": "print an example's job description, to begin your own",
     "estimate": "compute the profile of a job without a device; times are modelled",
     "profile": "measure a job's layers on one device; only communication is modelled",
@@ -35,8 +35,8 @@ COMMANDS: dict[str, str | None] = {
     "trace": "write a plan's step as a trace for Perfetto or chrome://tracing",
     "compare": "run Megatron's own strategies and ours on this machine, and print the table",
 }
-"""Every command and its line in `--help`, in that order; None: it is not listed. The command is the
-class `NameCommand` in the module of its name."""
+"""Every command and its line in `--help`, in that order. The command is the class `NameCommand` in
+the module of its name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,12 +102,11 @@ def parser(name: str | None) -> ArgumentParser:
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="COMMAND")
     for each, line in COMMANDS.items():
-        listed: dict[str, Any] = {} if line is None else {"help": line}
         if each != name:
-            verbs.add_parser(each, **listed)
+            verbs.add_parser(each, help=line)
             continue
         command = command_of(each)
-        verb = verbs.add_parser(each, description=command.description, **listed)
+        verb = verbs.add_parser(each, help=line, description=command.description)
         command.add_arguments(verb)
         verb.set_defaults(command=command, parser=verb)
     return top

@@ -8,7 +8,8 @@ decide again which of the rest stay, as if the policy's own warm-up had just end
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -69,9 +70,43 @@ def switch(manager: Any, before: Switches, after: Switches) -> None:
         for group in groups:
             group.offload = True
     manager.__dict__.pop("_pairs_kept", None)
-    # The table is gathered from all ranks, and other stages may not switch.
-    with patched(megatron_offload, "print_offload_summary_table", lambda total_bytes: None):
+    with without_table():
         manager.post_warmup_callback()
+
+
+def without_table() -> AbstractContextManager[None]:
+    """In this block a warm-up ends without a table of what was offloaded. It is gathered from all
+    ranks, also from those that have nothing to offload, or do not switch."""
+    return patched(megatron_offload, "print_offload_summary_table", lambda total_bytes: None)
+
+
+Method = Callable[..., Any]
+
+
+@contextmanager
+def watched(around: Mapping[str, Callable[[Method], Method]]) -> Iterator[None]:
+    """In this block the handlers of microbatches' chunks have other methods.
+
+    Args:
+        around: by a method's name in Megatron, what makes the new one of it.
+    """
+    handler: Any = megatron_offload.ChunkOffloadHandler
+    with ExitStack() as undo:
+        for name, made_of in around.items():
+            undo.enter_context(patched(handler, name, made_of(getattr(handler, name))))
+        yield
+
+
+def leaving(chunk: Any) -> tuple[Any, str]:
+    """The group that a handler offloads next, and its module."""
+    group = chunk._groups_to_offload[-1]
+    return group, group._name
+
+
+def coming_back(chunk: Any) -> Any | None:
+    """The group that a handler would bring back next."""
+    waiting = chunk._groups_to_reload
+    return waiting[-1] if waiting else None
 
 
 def _wanted(chunk: Any, before: Switches, after: Switches) -> list[Any]:

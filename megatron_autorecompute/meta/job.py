@@ -505,7 +505,7 @@ def _with_fixed_buffers(data: Any) -> Any:
 
     `moe_expert_rank_capacity_factor` gives each rank room for so many times the even share. With
     `moe_paged_stash` what experts keep is in pages of a buffer with its own factor (Megatron's
-    TransformerConfig). With HybridEP both are in the records (`hybrid_ep.Rows`).
+    TransformerConfig). With HybridEP both are in the records (`expert_rows.Rows`).
     """
     config = data.get("config") if isinstance(data, dict) else None
     capacity = config.get(CAPACITY) if isinstance(config, dict) else None

@@ -24,9 +24,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_autorecompute.compat import versions
 from megatron_autorecompute.meta import (
     attention,
-    hybrid_ep,
+    expert_rows,
     ops,
-    permutation,
 )
 from megatron_autorecompute.patched import patched
 
@@ -75,7 +74,7 @@ class Settings:
     """Bytes per element of a quantised copy of the weight that every microbatch makes and saves."""
     compiles: bool = True
     """Whether functions that Megatron has torch compile are one kernel; else they run as is."""
-    rows: hybrid_ep.Rows = hybrid_ep.EVEN
+    rows: expert_rows.Rows = expert_rows.EVEN
     """Of experts, where HybridEP exchanges tokens."""
 
 
@@ -867,13 +866,13 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         {"get_batch_per_block": staticmethod(lambda *_: 1)},
     )
     yield module("transformer.moe.router"), {"sinkhorn": _sinkhorn}
-    yield module("transformer.moe.token_dispatcher"), hybrid_ep.replacements(_settings.rows)
+    yield module("transformer.moe.token_dispatcher"), expert_rows.hybrid_ep(_settings.rows)
     if _settings.precision != "bf16":
         nodes = versions.schedule_nodes()
         yield nodes, {"should_free_input": _frees_quantised(nodes.should_free_input)}
     utils = module("transformer.moe.moe_utils")
     yield utils, {"te_general_gemm": _general_gemm if _settings.routers_of_te else None}
-    yield utils, {k: v for k, v in permutation.REPLACEMENTS.items() if hasattr(utils, k)}
+    yield utils, {k: v for k, v in expert_rows.PERMUTATION.items() if hasattr(utils, k)}
     language = module("models.common.language_module.language_module")
     yield language, {"te_parallel_cross_entropy": _loss}
     # It would set variables of the environment, for Transformer Engine.

@@ -208,9 +208,14 @@ def _record(seen: Sequence[tuple[Microbatch, ChoiceRecord]]) -> ChoiceRecord:
         line(lambda record: record.backward_ms),
     )
     if all(record.kept_gradient_bytes is not None for _, record in seen):
-        lines = replace(lines, kept_level_bytes=line(_kept_level))
+        lines = replace(
+            lines,
+            kept_level_bytes=line(
+                lambda record: (
+                    record.held_bytes
+                    + record.backward_transient_bytes
+                    + (record.kept_gradient_bytes or 0)
+                )
+            ),
+        )
     return replace(seen[-1][1], lines=lines)
-
-
-def _kept_level(record: ChoiceRecord) -> float:
-    return record.held_bytes + record.backward_transient_bytes + (record.kept_gradient_bytes or 0)

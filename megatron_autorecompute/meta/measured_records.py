@@ -51,7 +51,8 @@ def with_measured(profile: Profile, measured: Profile) -> Profile:
             f"--measured: the measured profile is of other layers than {profile.model.name}: "
             f"{'; '.join(differing)}. Measure at the job's own shapes, or leave --measured out."
         )
-    pairs = [(kind, _named(kinds, kind.name)) for kind in profile.kinds]
+    named = {kind.name: kind for kind in kinds}
+    pairs = [(kind, named.get(kind.name)) for kind in profile.kinds]
     common = [pair for kind, other in pairs if other for pair in _common(kind, other)]
     if not common:
         raise OptionError(
@@ -110,10 +111,6 @@ def _facts(profile: Profile) -> dict[str, Any]:
     found = {name: config.get(name) for name in LAYER_FIELDS}
     fields = {n: list(v) if isinstance(v, tuple) else v for n, v in found.items()}  # as in JSON
     return {**asdict(profile.parallelism), **fields, "8 or 4 bit": narrow}
-
-
-def _named(kinds: Sequence[LayerKind], name: str) -> LayerKind | None:
-    return next((kind for kind in kinds if kind.name == name), None)
 
 
 def _measured_record(kind: LayerKind | None, choice: str) -> ChoiceRecord | None:

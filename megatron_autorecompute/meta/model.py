@@ -25,7 +25,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import layer_modules, layer_parts, stage_layout
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
-from megatron_autorecompute.meta import hybrid, hybrid_ep, job_checks, kernels, without_cuda
+from megatron_autorecompute.meta import expert_rows, hybrid, job_checks, kernels, without_cuda
 from megatron_autorecompute.meta.adapters import add_adapters, has_adapters
 from megatron_autorecompute.meta.graph_scope import FIELDS
 from megatron_autorecompute.meta.hybrid import build_hybrid
@@ -58,7 +58,7 @@ LEFT_OUT = {
     # TE's kernel writes q, k and v apart, as rotating q and k and copying v does, and saves nothing
     # (pytorch/attention/rope.py `FusedQKVRoPEFunc`).
     "fused_single_qkv_rope": False,
-    # HybridEP's room and the pages of what is kept of it are in the stand-ins (`hybrid_ep.Rows`).
+    # HybridEP's room and the pages of what is kept of it are in the stand-ins (`expert_rows.Rows`).
     **{name: None for name in (CAPACITY, *STASH_FIELDS)},
     # Megatron asks for fp8 beside these. The first pads each expert's tokens to a multiple of 16 to
     # 256, which even routing mostly has, and HybridEP's stand-in counts; of the second, copies of
@@ -160,7 +160,7 @@ def meta_megatron(job: Job) -> Iterator[None]:
         softmax_in_place=not job.has_te(2, 19),
         weight_copy_bytes=2 * COPY_BYTES[job.precision] if job.copies_weights else 0,
         compiles=job.torch_compile,
-        rows=hybrid_ep.rows(job),
+        rows=expert_rows.rows(job),
     )
     # Without them Megatron warns, under sequence parallelism and (0.19) where it reads a layout's
     # text; nothing runs on a device or beside other ranks here.

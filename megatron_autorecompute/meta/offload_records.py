@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.compat import model_layers, rules
+from megatron_autorecompute.compat.offload_groups import Method
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import offloading
 from megatron_autorecompute.meta.job import Job
@@ -67,14 +68,19 @@ class MetaOffloadCounter(OffloadCounter):
         with stand_ins, super().watching():
             yield self
 
-    def methods(self) -> dict[str, Callable[..., Any]]:
-        """What runs in place of `ChunkOffloadHandler`'s methods."""
-        reload = {"reload": lambda _, state: offloading.back(state)}
-        return {**super().methods(), "offload": self._counted, **reload}
+    def methods(self) -> dict[str, Callable[[Method], Method]]:
+        """As `OffloadCounter` has them, without copies."""
+        return {**super().methods(), "offload": self._left, "reload": self._back}
 
-    def _counted(self, source: torch.Tensor, **_: Any) -> offloading.State:
-        self.note(source)
-        return offloading.left(source)
+    def _left(self, _: Method) -> Method:
+        def offload(_: Any, source: torch.Tensor, **named: Any) -> offloading.State:
+            self.note(source)
+            return offloading.left(source)
+
+        return offload
+
+    def _back(self, _: Method) -> Method:
+        return lambda _, state: offloading.back(state)
 
 
 LEAST_ELEMENTS = 256 << 10

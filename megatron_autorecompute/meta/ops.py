@@ -73,13 +73,9 @@ _OUT = {
 general_gemm = _define(
     "general_gemm(Tensor a, Tensor b, ScalarType out, str layout) -> Tensor",
     lambda a, b, out, layout: a.new_empty(_OUT[layout](a, b), dtype=out),
-    lambda a, b, out, layout: 2 * a.numel() * b.numel() // _inner(a, b, layout),
+    lambda a, b, out, layout: 2 * a.numel() * b.numel() // b.shape[layout != "NT"],
 )
 """A product of bf16 or fp32 with a result of another type, without copies in it."""
-
-
-def _inner(a: torch.Tensor, b: torch.Tensor, layout: str) -> int:
-    return b.shape[0] if layout == "NT" else b.shape[1]
 
 
 quantize = _define(

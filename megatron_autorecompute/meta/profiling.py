@@ -19,9 +19,8 @@ import torch
 
 from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import OptionError, ProfileError
-from megatron_autorecompute.meta import hybrid_ep, kernels
+from megatron_autorecompute.meta import expert_rows, kernels
 from megatron_autorecompute.meta.attention import with_backend
-from megatron_autorecompute.meta.collective_times import Spread
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.dispatchers import KeptBeside, counted_once, kept_beside
 from megatron_autorecompute.meta.graph_layers import with_graphs, without_refused
@@ -51,7 +50,7 @@ from megatron_autorecompute.meta.offload_records import (
 )
 from megatron_autorecompute.meta.outside_torch import dispatcher
 from megatron_autorecompute.meta.resolved import Resolved
-from megatron_autorecompute.meta.roofline import Roofline, Traffic
+from megatron_autorecompute.meta.roofline import Roofline, Spread, Traffic
 from megatron_autorecompute.meta.shared_buffers import (
     deferred_output_layer,
     graph_inputs,
@@ -164,7 +163,7 @@ def profile_job(
         head=_with_mask(job, whole.head),
         final_norm=whole.final_norm and _with_mask(job, whole.final_norm),
         boundary_bytes=decoder.boundary_bytes,
-        stages=_stages(job, counted),
+        stages=tuple(counted.stage(*parts) for parts in _parts_of_stages(job)),
         step_end_ms=alone_ms
         + longest_end_ms(job, device, efficiency, _parameters(job, counted), kinds),
         embedding_static=counted.embedding,
@@ -227,7 +226,7 @@ def traffic(job: Job) -> Traffic:
         userbuffers=job.resolved.tp_comm_overlap,
         expert_alltoall=job.resolved.overlap_moe_expert_parallel_comm,
         spread=_spread(job.resolved) if dispatcher(job) not in ("alltoall", "allgather") else None,
-        used=hybrid_ep.rows(job).used,
+        used=expert_rows.rows(job).used,
     )
 
 
@@ -602,10 +601,6 @@ def _counted(parameter: torch.Tensor, rows: Sequence[int] | None) -> Parameters:
     return Parameters(dense=count, dense_matrices=matrices, dense_muon=muon)
 
 
-def _stages(job: Job, counted: _Counted) -> tuple[StageRecord, ...]:
-    return tuple(counted.stage(*parts) for parts in _parts_of_stages(job))
-
-
 def _parts_of_stages(job: Job) -> Iterator[tuple[tuple[int, ...], bool, bool]]:
     """Of every stage: its layers, and whether it has the embedding and the head."""
     for chunks in job.layout().stages:
@@ -788,7 +783,7 @@ def _assumed_of_dispatch(job: Job) -> str:
         return "tokens are gathered (allgather)"
     if name != "hybridep":
         return "the dispatcher is alltoall without DeepEP's buffers"
-    of = hybrid_ep.rows(job)
+    of = expert_rows.rows(job)
     room = "" if of.capacity is None else f", room for {of.capacity:g} times that"
     pages = "" if of.stashed is None else f", kept in pages for {of.stashed / of.used:g} times that"
     return f"the dispatcher is HybridEP{room}{pages}"

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_autorecompute.meta.collective_times import Links
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.muon import Orthogonalized, muon_ms
+from megatron_autorecompute.meta.roofline import Links
 from megatron_autorecompute.meta.static_bytes import Parameters, expert_data_parallel
 
 ADAM_BYTES = 42

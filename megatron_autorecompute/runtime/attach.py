@@ -31,7 +31,7 @@ from megatron_autorecompute.runtime.auto_options import ALL_CHOICES, AutoOptions
 from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.controller import Auto
 from megatron_autorecompute.runtime.job_facts import FixedCalls, JobFacts, Program
-from megatron_autorecompute.runtime.ranks import all_gather
+from megatron_autorecompute.runtime.ranks import all_gather, is_first_rank
 
 ALONE_S = 30.0
 """Seconds after which a rank says that it waits for others; it goes on waiting."""
@@ -120,7 +120,7 @@ def attach(
     job = JobFacts(
         parallelism=_parallelism(config, program),
         num_microbatches=num_microbatches,
-        say=lambda text: say(text) if _is_first_rank() else None,
+        say=lambda text: say(text) if is_first_rank() else None,
         timers=program.timers,
         shapes=program.shapes,
         writers=program.writers,
@@ -257,10 +257,6 @@ def _fewest_microbatches(config: Any, num_chunks: int) -> int:
     stages = parallel.pipeline_size()
     group = config.microbatch_group_size_per_vp_stage if num_chunks > 1 else None
     return max(stages, group or 0)
-
-
-def _is_first_rank() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 # --- recompute that a config sets -----------------------------------------------------------------

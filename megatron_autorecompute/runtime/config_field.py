@@ -301,7 +301,7 @@ def applying_init(original: Callable[..., None]) -> Callable[..., None]:
         value = getattr(self.config, POLICY_FIELD, None)
         if value is None or model_layers.is_inside_depth(self):
             return
-        if value == "auto" and not _auto_is_claimed():
+        if value == "auto" and not _claims:
             raise ApplyError(
                 "recompute_policy='auto', but nothing in this program measures and decides: start "
                 "it with python -m megatron_autorecompute.pretrain (Megatron Bridge: "
@@ -364,7 +364,3 @@ def claim_auto(by: str) -> None:
 def release_auto(by: str) -> None:
     """Withdraw a claim."""
     _claims.remove(by)
-
-
-def _auto_is_claimed() -> bool:
-    return bool(_claims)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import statistics
 from collections.abc import Callable, Iterator
@@ -10,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
 
-from megatron_autorecompute.patched import patched
+from megatron_autorecompute.compat import offload_groups
 from megatron_autorecompute.profile import HostLink
 from megatron_autorecompute.runtime.host_memory import free_bytes
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, Clock
@@ -55,17 +55,14 @@ class CopyWatch:
     def watching(self) -> Iterator[None]:
         """Surround a step."""
         self.waits = []
-        handler: Any = megatron_offload.ChunkOffloadHandler
-        methods = {
-            "offload": self._counted(handler.offload),
-            "reload": self._reloaded(handler.reload),
-            "bulk_offload_group": self._timed(handler.bulk_offload_group, self.out, "d2h_stream"),
-            "bulk_reload_group": self._timed(handler.bulk_reload_group, self.back, "h2d_stream"),
-            "on_group_commit_backward": self._waited(handler.on_group_commit_backward),
+        methods: dict[str, Callable[..., Any]] = {
+            "offload": self._counted,
+            "reload": self._reloaded,
+            "bulk_offload_group": functools.partial(self._timed, self.out, "d2h_stream"),
+            "bulk_reload_group": functools.partial(self._timed, self.back, "h2d_stream"),
+            "on_group_commit_backward": self._waited,
         }
-        with contextlib.ExitStack() as undo:
-            for name, method in methods.items():
-                undo.enter_context(patched(handler, name, method))
+        with offload_groups.watched(methods):
             yield
         if not any(self._first):
             self._first = len(self.out), len(self.back)
@@ -114,7 +111,7 @@ class CopyWatch:
         return reload
 
     def _timed(
-        self, usual: Callable[..., None], copies: list[_Timed], stream: str
+        self, copies: list[_Timed], stream: str, usual: Callable[..., None]
     ) -> Callable[..., None]:
         def bulk(chunk: Any, *args: Any) -> None:
             self._bytes, self._in_bulk = 0, True

@@ -19,11 +19,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-import megatron.core
 import torch
 
 from megatron_autorecompute import __version__
-from megatron_autorecompute.compat import layer_kinds, model_layers, untyped
+from megatron_autorecompute.compat import layer_kinds, model_layers, untyped, versions
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.runtime.ranks import all_gather
 
@@ -96,7 +95,7 @@ def fingerprint(
         "layers": _layers(layout),
         "world_size": str(len(all_gather(None))),
         "torch": str(torch.__version__),
-        "megatron-core": megatron.core.__version__,
+        "megatron-core": str(versions.installed()),
         "megatron-autorecompute": __version__,
         "python": platform.python_version(),
         **kernels(),
@@ -108,7 +107,11 @@ def fingerprint(
 
 def kernels() -> dict[str, str]:
     """Versions of the loaded packages whose kernels a step may run, by name."""
-    return {name: _version(module) for name, module in KERNELS.items() if module in sys.modules}
+    return {
+        name: str(getattr(sys.modules[module], "__version__", "unknown"))
+        for name, module in KERNELS.items()
+        if module in sys.modules
+    }
 
 
 def _merged(by_rank: Iterable[Mapping[str, str]]) -> dict[str, str]:
@@ -225,7 +228,3 @@ def _layers(layout: Layout) -> str:
 def _chunk(chunk: Chunk) -> str:
     layers = f"{chunk.layers[0]}-{chunk.layers[-1]}" if chunk.layers else "-"
     return f"{'E' * chunk.embedding}{layers}{'L' * chunk.head}"
-
-
-def _version(module: str) -> str:
-    return str(getattr(sys.modules[module], "__version__", "unknown"))

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
 
-from megatron_autorecompute.compat import model_layers, offload_modules
+from megatron_autorecompute.compat import model_layers, offload_groups, offload_modules
+from megatron_autorecompute.compat.offload_groups import Method
 from megatron_autorecompute.compat.untyped import Layer
-from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import ChoiceRecord, OffloadGroup
 from megatron_autorecompute.runtime.probe import Clock, is_recomputing
@@ -200,14 +199,11 @@ class OffloadCounter:
         """Count in this block, in Megatron's code as it is but for prefetches, and for the table
         that ends its warm-up."""
         with contextlib.ExitStack() as undo:
-            # The table is gathered from all ranks, also from those that have nothing to offload.
-            table = patched(megatron_offload, "print_offload_summary_table", lambda _: None)
-            undo.enter_context(table)
+            undo.enter_context(offload_groups.without_table())
             if not self.is_needed:
                 yield self
                 return
-            for name, method in self.methods().items():
-                undo.enter_context(patched(megatron_offload.ChunkOffloadHandler, name, method))
+            undo.enter_context(offload_groups.watched(self.methods()))
             for layer, index in self._pairs:
                 for hook in self._hooks(layer, index):
                     undo.callback(hook.remove)
@@ -285,21 +281,21 @@ class OffloadCounter:
 
     # --------------------------------------------------------------- in place of Megatron's methods
 
-    def methods(self) -> dict[str, Callable[..., Any]]:
-        """What runs in place of `ChunkOffloadHandler`'s methods."""
-        usual: Any = megatron_offload.ChunkOffloadHandler
+    def methods(self) -> dict[str, Callable[[Method], Method]]:
+        """By the names of Megatron's methods, what makes those that run in place of them."""
         return {
-            "offload": self._copy_out(usual.offload),
-            "on_group_start_forward": self._start_forward(usual.on_group_start_forward),
-            "on_group_commit_forward": self._commit_forward(usual.on_group_commit_forward),
-            "on_group_commit_backward": self._commit_backward(usual.on_group_commit_backward),
-            "on_group_start_backward": self._start_backward(usual.on_group_start_backward),
-            "bulk_reload": lambda chunk: (
-                chunk.bulk_reload_group() if self._is_here(chunk) else None
-            ),
+            "offload": self._copy_out,
+            "on_group_start_forward": self._start_forward,
+            "on_group_commit_forward": self._commit_forward,
+            "on_group_commit_backward": self._commit_backward,
+            "on_group_start_backward": self._start_backward,
+            "bulk_reload": self._reload,
         }
 
-    def _copy_out(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+    def _reload(self, _: Method) -> Method:
+        return lambda chunk: chunk.bulk_reload_group() if self._is_here(chunk) else None
+
+    def _copy_out(self, usual: Method) -> Method:
         def offload(chunk: Any, source: torch.Tensor, *args: Any, **named: Any) -> Any:
             self.note(source)
             return usual(chunk, source, *args, **named)
@@ -312,7 +308,7 @@ class OffloadCounter:
         size_bytes = source.numel() * source.element_size()
         self._copies.append(_Copy(weakref.ref(storage), storage.nbytes(), size_bytes))
 
-    def _start_forward(self, usual: Callable[..., None]) -> Callable[..., None]:
+    def _start_forward(self, usual: Method) -> Method:
         def on_group_start_forward(chunk: Any, name: str) -> None:
             usual(chunk, name)
             if self._forward is not None:
@@ -320,9 +316,9 @@ class OffloadCounter:
 
         return on_group_start_forward
 
-    def _commit_forward(self, usual: Callable[..., None]) -> Callable[..., None]:
+    def _commit_forward(self, usual: Method) -> Method:
         def on_group_commit_forward(chunk: Any, *args: Any) -> None:
-            group = chunk._groups_to_offload[-1]
+            group, name = offload_groups.leaving(chunk)
             run = self._run_of.get(id(group))
             self._copies, now = [], self._clock.now()
             committed = None if run is None else run.forward.at(now)
@@ -332,11 +328,11 @@ class OffloadCounter:
                 storage = copy.storage()
                 copy.freed = storage is not None and storage.nbytes() == 0
             if run is not None and committed is not None:
-                run.groups.append(_Group(group._name, self._copies, committed))
+                run.groups.append(_Group(name, self._copies, committed))
 
         return on_group_commit_forward
 
-    def _commit_backward(self, usual: Callable[..., None]) -> Callable[..., None]:
+    def _commit_backward(self, usual: Method) -> Method:
         def on_group_commit_backward(chunk: Any, name: str) -> None:
             run = self._backward
             assert run is not None
@@ -351,7 +347,7 @@ class OffloadCounter:
 
         return on_group_commit_backward
 
-    def _start_backward(self, usual: Callable[..., None]) -> Callable[..., None]:
+    def _start_backward(self, usual: Method) -> Method:
         def on_group_start_backward(chunk: Any) -> None:
             group = self._open.pop()
             group.done = self._in_backward()
@@ -366,5 +362,5 @@ class OffloadCounter:
 
     def _is_here(self, chunk: Any) -> bool:
         """Whether the group that would come back next is of the layer whose backward runs."""
-        waiting = chunk._groups_to_reload
-        return bool(waiting) and self._run_of.get(id(waiting[-1])) is self._backward
+        group = offload_groups.coming_back(chunk)
+        return group is not None and self._run_of.get(id(group)) is self._backward

@@ -10,12 +10,10 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
-
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import AutorecomputeError, ProfileError
 from megatron_autorecompute.planner.plan import Plan, changes
-from megatron_autorecompute.runtime.ranks import on_rank_0
+from megatron_autorecompute.runtime.ranks import is_first_rank, on_rank_0
 
 STEPS_BETWEEN_TRIES = 100
 """Steps after which writing a plan is tried again; it is also tried at the job's end."""
@@ -80,7 +78,7 @@ class PlanStore:
     def save(self, plan: Plan) -> None:
         """Write the plan for the next start, on rank 0."""
         self.plan = plan
-        if self.path is None or not _is_first_rank():
+        if self.path is None or not is_first_rank():
             return
         failed_before, error = self._unwritten is not None, _written(plan, self.path)
         if error is None:
@@ -163,10 +161,6 @@ def _fingerprint_in(text: str) -> dict[str, str] | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return {name: str(found[name]) for name in found} if isinstance(found, dict) else None
-
-
-def _is_first_rank() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def _check_writable(path: Path) -> None:

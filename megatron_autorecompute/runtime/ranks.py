@@ -31,12 +31,17 @@ def all_reduce_max(*mine: int) -> list[int]:
     return [int(one) for one in said.tolist()]
 
 
+def is_first_rank() -> bool:
+    """Whether this is rank 0, or the only one."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
 def on_rank_0(work: Callable[[], Value]) -> Value:
     """Do something on rank 0 and give its result, or the error it raised on purpose, to all."""
     if not torch.distributed.is_initialized():
         return work()
     outcome: list[Any] = [None]
-    if torch.distributed.get_rank() == 0:
+    if is_first_rank():
         try:
             outcome = [work()]
         except AutorecomputeError as error:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_autorecompute.meta.devices import device
-from megatron_autorecompute.meta.hybrid_ep import Rows
+from megatron_autorecompute.meta.expert_rows import Rows
 from megatron_autorecompute.meta.profiling import profile_job
 from tests.meta.test_ep_overlap import FIELDS, HYBRID_EP, OVERLAP
 from tests.meta.test_no_device import H100, HIDDEN, MOE, SEQUENCE, job

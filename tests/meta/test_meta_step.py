@@ -116,15 +116,12 @@ def both(fresh_process, kind: str, fields: dict, policy: str | None = None):
 
 
 ONE_VERSION = pytest.mark.any_version
-MIXED = "none,full/2*2,selective[core_attn],full/3*3,none"
+MIXED = "none,full/2*2,selective[core_attn],full/3*3,selective[core_attn+layernorm+mlp]"
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "policy"),
     [
-        pytest.param(
-            "dense", PP2, "full*4,selective[core_attn+layernorm+mlp]*4", marks=ONE_VERSION
-        ),
         ("dense", PP2, MIXED),
         pytest.param(
             "dense", {**PP2, "deallocate_pipeline_outputs": False}, MIXED, marks=ONE_VERSION
@@ -225,7 +222,6 @@ def large_stage(stage: int, chunks: int | None, text: str) -> StageStep:
     ("stage", "chunks", "policy", "expected"),
     [
         (0, None, "none*80", 8),  # microbatches in flight under 1F1B: p - stage
-        (3, None, "none*80", 5),
         (7, None, "none*80", 1),
         (0, 5, "none*80", (2 * 7 + 4 * 8 + 1) * 2 / 10),  # interleaved: chunks of 2 layers
         (0, None, "full*80", (8 * 10 * 2 / 114 + 1) / 10),  # inputs, and one layer recomputed

@@ -31,11 +31,13 @@ pytestmark = pytest.mark.any_version
 BY_NAME = {case.name: case for case in CASES}
 
 
-def with_half_of_the_layers(name):
-    """A case; without chunks also with no more microbatches than it takes to fill and go on."""
+def with_fewer_layers(name):
+    """A case with half of its layers; without chunks with a quarter, and no more microbatches than
+    it takes to fill and go on."""
     case = BY_NAME[name]
-    microbatches = case.num_microbatches if case.vp else case.pp + 1
-    return replace(case, num_layers=case.num_layers // 2, num_microbatches=microbatches)
+    if case.vp:
+        return replace(case, num_layers=case.num_layers // 2)
+    return replace(case, num_layers=case.num_layers // 4, num_microbatches=case.pp + 1)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def out_of_bounds(points):
 
 @pytest.mark.parametrize("name", ["llama 7b, v=2", "gpt 22b"])
 def test_predicted_peaks_are_those_of_megatrons_schedule(fresh_process, name):
-    case = with_half_of_the_layers(name)
+    case = with_fewer_layers(name)
     assert out_of_bounds(fresh_process(case_points, case, stages_of(case), 1)) == []
 
 
@@ -63,7 +65,7 @@ def test_predicted_peaks_hold_on_sixteen_interleaved_stages(fresh_process, name)
 
 @pytest.mark.parametrize(("name", "stages"), [("mixtral, v=2", (0, 3)), ("qwen3 30b-a3b", (0,))])
 def test_predicted_peaks_of_moe_layers_are_those_of_megatrons_schedule(fresh_process, name, stages):
-    case = with_half_of_the_layers(name)
+    case = with_fewer_layers(name)
     assert out_of_bounds(fresh_process(case_points, case, stages, 1)) == []
 
 

@@ -8,16 +8,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_autorecompute.meta import ops
-from megatron_autorecompute.meta.collective_times import ALLTOALL, Links, Spread, share_with_copies
 from megatron_autorecompute.meta.devices import Efficiency, device
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.muon import iteration_flops, orthogonalized
 from megatron_autorecompute.meta.profiling import counted_weights, profile_job, traffic
 from megatron_autorecompute.meta.roofline import (
+    ALLTOALL,
     TAKEN_BY_NCCL,
     Communication,
+    Links,
     Roofline,
+    Spread,
     Traffic,
+    share_with_copies,
 )
 from megatron_autorecompute.meta.static_bytes import Parameters
 from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
