@@ -10,7 +10,7 @@ from megatron_autorecompute.errors import InfeasibleError, PolicyError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.two_clocks import mixed
-from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.plan import Plan, make_plan, plan_early_if_it_pays
 from megatron_autorecompute.planner.search.ahead import begun_early
 from megatron_autorecompute.planner.search.manual import fits
 from megatron_autorecompute.planner.search.problem import Problem
@@ -154,6 +154,18 @@ def _launched(rng, kind):
     hosts = [HostTimes(share * none.forward_ms, share * (none.backward_ms + m)) for m in more]
     both = zip(kind.choices, hosts, strict=True)
     return replace(kind, choices=tuple(replace(r, host=host) for r, host in both))
+
+
+@pytest.mark.parametrize(("spread_ms", "is_sure"), [(0.0, True), (0.1, True), (10.0, False)])
+def test_auto_lets_recompute_begin_early_where_that_pays_more_than_times_err(spread_ms, is_sure):
+    choices = (replace(choice, spread_ms=spread_ms) for choice in (NONE, FULL))
+    profile = uniform_profile(LAYERS, *choices, boundary_bytes=4)
+    tight = max(choice.peak_bytes for choice in problem_of(1 << 40).stages.leanest) + 100
+    problem = Problem(profile, Layout.from_flags(LAYERS, 4), Schedule(4, 1, 8), tight)
+    plan = plan_early_if_it_pays(problem)
+    assert plan.policy.is_ahead == is_sure
+    if plan.step_interval is not None and is_sure:
+        assert plan.step_interval.high_ms < make_plan(problem).cost.step_ms
 
 
 def test_a_plan_file_keeps_what_begins_early(tmp_path):
