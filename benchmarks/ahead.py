@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_autorecompute.cli.estimate import default_budget_bytes
@@ -41,18 +42,19 @@ from scripts.tables import markdown
 from testing.ranks import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "ahead.md"
-CASES: tuple[tuple[int, int | None, int], ...]
-CASES = ((2, None, 4), (4, None, 8), (4, None, 16), (8, None, 8), (8, None, 16))
-CASES += ((2, 2, 4), (4, 2, 8))
-"""Stages, chunks of a stage (None: one), microbatches."""
-LAYER_MS = 40.0
+CASES: tuple[tuple[int, int | None, int, int], ...]
+CASES = ((2, None, 4, 1), (4, None, 8, 1), (4, None, 16, 1), (8, None, 8, 1), (8, None, 16, 1))
+CASES += ((2, 2, 4, 1), (4, 2, 8, 1), (8, 2, 8, 1), (2, None, 4, 2), (4, None, 8, 2), (4, 2, 8, 2))
+"""Stages, chunks of a stage (None: one), microbatches, how many times slower the first stage is:
+for a slow one most gradients are there before it would wait."""
+LAYER_MS = 100.0
 LAYERS = 2
 """Of a stage."""
-REPEATS = 4
+REPEATS = 3
 WIDTH, TOKENS, VOCABULARY = 16, 8, 32
 CPU = torch.device("cpu")
-HEADER = ("stages", "chunks", "microbatches", "`full` ms", "`full+ahead` ms", "saved", "predicted")
-HEADER += ("saved / predicted",)
+HEADER = ("stages", "chunks", "microbatches", "first stage", "`full` ms", "`full+ahead` ms")
+HEADER += ("saved", "predicted", "saved / predicted")
 PLANNED, GPU = ("llama3-70b", "llama31-405b", "deepseek-v3"), "h100-80gb"
 BUDGETS_GIB = (34, 36, 40, 44)
 PLAN_HEADER = ("profile", "stages", "chunks", "microbatches", "budget GiB", "step ms", "ahead ms")
@@ -62,7 +64,8 @@ ABOUT = f"""# Recompute that begins in waits
 Written by `python -m benchmarks.ahead`.
 
 Real pipelines: {LAYERS} layers a stage, each {LAYER_MS:.0f} ms of sleep in a forward and twice that
-in a backward; the shortest of {REPEATS} steps. Predicted: what the replay says is saved.
+in a backward, on the first stage that many times longer; the shortest of {REPEATS} steps.
+Predicted: what the replay says is saved.
 
 {{}}
 Plans in the model, without and with `--choices ahead`:
@@ -111,12 +114,12 @@ def _shape(num_microbatches: int) -> StepShape:
     return StepShape(TOKENS, 1, num_microbatches, VOCABULARY)
 
 
-def _slow(layer: Any) -> None:
+def _slow(layer: Any, ms: float) -> None:
     forward = layer.forward
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         hidden, context = forward(*args, **kwargs)
-        return _Sleep.apply(hidden, LAYER_MS / 1e3), context
+        return _Sleep.apply(hidden, ms / 1e3), context
 
     layer.forward = slow
 
@@ -131,7 +134,7 @@ def _step_ms(models: list[Any], num_microbatches: int) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def measured(pp: int, vpp: int | None, num_microbatches: int) -> list[float]:
+def measured(pp: int, vpp: int | None, num_microbatches: int, first: int) -> list[float]:
     """Of this rank: the shortest step with `full` and with `full+ahead`, ms."""
     warnings.simplefilter("ignore")
     from megatron_autorecompute.runtime.apply import apply
@@ -139,7 +142,7 @@ def measured(pp: int, vpp: int | None, num_microbatches: int) -> list[float]:
     models = _chunks(pp, vpp)
     for model in models:
         for layer in model.decoder.layers:
-            _slow(layer)
+            _slow(layer, LAYER_MS * (1 if torch.distributed.get_rank() else first))
     texts = ("full", "full+ahead")
     found: dict[str, list[float]] = {text: [] for text in texts}
     with apply("full", models) as applied:
@@ -150,23 +153,25 @@ def measured(pp: int, vpp: int | None, num_microbatches: int) -> list[float]:
     return [min(found[text]) for text in texts]
 
 
-def predicted_ms(pp: int, vpp: int | None, num_microbatches: int) -> float:
+def predicted_ms(pp: int, vpp: int | None, num_microbatches: int, first: int) -> float:
     """What the replay says is saved."""
     v = vpp or 1
     schedule, own = Schedule(pp, v, num_microbatches), LAYER_MS * LAYERS / v
-    forward, backward = [[own] * v] * pp, [[3 * own] * v] * pp
-    ahead = [*[[own] * v] * (pp - 1), [*[own] * (v - 1), 0.0]]
+    times = np.array([first, *[1] * (pp - 1)])[:, None] * np.full(v, own)
+    forward, backward, ahead = times, 3 * times, times.copy()
+    ahead[-1, -1] = 0
     plain = replay_ms(schedule, forward, backward)
     return plain - replay_ms(schedule, forward, backward, ahead)
 
 
 def pipelines() -> Iterator[tuple[Any, ...]]:
     """The rows of the first table."""
-    for pp, vpp, m in CASES:
-        plain, early = run_ranks(measured, pp, pp, vpp, m, timeout_s=600)[0]
-        saved, said = plain - early, predicted_ms(pp, vpp, m)
+    for pp, vpp, m, first in CASES:
+        plain, early = run_ranks(measured, pp, pp, vpp, m, first, timeout_s=600)[0]
+        saved, said = plain - early, predicted_ms(pp, vpp, m, first)
         times = (f"{ms:.0f}" for ms in (plain, early, saved, said))
-        yield (pp, vpp or 1, m, *times, f"{saved / said:.2f}")
+        share = f"{saved / said:.2f}" if said else "-"
+        yield (pp, vpp or 1, m, f"x{first}", *times, share)
 
 
 def plans() -> Iterator[tuple[Any, ...]]:

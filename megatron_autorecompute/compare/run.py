@@ -52,6 +52,7 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.stage_problem import EARLY
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import with_missed_bytes
 from megatron_autorecompute.report.data import report_data
@@ -530,11 +531,17 @@ class Contest:
         begin = time.perf_counter()
         profile, budget_bytes = self._profile(), self.comparison.budget_bytes or 0
         for _ in range(CORRECTIONS):
-            result, predicted = self._planned(profile)
+            plan = self._plan(profile)
+            self.tell(plan)
+            result = self._of_plan("ours", plan)
             if max(result.peak_bytes) <= budget_bytes:
                 break
-            profile = with_missed_bytes(profile, predicted, result.peak_bytes)
+            profile = with_missed_bytes(profile, result.predicted_peak_bytes, result.peak_bytes)
         self._note(replace(result, search_s=time.perf_counter() - begin))
+        if self.settings.shape.pipeline_stages > 1:
+            early = self._plan(profile, (EARLY,))
+            if early.policy.is_ahead:  # else it is the same plan
+                self._note(self._of_plan("ours, recompute ahead", early))
 
     def _profile(self) -> Any:
         """A profile with every choice measured; bytes and times are read in separate steps."""
@@ -571,24 +578,23 @@ class Contest:
                 fingerprint=self.comparison.machine,
             )
 
-    def _planned(self, profile: Any) -> tuple[StrategyResult, tuple[int, ...]]:
-        """The best plan for this profile, run, and its measured peaks."""
+    def _plan(self, profile: Any, allowed: Sequence[str] | None = None) -> Plan:
+        """The best plan for this profile."""
         from megatron_autorecompute.compat import stage_layout
         from megatron_autorecompute.runtime.ranks import on_rank_0
 
         shape = self.settings.shape
         layout = stage_layout.pipeline_layout(self.job.config)
         schedule = Schedule(shape.pipeline_stages, 1, shape.num_microbatches)
-        plan = on_rank_0(
-            lambda: make_plan(Problem(profile, layout, schedule, self.comparison.budget_bytes or 0))
-        )
-        self.tell(plan)
-        result = self._measured("ours", "ours", plan.policy.format())
+        budget = self.comparison.budget_bytes or 0
+        problem = Problem(profile, layout, schedule, budget, allowed=allowed)
+        return on_rank_0(lambda: make_plan(problem))
+
+    def _of_plan(self, name: str, plan: Plan) -> StrategyResult:
+        """A plan with its measured peak on every stage."""
         predicted = tuple(stage.peak.bytes for stage in plan.cost.stages)
-        return (
-            replace(result, predicted_peak_bytes=predicted, predicted_step_ms=plan.cost.step_ms),
-            predicted,
-        )
+        result = self._measured(name, "ours", plan.policy.format())
+        return replace(result, predicted_peak_bytes=predicted, predicted_step_ms=plan.cost.step_ms)
 
     def rounds(self) -> None:
         """Time all rows of the table in turn, so that a slow moment of the machine hits all."""

@@ -37,6 +37,7 @@ from megatron_autorecompute.planner.search.solution import (
     StepEvidence,
 )
 from megatron_autorecompute.planner.search.solve import solve
+from megatron_autorecompute.planner.search.stage_problem import EARLY
 from megatron_autorecompute.planner.search.within_errors import simpler_within_errors
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Bytes, Choice, Profile, Version
@@ -258,6 +259,18 @@ def make_plan(
         megatron_flags=dict(megatron_flags or {}),
         notes=(*notes, *gave_way, *gains),
     )
+
+
+def plan_early_if_it_pays(problem: Problem, notes: Sequence[str] = ()) -> Plan:
+    """A plan in which layers recompute ahead, if even the slow end of its interval is shorter than
+    the step of the plan without. Raises: as `solve`."""
+    plan = make_plan(problem, notes=notes)
+    if problem.layout.num_stages == 1:
+        return plan
+    early = make_plan(replace(problem, allowed=(EARLY,)), notes=notes)
+    interval = early.step_interval
+    slow_ms = early.cost.step_ms if interval is None else interval.high_ms
+    return early if early.policy.is_ahead and slow_ms < plan.cost.step_ms else plan
 
 
 def curve_point(point: ParetoPoint) -> CurvePoint:

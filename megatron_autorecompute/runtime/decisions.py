@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_autorecompute.compat import rules
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.planner.cost.lengths import profile_at
 from megatron_autorecompute.planner.cost.policy_cost import StageCost
-from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.plan import Plan, make_plan, plan_early_if_it_pays
 from megatron_autorecompute.planner.search.problem import NO_LIMIT, Budget, Problem
 from megatron_autorecompute.planner.search.within_errors import without_gave_way
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile, with_missed_bytes
 from megatron_autorecompute.runtime.auto_options import (
     AutoOptions,
@@ -83,7 +84,11 @@ class Decisions:
         if not self.options.recompute_plan_only:
             budgets = self._at_least_lean(budgets, self.lean_peaks(profile))
         problem = self.problem(profile, budgets)
-        return on_rank_0(lambda: make_plan(problem, notes=notes))
+        return on_rank_0(lambda: self._made(problem, notes))
+
+    def _made(self, problem: Problem, notes: Sequence[str]) -> Plan:
+        can = rules.is_allowed(self.shard.config, LayerPolicy("full", ahead=True))
+        return plan_early_if_it_pays(problem, notes) if can else make_plan(problem, notes=notes)
 
     def _at_least_lean(self, budgets: Sequence[int], lean: Sequence[int]) -> list[int]:
         for stage, (budget, least) in enumerate(zip(budgets, lean, strict=True)):
@@ -348,7 +353,7 @@ class Decisions:
         if len(notes) == len(plan.notes):
             return None
         problem = self.problem(replace(plan.profile, stages=tuple(stages)), plan.budget_bytes)
-        return make_plan(problem, notes=without_gave_way(notes))
+        return self._made(problem, without_gave_way(notes))
 
 
 def _tokens(profile: Profile) -> int:

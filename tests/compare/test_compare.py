@@ -327,6 +327,22 @@ def peak_under(policy, job):
 
 
 @pytest.mark.newest_version
+def test_between_stages_a_row_shows_what_recompute_ahead_changes(forking, tmp_path):
+    sizes = ["--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
+    steps = ["--num-microbatches", "4", "--rounds", "1", "--tries", "1"]
+    stages = ["--pipeline-stages", "2", "--budget-fraction", "0.05"]
+    with forking():
+        assert main([*sizes, *steps, *stages, *flags(4), "--output", str(tmp_path)]) == 0
+    rows = {row.name: row for row in Comparison.load(tmp_path / "comparison.json").rows()}
+    plain, early = rows["ours"], rows["ours, recompute ahead"]
+    assert "+ahead" not in plain.policy
+    assert "+ahead" in early.policy
+    assert early.predicted_step_ms < plain.predicted_step_ms
+    assert len(early.step_ms) == len(plain.step_ms)
+    assert not Plan.load(tmp_path / "plan.json").policy.is_ahead
+
+
+@pytest.mark.newest_version
 @pytest.mark.usefixtures("one_rank")
 def test_out_of_memory_on_one_of_two_stages_says_what_to_give():
     job = small_job()

@@ -63,11 +63,11 @@ class Job:
         """The step that the true times make."""
         stages = self.true.cost(policy).stages
         more = 1 + self.share
-        return replay_ms(
-            self.true.schedule,
-            [[more * ms for ms in stage.forward_ms] for stage in stages],
-            [[more * ms for ms in stage.backward_ms] for stage in stages],
-        )
+        times = [
+            [[more * ms for ms in getattr(stage, name)] for stage in stages]
+            for name in ("forward_ms", "backward_ms", "ahead_ms")
+        ]
+        return replay_ms(self.true.schedule, *times[: 2 + policy.is_ahead])
 
 
 def _with_recompute_of(profile, share):

@@ -1,6 +1,7 @@
 """Which layers recompute ahead: against all that could."""
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -8,12 +9,14 @@ import pytest
 from megatron_autorecompute.errors import InfeasibleError, PolicyError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.cost.two_clocks import mixed
+from megatron_autorecompute.planner.plan import Plan, make_plan, plan_early_if_it_pays
 from megatron_autorecompute.planner.search.ahead import begun_early
 from megatron_autorecompute.planner.search.manual import fits
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import HostTimes
 from megatron_autorecompute.report.timeline import event_peaks, timeline
 from tests.planner.random_profiles import drawn
 from tests.planner.uniform_profiles import FULL, NONE, peak_of, uniform_profile
@@ -122,6 +125,47 @@ def test_nothing_begins_early_unless_it_is_asked_for():
     assert solve(problem_of(tight, allowed=("none", "full", "ahead"))).policy.is_ahead
     with pytest.raises(PolicyError, match="as ahead"):
         solve(problem_of(tight, allowed=("full+ahead",)))
+
+
+def test_with_the_clock_of_the_host_a_step_is_no_shorter_than_by_either_clock():
+    rng, hidden = random.Random(3), 0
+    for problem in small_problems():
+        if not all(kind.record("full") for kind in problem.profile.kinds):
+            continue
+        kinds = tuple(_launched(rng, kind) for kind in problem.profile.kinds)
+        both = replace(problem, profile=replace(problem.profile, kinds=kinds))
+        marked = RecomputePolicy.parse("full+ahead", num_layers=both.profile.num_layers)
+        in_time = RecomputePolicy(tuple(choice.in_time for choice in marked.layers))
+        early, later = both.cost(marked), both.cost(in_time)
+        for share in (0.0, 1.0):
+            alone = replace(both, profile=mixed(both.profile, share))
+            assert alone.cost(marked).step_ms <= early.step_ms * (1 + 1e-12)
+        assert early.step_ms <= later.step_ms * (1 + 1e-12)
+        assert early.ahead_ms == pytest.approx(later.step_ms - early.step_ms, abs=1e-9)
+        hidden += early.is_host_bound and early.ahead_ms > 0
+    assert hidden > 5
+
+
+def _launched(rng, kind):
+    """A kind of layer with times of the host, whose recompute is another share of them."""
+    share, again, none = rng.uniform(0.3, 3), rng.random(), kind.record("none")
+    none_ms = none.forward_ms + none.backward_ms
+    more = [again * (r.forward_ms + r.backward_ms - none_ms) for r in kind.choices]
+    hosts = [HostTimes(share * none.forward_ms, share * (none.backward_ms + m)) for m in more]
+    both = zip(kind.choices, hosts, strict=True)
+    return replace(kind, choices=tuple(replace(r, host=host) for r, host in both))
+
+
+@pytest.mark.parametrize(("spread_ms", "is_sure"), [(0.0, True), (0.1, True), (10.0, False)])
+def test_auto_lets_recompute_begin_early_where_that_pays_more_than_times_err(spread_ms, is_sure):
+    choices = (replace(choice, spread_ms=spread_ms) for choice in (NONE, FULL))
+    profile = uniform_profile(LAYERS, *choices, boundary_bytes=4)
+    tight = max(choice.peak_bytes for choice in problem_of(1 << 40).stages.leanest) + 100
+    problem = Problem(profile, Layout.from_flags(LAYERS, 4), Schedule(4, 1, 8), tight)
+    plan = plan_early_if_it_pays(problem)
+    assert plan.policy.is_ahead == is_sure
+    if plan.step_interval is not None and is_sure:
+        assert plan.step_interval.high_ms < make_plan(problem).cost.step_ms
 
 
 def test_a_plan_file_keeps_what_begins_early(tmp_path):

@@ -52,6 +52,21 @@ def test_intervals_cover_what_they_say_and_who_stays_ahead_is_ahead(recompute, j
     assert (gave_way > 1) == (recompute < 0.1)
 
 
+def test_intervals_of_steps_in_which_recompute_begins_early_cover_as_much():
+    covered, count, saved = 0, 0, 0
+    for seed in range(120):
+        job = Job(seed)
+        kinds, stages = job.true.profile.kinds, job.true.layout.num_stages
+        if stages == 1 or not all(kind.record("none") and kind.record("full") for kind in kinds):
+            continue
+        policy = RecomputePolicy.parse("full+ahead", num_layers=job.true.profile.num_layers)
+        found = StepErrors(job.measured.costs, policy).interval()
+        covered += found.low_ms <= job.true_ms(policy) <= found.high_ms
+        count, saved = count + 1, saved + (job.measured.cost(policy).ahead_ms > 0)
+    assert saved > 20
+    assert covered >= 0.95 * count, (covered, count)
+
+
 def test_an_error_of_a_record_is_shared_by_its_layers_and_errors_of_records_are_not():
     none, full = replace(NONE, spread_ms=2.0), replace(FULL, spread_ms=3.0)
     profile = uniform_profile(4, none, full)

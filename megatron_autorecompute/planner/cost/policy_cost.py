@@ -175,8 +175,11 @@ class PolicyCosts:
         both_ms = self._both_ms(policy, units["nominal"])
         if both_ms is None:
             return cost
-        launch_ms = max(0.0, both_ms - cost.step_ms - cost.ahead_ms)
+        launch_ms = max(0.0, both_ms - cost.step_ms)
         step_ms = cost.step_ms + launch_ms
+        if policy.is_ahead:
+            later_ms = self._both_ms(policy, units["nominal"], begins_early=False) or 0.0
+            cost = replace(cost, ahead_ms=max(0.0, later_ms - step_ms))
         recompute_ms = step_ms - cost.stall_ms - self._plain_both_ms
         return replace(cost, step_ms=step_ms, launch_ms=launch_ms, recompute_ms=recompute_ms)
 
@@ -189,13 +192,20 @@ class PolicyCosts:
             return tuple((times_of(units).plus(self._residual).busy / PS_PER_MS).tolist())
         return two_clocks.met_ms(self.profile, policy, (units, host), self._residual)
 
-    def _both_ms(self, policy: RecomputePolicy, units: StageUnits) -> float | None:
+    def _both_ms(
+        self, policy: RecomputePolicy, units: StageUnits, *, begins_early: bool = True
+    ) -> float | None:
         """The step of both clocks; None where the host's is not known."""
         host = self._on_host(policy)
         if host is None:
             return None
         return two_clocks.step_ms(
-            self.profile, self.schedule, policy, (units, host), self._residual
+            self.profile,
+            self.schedule,
+            policy,
+            (units, host),
+            self._residual,
+            begins_early=begins_early,
         )
 
     @cached_property

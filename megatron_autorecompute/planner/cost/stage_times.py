@@ -43,7 +43,7 @@ class Times:
         return busy
 
 
-def times_of(units: Sequence[Sequence[tuple[Unit, ...]]]) -> Times:
+def times_of(units: Sequence[Sequence[Sequence[Unit]]]) -> Times:
     """Times of the units of every stage and chunk, `[stage][chunk]`."""
 
     def sums(figure: Callable[[Unit], int]) -> Ints:

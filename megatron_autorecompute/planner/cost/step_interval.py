@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import NormalDist
 
@@ -94,10 +94,8 @@ class StepErrors:
         self._clocks = [_Clock(costs, policy, profile) for profile in costs.clocks]
         """The device's, and where it is known, the host's."""
         longest_ms = max(clock.step_ps for clock in self._clocks) / PS_PER_MS
-        waits_ms = costs.of(policy).step_ms - longest_ms
-        self.waits_ms = waits_ms if policy.is_ahead else max(0.0, waits_ms)
-        """For copies, and of the clocks for each other, less what begins ahead; the same at both
-        ends."""
+        self.waits_ms = max(0.0, costs.of(policy).step_ms - longest_ms)
+        """For copies, and of the clocks for each other; the same at both ends."""
 
     def interval(self) -> StepInterval | None:
         """Of the step; None where no time of it is known to err."""
@@ -163,7 +161,7 @@ class _Clock:
                 forward[stage] += residual_ps * forward[stage] // measured_ps
                 backward[stage] += residual_ps * backward[stage] // measured_ps
         nothing = np.zeros_like(forward)
-        return Times(forward, backward).plus(Times(nothing, nothing))
+        return Times(forward, backward, own.ahead).plus(Times(nothing, nothing))
 
     def _measured_ps(self, chunk: Chunk) -> int:
         """Of a chunk in the measured step; where none is known, the least."""
@@ -201,12 +199,17 @@ class _Clock:
 
 
 class _Reading:
-    """A step of some times, each of which errs."""
+    """A step of some times, each of which errs.
+
+    Its paths are those of the step in which nothing begins ahead, less what that saves: so errors
+    of recompute that waits hide count as others.
+    """
 
     def __init__(self, schedule: Schedule, times: Times, errors: _Errors) -> None:
         self.schedule, self.times, self.errors = schedule, times, errors
         self.unit = step_unit(schedule, 2.0 * float(times.busy.sum()))
         self.step_ps = self._step_ps(times)
+        self.saved_ps = self._step_ps(replace(times, ahead=None)) - self.step_ps
         self.paths = self._paths_of(times)
 
     def ends_ps(self) -> tuple[float, float]:
@@ -236,10 +239,12 @@ class _Reading:
 
     def _step_ps(self, times: Times) -> float:
         forward, backward = times.forward // self.unit, times.backward // self.unit
-        return float(finished(self.schedule, forward, backward).max()) * self.unit
+        ahead = None if times.ahead is None else times.ahead // self.unit
+        return float(finished(self.schedule, forward, backward, ahead).max()) * self.unit
 
     def _length_ps(self, path: Ints) -> float:
-        return float((path[0] * self.times.forward + path[1] * self.times.backward).sum())
+        length_ps = (path[0] * self.times.forward + path[1] * self.times.backward).sum()
+        return float(length_ps) - self.saved_ps
 
     def _slopes(self, path: Ints) -> _Slopes:
         return {source: float((path * error).sum()) for source, error in self.errors.items()}

@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Floats
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.cost.stage_times import Times
+from megatron_autorecompute.planner.cost.stage_times import Times, times_of
 from megatron_autorecompute.planner.cost.step_time import replay_ms
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, Unit
 from megatron_autorecompute.policy import FULL, RecomputePolicy
@@ -88,8 +88,10 @@ def step_ms(
     policy: RecomputePolicy,
     units: tuple[Units, Units],
     residual: Times,
+    *,
+    begins_early: bool = True,
 ) -> float:
-    """Milliseconds of a step.
+    """Milliseconds of a step; of what begins early it counts what is less of the two clocks.
 
     Args:
         profile: of both clocks.
@@ -97,12 +99,16 @@ def step_ms(
         policy: that runs.
         units: with the device's times, and with the host's.
         residual: what every pass takes besides, on both clocks.
+        begins_early: whether marked recompute begins before the gradient is there.
     """
     forward, backward = _passes(profile, policy, units, residual)
     if schedule.num_stages == schedule.num_chunks == 1:
         microbatch = _then(forward[0][0], backward[0][0])
         return float(_repeated(microbatch, schedule.num_microbatches).max())
-    return replay_ms(schedule, _met(forward), _met(backward))
+    both = [times_of(own).ahead for own in units] if begins_early else [None]
+    known = [own / PS_PER_MS for own in both if own is not None]
+    ahead = np.minimum(*known) if len(known) == len(units) else None
+    return replay_ms(schedule, _met(forward), _met(backward), ahead)
 
 
 def met_ms(
