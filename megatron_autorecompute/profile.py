@@ -419,6 +419,9 @@ class LayerKind:
     """How uneven routing may be, stated by hand; for layers with experts."""
     static: StaticBytes | None = None
     """Static bytes of one such layer; needed only to plan layouts that were not measured."""
+    checkpoint_ms: Milliseconds = 0.0
+    """Of backward_ms under full: what a checkpoint takes beside its layers. One around several
+    layers takes it once."""
 
     def __post_init__(self) -> None:
         names = [record.choice for record in self.choices]

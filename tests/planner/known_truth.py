@@ -85,17 +85,17 @@ def _measured_profile(rng, profile):
     noise, runs = rng.uniform(0.005, 0.08), rng.randint(6, 48)
     kinds = []
     for kind in profile.kinds:
-        records = [_measured(rng, record, noise, runs) for record in kind.choices]
+        records = [measured_record(rng, record, noise, runs) for record in kind.choices]
         kinds.append(replace(kind, choices=in_order(records, [runs] * len(records))))
     return replace(
         profile,
         kinds=tuple(kinds),
-        embedding=_measured(rng, profile.embedding, noise, runs),
-        head=_measured(rng, profile.head, noise, runs),
+        embedding=measured_record(rng, profile.embedding, noise, runs),
+        head=measured_record(rng, profile.head, noise, runs),
     )
 
 
-def _measured(rng, record, noise, runs):
+def measured_record(rng, record, noise, runs):
     forward, backward = (
         [max(0.0, true_ms * (1 + noise * (_ABOVE + rng.gauss(0, 1)))) for _ in range(runs)]
         for true_ms in (record.forward_ms, record.backward_ms)

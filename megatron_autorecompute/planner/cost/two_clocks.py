@@ -25,8 +25,8 @@ from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.stage_times import Times, times_of
 from megatron_autorecompute.planner.cost.step_time import replay_ms
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, Unit
-from megatron_autorecompute.policy import FULL, RecomputePolicy
-from megatron_autorecompute.profile import ChoiceRecord, HostTimes, Profile
+from megatron_autorecompute.policy import FULL, NONE, RecomputePolicy
+from megatron_autorecompute.profile import ChoiceRecord, HostTimes, LayerKind, Profile
 
 Units = Sequence[Sequence[Sequence[Unit]]]
 """`[stage][chunk]`"""
@@ -58,7 +58,26 @@ def mixed(profile: Profile, share: float) -> Profile:
         )
 
     error = share * profile.host_times_error + (1 - share) * profile.times_error
-    return replace(profile.each_record(of), times_error=error)
+    one = profile.each_record(of)
+    kinds = (
+        replace(own, checkpoint_ms=share * _checkpoint_ms(both))
+        for own, both in zip(one.kinds, profile.kinds, strict=True)
+    )
+    return replace(one, kinds=tuple(kinds), times_error=error)
+
+
+def _checkpoint_ms(kind: LayerKind) -> float:
+    """What a checkpoint takes the host beside two forwards and a backward of its layer.
+
+    On the device it takes nothing that is known: kernels of a group are those of its layers.
+    """
+    records = kind.record(NONE), kind.record(FULL.as_megatron) or kind.record(FULL)
+    hosts = [record.host for record in records if record and record.host]
+    if len(hosts) < len(records) or any(one.forward_waits or one.backward_waits for one in hosts):
+        return 0.0
+    none, full = hosts
+    plain_ms = 2 * none.forward_ms + none.backward_ms
+    return max(0.0, full.forward_ms + full.backward_ms - plain_ms)
 
 
 def records_of(

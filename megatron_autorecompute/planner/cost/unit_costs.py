@@ -381,6 +381,7 @@ class CostTable:
         in either direction, the held bytes of layers 0 to i under `none` are alive, and the
         transient of layer i. A checkpoint keeps more (the incoming gradient, saved random states):
         this is the difference between the record of `full` and the same sum for one layer.
+        What it takes beside its layers (`LayerKind.checkpoint_ms`) it takes once.
         A recorded `full/g` replaces all of this.
 
         The result ends before the first layer that cannot be in a group: a layer without records of
@@ -404,6 +405,8 @@ class CostTable:
         # Of a group the last layer alone ends with work that nothing reads.
         last = whole if choice.rerun_all else full
         costs[TIMES] = last[TIMES] + whole[TIMES].cumsum(axis=1) - whole[TIMES]
+        once = np.array([_ps(self._kinds[layer].checkpoint_ms) for layer in own.tolist()])
+        costs[COLUMNS.index("backward_ps")] -= once.cumsum() - once[0]
         self._put_measured(costs, layers, choice)
         return costs
 
