@@ -14,7 +14,7 @@ RING = "broadcast_"
 """A step of ring attention, which `context_parallel` writes so."""
 ALLTOALL = "alltoall_base_"
 _TOKENS = 1 << 14
-"""With random scores; enough for 1%."""
+"""The number of tokens with random scores; it gives 1%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Spread:
 
     experts: int
     copies: int
-    """Of each token."""
+    """The copies of each token."""
     groups: int = 1
     """`moe_router_num_groups`: equal parts of the experts, in order."""
     chosen: int = 1

@@ -42,7 +42,7 @@ def kept_beside(
 
 
 def _own_bytes(keepers: Sequence[Any], live: LiveBytes) -> int:
-    """Of the tensors that objects keep, bytes of those that are gone without them."""
+    """The bytes of tensors that vanish with the objects that keep them."""
     kept = [
         (keeper, name, each)
         for keeper in keepers

@@ -25,8 +25,8 @@ class Rows:
     """How many rows a rank's experts get of evenly routed tokens, and what they keep of them."""
 
     copies: int = 1
-    """Of each token, on all ranks that exchange tokens, divided by the ranks that hold different
-    experts: router's top-k times expert tensor parallel ranks."""
+    """The copies of each token on all ranks that exchange tokens, divided by the ranks that hold
+    different experts: router's top-k times expert tensor parallel ranks."""
     capacity: float | None = None
     """`moe_expert_rank_capacity_factor`: tensors have room for so many times the even share."""
     multiple: int = 1
@@ -49,11 +49,11 @@ class Rows:
 
 
 EVEN = Rows()
-"""Those of a job without HybridEP, which change nothing."""
+"""The rows of a job without HybridEP, which change nothing."""
 
 
 def rows(job: Job) -> Rows:
-    """Of a job."""
+    """The rows of a job."""
     if dispatcher(job) != "hybridep":
         return EVEN
     config = job.resolved
@@ -74,7 +74,7 @@ class _Handle:
     group: Any
     tokens: int
     experts: int
-    """Of one rank."""
+    """The experts of one rank."""
     rows: int
 
 
@@ -119,7 +119,7 @@ def _exchanged(x: torch.Tensor, length: int, group: Any) -> torch.Tensor:
 
 
 def replacements(of: Rows) -> dict[str, Callable[..., Any]]:
-    """By their names in megatron-core's transformer/moe/token_dispatcher.py."""
+    """The stand-ins by their names in megatron-core's transformer/moe/token_dispatcher.py."""
 
     def dispatch(
         x: torch.Tensor,

@@ -120,4 +120,4 @@ REPLACEMENTS: dict[str, Any] = {
     "HAVE_TE": True,
     "is_te_min_version": lambda *_: False,  # asked before an argument for padding is passed on
 }
-"""By their names in megatron-core's transformer/moe/moe_utils.py."""
+"""The stand-ins by their names in megatron-core's transformer/moe/moe_utils.py."""

@@ -21,7 +21,7 @@ from megatron_autorecompute.patched import patched
 from megatron_autorecompute.planner.cost.schedule import Schedule
 
 Shape = tuple[int, int, int]
-"""Of a tensor between stages: tokens, micro-batch, hidden."""
+"""The shape of a tensor between stages: tokens, micro-batch, hidden."""
 
 
 @dataclass(frozen=True, slots=True)

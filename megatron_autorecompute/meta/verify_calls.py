@@ -133,7 +133,7 @@ def _padded(plan: Plan, lengths: Lengths) -> Lengths:
 
 
 def _fullest_part(plan: Plan, lengths: Lengths, stage: int) -> Lengths:
-    """Of a long call the microbatches in a row with the stage's highest predicted peak."""
+    """The consecutive microbatches of a long call with the stage's highest predicted peak."""
     stages = plan.layout.num_stages
     most = -(-max(MOST_RUN, 2 * stages) // stages) * stages
     starts = [*range(0, max(1, len(lengths) - most), most // 2), max(0, len(lengths) - most)]

@@ -58,7 +58,7 @@ NAME_EACH = (
     "Of a model with a vision tower or an encoder name each block, as in "
     "vision:full*24;decoder:none*32."
 )
-"""For a policy without names that does not fit: a tower's config is a copy of the decoder's."""
+"""What to do if a policy without names does not fit: a tower's config copies the decoder's."""
 _installed = ExitStack()
 """Restores what `install()` has set, in reverse order."""
 
