@@ -20,11 +20,11 @@ class StageBytes:
 
     chunks: Sequence[tuple[Unit, ...]]
     ran: Sequence[Ran]
-    """Of every event."""
+    """The run of every event."""
     times: Ints
     """When bytes change."""
     bytes: Ints
-    """From then on."""
+    """The bytes from then on."""
 
     @classmethod
     def of(

@@ -61,7 +61,7 @@ class _Walk:
         self.counts = np.zeros((2, *forward.shape), np.int64)
 
     def whole(self, replayed: Sequence[tuple[Part, Ints]], last: Ints) -> Ints:
-        """From the end of a replay to its begin; `[direction, stage, chunk]`."""
+        """The paths from the end of a replay to its beginning; `[direction, stage, chunk]`."""
         place = last.shape[0] - 1, int(last[-1].argmax())
         for part, table in reversed(replayed):
             place = self.through(part, table, place)

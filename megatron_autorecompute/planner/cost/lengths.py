@@ -234,7 +234,7 @@ class Arrangement:
 
     @cached_property
     def _profiles(self) -> list[Profile]:
-        """Of each microbatch."""
+        """The profile of each microbatch."""
         call_tokens = sum(one.tokens for one in self.lengths)
         if self.routed:
             each = zip(self.lengths, self.routed, strict=True)

@@ -24,7 +24,7 @@ from megatron_autorecompute.profile import HostLink, Profile
 
 Copies = StageCopies | WholeLayerCopies
 MOST_EVENTS = 1 << 12
-"""Of all stages together in a replay."""
+"""The most events of all stages together in a replay."""
 _FEW = 3
 """Microbatches that show all there is where each is like the one before."""
 StageUnits = Sequence[Sequence[tuple[Unit, ...]]]
@@ -51,7 +51,7 @@ class OffloadedStep:
     """A step replayed with its copies."""
 
     schedule: Schedule
-    """That was replayed; of fewer microbatches where the step is long."""
+    """The replayed schedule; a long step has fewer microbatches in it."""
     step_ms: float
     stages: tuple[Copies, ...]
     units: StageUnits

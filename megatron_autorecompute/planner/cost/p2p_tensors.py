@@ -64,7 +64,7 @@ class Moment:
     direction: Direction
     chunk: int
     in_flight: tuple[int, ...]
-    """Per chunk, microbatches whose forward is done and whose backward has not begun."""
+    """The microbatches of each chunk whose forward is done and whose backward has not begun."""
     extra: int
     """Boundary tensors that belong to no layer."""
     microbatch: int
@@ -81,7 +81,7 @@ class Moment:
     """Runs of the output layer whose weight gradient waits until the pipeline has drained."""
     late: int = 0
     """Of two events side by side: how many more boundary tensors there are once the last layers
-    have run, and outputs are sent; may be negative."""
+    have run and outputs are sent. May be negative."""
 
     @property
     def in_parts(self) -> bool:

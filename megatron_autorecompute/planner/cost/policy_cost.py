@@ -211,7 +211,7 @@ class PolicyCosts:
 
     @cached_property
     def _host(self) -> CostTable | None:
-        """Of the host's times."""
+        """The tables of the host's times."""
         return CostTable(self.clocks[1]) if len(self.clocks) > 1 else None
 
     def _units(self, bound: Bound, policy: RecomputePolicy) -> StageUnits:
@@ -252,7 +252,7 @@ class PolicyCosts:
 
     @cached_property
     def _table(self) -> CostTable:
-        """Of the times."""
+        """The table of the times."""
         return CostTable(self.profile)
 
     @cached_property

@@ -55,7 +55,7 @@ class Steady:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Steady:
-        """Of a schedule; without periods where it is too short for one."""
+        """The slots of a schedule; without periods where it is too short for one."""
         p, v, m = schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
         size = schedule.group_size if v > 1 else 1
         length = 2 * size * v if v > 1 else 2 * max(p, 8)
@@ -66,7 +66,7 @@ class Steady:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """In one slot, in one direction: what stages wait for."""
+    """What stages wait for in one slot, in one direction."""
 
     view: int
     before: slice
@@ -83,7 +83,7 @@ class Input:
     """0 is a forward, 1 a backward."""
     chunk: int
     row: int | None
-    """Of a block's table; None where the input comes from no other stage."""
+    """The row in a block's table; None where the input comes from no other stage."""
     stage: int
     receiver: int | None = None
     """The stage that must have done its event two slots before, to take what this one sent then."""

@@ -96,9 +96,9 @@ class Part:
 
     block: Block
     table: Ints
-    """Of the block, the first time; see `Block.table`."""
+    """The table of the block, the first time; see `Block.table`."""
     step: Ints | None = None
-    """By how much what the block starts from grows every time; `[slot, stage, ...]`."""
+    """The growth, each time, of what the block starts from; `[slot, stage, ...]`."""
     times: int = 1
 
     @property

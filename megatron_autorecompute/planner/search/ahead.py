@@ -27,7 +27,7 @@ from megatron_autorecompute.planner.search.stage_problem import put_together
 from megatron_autorecompute.policy import NONE, RecomputePolicy
 
 _RUNGS = 8
-"""Of the ladder; what lies between two is filled with layers that begin early."""
+"""The number of rungs of the ladder; layers that begin early fill what lies between two."""
 
 
 def with_early(problem: Problem, found: Solution) -> Solution:
@@ -78,7 +78,7 @@ def _with(policy: RecomputePolicy, other: RecomputePolicy, layers: list[int]) ->
 
 
 def _without_needless(problem: Problem, policy: RecomputePolicy) -> RecomputePolicy:
-    """With the fewest units of every chunk begun early whose step is no longer."""
+    """The policy with the fewest units of every chunk begun early whose step is no longer."""
     most_ms = problem.costs.step_ms(policy)
     for chunk in (chunk for chunks in problem.layout.stages for chunk in reversed(chunks)):
         units = _units(problem, policy, chunk)

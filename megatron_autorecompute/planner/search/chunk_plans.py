@@ -18,12 +18,12 @@ from megatron_autorecompute.planner.search.units import Priced
 from megatron_autorecompute.policy import LayerPolicy
 
 SLACK = 1e-9
-"""Of sums of floats, as a share of them: they are wrong by less."""
+"""The limit of the error of sums of floats, as a share of them."""
 _SHORT = 16
 """Places up to which checkpoints of every length are tried in a table."""
 _LENGTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 256)
-"""Of checkpoints in a longer chunk: up to 128 each is at most half as long again as the one before.
-What is left out counts as not proven."""
+"""The lengths of checkpoints in a longer chunk: up to 128 each is at most half as long again as the
+one before. What is left out counts as not proven."""
 _WORK = 24_000
 """Rows of all places of a table together, about."""
 WIDTHS = (60, 600)
@@ -59,7 +59,7 @@ class Walk:
 
     @property
     def rows(self) -> Ints:
-        """Of whole plans, `[plan, column]`."""
+        """The rows of whole plans, `[plan, column]`."""
         return self._rows[0]
 
     def _go_on(self, place: int, pick: _Pick) -> None:
@@ -138,7 +138,7 @@ class Pruned:
         """The least cost of what was left out because it was too much."""
 
     def sizes(self, place: int) -> Iterable[int]:
-        """Those that may be in a plan within the limit."""
+        """The sizes that may be in a plan within the limit."""
         more = self.priced.together(place)
         whole = self._before[place] + more + self._after[place + 2 : place + 2 + len(more)]
         found: list[int] = (np.flatnonzero(whole <= self.limit) + 2).tolist()
@@ -169,7 +169,7 @@ class Pruned:
 
 
 class ChunkTable:
-    """Plans of a chunk, whatever the budget."""
+    """The plans of a chunk for all budgets."""
 
     def __init__(self, units: ChunkUnits, *, forward: bool) -> None:
         pick = _Thin(units)

@@ -23,7 +23,7 @@ from megatron_autorecompute.profile import ChoiceRecord, HostLink, LayerKind, Pr
 from megatron_autorecompute.work_order import contains
 
 _ROUNDED_PS = 2
-"""By which a unit's mixed time may be rounded up."""
+"""The time by which a unit's mixed time may be rounded up."""
 
 
 def copy_ms(record: ChoiceRecord, link: HostLink) -> float:

@@ -19,7 +19,7 @@ from megatron_autorecompute.planner.search.stage_problem import StageChoice, put
 from megatron_autorecompute.policy import RecomputePolicy
 
 _RELAXED_POINTS = 24
-"""At most of the curve as if copies took no time: each of its policies is replayed three times."""
+"""The most points of the curve without copy times: each of its policies is replayed thrice."""
 Progress = Callable[[float], None]
 """Called with the share that is done."""
 
@@ -93,7 +93,7 @@ class BudgetCurve:
         self._solved: dict[int, dict[int, StageChoice]] = {}
 
     def points(self, number: int, progress: Progress = lambda _: None) -> tuple[ParetoPoint, ...]:
-        """As `pareto`, where no layer may offload."""
+        """The curve of `pareto`, where no layer may offload."""
         stages = self.problem.stages
         low = max(choice.peak_bytes for choice in stages.leanest)
         high = max(max(choice.peak_bytes for choice in stages.fastest), low)

@@ -87,7 +87,7 @@ def _not_above_each_other(points: Ints | Floats) -> Ints:
 
 
 def nearest(rows: Ints, width: int) -> Ints:
-    """In each of so many cells of bytes the row nearest to the least time for what it holds."""
+    """The row nearest to the least time for what it holds, in each of so many cells of bytes."""
     held = rows[:, HELD].astype(np.float64)
     time = (rows[:, FORWARD_PS] + rows[:, BACKWARD_PS]).astype(np.float64)
     over = (rows[:, BACKWARD] - rows[:, HELD]).astype(np.float64)

@@ -38,7 +38,7 @@ class LeastSteps:
         self._busy: dict[object, float] = {}
 
     def without_budget_ms(self, layout: Layout) -> float:
-        """By the busiest stage's decoder layers, whatever they hold."""
+        """A bound from the busiest stage's decoder layers, without a budget."""
         last = layout.num_layers
         busiest = 0
         for stage in layout.stages:
@@ -49,7 +49,7 @@ class LeastSteps:
         return self._step_ms(own_ps)
 
     def busy_ms(self, layout: Layout) -> float:
-        """By the busiest stage's choices, as prices of bytes tell."""
+        """A bound from the busiest stage's choices at prices of bytes."""
         if any(key not in self._busy for key in self._keys(layout)):
             self._price(replace(self.problem, layout=layout, known=()))
         busiest = max(self._busy[key] for key in self._keys(layout))

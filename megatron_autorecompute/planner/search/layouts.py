@@ -57,7 +57,7 @@ class BestLayout:
 
     problem: Problem
     solution: Solution | None
-    """None where none is found that fits and is shorter than asked for."""
+    """The solution; None where none is found that fits and is shorter than asked for."""
     bound_ms: float
     """No layout has a shorter step, whatever is chosen; infinite where all are known that are
     shorter than asked for, and there are none."""

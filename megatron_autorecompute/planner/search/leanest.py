@@ -61,7 +61,7 @@ class _Found:
     """What comes of one peak."""
 
     ways: tuple[_Way, ...]
-    """Of every chunk; none where nothing fits."""
+    """The ways of every chunk; none where nothing fits."""
     held: Ints
     """`[chunk]` bytes."""
     short_bytes: int
@@ -87,7 +87,7 @@ def _fitting(problem: StageProblem, chunks: Sequence[_Chunk], peak: int, held: I
 
 
 def _limits(problem: StageProblem, chunk: int, peak: int, held: Ints) -> Ints:
-    """Of a chunk's highest points in forwards and in backwards."""
+    """The limits of a chunk's highest points in forwards and in backwards."""
     room = peak - problem.constant - problem.counts @ held
     own, forward = problem.running == chunk, problem.is_forward
     return np.array([room[own & each].min(initial=_FAR) for each in (forward, ~forward)])

@@ -28,7 +28,7 @@ class ManualStrategy:
     """One of Megatron's own settings that fits."""
 
     name: str
-    """As `RecomputePolicy.parse` reads it: megatron:block/4, ..."""
+    """The name as `RecomputePolicy.parse` reads it: megatron:block/4, ..."""
     policy: RecomputePolicy
     cost: PolicyCost
 

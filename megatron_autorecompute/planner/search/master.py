@@ -39,15 +39,15 @@ class Solved:
     """What the program says."""
 
     step: float
-    """In ps."""
+    """The step in ps."""
     shares: Floats
-    """Of paths."""
+    """The shares of paths."""
     price: list[Floats]
-    """Of a byte at each moment, by stage."""
+    """The price of a byte at each moment, by stage."""
     times: Ints
     """Fractional ones with residuals, `[direction, stage, chunk]`."""
     duals: dict[tuple[int, int], float]
-    """By stage and chunk."""
+    """The duals by stage and chunk."""
 
 
 class Master:
@@ -77,7 +77,7 @@ class Master:
         self._begin()
 
     def times(self, chosen: Sequence[Sequence[int]]) -> Ints:
-        """Of one plan of each stage, with residuals, `[direction, stage, chunk]`."""
+        """The times of one plan of each stage, with residuals, `[direction, stage, chunk]`."""
         own = [
             stage.times(np.array([rows], np.int64))[..., 0]
             for stage, rows in zip(self.stages, chosen, strict=True)

@@ -43,7 +43,7 @@ from megatron_autorecompute.policy import WHOLE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.units import gib
 
 SHARES = (0.75, 0.5, 0.25)
-"""Of computing in the mixtures that are tried; copies have the rest."""
+"""The shares of computing in the mixtures that are tried; copies have the rest."""
 WITH_OFFLOAD = "With offload"
 """How the sentence begins that says what offload gains."""
 _REPAIRS = 5
@@ -53,7 +53,7 @@ _LESS = 32
 _WORK = 1 << 17
 """Events that a search replays."""
 _REPLAYS = (24, 160)
-"""At least and at most, whatever they cost."""
+"""The number of replays, at least and at most."""
 
 
 class OffloadSearch:

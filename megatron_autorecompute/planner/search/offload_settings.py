@@ -87,7 +87,7 @@ def settings_of_whole_layers(problem: Problem) -> tuple[RecomputePolicy, ...]:
 def fastest_setting(
     problem: Problem, policies: Sequence[RecomputePolicy]
 ) -> RecomputePolicy | None:
-    """Of some policies the one with the shortest step that fits; None where none does."""
+    """The policy with the shortest step that fits, of some; None where none does."""
     best: tuple[RecomputePolicy, PolicyCost] | None = None
     for policy in policies:
         if best is not None and _least_ms(problem, policy) >= best[1].step_ms:

@@ -81,12 +81,12 @@ class Stages:
 
     @cached_property
     def leanest(self) -> tuple[StageChoice, ...]:
-        """Per stage, the choices with the lowest peak."""
+        """The choices of each stage with the lowest peak."""
         return tuple(stage.leanest for stage in self.all)
 
     @cached_property
     def fastest(self) -> tuple[StageChoice, ...]:
-        """Per stage, the fastest choices without a memory limit."""
+        """The fastest choices of each stage without a memory limit."""
         found = (stage.fastest(NO_LIMIT) for stage in self.all)
         return tuple(choice for choice in found if choice is not None)
 
@@ -173,7 +173,7 @@ class Problem:
         return self.stages.table
 
     def cost(self, policy: RecomputePolicy) -> PolicyCost:
-        """Of any policy in the model."""
+        """The cost of any policy in the model."""
         return self.costs.of(policy)
 
     def allows(self, layer: int, choice: LayerPolicy) -> bool:

@@ -11,7 +11,7 @@ from megatron_autorecompute.planner.search.stage_plans import Effort
 from megatron_autorecompute.planner.search.step import CHUNKS, StepSearch
 
 _PLANS = 4000
-"""Of the first chunks of a stage, together."""
+"""The most plans of the first chunks of a stage, together."""
 _MOST = 1000
 """Of a stage, than which no other is shorter everywhere."""
 _ROUNDS = 60
@@ -19,11 +19,11 @@ _ROUNDS = 60
 answer of 60 random problems, nor do the next one's."""
 _NODES = 20_000
 _TOLERANCE = 1e-7
-"""Of the solver, as a share of the step."""
+"""The solver's tolerance, as a share of the step."""
 
 
 class Proof:
-    """Of what a search has left."""
+    """A proof from what a search has left."""
 
     def __init__(self, search: StepSearch) -> None:
         self.search, self.master = search, search.master

@@ -34,7 +34,7 @@ def shortest(problem: Problem) -> Solution | None:
 
 
 def _searched(problem: Problem) -> Solution:
-    """What the search finds, the same whatever was asked before."""
+    """The result of the search; it does not depend on earlier searches."""
     stages, budgets = problem.stages.all, problem.budgets
     least_busy = [own.afresh(budget) for own, budget in zip(stages, budgets, strict=True)]
     search = StepSearch(_replay(problem), stages, budgets)

@@ -74,19 +74,19 @@ class Stage:
 
     @cached_property
     def tables(self) -> list[ChunkTable]:
-        """Of every chunk."""
+        """The table of every chunk."""
         forward = bool(self.problem.is_forward.any())
         return [self._tables.of(chunk, forward=forward) for chunk in self.problem.chunks]
 
     @cached_property
     def least_ps(self) -> int:
-        """Time of the fastest choices, whatever their peak."""
+        """Time of the fastest choices, at any peak."""
         places = (rows for chunk in self.problem.chunks for rows in chunk.alone)
         return sum(int(rows[:, :HELD].sum(axis=1).min()) for rows in places)
 
     @cached_property
     def leanest(self) -> StageChoice:
-        """The choices with the lowest peak, whatever their time."""
+        """The choices with the lowest peak, at any time."""
         if self.problem.true_peak is None:
             return leanest(self.problem)
         return arranged(self.problem, self._apart_leanest)
