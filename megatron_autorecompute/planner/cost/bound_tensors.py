@@ -1,8 +1,8 @@
 """Which boundary tensors Megatron's interleaved schedule still holds, or holds already.
 
 The variables are those of `forward_backward_pipelining_with_interleaving` in megatron-core's
-`schedules.py`. Nothing is replayed event by event: from when until when a variable, a receive
-buffer or a list holds which tensor follows from the order of events, for all events at once.
+`schedules.py`. Nothing is replayed event by event: the order of events fixes the lifetime of every
+tensor in a variable, a receive buffer or a list, and one computation gives all lifetimes.
 
 A time is the number of an event; what happens between two events happens at the second one.
 """

@@ -1,8 +1,8 @@
-"""A step whose layers copy activations to host memory: how long it takes with its waits.
+"""The time of a step whose layers copy activations to host memory, with its waits for copies.
 
-All stages are replayed event by event, because a wait delays whoever needs the event's output. A
-step of more than `MOST_EVENTS` is replayed for fewer microbatches, and each further one is taken to
-need what the last ones needed.
+All stages are replayed event by event, because a wait delays every event that needs the output. A
+step of more than `MOST_EVENTS` is replayed for fewer microbatches. Each microbatch left out is
+assumed to take as long as the last ones replayed.
 """
 
 from __future__ import annotations

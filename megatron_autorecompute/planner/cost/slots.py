@@ -2,14 +2,15 @@
 
 Forward k of stage s stands in slot `stride * s + 2 * k`, and its backward j in the slot after
 forward `uncapped warm-up + j`. A stage then has at most one event per slot, in the right order, and
-every event's input stands in an earlier slot (`stride` slots earlier, or, where a microbatch goes
-from the last stage round to the first, more, since groups have at least p microbatches). While all
-stages do both, slots repeat with a *period*: one group of microbatches through all chunks.
+every event's input stands in an earlier slot: `stride` slots earlier, or more where a microbatch
+goes from the last stage round to the first, because groups have at least p microbatches. While all
+stages run both directions, slots repeat with a *period*: one group of microbatches through all
+chunks.
 
-Of several chunks, in the warm-up and in the cool-down, a stage goes on when what it has sent is
-received, even with `overlap_p2p_comm`: a large message is taken straight into the receiver's
-memory. The receiver asks for it when it has done its own event two slots before the one that needs
-it. With one chunk a stage waits no longer for that than for what it receives.
+With several chunks, in warm-up and cool-down, a stage goes on only when its message is received,
+even with `overlap_p2p_comm`: a large message goes straight into the receiver's memory. The receiver
+asks for it when it has done its own event two slots before the one that needs it. With one chunk a
+stage never waits longer for its receiver than for what it receives.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which layers recompute ahead, in choices that are found: those that make the step shorter.
+"""Which layers recompute ahead: marks on found choices that make the step shorter.
 
 A recompute that begins early takes bytes and never makes a step longer. So every chunk begins early
-as many layers as fit, the last ones first, and lets go of what the step does not need. Choices that
-hold less leave more room for that: rungs of a ladder of budgets are tried, the same whatever the
-budget is, on each stage.
+as many layers as fit, the last ones first, and then drops the marks that the step does not need.
+Choices that hold less leave more room for marks. So choices for a ladder of smaller budgets are
+tried on each stage; the ladder does not depend on the budget.
 """
 
 from __future__ import annotations

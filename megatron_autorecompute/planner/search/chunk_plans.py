@@ -1,7 +1,8 @@
-"""The plans of one chunk, put together from its last unit to its first, without what is worse.
+"""The plans of one chunk, built from its last unit to its first, without plans that others beat.
 
-`table` has them whatever the budget: all of a short chunk, of a long one those nearest to the least
-time for what they hold. `Pruned` keeps those that can still win at some prices.
+`table` does not depend on a budget. It has all plans of a short chunk, and of a long one those
+nearest to the least time for what they hold. `Pruned` keeps those that can still win at some
+prices.
 """
 
 from __future__ import annotations

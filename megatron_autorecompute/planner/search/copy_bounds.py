@@ -1,13 +1,13 @@
-"""What copies back from host memory say of how long a step takes at least.
+"""Lower bounds on a step from the copies back from host memory.
 
-A stage takes at least what it computes for all microbatches, and at least what it copies back one
-after the other. So it takes at least any mixture of the two: share * computing + (1 - share) *
-copies, and each is a sum over layers, whose least within a budget the exact search of a stage
-finds.
+A stage takes at least the time that it computes for all microbatches, and at least the time of its
+copies back, which run one after the other. So it takes at least any mixture of the two: share *
+computing + (1 - share) * copies. Both are sums over layers, so the exact search of a stage finds
+the least mixture within a budget.
 
-Of a microbatch and chunk one group of each name may not be copied back, or not in the line of the
-others: the last one of each name stays where the backward follows the forward at once, and a copy
-that was not begun in time is made by the backward itself.
+For each microbatch and chunk, one group of each name may be missing from the copies back: the last
+group stays on the device where the backward follows the forward at once, and the backward itself
+makes a copy that was not begun in time.
 """
 
 from __future__ import annotations

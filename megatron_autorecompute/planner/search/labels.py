@@ -1,7 +1,7 @@
 """Plans of the last units of a chunk, as rows of `COLUMNS`: put together, compared, thinned.
 
-A unit before others adds to their times and to what they hold, and lifts their highest points by
-what it holds itself. So nothing else of them matters to what stands before them.
+A unit in front of a plan adds to its times and held bytes, and lifts its highest points by what the
+unit holds. So these columns are all of a plan that matters to the units in front of it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The choices of a stage with the lowest peak, whatever their time: exact, without tables.
+"""The choices of a stage with the lowest peak, at any time: exact, without tables.
 
-Of a chunk other chunks feel only what it holds, the less the better; and within a chunk the less
-the first layers hold, the better for all later ones. So under one peak the least that every chunk
-can hold is found by going up: begin as if chunks held nothing, let each hold the least with which
-its own moments fit what the others hold, and repeat until nothing rises. If that ends, these
-choices fit; if a chunk finds none, nothing fits. The lowest such peak is then found between two
-bounds.
+A chunk affects other chunks only by what it holds, and less is better. Within a chunk, less held by
+the first layers is better for all later ones. So iteration finds the least that every chunk can
+hold under a peak: begin as if chunks held nothing, let each hold the least with which its own
+moments fit beside the others, and repeat until nothing rises. If the iteration ends, these choices
+fit; if a chunk finds none, nothing fits. Bisection then finds the lowest such peak.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """One linear program for all stages: mixtures of plans of chunks, paths of the step, and moments.
 
-A step is at least what any path through its events takes, and a stage's bytes are at most its
-budget at every moment. Of the program over the plans, paths and moments known so far, the duals
-price time and bytes; each chunk then adds its cheapest plan, and the fractional times add their
-longest paths. Any prices that are not negative give a bound on every step, whatever the program's
-tolerance: what each chunk's cheapest plan costs, less the budgets' price.
+A step is at least as long as any path through its events, and a stage's bytes are at most its
+budget at every moment. The program knows some plans, paths and moments; its duals price time and
+bytes. Each chunk then adds its cheapest plan at these prices, and the fractional times add their
+longest paths. Any non-negative prices give a bound on every step: the cost of each chunk's cheapest
+plan, less the budgets' price. The program's tolerance does not matter for this bound.
 """
 
 from __future__ import annotations

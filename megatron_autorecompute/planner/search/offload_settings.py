@@ -1,9 +1,8 @@
-"""Megatron's own settings that offload, the same for all layers: `offload[…]` and, where layers
-leave as a whole, `cpu_offloading/N` for every N.
+"""Megatron's own settings that offload: `offload[…]` on all layers alike, and `cpu_offloading/N`.
 
 There are few, and each that could be the fastest is replayed with its copies. `cpu_offloading/N`
-are the only policies in which layers leave as a whole (Megatron takes them on one pipeline stage,
-without recompute, for the first layers and not for all), so that the best of these is exact.
+are the only policies in which layers leave as a whole. Megatron takes them on one pipeline stage,
+without recompute, for the first layers and not for all. So the best of them is exact.
 """
 
 from __future__ import annotations

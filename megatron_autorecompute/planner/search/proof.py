@@ -1,5 +1,7 @@
-"""The rest of a small problem as an integer program: all plans of stages that may still be better,
-and paths that are added as they turn out to be longer."""
+"""The rest of a small problem as an integer program over all plans that may still be better.
+
+Paths are added to the program when they turn out to be longer than it assumed.
+"""
 
 from __future__ import annotations
 

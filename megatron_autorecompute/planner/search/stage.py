@@ -1,11 +1,11 @@
 """The search of one stage, for any number of budgets.
 
-What a pair of events side by side needs (EP overlap) is no sum of what its two chunks need: it
-depends on which layers of both are alive at once. So the search sees the two events of a pair one
-after the other, each without the other's microbatch. No choices that fit need less than that, so
-its bound holds; what it finds is held against the true peak, and searched again with bytes added to
-the events of pairs. With CUDA graphs of layers, what their pool and everything else need together
-is at least what any moment has of both, and bytes are added to all events in the same way.
+With EP overlap, two events side by side need bytes that are no sum over their two chunks: they
+depend on which layers of both are alive at once. So the search sees the two events one after the
+other, each without the other's microbatch. No choices that fit need less than that, so the bound
+holds. The answer is compared with the true peak, and searched again with bytes added to the events
+of pairs. CUDA graphs of layers work in the same way: their pool and everything else together need
+at least what any moment has of both, and bytes are added to all events.
 """
 
 from __future__ import annotations

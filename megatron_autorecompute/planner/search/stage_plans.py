@@ -1,8 +1,8 @@
 """Plans of one stage: a plan for each of its chunks, which together fit every moment.
 
-A small linear program over plans of chunks and moments prices the stage's bytes. Beyond the bound
-that the prices give, every plan of a chunk costs something; sums of that which cannot beat the best
-known are dropped. Of a stage with one long chunk, plans are put together again at these prices.
+A small linear program over plans of chunks and moments prices the stage's bytes. At these prices
+every plan of a chunk costs something beyond the bound. Combinations whose costs add up to more than
+the best known plan's are dropped. A stage with one long chunk is searched again at these prices.
 """
 
 from __future__ import annotations

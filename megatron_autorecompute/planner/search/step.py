@@ -1,13 +1,13 @@
 """The shortest step under every stage's budget, and a bound on it.
 
-1. Every chunk has a table of plans (`chunk_plans`), every stage a program for the plans that take
-   the least where events count so often (`stage_plans`).
+1. Every chunk has a table of plans (`chunk_plans`). Every stage has a program that finds its least
+   busy plans, for given counts of its events (`stage_plans`).
 2. One linear program over plans, paths and moments (`master`) prices time and bytes.
-3. At these prices stages list their plans, which bounds the step more closely; from the fractional
-   times on, stage after stage gets the plan with the shortest step, by replay.
+3. At these prices stages list their plans, which tightens the bound. Then each stage in turn gets
+   the plan with the shortest replayed step, starting from the program's fractional times.
 4. Stages exchange plans while the step gets shorter.
 
-Where what is left is little, an integer program finds the best of it (`proof`).
+If little is left open, an integer program finds the best of it (`proof`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A plan costs its time in forwards and backwards, the bytes that it holds, and its highest points in
 both directions, each at a price. The highest point is at least any mixture of the heights of its
-units. So with a share of its price at every place a plan's cost is bounded by a sum over its units,
-whose least over all plans is found from place to place.
+units. So the price of the highest point can be spread over all places, and a sum over units bounds
+a plan's cost. The least sum over all plans is found from place to place.
 """
 
 from __future__ import annotations
