@@ -1,7 +1,7 @@
 """What MoE dispatchers keep of their last microbatch, beside what its layer saves for the backward.
 
-A tensor of both is alive once, though it counts in what the layer holds and, because it stays until
-the layer's next forward, in static bytes. So do tensors that the graph of a kept tensor leads to.
+A tensor of both is alive once but counts twice: in what the layer holds and, because it stays until
+the layer's next forward, in static bytes. So do tensors to which the graph of a kept tensor leads.
 """
 
 from __future__ import annotations

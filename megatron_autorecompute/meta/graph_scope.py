@@ -1,7 +1,8 @@
-"""What of a job runs as CUDA graphs, by its config.
+"""Which parts of a job run as CUDA graphs, by its config.
 
-Megatron has renamed the fields: `cuda_graph_scope` up to 0.18, of which `full_iteration` was one;
-since then `cuda_graph_modules`, and full_iteration is a `cuda_graph_impl`. Both are read.
+Megatron has renamed the fields. Up to 0.18 there is `cuda_graph_scope`, and `full_iteration` is one
+of its values. Later there is `cuda_graph_modules`, and full_iteration is a `cuda_graph_impl`. This
+module reads both.
 """
 
 from __future__ import annotations

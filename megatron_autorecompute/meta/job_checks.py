@@ -1,7 +1,7 @@
-"""Refuses a job whose config cannot be a model's: sizes that are none, and that do not go together.
+"""Refuses a job with impossible sizes, or sizes that contradict each other.
 
-Megatron checks much of this itself, some of it late, some by an error that names no field, and some
-not at all: `32.5` layers would be 32.
+Megatron finds some of these late, some with an error that names no field, and some not at all:
+`32.5` layers would be 32.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Bytes of the parts that EP overlap runs a layer in, by Megatron's own schedule on meta tensors.
 
-Every part has an autograd graph of its own, and some free their input when they have run: so a
-layer holds less than in one piece (megatron-core `models/common/utils.py`, `should_free_input`).
-Every part keeps its output until its backward has run, and who calls the layer's backward keeps the
-gradient of its output as long. Where the dispatcher's `probs` have a graph, the leaf of that, which
-is the layer's input, stays with its gradient until the layer's next forward. A chunk's output keeps
-the leaves of its graph and their gradients until the chunk's backward ends.
+Every part has an autograd graph of its own, and some parts free their input when they have run. So
+a layer holds less than in one piece (megatron-core `models/common/utils.py`, `should_free_input`).
+Every part keeps its output until its backward has run. The caller of the layer's backward keeps the
+gradient of the layer's output until then, too. If the dispatcher's `probs` have a graph, its leaf
+(the layer's input) stays with its gradient until the layer's next forward. A chunk's
+output keeps its graph's leaves and their gradients until the chunk's backward ends.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Profiles a job whose microbatches differ in length: at the buckets, with lines through; which
-microbatches its calls have follows from how a loop packs samples.
+"""Profiles a job whose microbatches differ in length.
+
+The job is profiled at the buckets, and lines go through these. How a loop packs samples decides
+which microbatches its calls have.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What stages tell each other before every tensor if microbatches differ in length, or if MTP
-depths are on another stage than the loss: its shape.
+"""The shapes that stages send each other before every tensor.
 
+They do so if microbatches differ in length, or if MTP depths are on another stage than the loss.
 Megatron's own code of `variable_seq_lengths` and `mtp_standalone` runs, with real small tensors on
-CPU. The fake process group delivers nothing, so what a neighbour would have sent is filled in:
-neighbours run the same schedule, and send the shapes of their microbatches in its order.
+CPU. The fake process group delivers nothing, so this module fills in what a neighbour would have
+sent: neighbours run the same schedule, and send the shapes of their microbatches in its order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs calls whose microbatches differ in length through Megatron's own schedule, under a plan.
 
 Stages exchange shapes (`variable_seq_lengths`), and samples are packed (THD) where the model's
-attention takes packed samples. The plan is for the longest microbatch, and so bounds every call
-whose microbatches are not longer (docs/any-loop.md); here that is tried out.
+attention takes packed samples. The plan is for the longest microbatch, and so bounds every call of
+shorter ones (docs/decisions/bytes.md). These runs test that bound.
 """
 
 from __future__ import annotations
