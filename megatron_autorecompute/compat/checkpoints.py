@@ -62,7 +62,7 @@ def _let_go(reference: weakref.ref[Any]) -> None:
 
 
 _DISPATCHES = "wraps_functions_of_autorecompute"
-"""As `integrations.megatron_lm.WRAPS_FUNCTIONS`."""
+"""Marks a function as `integrations.megatron_lm.WRAPS_FUNCTIONS` does."""
 
 
 def dispatching(original: Function) -> Function:

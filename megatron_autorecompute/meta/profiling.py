@@ -455,7 +455,7 @@ def _with_offload(every: ChoicesOf, sets: Sequence[Sequence[str]], layer: Any) -
 
 
 def _set_of(modules: Sequence[str], layer: Any) -> Choices:
-    """None, full, and the set of those of the modules that the layer has."""
+    """None, full, and the set of the modules that the layer has."""
     usable = {name for name in rules.usable_modules(layer) if name in modules}
     found = every_choice(layer)
     plain = [c for c in found if not c.keep]

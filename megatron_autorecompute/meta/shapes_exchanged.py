@@ -30,7 +30,7 @@ class Wide:
     in one tensor."""
 
     first_stage: int | None
-    """From which on the last chunk's outputs are such ones; None: none is."""
+    """The first stage whose last chunk has such outputs; None: none has."""
     factor: int
     """Times as many tokens."""
 

@@ -146,7 +146,7 @@ def state_bytes(job: Job) -> int:
 
 
 def state_parts(job: Job) -> tuple[int, int, int]:
-    """The same of each of the three."""
+    """Bytes of each of the three for each parameter."""
     if not job.use_precision_aware_optimizer:
         return 4, 4, 4
     moments = ELEMENT_BYTES[job.exp_avg_dtype], ELEMENT_BYTES[job.exp_avg_sq_dtype]

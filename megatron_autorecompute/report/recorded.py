@@ -2,8 +2,9 @@
 
 A history can have any number of steps. The stacks of its allocations show which part is a step, and
 which forward or backward each piece of it is: Megatron's `forward_step` and `backward_step`, and
-the optimizer's files. torch runs most of a backward in a thread of its own that has no Python stack, so
-allocations without a stack belong to a backward. Without such stacks only the curve is shown.
+the optimizer's files. torch runs most of a backward in a thread of its own that has no Python
+stack, so allocations without a stack belong to a backward. Without such stacks only the curve is
+shown.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Part:
         return self.route(self.function, args, kwargs)
 
     def route(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As a call, of `function`."""
+        """Call `function`, as a call of this part."""
         checkpoint = _running.inside
         if checkpoint is None:
             return function(*args, **kwargs)

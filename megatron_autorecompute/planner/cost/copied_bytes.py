@@ -30,7 +30,7 @@ class StageBytes:
     def of(
         cls, chunks: Sequence[tuple[Unit, ...]], ran: Sequence[Ran], changes: Changes
     ) -> StageBytes:
-        """Of a stage's units, events and changes."""
+        """The bytes of a stage's units, events and changes."""
         times, sizes = zip(*levels(changes), strict=True) if changes else ((), ())
         return cls(chunks, ran, np.array(times, np.int64), np.array(sizes, np.int64))
 

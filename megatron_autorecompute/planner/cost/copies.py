@@ -50,7 +50,7 @@ class Turn:
     at_ps: int
     """Computing time since the backward began."""
     group: int
-    """Of the chunk."""
+    """The group of the chunk."""
     is_end: bool
     """Whether the group's backward has run; else it is about to."""
 
@@ -68,7 +68,7 @@ class ChunkWork:
 
     @classmethod
     def of(cls, units: Sequence[Unit], forward_ps: int = 0, backward_ps: int = 0) -> ChunkWork:
-        """Of a chunk's units, in the order of their forwards, and time besides them, at the end."""
+        """The copies of a chunk's units in forward order, with other time at the end."""
         groups, turns = list[CopyGroup](), list[Turn]()
         after, begin = sum(unit.backward_ps for unit in units), 0
         for unit in units:
@@ -173,7 +173,7 @@ class Copied:
     chunk: int
     microbatch: int
     group: int
-    """Of the chunk, in the order of copies out."""
+    """The group of the chunk, in the order of copies out."""
     begin_ps: int
     end_ps: int
 

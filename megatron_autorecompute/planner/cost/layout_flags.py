@@ -86,7 +86,7 @@ def layout_flags(layout: Layout, pattern: HybridPattern | None = None) -> dict[s
 
 
 def _uneven(shape: Layout, first: int, last: int | None) -> Layout | None:
-    """Of as many layers, stages and chunks; None where Megatron refuses these numbers."""
+    """The uneven layout of so many layers, stages and chunks; None if Megatron refuses these."""
     try:
         return Layout.from_flags(
             shape.num_layers,

@@ -134,7 +134,7 @@ class _Run:
         self.left: dict[int, int] = {}
         """What layers keep until their next forward, by unit of the backward."""
         self.idle = dict(idle)
-        """The same, by unit of the forward."""
+        """What layers keep until their next forward, by unit of the forward."""
         self.above: _Layer | None = None
         """The units that ran backward before."""
 
@@ -217,7 +217,7 @@ class _Run:
 
 
 def _kept(columns: ChunkColumns) -> int:
-    """By the graph of a chunk's output."""
+    """The bytes that the graph of a chunk's output keeps."""
     return next((u.output_keeps_bytes for u in reversed(columns.units) if u.layers), 0)
 
 

@@ -277,7 +277,7 @@ def _decisive(positions: Ints, counts: NDArray[np.int16]) -> Ints:
 
 
 def _without_passages(kept: Ints, counts: NDArray[np.int16]) -> Ints:
-    """Those whose counts are not at most the mean of their two neighbours' counts."""
+    """The positions whose counts are not at most the mean of their two neighbours' counts."""
     rows = counts[kept]
     between = np.zeros(len(rows), np.bool_)
     between[1:-1] = np.all(2 * rows[1:-1] <= rows[:-2] + rows[2:], axis=1)

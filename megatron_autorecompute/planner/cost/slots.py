@@ -104,7 +104,7 @@ class Block:
         self.waits: list[list[_Wait]] = [[] for _ in range(count)]
         self._inputs: dict[tuple[int, int], Input | None] = {}
         self.receivers: list[list[tuple[Ints, Ints]]] = [[] for _ in range(count)]
-        """By slot: columns of stages whose event waits for a receiver, and of receivers."""
+        """The columns of stages whose event waits for a receiver, and of receivers, by slot."""
         found: tuple[list[Ints], list[Ints]] = ([], [])
         for view, start in enumerate((0, first_backward(schedule))):
             for number in range(count):

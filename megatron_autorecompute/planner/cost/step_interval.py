@@ -166,7 +166,7 @@ class _Clock:
         return Times(forward, backward).plus(Times(nothing, nothing))
 
     def _measured_ps(self, chunk: Chunk) -> int:
-        """Of a chunk in the measured step; where none is known, the least."""
+        """The measured time of a chunk in the step; the least one where none is known."""
         step = self._profile.measured_step
         if step is None:
             return sum(least_times(self._table, chunk))

@@ -175,7 +175,7 @@ def _then(first: Floats, second: Floats) -> Floats:
 
 
 def _repeated(once: Floats, times: int) -> Floats:
-    """By squaring: a step may have thousands of microbatches."""
+    """The power of a matrix, by squaring: a step may have thousands of microbatches."""
     if times == 1:
         return once
     half = _repeated(once, times // 2)

@@ -99,7 +99,7 @@ class Unit:
 
     @property
     def ahead_ps(self) -> int:
-        """Of its backward what begins before the gradient is there."""
+        """The part of its backward that begins before the gradient is there."""
         return self.ahead.time_ps if self.ahead else 0
 
     @property
@@ -248,7 +248,7 @@ class CostTable:
 
     @cached_property
     def _units(self) -> dict[tuple[int, LayerPolicy, bool, bool], Unit]:
-        """Of layers, by what `layer` was asked."""
+        """The units of layers, by the arguments of `layer`."""
         return {}
 
     def _unit_of(self, layer: int, policy: LayerPolicy, received: bool, alone: bool) -> Unit:
@@ -528,8 +528,8 @@ class CostTable:
 
     @cached_property
     def _sums(self) -> dict[tuple[Chunk, LayerPolicy], Ints]:
-        """Of a chunk's first layers with one choice: forwards, backwards, and how many have no
-        record of it, `[layers, 3]`."""
+        """Sums over a chunk's first layers with one choice: forwards, backwards, and how many have
+        no record of it, `[layers, 3]`."""
         return {}
 
 

@@ -107,7 +107,7 @@ class _Thin:
         return found
 
     def keep(self, place: int, rows: Ints, runs: Ints) -> Ints:
-        """Those nearest to the least time for what they hold; more of whole plans."""
+        """The rows nearest to the least time for what they hold; more of whole plans."""
         width = self.width * (4 if place <= self.units.first else 1)
         kept = different(rows, np.argsort(runs, kind="stable"))
         kept = self._at_most(rows, kept, (6 if self.short else 2) * width)
@@ -157,7 +157,7 @@ class Pruned:
         return self._at_most(rows, cost, kept[np.sort(undominated(points))], self.width)
 
     def _at_most(self, rows: Ints, cost: Floats, kept: Ints, width: int) -> Ints:
-        """Of some in order of cost."""
+        """The first rows in order of cost."""
         if len(kept) <= width:
             return kept
         held = rows[kept, HELD]

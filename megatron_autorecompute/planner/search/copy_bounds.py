@@ -60,7 +60,7 @@ def mixed(profile: Profile, link: HostLink, share: float) -> Profile:
 
 
 def _lowered(records: Sequence[ChoiceRecord]) -> Iterator[ChoiceRecord]:
-    """None takes longer than those that contain its work."""
+    """Times that are lowered until no choice takes longer than those that contain its work."""
     for record in records:
         above = [one for one in records if contains(one.policy, record.policy)]
         time_ms = record.forward_ms + record.backward_ms

@@ -57,8 +57,7 @@ def pareto(
 
 
 def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[ParetoPoint, ...]:
-    """Of policies that are found without offload or where copies take no time, with their
-    copies."""
+    """Points of policies found without offload or copy times, replayed with their copies."""
     relaxed = BudgetCurve(OffloadSearch(problem).relaxed)
     found = relaxed.points(min(points, _RELAXED_POINTS), lambda share: progress(share / 2))
     without = without_offload(problem)

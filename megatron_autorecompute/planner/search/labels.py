@@ -42,7 +42,7 @@ def behind(units: Ints, rows: Ints) -> Ints:
 
 
 def different(rows: Ints, order: Ints) -> Ints:
-    """Of equal rows the one that an order has first."""
+    """The rows without duplicates; the first one in an order stays."""
     with np.errstate(over="ignore"):
         mixed = rows[order] @ _MIX
     first: Ints = np.sort(np.unique(mixed, return_index=True)[1])
@@ -50,7 +50,8 @@ def different(rows: Ints, order: Ints) -> Ints:
 
 
 def undominated(values: Ints | Floats) -> Ints:
-    """Of points those than which no other is lower in something and higher in nothing.
+    """The points that no other point beats: lower in something and higher in nothing. There may be
+    none: where a checkpoint lies around a place, no plan within a limit begins there.
 
     There may be none: where a checkpoint lies around a place, no plan within a limit begins there.
     """
@@ -76,7 +77,7 @@ def _is_above(points: Ints | Floats, others: Ints | Floats) -> Bools:
 
 
 def _not_above_each_other(points: Ints | Floats) -> Ints:
-    """Of equal points the first is kept."""
+    """The points that no other is below; the first of equal points stays."""
     above = np.ones((len(points), len(points)), np.bool_)
     for column in range(points.shape[1]):
         above &= points[None, :, column] <= points[:, column, None]

@@ -69,7 +69,7 @@ class LeastSteps:
                 self._busy[key] = found + more
 
     def _keys(self, layout: Layout) -> list[object]:
-        """Of every stage what tells it apart from others that cost differently."""
+        """The key of every stage: it differs between stages that cost differently."""
         return [
             (number, tuple(self._run(chunk.layers) for chunk in stage))
             for number, stage in enumerate(layout.stages)
@@ -84,8 +84,8 @@ class LeastSteps:
         return self._runs[layers]
 
     def step_ms(self, problem: Problem) -> float:
-        """By the paths that are the longest where every stage is as busy as it is at least, or by
-        Megatron's offload of whole layers where that is shorter."""
+        """A bound from the longest paths if every stage is only as busy as it must be, or from
+        Megatron's offload of whole layers if that is shorter."""
         whole = fastest_whole(problem) if may_offload(problem) else None
         whole_ms = math.inf if whole is None else problem.cost(whole).step_ms
         return min(self._by_paths_ms(problem), whole_ms)

@@ -34,7 +34,7 @@ _PARTITIONS = 2000
 _MOST_PRICED = 128
 """Interleaved layouts whose steps are bounded closely."""
 _LAYERS_SOLVED = 1 << 10
-"""Of all those together that are solved; the others' bounds are less close."""
+"""The most layers of all solved layouts together; the others have looser bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def _priced(problem: Problem, limit_ms: float) -> tuple[list[_Priced], float]:
 def _first_below(
     order: list[tuple[float, int]], limit_ms: float
 ) -> tuple[list[tuple[float, int]], float]:
-    """Those below a limit, and the first one that is not."""
+    """The layouts below a limit, and the first one that is not."""
     count = sum(own_ms < limit_ms for own_ms, _ in order)
     return order[:count], order[count][0] if count < len(order) else math.inf
 

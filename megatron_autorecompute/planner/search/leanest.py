@@ -64,7 +64,7 @@ class _Found:
     held: Ints
     """`[chunk]` bytes."""
     short_bytes: int
-    """With fewer more nothing would have come out differently."""
+    """The least number of further bytes that would have changed the result."""
 
 
 def _fitting(problem: StageProblem, chunks: Sequence[_Chunk], peak: int, held: Ints) -> _Found:
@@ -125,8 +125,8 @@ class _Chunk:
         return self._known[-1][1]
 
     def _least(self, limits: Ints) -> tuple[_Way | None, int]:
-        """From the first unit to the last: the least held before each place, then the fewest runs
-        of equal choices."""
+        """The choices with the least held before each place, from the first unit to the last, and
+        then the fewest runs of equal choices."""
         places, short_bytes = self.units.places, _FAR
         held, runs = np.full(places + 1, _FAR), np.zeros(places + 1, np.int64)
         held[0], came, last = 0, np.zeros((places + 1, 2), np.int64), [-1] * (places + 1)

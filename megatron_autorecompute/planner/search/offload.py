@@ -192,7 +192,7 @@ class _Replays:
         self.left = min(most, max(least, _WORK // min(events, MOST_EVENTS)))
         self.tried: set[RecomputePolicy] = set()
         self.found: tuple[RecomputePolicy, PolicyCost] | None = None
-        """That needs the fewest bytes too many, and has the shortest step among those."""
+        """The policy with the fewest bytes too many and, among those, the shortest step."""
 
     def best(self, starts: Sequence[RecomputePolicy], bound_ms: float) -> RecomputePolicy | None:
         """The best that fits, from the starts on."""

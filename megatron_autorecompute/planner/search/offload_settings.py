@@ -40,7 +40,7 @@ def may_offload(problem: Problem, *, only_modules: bool = False) -> bool:
 
 
 def settings_of_modules(problem: Problem) -> tuple[RecomputePolicy, ...]:
-    """Those that offload modules and may be used, each once."""
+    """The settings that offload modules and may be used, each once."""
     kinds = problem.profile.kinds
     choices = [c for k in kinds for c in (*(record.policy for record in k.choices), *k.equals)]
     sets = dict.fromkeys(c.offload for c in choices if c.offload and c != WHOLE)

@@ -56,7 +56,7 @@ class Stages:
     ) -> None:
         self.costs = PolicyCosts(profile, layout, schedule, percentile)
         self.table = CostTable(profile, percentile, "high")
-        """Of what choices cost, as budgets are met."""
+        """The table of choices' costs, filled as budgets are met."""
         self._only, self._chunk_tables = only, Tables()
         self._known: dict[int, Stage] = {}
 
@@ -131,8 +131,7 @@ class Problem:
         _ = self.only
 
     def at(self, budget: Budget, known: Sequence[RecomputePolicy] = ()) -> Problem:
-        """The same problem under another budget, with other known plans; what depends on neither
-        is worked out once."""
+        """This problem with another budget and known plans; what depends on neither is shared."""
         other = replace(self, budget=budget, known=tuple(known))
         vars(other)["stages"] = self.stages
         return other
@@ -169,7 +168,7 @@ class Problem:
 
     @property
     def table(self) -> CostTable:
-        """Of what choices cost, as budgets are met."""
+        """The table of choices' costs, filled as budgets are met."""
         return self.stages.table
 
     def cost(self, policy: RecomputePolicy) -> PolicyCost:

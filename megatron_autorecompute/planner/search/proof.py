@@ -15,7 +15,7 @@ from megatron_autorecompute.planner.search.step import CHUNKS, StepSearch
 _PLANS = 4000
 """The most plans of the first chunks of a stage, together."""
 _MOST = 1000
-"""Of a stage, than which no other is shorter everywhere."""
+"""The most plans of a stage of which none is shorter everywhere than another."""
 _ROUNDS = 60
 """Ends the few programs whose paths have no end in sight; half as many or twice as many change no
 answer of 60 random problems, nor do the next one's."""

@@ -39,7 +39,7 @@ class Replay:
         return int(self.steps(times[..., None])[0])
 
     def steps(self, times: Ints) -> Ints:
-        """The same of candidates, the last dimension of the times."""
+        """The steps of candidates, which are the last dimension of the times."""
         forward, backward = times // self.unit
         found: Ints = finished(self.schedule, forward, backward).max(axis=0)
         return found

@@ -121,7 +121,7 @@ class Stage:
         )
 
     def _open(self) -> list[Plans]:
-        """Of every chunk, the same where chunks are alike."""
+        """The search state of every chunk, shared by equal chunks."""
         tables = {id(table): table for table in self.tables}
         own = {key: Plans(table) for key, table in tables.items()}
         return [own[id(table)] for table in self.tables]
@@ -131,7 +131,7 @@ class Stage:
         return self._found[budget] if budget in self._found else self.afresh(budget)
 
     def afresh(self, budget: int) -> StageChoice | None:
-        """The same, searched again, so that `plans` has what was found of this budget alone."""
+        """Search as `fastest`, but again, so that `plans` has what this budget alone found."""
         self._budget = -1
         self._found[budget] = self._fastest(budget)
         return self._found[budget]
